@@ -53,7 +53,7 @@ help:
 	@echo "make papers  every table and figure of the three papers that was not measured yet: ENCODER=DIR STORIES=DIR are models, CAUSAL=DIR adds Figs. 1 and 2 of inversion on a larger one (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
-	@echo "make house   count lines, imports, arguments, names and docstrings of the package; where they stand: ARGS=\"--list names lightning_fedleak/games\""
+	@echo "make house   count lines, imports, arguments, names and docstrings of the package; where they stand: ARGS=\"--list names lightning_fedleak/evaluation/games\""
 	@echo "make clean   remove .venv, .venv-* and caches (fedleak_runs/ stays)"
 	@echo "PYTHON=python3.13 VENV=.venv-3.13 with another Python, in an environment of its own"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
@@ -82,11 +82,11 @@ test-nvflare: $(READY) $(NVFLARE)/.ready
 
 # Beside the environment, not in it: PEFT imports bitsandbytes wherever it is installed.
 test-quantized: $(READY) $(QUANTIZED)/.ready
-	@PYTHONPATH=$(QUANTIZED):. $(BIN)/python -m pytest --numprocesses 0 tests/looks/test_quantized_bases.py \
+	@PYTHONPATH=$(QUANTIZED):. $(BIN)/python -m pytest --numprocesses 0 tests/engine/test_quantized_bases.py \
 		tests/defenses/dpsgd/test_quantized_bases.py \
-		"tests/looks/test_matrix.py::test_what_is_logged_is_true[LoRA, NF4]" \
-		"tests/looks/test_matrix.py::test_what_is_logged_is_true[LoRA, int8]" \
-		tests/looks/channels/test_memorization.py::test_lora_on_a_base_of_four_bits $(ARGS)
+		"tests/engine/test_matrix.py::test_what_is_logged_is_true[LoRA, NF4]" \
+		"tests/engine/test_matrix.py::test_what_is_logged_is_true[LoRA, int8]" \
+		tests/engine/channels/test_memorization.py::test_lora_on_a_base_of_four_bits $(ARGS)
 
 # In an environment of its own: others are tested without its datasets and pyarrow.
 test-trl: $(TRL)/.ready

@@ -59,7 +59,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.callbacks import MonitorSettings
-from lightning_fedleak.looks.channels.control import Controls
+from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 
 SMOKE = ("--runs 10",)

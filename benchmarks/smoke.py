@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
-from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
+from lightning_fedleak.cli.finetuning.texts import read_texts
 
 HERE = Path(__file__).resolve().parent
 AT_ONCE = 2

@@ -2,7 +2,6 @@
 
 import lightning as L
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     Attack,
@@ -14,8 +13,9 @@ from lightning_fedleak.attacks import (
     WordGuess,
 )
 from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.snapshots import Observation
 
 
 class LargestRows(Attack):

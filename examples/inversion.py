@@ -9,7 +9,7 @@ import lightning as L
 
 from lightning_fedleak.attacks import PrefixInversion
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
-from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 
 SPLITS = (1, 3, 5)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_fedleak.attacks import AlignedFlatChat, GradientMembership, SubspaceWords
 from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 
 
 def main() -> None:

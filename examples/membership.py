@@ -9,8 +9,8 @@ import lightning as L
 
 from lightning_fedleak.attacks import FCMembership
 from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.strategies import DefendedStrategy
 
 

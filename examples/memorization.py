@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks.memorization import Combined, Loss
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
-from lightning_fedleak.canaries import leave_out
-from lightning_fedleak.finetuning import CausalLMFineTuning
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.looks import Memorization
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.cli.finetuning.texts import read_texts
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.evaluation.canaries import leave_out
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership
 from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
-from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.strategies import DefendedStrategy
 
 

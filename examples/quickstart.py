@@ -6,7 +6,7 @@ Model and data stand for your own; nothing in them knows of the monitor.
 import lightning as L
 
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from lightning_fedleak.attacks import FlatChat
-from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
+from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
 from lightning_fedleak.trainers import LeakageCallback, Threshold
 
 

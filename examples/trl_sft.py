@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from lightning_fedleak.attacks import FlatChat
-from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
+from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
 from lightning_fedleak.trainers import LeakageCallback, Threshold
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.callbacks import LeakageLimitExceeded as LeakageLimitExceeded
     from lightning_fedleak.callbacks import LeakageMonitor as LeakageMonitor
     from lightning_fedleak.callbacks import RiskGate as RiskGate
-    from lightning_fedleak.canaries import with_canaries as with_canaries
     from lightning_fedleak.defenses import DPSGD as DPSGD
     from lightning_fedleak.defenses import ActivationCompression as ActivationCompression
     from lightning_fedleak.defenses import ActivationNoise as ActivationNoise
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.defenses import GradientNoise as GradientNoise
     from lightning_fedleak.defenses import TokenLDP as TokenLDP
     from lightning_fedleak.defenses import mean_of_sample_means as mean_of_sample_means
+    from lightning_fedleak.evaluation.canaries import with_canaries as with_canaries
     from lightning_fedleak.strategies import DefendedStrategy as DefendedStrategy
 
 _HOMES = {
@@ -71,7 +71,7 @@ _HOMES = {
         "TrainedMembership",
     ),
     "callbacks": ("Games", "LeakageLimitExceeded", "LeakageMonitor", "RiskGate"),
-    "canaries": ("with_canaries",),
+    "evaluation.canaries": ("with_canaries",),
     "defenses": (
         "ActivationCompression",
         "ActivationNoise",

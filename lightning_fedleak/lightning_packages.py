@@ -127,8 +127,9 @@ def _wrong_trainer(callback: object, trainer: str) -> str:
     return (
         f"{name} is a callback of Lightning's Trainer and does not work in {trainer}: train the "
         f"model in Trainer(callbacks=[{name}(...)]) of lightning.pytorch, a causal language model "
-        "by lightning_fedleak.finetuning.CausalLMFineTuning(model). lightning_fedleak.trainers has "
-        "LeakageCallback for transformers' Trainer, and Watch for other loops."
+        "by lightning_fedleak.cli.finetuning.CausalLMFineTuning(model). "
+        "lightning_fedleak.trainers has LeakageCallback for transformers' Trainer, and Watch for "
+        "other loops."
     )
 
 

@@ -35,8 +35,8 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
-from lightning_fedleak.anatomy import AnatomyError, find_anatomy
-from lightning_fedleak.model_runs import undisturbed
+from lightning_fedleak.model.anatomy import AnatomyError, find_anatomy
+from lightning_fedleak.model.model_runs import undisturbed
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import (
     DIM,

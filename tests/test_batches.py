@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from lightning_fedleak.anatomy import Kind
-from lightning_fedleak.batches import (
+from lightning_fedleak.model.anatomy import Kind
+from lightning_fedleak.model.batches import (
     BatchError,
     TokenBatch,
     adapter_to_copy,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
-from lightning_fedleak.batches import BatchError, TokenBatch, read_batch
-from lightning_fedleak.taps.tokens import texts_in
+from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.taps.tokens import texts_in
 from tests.test_batches import adapted
 
 LENGTHS = (3, 1, 4, 2)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.demo import Demo
-from lightning_fedleak.commands.parser import parsers
+from lightning_fedleak.cli.commands.demo import Demo
+from lightning_fedleak.cli.commands.parser import parsers
 from lightning_fedleak.extras import install
 
 
@@ -200,7 +200,7 @@ def test_fit_without_jsonargparse_says_what_to_install(
         def refuses(*args: object, **settings: object) -> None:
             raise ModuleNotFoundError(told)
 
-        monkeypatch.setattr("lightning_fedleak.commands.fit._FitCLI", refuses)
+        monkeypatch.setattr("lightning_fedleak.cli.commands.fit._FitCLI", refuses)
     else:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["fit", "--help"]) == 1

@@ -16,7 +16,7 @@ from lightning_fedleak.attacks import (
     SubspaceTexts,
 )
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.commands.fit import fit
+from lightning_fedleak.cli.commands.fit import fit
 from lightning_fedleak.defenses import DPSGD, Freeze, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_fedleak import LeakageMonitor, attacks
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     Attack,
@@ -58,7 +57,6 @@ from lightning_fedleak.attacks import base as attacks_base
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.memorization import MemorizationAttack
 from lightning_fedleak.attacks.words.crafted import RoundShape
-from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -69,12 +67,19 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.activations.compression import ActivationCompression
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
-from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
-from lightning_fedleak.games.client import generic_upstream
-from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.snapshots import ActivationSnapshot, GradientSnapshot, Observation, Stage
+from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
+from lightning_fedleak.evaluation.games.client import generic_upstream
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import hidden_states
+from lightning_fedleak.model.snapshots import (
+    ActivationSnapshot,
+    GradientSnapshot,
+    Observation,
+    Stage,
+)
+from lightning_fedleak.model.taps.tokens import Text, ask_tokens
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.taps.tokens import Text, ask_tokens
 from lightning_fedleak.threats import DISHONEST_SERVER
 from tests.callbacks.runs import monitor_with
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama

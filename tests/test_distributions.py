@@ -84,7 +84,7 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(
     recipes = {name.replace("callbacks", "lightning_fedleak/recipes") for name in _under(RECIPES)}
     assert own == _under(PACKAGE) | recipes
     assert "lightning_fedleak/recipes/word_leakage.yaml" in own
-    assert "lightning_fedleak/finetuning/model/model.safetensors" in own
+    assert "lightning_fedleak/cli/finetuning/model/model.safetensors" in own
 
 
 def test_the_sdist_holds_what_its_tests_need(built: tuple[set[str], set[str]]) -> None:
@@ -167,7 +167,7 @@ def test_recipes_are_read_wherever_the_package_is(
             archive.extractall(folder)
     code = (
         f"import site, sys; sys.path.insert(0, {str(folder)!r}); site.addsitedir({str(folder)!r})\n"
-        "from lightning_fedleak.commands.recipes import recipe_files\n"
+        "from lightning_fedleak.cli.commands.recipes import recipe_files\n"
         "print(recipe_files()['leakage'], len(recipe_files()))"
     )
     # Without what is installed beside, which may hold this package too.

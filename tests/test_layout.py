@@ -14,79 +14,42 @@ import pytest
 PACKAGE = "lightning_fedleak"
 ROOT = Path(__file__).parents[1] / PACKAGE
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-GROUND = {
-    "anatomy",
-    "threats",
-    "batches",
-    "snapshots",
-    "compression",
-    "model_state",
-    "model_runs",
-    "taps",
-    "progress",
-    "extras",
-    "private_files",
-    "validate",
-    "messages",
-}
+SHARED = {"threats", "validate", "progress", "extras", "private_files", "messages"}
+MODEL = {*SHARED, "model"}
 # What each part of the package may import from the rest of it; absent: everything. A folder's row
 # holds for all below it that has no row.
 ALLOWED = {
-    "anatomy": set(),
-    "threats": set(),
-    "batches": {"anatomy"},
-    "progress": set(),
-    "extras": set(),
-    "private_files": set(),
-    "messages": set(),
-    "validate": set(),
-    "compression": set(),
-    "snapshots": {"anatomy", "threats", "batches", "compression"},
-    "model_state": set(),
-    "model_runs": {"anatomy", "threats", "batches", "model_state", "validate"},
-    "taps": GROUND,
-    "attacks": GROUND,
-    "metrics": GROUND | {"attacks"},
-    "games": GROUND | {"attacks", "metrics"},
-    "defenses": GROUND,
-    "strategies": {
-        *("defenses", "snapshots", "anatomy", "validate", "taps", "lightning_packages"),
-        "messages",
-    },
+    **{name: set() for name in SHARED},
     "lightning_packages": set(),
-    "canaries": GROUND | {"attacks"},
-    "auditing": GROUND | {"games", "defenses", "canaries"},
-    "finetuning": GROUND | {"defenses", "lightning_packages"},
-    "studies": GROUND | {"attacks", "metrics", "games", "defenses", "finetuning", "canaries"},
-    "studies.sweep": GROUND
-    | {"attacks", "metrics", "defenses", "strategies", "callbacks", "looks", "finetuning"}
-    | {"records"},
-    "studies.federation": GROUND
-    | {"attacks", "defenses", "canaries", "federation", "looks", "records", "finetuning"},
-    "records": GROUND,
-    "report": {"records", "auditing", "defenses", "messages"},
+    "model": SHARED,
+    "attacks": MODEL,
+    "defenses": MODEL,
+    "records": MODEL,
+    "evaluation": MODEL | {"attacks", "defenses"},
+    "report": MODEL | {"records", "evaluation", "defenses"},
     # "" is the package itself, whose version a stored calibration names.
-    "looks": GROUND | {"", "attacks", "metrics", "defenses", "canaries", "records", "auditing"},
-    "callbacks": GROUND
-    | {"attacks", "metrics", "defenses", "canaries", "strategies", "looks", "report", "records"}
+    "engine": MODEL | {"", "attacks", "defenses", "evaluation", "records"},
+    "strategies": MODEL | {"defenses", "lightning_packages"},
+    "callbacks": MODEL
+    | {"attacks", "defenses", "evaluation", "records", "report", "engine", "strategies"}
     | {"lightning_packages"},
-    "trainers": GROUND | {"attacks", "defenses", "looks", "report"},
-    "federation": GROUND
-    | {"attacks", "metrics", "games", "defenses", "looks", "records", "lightning_packages"},
+    "trainers": MODEL | {"attacks", "defenses", "report", "engine"},
+    "federation": MODEL
+    | {"attacks", "defenses", "evaluation", "records", "engine", "lightning_packages"},
+    "cli.finetuning": MODEL | {"defenses", "lightning_packages"},
+    "cli.studies": MODEL | {"attacks", "defenses", "evaluation"},
+    "cli.studies.sweep": MODEL
+    | {"attacks", "defenses", "evaluation", "records", "engine", "callbacks", "strategies"},
+    "cli.studies.federation": MODEL
+    | {"attacks", "defenses", "evaluation", "records", "engine", "federation"},
 }
 WITHOUT_LIGHTNING = (
-    *GROUND,
-    "attacks",
-    "metrics",
-    "defenses",
-    "games",
-    "studies",
-    "records",
-    "report",
-    "canaries",
-    "looks",
-    "trainers",
+    *SHARED,
+    *("model", "attacks", "defenses", "evaluation", "records", "report", "engine", "trainers"),
+    "cli.studies",
 )
+ROOMS = ("model", "evaluation", "cli")
+"""Folders whose own folders hand the names on."""
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -105,6 +68,12 @@ def row_of(module: str) -> str:
 def part_of(module: str) -> str:
     """First level below the package: ``attacks`` of ``lightning_fedleak.attacks.base``."""
     return module.split(".")[1] if "." in module else ""
+
+
+def face_of(module: str) -> str:
+    """The folder that hands a module's names on to other folders."""
+    parts = module.split(".")
+    return ".".join(parts[: 3 if len(parts) > 1 and parts[1] in ROOMS else 2])
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -171,12 +140,12 @@ def test_contributing_shows_this_table() -> None:
     shown = {}
     for row in table.splitlines()[2:]:
         names, allowed = (re.findall(r"`([\w.]+)`", cell) for cell in row.split("|")[1:3])
-        if "| ground: all of the above" in row:
-            allowed = GROUND
-        elif "| ground" in row:
-            allowed = {*GROUND, *allowed}
+        if "model, shared" in row:
+            allowed = {*MODEL, *allowed}
+        elif "shared" in row.split("|")[2]:
+            allowed = SHARED
         shown |= {name: set(allowed) for name in names}
-    del shown["commands"]
+    del shown["cli"]
     assert shown == {name: allowed - {""} for name, allowed in ALLOWED.items()}
 
 
@@ -215,16 +184,15 @@ def test_another_folder_is_imported_through_its_face() -> None:
             for alias in node.names
         }
         for name, path in MODULES.items()
-        if path.name == "__init__.py" and name.count(".") == 1
+        if path.name == "__init__.py" and face_of(name) == name
     }
     past = [
         f"{path.relative_to(ROOT)}: {', '.join(alias.name for alias in node.names)}"
         for path in FILES
         if path.name != "__init__.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.count(".") > 1
-        if (face := ".".join(node.module.split(".")[:2]))
-        != ".".join(module_name(path).split(".")[:2])
+        if isinstance(node, ast.ImportFrom) and node.module
+        if (face := face_of(node.module)) not in (node.module, face_of(module_name(path)))
         and all(faces.get(face, {}).get(alias.name) == node.module for alias in node.names)
     ]
     assert past == []
@@ -240,7 +208,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch) -> N
         "from .base import Attack\n"
         "from .. import anatomy\n"
         "if TYPE_CHECKING:\n    from lightning_fedleak.callbacks import monitor\n"
-        "def f():\n    from lightning_fedleak.finetuning import data\n"
+        "def f():\n    from lightning_fedleak.cli.finetuning import data\n"
     )
     here = sys.modules[__name__]
     monkeypatch.setattr(here, "ROOT", tmp_path / PACKAGE)
@@ -255,10 +223,10 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch) -> N
         f"{PACKAGE}.attacks.base",
         f"{PACKAGE}.anatomy",
         f"{PACKAGE}.callbacks.monitor",
-        f"{PACKAGE}.finetuning",
+        f"{PACKAGE}.cli.finetuning",
     }
     assert f"{PACKAGE}.callbacks.monitor" not in imported(source, at_import_time=True)
-    assert f"{PACKAGE}.finetuning" not in imported(source, at_import_time=True)
+    assert f"{PACKAGE}.cli.finetuning" not in imported(source, at_import_time=True)
 
 
 def test_no_folder_is_a_drawer_of_loose_parts() -> None:
@@ -281,9 +249,9 @@ class Refuses:
 
 sys.meta_path.insert(0, Refuses())
 import pkgutil, importlib
-import {PACKAGE}.looks as looks
+import {PACKAGE}.engine as engine
 
-for module in pkgutil.walk_packages(looks.__path__, looks.__name__ + "."):
+for module in pkgutil.walk_packages(engine.__path__, engine.__name__ + "."):
     importlib.import_module(module.name)
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)

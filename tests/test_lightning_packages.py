@@ -37,7 +37,7 @@ def lightning(package: str) -> ModuleType:
 
 def finetuning(package: str) -> ModuleType:
     name = "lightning" if package == "lightning.pytorch" else package
-    return importlib.import_module(f"lightning_fedleak.finetuning.{name}")
+    return importlib.import_module(f"lightning_fedleak.cli.finetuning.{name}")
 
 
 @dataclass

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 from transformers import BartConfig, BartForConditionalGeneration
 
-from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.blocks import states_out, text_blocks, with_states_out
-from lightning_fedleak.model_runs import call_with, context_length, hidden_states, undisturbed
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy.blocks import states_out, text_blocks, with_states_out
+from lightning_fedleak.model.model_runs import call_with, context_length, hidden_states, undisturbed
 from tests.helpers.models import (
     DIM,
     POSITIONS,

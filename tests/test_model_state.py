@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PublicText
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.embedding_descent import StateReadout
-from lightning_fedleak.games.client import loss_upstream
-from lightning_fedleak.model_runs import hidden_states, undisturbed
-from lightning_fedleak.model_state import LARGE, ModelWritten, preserve_model
+from lightning_fedleak.evaluation.games.client import loss_upstream
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states, undisturbed
+from lightning_fedleak.model.model_state import LARGE, ModelWritten, preserve_model
 from tests.helpers.models import own_rng, tiny_gpt2
 
 VOCAB, DIM = 24, 8

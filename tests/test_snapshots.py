@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Observation, Stage
-from lightning_fedleak.taps.gradients import GradientTap, TiedHeadTap, UpdateTap
+from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observation, Stage
+from lightning_fedleak.model.taps.gradients import GradientTap, TiedHeadTap, UpdateTap
 
 
 def updates_by_hand(kind, gradients, lr):

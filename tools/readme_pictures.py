@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
-from lightning_fedleak.commands.demo import Demo
+from lightning_fedleak.cli.commands.demo import Demo
 
 EVERY = 10  # steps between two looks: half of the demo's lines, so that the picture fits a screen
 COMMAND = f"fedleak demo --every-n-steps {EVERY}"

@@ -42,13 +42,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.attacks.word_recovery import read_texts
 from benchmarks.federation.inspection import Adapted, some_rows
 from lightning_fedleak import CraftedAdapterWords, PublicText
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import RoundShape, RowSettings, RunFacts
 from lightning_fedleak.attacks.words import crafted
 from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, craft
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.games import CraftedRound, play_crafted_rounds
-from lightning_fedleak.metrics import Counts, precision_recall_f1
+from lightning_fedleak.evaluation.games import CraftedRound, play_crafted_rounds
+from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
 
 SMOKE = (
     "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 2 --rounds 1 "

@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import (
     HONEST_BUT_CURIOUS,
     AlignedFlatChat,
@@ -53,7 +52,8 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.trainers import Threshold, Watch
 
 SMOKE = ("--runs 10", "--large --runs 2")

@@ -25,8 +25,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.attacks.word_recovery import read_texts
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.studies.invert import (
+from lightning_fedleak.cli.studies.invert import (
     ADVERSARIES,
     ActivationCell,
     Noise,
@@ -34,7 +33,8 @@ from lightning_fedleak.studies.invert import (
     rows_of_length,
     run_cells,
 )
-from lightning_fedleak.studies.invert.plots import plot_cells
+from lightning_fedleak.cli.studies.invert.plots import plot_cells
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 
 SMOKE = (
     "--model {model} --text {text} --splits 1 --texts 1 --lengths 8 --noise 0 "

@@ -36,7 +36,7 @@ from benchmarks.attacks.setups import adapters, neftune, packed, padded, whole
 from benchmarks.attacks.word_recovery import read_texts
 from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceWords
 from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
-from lightning_fedleak.studies.sweep.cell import quiet
+from lightning_fedleak.cli.studies.sweep.cell import quiet
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --looks 2 --steps 1 "

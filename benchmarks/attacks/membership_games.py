@@ -14,8 +14,8 @@ import torch
 
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.games import GameResult
+from lightning_fedleak.cli.finetuning.texts import read_texts
+from lightning_fedleak.evaluation.games import GameResult
 
 NAMED = {
     "banking77": ("banking77/test.csv", "banking77/train.csv.gz"),

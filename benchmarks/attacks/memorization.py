@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.memorization import MemorizationAttack
-from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.snapshots import ReleasedModel, TokenSnapshot
-from lightning_fedleak.studies.memorization import ReleasedPool, all_attacks, tokenize
-from lightning_fedleak.taps.tokens import Text, ask_tokens
+from lightning_fedleak.cli.finetuning.texts import read_texts
+from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks, tokenize
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.taps.tokens import Text, ask_tokens
 
 SMOKE = (
     "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1",

@@ -21,7 +21,12 @@ import numpy as np
 import torch
 from scipy.stats import beta, norm
 
-from lightning_fedleak.metrics.released import FPR, membership_values, shown_tpr, spent_at
+from lightning_fedleak.evaluation.metrics.released import (
+    FPR,
+    membership_values,
+    shown_tpr,
+    spent_at,
+)
 
 SMOKE = ("--runs 3 --looks 2",)
 

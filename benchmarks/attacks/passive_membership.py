@@ -36,14 +36,14 @@ from benchmarks.attacks.subspace_words import (
     observed,
     updated,
 )
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import (
     GradientMembership,
     Query,
     SubspaceMembership,
     UnusableObservation,
 )
-from lightning_fedleak.metrics import membership_rates
+from lightning_fedleak.evaluation.metrics import membership_rates
+from lightning_fedleak.model.anatomy import find_anatomy
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --rank 4 --targets q_proj,v_proj "

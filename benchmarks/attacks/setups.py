@@ -65,12 +65,12 @@ from transformers import (
 from transformers.integrations import activate_neftune
 
 from benchmarks.attacks.word_recovery import read_texts
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.attacks import PublicText, SubspaceTexts
 from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
+from lightning_fedleak.cli.studies.defense_specs import parse_defenses
+from lightning_fedleak.cli.studies.sweep.cell import quiet
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.studies.defense_specs import parse_defenses
-from lightning_fedleak.studies.sweep.cell import quiet
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "

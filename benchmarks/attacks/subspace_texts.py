@@ -41,11 +41,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.attacks.subspace_words import Source, built
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
-from lightning_fedleak.metrics import TextReconstruction
-from lightning_fedleak.metrics.texts import in_true_order
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.evaluation.metrics import TextReconstruction
+from lightning_fedleak.evaluation.metrics.texts import in_true_order
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --rank 0 --shapes 2x8 --batches 1 --budget 1",

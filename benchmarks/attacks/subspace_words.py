@@ -52,10 +52,10 @@ from transformers import (
 )
 
 from benchmarks.attacks.word_recovery import read_texts
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import RunFacts, SubspaceWords, UnusableObservation, WordGuess
-from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --rank 4 --targets q_proj,v_proj "

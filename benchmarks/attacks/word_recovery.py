@@ -43,7 +43,6 @@ from peft import LoraConfig, get_peft_model
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Attack, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
@@ -53,7 +52,8 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_parameters,
     head_surface,
 )
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "

@@ -61,7 +61,6 @@ from transformers import (
 
 from benchmarks.cost import dpsgd, overhead
 from lightning_fedleak import LeakageMonitor
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     Attack,
@@ -84,15 +83,21 @@ from lightning_fedleak.attacks import (
     WordGuess,
     gradient_of,
 )
-from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
+from lightning_fedleak.cli.finetuning.module import load_model
 from lightning_fedleak.defenses import DPSGD, Defense, GradientNoise, mean_of_sample_means
-from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
-from lightning_fedleak.finetuning.module import load_model
-from lightning_fedleak.games import GameConfig, SentencePool, play
-from lightning_fedleak.metrics.texts import in_true_order, token_hits
-from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.snapshots import ActivationSnapshot, GradientSnapshot, Observation, Stage
+from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
+from lightning_fedleak.evaluation.metrics.texts import in_true_order, token_hits
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import hidden_states
+from lightning_fedleak.model.snapshots import (
+    ActivationSnapshot,
+    GradientSnapshot,
+    Observation,
+    Stage,
+)
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER
 

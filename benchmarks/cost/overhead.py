@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.looks.channels.control import Controls
+from lightning_fedleak.engine.channels.control import Controls
 
 SMOKE = (
     "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership "

@@ -33,7 +33,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampled_gaussian_auc
 from benchmarks.defenses.planted import PlantedNeuron
-from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.defenses import DPSGD, ClipSettings
 from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.accounting import (
@@ -43,7 +42,8 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, _rdp_of_poisson
-from lightning_fedleak.metrics.clustered import auc
+from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
+from lightning_fedleak.evaluation.metrics.clustered import auc
 
 SMOKE = (
     "--fixed",

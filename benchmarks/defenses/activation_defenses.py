@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.anatomy.blocks import place_of, states_out, with_states_out
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
+from lightning_fedleak.cli.finetuning.data import TokenRows, load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.defenses import (
     ActivationCompression,
     ActivationNoise,
     DefenseContext,
 )
 from lightning_fedleak.defenses.activations.base import ActivationDefense
-from lightning_fedleak.finetuning.data import TokenRows, load_tokenizer
-from lightning_fedleak.finetuning.module import load_model
-from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.anatomy.blocks import place_of, states_out, with_states_out
+from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
 
 SMOKE = ("--texts 1 --length 8 --utility-texts 32 --budget 0.5",)
 
@@ -122,7 +122,7 @@ def main() -> None:
 
 def messages() -> list[str]:
     """The embedded private messages."""
-    from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
+    from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
 
     return read_texts(EMBEDDED_MESSAGES)
 

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from benchmarks.attacks.subspace_texts import backward, texts_of, trained
 from benchmarks.attacks.subspace_words import Source, built
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     GradientMembership,
@@ -44,10 +43,11 @@ from lightning_fedleak.attacks import (
     UnusableObservation,
 )
 from lightning_fedleak.defenses import GradientCompression
-from lightning_fedleak.looks.channels.base import Plan, find_unreadable
-from lightning_fedleak.metrics import TextReconstruction
-from lightning_fedleak.metrics.texts import in_true_order
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.engine.channels.base import Plan, find_unreadable
+from lightning_fedleak.evaluation.metrics import TextReconstruction
+from lightning_fedleak.evaluation.metrics.texts import in_true_order
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --others 2 "

@@ -20,8 +20,8 @@ import torch
 from scipy.special import bdtrc
 from torch import Tensor
 
-from lightning_fedleak.auditing.lower_bounds import epsilon_from_counts
-from lightning_fedleak.auditing.mechanisms import gaussian_auc
+from lightning_fedleak.evaluation.auditing.lower_bounds import epsilon_from_counts
+from lightning_fedleak.evaluation.auditing.mechanisms import gaussian_auc
 
 SIMULATED, CUTS = 20_000, 200
 

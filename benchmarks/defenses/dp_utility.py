@@ -44,9 +44,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fedleak.auditing import audit_one_run
 from lightning_fedleak.defenses import DPSGD, DPAdamBC, ReleaseSettings, Users, noise_multiplier_for
-from lightning_fedleak.metrics import membership_rates
+from lightning_fedleak.evaluation.auditing import audit_one_run
+from lightning_fedleak.evaluation.metrics import membership_rates
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (

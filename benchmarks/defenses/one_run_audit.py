@@ -38,18 +38,18 @@ from torch.utils.data import DataLoader
 
 from benchmarks.defenses.dp_sgd_games import refutations
 from benchmarks.defenses.planted_gradients import PlantedGradients
-from lightning_fedleak.auditing import audit_gaussian_scores, audit_one_run
 from lightning_fedleak.callbacks import CanaryScorer
-from lightning_fedleak.canaries import (
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.cli.finetuning.data import PadRight
+from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.evaluation.auditing import audit_gaussian_scores, audit_one_run
+from lightning_fedleak.evaluation.canaries import (
     high_temperature_canaries,
     new_token_canaries,
     with_canaries,
 )
-from lightning_fedleak.defenses import DPSGD
-from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.finetuning.data import PadRight
-from lightning_fedleak.finetuning.module import load_model
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (

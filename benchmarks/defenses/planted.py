@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.membership.fc import CraftedFC, TwoIdentities
 from lightning_fedleak.attacks.membership.insertion import insert
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 
 
 class PlantedNeuron:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
@@ -13,7 +12,8 @@ from lightning_fedleak.attacks.membership.base import (
 )
 from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 
 
 class TokenCount(MembershipAttack):

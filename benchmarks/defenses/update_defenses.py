@@ -33,14 +33,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.attacks.word_recovery import guessed, read_texts, score, summary, tokens_of
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     PublicText,
 )
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.words.flatchat import flatchat
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 "

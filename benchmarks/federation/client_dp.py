@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.studies.federation import Federation, Server, train_in_process
+from lightning_fedleak.cli.studies.federation import Federation, Server, train_in_process
 
 SMOKE = (
     "--model {model} --text {text} --log {out}/cells.jsonl --clients 8 --per-round 4 --rounds 2 "

@@ -39,15 +39,15 @@ from torch import Tensor
 from benchmarks.federation.rounds import OPTIMIZERS, batches, model_of, optimizer_of, train
 from lightning_fedleak.attacks import GradientMembership, PublicText
 from lightning_fedleak.callbacks import Games
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import (
     OutgoingUpdates,
     RoundObserver,
     RoundSettings,
     trained_state,
 )
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
 
 SMOKE = (
     "share --rounds 2 --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2 "
@@ -168,7 +168,7 @@ def one_federation(args: argparse.Namespace) -> None:
     """Run one federation, and print what it has cost as JSON."""
     from rich.console import Console
 
-    from lightning_fedleak.commands.federate import FederateCommand
+    from lightning_fedleak.cli.commands.federate import FederateCommand
 
     processor, start = processor_seconds(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -69,6 +69,9 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.callbacks import Games
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import (
     SUM,
     ClientDP,
@@ -81,9 +84,6 @@ from lightning_fedleak.federation import (
     trained_on,
     trained_state,
 )
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
 
 SMOKE = (
     "--log {out}/table.jsonl --optimizers sgd --steps 1 --ranks 4 --clients 2 --rounds 1 --rows 2 "

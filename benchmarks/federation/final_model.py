@@ -35,12 +35,12 @@ from torch import Tensor
 
 from benchmarks.federation.federation_table import clients_of, mean_of
 from benchmarks.federation.rounds import OPTIMIZERS, model_of, optimizer_of, rate_of, train
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.memorization import Combined, Extraction
+from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.federation import difference, moved, trained_state
-from lightning_fedleak.snapshots import TokenSnapshot
-from lightning_fedleak.studies.memorization import ReleasedPool
-from lightning_fedleak.taps.tokens import Text, ask_tokens
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import TokenSnapshot
+from lightning_fedleak.model.taps.tokens import Text, ask_tokens
 
 SMOKE = (
     "--log {out}/final.jsonl --optimizers sgd --steps 1 --ranks 4 --clients 2 --rounds 8 --rows 2 "

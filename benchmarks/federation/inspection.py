@@ -24,10 +24,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import AttentionMembership, FCMembership, PublicText
 from lightning_fedleak.attacks.membership.attention_layers import AttentionSettings
 from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, RowSettings, craft
+from lightning_fedleak.cli.finetuning.assets import model_source
+from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation.inspection import (
     Agreed,
     Inspection,
@@ -35,10 +37,8 @@ from lightning_fedleak.federation.inspection import (
     inspect_received,
 )
 from lightning_fedleak.federation.round_start import agree, usual_inputs
-from lightning_fedleak.finetuning.assets import model_source
-from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 
 FILES = {
     "imdb": "imdb/train.jsonl.gz",

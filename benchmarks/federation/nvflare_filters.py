@@ -22,6 +22,9 @@ import torch
 from benchmarks.federation.rounds import batches, model_of, train
 from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceWords
 from lightning_fedleak.callbacks import Games
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import (
     ClientDP,
     RoundObserver,
@@ -31,9 +34,6 @@ from lightning_fedleak.federation import (
     moved,
     trained_state,
 )
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
 
 SMOKE = ("--cases none dp --rows 1 --length 8 --steps 1",)
 NAMES = ("leakage/subspace_words/f1", "leakage/gradient_membership/auc")

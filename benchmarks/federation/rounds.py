@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.finetuning.assets import model_source
+from lightning_fedleak.cli.finetuning.assets import model_source
 
 SGD, MOMENTUM = torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)
 OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adamw": torch.optim.AdamW}

@@ -52,13 +52,13 @@ from benchmarks.papers.tables import (
     published,
     student,
 )
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText, RevealLabels
 from lightning_fedleak.attacks.base import UnusableObservation, WordGuess
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
 PAD, EOS, LENGTH = 0, 1, 100
 CUT = 32

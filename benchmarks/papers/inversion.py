@@ -21,9 +21,9 @@ from benchmarks.attacks.word_recovery import read_texts
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import Found, Grid, Paper, Shown, Table, finding, number, rate_of
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.texts.base import InversionAttack
-from lightning_fedleak.studies.invert import Noise, make_adversary, rows_of_length, run_cells
+from lightning_fedleak.cli.studies.invert import Noise, make_adversary, rows_of_length, run_cells
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 
 LOST = 0.1
 """Share of its noise-free accuracy below which the task is called lost."""

@@ -22,7 +22,7 @@ from benchmarks.papers.lemma import (
     projection_radius,
     retrieval_error,
 )
-from lightning_fedleak.metrics.rates import Rate, proportion
+from lightning_fedleak.evaluation.metrics.rates import Rate, proportion
 
 Law = Literal["one_hot", "spherical", "gaussian"]
 LAWS: tuple[Law, ...] = ("one_hot", "spherical", "gaussian")

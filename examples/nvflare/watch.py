@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import SubspaceWords
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import RoundObserver, RoundSettings
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
-from lightning_fedleak.finetuning.module import load_model
-from lightning_fedleak.finetuning.texts import read_texts
 
 RATE, STEPS, ROWS = 0.05, 2, 4
 SITES = ("site-1", "site-2")

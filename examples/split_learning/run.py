@@ -18,11 +18,11 @@ from split import SplitClient, SplitServer, connect, split_model
 from torch import multiprocessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
-from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
-from lightning_fedleak.metrics.texts import token_hits
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
+from lightning_fedleak.evaluation.metrics.texts import token_hits
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import Observation
 
 LAYER = 2
 NEW_TOKENS = 8

@@ -14,11 +14,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.compression import Compression
-from lightning_fedleak.snapshots import Observation as Observation
-from lightning_fedleak.snapshots import UnusableObservation as UnusableObservation
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.compression import Compression
+from lightning_fedleak.model.snapshots import Observation as Observation
+from lightning_fedleak.model.snapshots import UnusableObservation as UnusableObservation
 from lightning_fedleak.threats import Capability as Capability
 from lightning_fedleak.threats import ThreatModel as ThreatModel
 from lightning_fedleak.threats import ThreatModelError as ThreatModelError

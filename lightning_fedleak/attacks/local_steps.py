@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
-from lightning_fedleak.snapshots import (
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Inapplicable,
     Stage,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import without_peft
+from lightning_fedleak.model.anatomy import without_peft
 
 _ROWS = 64  # rows that the map is fitted to and checked on; not tuned
 _ROUNDINGS = 4  # roundings of the logits' dtype that a map may be off by; not tuned

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, Kind, matrix_shape
-from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model_runs import logits_in, undisturbed
+from lightning_fedleak.model.anatomy import Anatomy, Kind, matrix_shape
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.model_runs import logits_in, undisturbed
 from lightning_fedleak.progress import track
 from lightning_fedleak.validate import check_integer
 

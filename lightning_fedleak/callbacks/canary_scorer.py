@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.attacks import gradient_of
-from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.canaries import CanarySet
+from lightning_fedleak.evaluation.canaries import CanarySet
 from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.model_runs import labels_of, micro_batches, run_logits, undisturbed
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, find_anatomy
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.model_runs import labels_of, micro_batches, run_logits, undisturbed
 from lightning_fedleak.validate import check_choice, check_integer
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class CanaryScorer(EitherCallback):
     are in the data as the weights do: keep it as you keep the record.
 
     Args:
-        canaries: of :func:`~lightning_fedleak.canaries.with_canaries`.
+        canaries: of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`.
         by: see above.
         every_n_steps: optimizer steps after which weights are compared, each time with those of
             the time before, and the results added up; None: the end of the fit with its start,

@@ -10,8 +10,8 @@ import torch
 
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.callbacks.trainer_facts import defenses_of
+from lightning_fedleak.engine import CHOOSE, Engine, GateActions, Threshold, names_there_are
 from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.looks import CHOOSE, Engine, GateActions, Threshold, names_there_are
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -26,7 +26,7 @@ class RiskGate(Threshold, EitherCallback):
 
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; ``"lower"`` spends one probability of error, ``alpha``, on all looks
-    of a run together, however many (see :class:`~lightning_fedleak.looks.gates.Evidence`):
+    of a run together, however many (see :class:`~lightning_fedleak.engine.gates.Evidence`):
 
     - ``"value"``: the newest value in the logs is above ``at_most``. No probability is promised.
     - ``"lower"``: one look by itself, or the looks so far together, *show* more than ``at_most``. A
@@ -58,7 +58,7 @@ class RiskGate(Threshold, EitherCallback):
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from lightning_fedleak import BagOfWords, LeakageMonitor, RiskGate
-        >>> from lightning_fedleak.finetuning import CausalLMFineTuning
+        >>> from lightning_fedleak.cli.finetuning import CausalLMFineTuning
         >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
         >>> module = CausalLMFineTuning(GPT2LMHeadModel(config))  # stands for your own
         >>> monitor = LeakageMonitor([BagOfWords()], every_n_steps=1)

@@ -13,11 +13,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.callbacks import trainer_facts
-from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.looks import (
+from lightning_fedleak.engine import (
     Destination,
     Engine,
     Games,
@@ -29,9 +27,11 @@ from lightning_fedleak.looks import (
     selected,
     to_dataframe,
 )
-from lightning_fedleak.looks.truth import why_no_graph
+from lightning_fedleak.engine.truth import why_no_graph
+from lightning_fedleak.lightning_packages import EitherCallback
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.taps import before_real_step, real_optimizer
 from lightning_fedleak.report import write_at_end
-from lightning_fedleak.taps import before_real_step, real_optimizer
 from lightning_fedleak.validate import (
     check_choice,
     check_number,
@@ -58,7 +58,7 @@ class MonitorSettings(LookSettings):
         head_own_part: attack the head's own part of a tied matrix as well, logged as
             ``leakage_local/<attack>_head_only``: the worst case, which no adversary sees.
         memorization: how the trained weights are tested, see
-            :class:`~lightning_fedleak.looks.Memorization`.
+            :class:`~lightning_fedleak.engine.Memorization`.
     """
 
     client: Literal["rank", "world"] | None = None
@@ -79,7 +79,7 @@ class LeakageMonitor(EitherCallback):
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from lightning_fedleak import BagOfWords, LeakageMonitor
-        >>> from lightning_fedleak.finetuning import CausalLMFineTuning
+        >>> from lightning_fedleak.cli.finetuning import CausalLMFineTuning
         >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
         >>> module = CausalLMFineTuning(GPT2LMHeadModel(config))
         >>> monitor = LeakageMonitor([BagOfWords()], every_n_steps=1)
@@ -106,8 +106,8 @@ class LeakageMonitor(EitherCallback):
     are refused there.
 
     What membership games ask, and which texts count:
-    :class:`~lightning_fedleak.looks.channels.MembershipChannel` and
-    :class:`~lightning_fedleak.looks.channels.TextsChannel`.
+    :class:`~lightning_fedleak.engine.channels.MembershipChannel` and
+    :class:`~lightning_fedleak.engine.channels.TextsChannel`.
 
     **Attacks that choose themselves.** With ``attacks="auto"``, the default, every attack of the
     assumed adversary is played that can read what this run shares. What is played, what is not and
@@ -287,7 +287,7 @@ class LeakageMonitor(EitherCallback):
             audit_canaries(train.canaries, monitor.canary_scores(), delta=1e-5)
 
         What is audited is what left the client at the looks, and the bound holds under per-sample
-        clipping (DPSGD): see :class:`~lightning_fedleak.looks.channels.targets.CanaryScores`.
+        clipping (DPSGD): see :class:`~lightning_fedleak.engine.channels.targets.CanaryScores`.
         Scores show which canaries are in the data as far as the releases do: keep a checkpoint
         that holds them as you keep the record.
 

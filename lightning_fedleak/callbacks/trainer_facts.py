@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import Anatomy, Kind
 from lightning_fedleak.attacks import Attack, Capability
-from lightning_fedleak.batches import BatchError, adapter_to_copy
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.lightning_packages import EitherStrategy, both
-from lightning_fedleak.looks import (
+from lightning_fedleak.engine import (
     BeforeDefense,
     Processes,
     Run,
@@ -27,8 +24,11 @@ from lightning_fedleak.looks import (
     declared,
     optimizers_of,
 )
+from lightning_fedleak.lightning_packages import EitherStrategy, both
+from lightning_fedleak.model.anatomy import Anatomy, Kind
+from lightning_fedleak.model.batches import BatchError, adapter_to_copy
+from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.taps import real_optimizer
 
 if TYPE_CHECKING:
     import lightning.pytorch as L

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.compression import Compression
+from lightning_fedleak.model.compression import Compression
 
 State = Mapping[str, Tensor | int | float | str]
 Curve = Sequence[tuple[float, float]]

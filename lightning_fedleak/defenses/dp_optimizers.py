@@ -23,8 +23,8 @@ from lightning_fedleak.defenses import (
     DefenseError,
     Privacy,
 )
-from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.taps import before_real_step, real_optimizer
+from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.model.taps import before_real_step, real_optimizer
 
 SLACK = 0.02  # of the steps that an epsilon is of, so that not each look composes: 1% too large
 MOST_DELTA = 1e-5

@@ -10,8 +10,8 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, AnatomyError, find_anatomy, matrix_shape
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State, refuse
+from lightning_fedleak.model.anatomy import Anatomy, AnatomyError, find_anatomy, matrix_shape
 from lightning_fedleak.validate import check_choice
 
 Part = Literal["head", "embeddings", "head+embeddings"]

@@ -10,7 +10,6 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.compression import Compression, Method, compression_error, low_rank
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Defense,
@@ -18,6 +17,7 @@ from lightning_fedleak.defenses.base import (
     DefenseError,
     State,
 )
+from lightning_fedleak.model.compression import Compression, Method, compression_error, low_rank
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 _RESIDUAL, _FACTOR = "residual/", "factor/"

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseError, GradientCompression
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.updates import State, difference, moved
+from lightning_fedleak.model.compression import AVERAGED
 
 
 def client_compression(

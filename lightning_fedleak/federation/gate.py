@@ -11,12 +11,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_fedleak.federation.client_dp import ClientDP
-from lightning_fedleak.federation.compression import client_compression, compressed_state
-from lightning_fedleak.federation.observer import RoundObserver
-from lightning_fedleak.federation.round_look import RoundLook
-from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
-from lightning_fedleak.looks import (
+from lightning_fedleak.engine import (
     GateDecision,
     LeakageLimitExceeded,
     announce,
@@ -25,6 +20,11 @@ from lightning_fedleak.looks import (
     names_there_are,
     reason,
 )
+from lightning_fedleak.federation.client_dp import ClientDP
+from lightning_fedleak.federation.compression import client_compression, compressed_state
+from lightning_fedleak.federation.observer import RoundObserver
+from lightning_fedleak.federation.round_look import RoundLook
+from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
 from lightning_fedleak.validate import check_choice, check_integer
 
 _NEXT = "next_look"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_fedleak.looks import Memory
+from lightning_fedleak.engine import Memory
 from lightning_fedleak.private_files import read_secret, write_secret
 
 FILE = "memorization_rounds.json"

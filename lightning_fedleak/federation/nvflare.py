@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.engine import LeakageLimitExceeded, reason
 from lightning_fedleak.extras import install
 from lightning_fedleak.federation import (
     SUM,
@@ -32,7 +33,6 @@ from lightning_fedleak.federation import (
     moved,
 )
 from lightning_fedleak.federation.updates import State
-from lightning_fedleak.looks import LeakageLimitExceeded, reason
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice
 

@@ -18,18 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.federation import updates
-from lightning_fedleak.federation.compression import seen_compression
-from lightning_fedleak.federation.hand_over import Recorded
-from lightning_fedleak.federation.memory import recall, remember
-from lightning_fedleak.federation.round_look import LookEntry, RoundLook
-from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
-from lightning_fedleak.federation.round_start import CraftedValuesError, prepare_start
-from lightning_fedleak.federation.updates import State, UpdateError
-from lightning_fedleak.looks import (
+from lightning_fedleak.engine import (
     WORST,
     BoardLogger,
     Destination,
@@ -48,7 +39,16 @@ from lightning_fedleak.looks import (
     selected,
     why_never_judged,
 )
-from lightning_fedleak.snapshots import GradientSnapshot, Stage, UpdateSnapshot
+from lightning_fedleak.federation import updates
+from lightning_fedleak.federation.compression import seen_compression
+from lightning_fedleak.federation.hand_over import Recorded
+from lightning_fedleak.federation.memory import recall, remember
+from lightning_fedleak.federation.round_look import LookEntry, RoundLook
+from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
+from lightning_fedleak.federation.round_start import CraftedValuesError, prepare_start
+from lightning_fedleak.federation.updates import State, UpdateError
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UpdateSnapshot
 from lightning_fedleak.validate import (
     check_choice,
     check_integer,
@@ -81,9 +81,9 @@ class RoundObserver:
 
     **What the model that is sent has memorized** is asked with ``RoundSettings(data=...)``, on the
     client's side: of the texts of this client that left in earlier updates, against those that
-    :func:`~lightning_fedleak.canaries.leave_out` left out of its data, beside what the first model
-    that it was sent said of both. :meth:`look` does so once in a round; :meth:`ask` does so of a
-    model that is not trained any more, the last one.
+    :func:`~lightning_fedleak.evaluation.canaries.leave_out` left out of its data, beside what the
+    first model that it was sent said of both. :meth:`look` does so once in a round; :meth:`ask`
+    does so of a model that is not trained any more, the last one.
 
     Args:
         model: of the architecture that clients train, with ``requires_grad`` as they have it. The

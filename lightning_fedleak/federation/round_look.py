@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_fedleak.looks import WORST, Channel, Engine, Look, Outcome, Series
+from lightning_fedleak.engine import WORST, Channel, Engine, Look, Outcome, Series
 
 
 @dataclass(frozen=True)

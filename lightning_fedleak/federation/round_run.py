@@ -11,8 +11,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_fedleak.engine import AUTOCAST, LookSettings, Memorization, Run
 from lightning_fedleak.federation.round_start import StartCheck
-from lightning_fedleak.looks import AUTOCAST, LookSettings, Memorization, Run
 
 
 @dataclass(frozen=True)

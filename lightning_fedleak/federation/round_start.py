@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import SharedInput, find_linear_maps, input_states
+from lightning_fedleak.engine import Run, announce
+from lightning_fedleak.engine.log import accounting
 from lightning_fedleak.federation import inspection
 from lightning_fedleak.federation.inspection import Agreed, Answer, Inspection, LastRound
-from lightning_fedleak.looks import Run, announce
-from lightning_fedleak.looks.log import accounting
+from lightning_fedleak.model.anatomy import Anatomy
 
 StartAction = Literal["warn", "refuse"]
 Server = Literal["mean", "other"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.snapshots import NotYet, Stage, UpdateSnapshot
-from lightning_fedleak.taps import UpdateError as UpdateError  # handed on
+from lightning_fedleak.model.snapshots import NotYet, Stage, UpdateSnapshot
+from lightning_fedleak.model.taps import UpdateError as UpdateError  # handed on
 from lightning_fedleak.validate import check_integer
 
 State = Mapping[str, Tensor]

@@ -109,7 +109,7 @@ def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
     batch may have another's place, which moves the sum by two norms. Else it follows from the
     epsilon of all releases without sampling.
     """
-    from lightning_fedleak.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
+    from lightning_fedleak.evaluation.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 
     least = min((one.noise_multiplier for one in account.history), default=0.0)
     least /= 2 if account.settings.get("truncated_batch_size") else 1

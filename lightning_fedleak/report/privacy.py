@@ -365,7 +365,7 @@ def _most_allowed(
         account: which holds.
         histories: the releases at each look, of each client.
     """
-    from lightning_fedleak.auditing import curve_auc, curve_tpr, dp_auc, dp_tpr
+    from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr, dp_auc, dp_tpr
 
     pair = min(account.epsilon_over_clients, LARGEST_SHOWN_EPSILON), account.bound[1]
     tprs, aucs = [dp_tpr(FPR, *pair)], [dp_auc(*pair)]

@@ -1,5 +1,5 @@
 """Strategies in which defences act where data leaves the client."""
 
+from lightning_fedleak.model.taps import StepError as StepError
 from lightning_fedleak.strategies.defended import DefendedStrategy as DefendedStrategy
 from lightning_fedleak.strategies.release import Client as Client
-from lightning_fedleak.taps import StepError as StepError

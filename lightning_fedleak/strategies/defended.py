@@ -25,7 +25,7 @@ class DefendedStrategy(EitherStrategy):
     """A strategy in which defences act before an update leaves the client.
 
     An optimizer step has three places, with the names of
-    :class:`~lightning_fedleak.snapshots.Stage`:
+    :class:`~lightning_fedleak.model.snapshots.Stage`:
 
     - ``client="rank"``, one device. *local* is the gradient after backward, accumulation and
       Lightning's own gradient clipping; *shared* is what the defences make of it; *aggregate*,
@@ -62,7 +62,7 @@ class DefendedStrategy(EitherStrategy):
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from lightning_fedleak import DefendedStrategy, Freeze, GradientNoise
-        >>> from lightning_fedleak.finetuning import CausalLMFineTuning
+        >>> from lightning_fedleak.cli.finetuning import CausalLMFineTuning
         >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1)
         >>> module = CausalLMFineTuning(GPT2LMHeadModel(config))  # stands for your own
         >>> defenses = [Freeze("head+embeddings"), GradientNoise(clip=1.0, sigma=0.01)]

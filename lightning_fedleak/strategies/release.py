@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.lightning_packages import both
 from lightning_fedleak.messages import rank_zero_warn
-from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.taps import before_real_step
+from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.validate import check_choice
 
 Client = Literal["rank", "world"]

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.base import refuse
 from lightning_fedleak.lightning_packages import mixed, twin
+from lightning_fedleak.model.taps import check_optimizer
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY, UpdateRelease
-from lightning_fedleak.taps import check_optimizer
 
 if TYPE_CHECKING:
     import lightning.pytorch as L

@@ -5,8 +5,8 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_fedleak.looks import LeakageLimitExceeded as LeakageLimitExceeded
-from lightning_fedleak.looks import Threshold as Threshold
+from lightning_fedleak.engine import LeakageLimitExceeded as LeakageLimitExceeded
+from lightning_fedleak.engine import Threshold as Threshold
 from lightning_fedleak.trainers.watch import Watch as Watch
 from lightning_fedleak.trainers.watch import WatchSettings as WatchSettings
 

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import Capability
-from lightning_fedleak.looks import AUTOCAST, Run, StageReached, declared
-from lightning_fedleak.model_runs import is_compiled
-from lightning_fedleak.taps import real_optimizer
+from lightning_fedleak.engine import AUTOCAST, Run, StageReached, declared
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.model_runs import is_compiled
+from lightning_fedleak.model.taps import real_optimizer
 
 T = TypeVar("T")
 

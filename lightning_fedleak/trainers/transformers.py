@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 from transformers import TrainerCallback
 
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.looks import (
+from lightning_fedleak.engine import (
     CHOOSE,
     BeforeDefense,
     StageReached,
@@ -27,9 +27,9 @@ from lightning_fedleak.looks import (
     names_there_are,
 )
 from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.private_files import save_private
-from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.taps import before_real_step
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
 from lightning_fedleak.trainers.watch import Watch, show_settings
 
@@ -54,7 +54,7 @@ class LeakageCallback(TrainerCallback):
     It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile`` and DDP.
     DeepSpeed, FSDP and optimizers that step inside backward are refused. No defence acts here, so
     that training with differential privacy needs the Lightning module that takes the same model
-    and data, :class:`~lightning_fedleak.finetuning.CausalLMFineTuning`, under a
+    and data, :class:`~lightning_fedleak.cli.finetuning.CausalLMFineTuning`, under a
     :class:`~lightning_fedleak.DefendedStrategy`.
 
     A gate stops the run after a checkpoint. One on the trained weights adds

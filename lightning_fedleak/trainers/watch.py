@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack, TextSource
-from lightning_fedleak.looks import (
+from lightning_fedleak.engine import (
     CHOOSE,
     BoardLogger,
     Destination,
@@ -40,8 +39,9 @@ from lightning_fedleak.looks import (
     selected,
     to_dataframe,
 )
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.report import write_at_end
-from lightning_fedleak.taps import before_real_step
 from lightning_fedleak.trainers.loop import (
     Loop,
     LoopRun,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak import LeakageMonitor
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     Attack,
@@ -30,7 +29,8 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.local_steps import cut_size, entry_errors, shared_cut
 from lightning_fedleak.callbacks import Games, MonitorSettings
-from lightning_fedleak.snapshots import (
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Inapplicable,
     Observation,

@@ -25,7 +25,6 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText
 from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
@@ -37,7 +36,8 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_parameters,
     log_partitions,
 )
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers.models import VOCAB, own_rng, tiny_gpt2, tiny_llama
 
 SIZES: dict[str, Any] = {

@@ -7,9 +7,9 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import public_text
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 

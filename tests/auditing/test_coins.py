@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_fedleak.auditing import audit_canaries, audit_one_run
-from lightning_fedleak.canaries import InclusionRecord, with_canaries
+from lightning_fedleak.evaluation.auditing import audit_canaries, audit_one_run
+from lightning_fedleak.evaluation.canaries import InclusionRecord, with_canaries
 
 
 def record_of(m, seed=0, **settings):

@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.stats import nct, ttest_ind
 
-from lightning_fedleak.auditing import audit_gaussian_scores, gaussian_epsilon
+from lightning_fedleak.evaluation.auditing import audit_gaussian_scores, gaussian_epsilon
 
 DELTA, CANARIES = 1e-5, 500
 

@@ -11,7 +11,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy.integrate import quad, trapezoid
 from scipy.stats import norm
 
-from lightning_fedleak.auditing import (
+from lightning_fedleak.evaluation.auditing import (
     curve_auc,
     curve_tpr,
     dp_advantage,

@@ -12,7 +12,7 @@ import torch
 from scipy.optimize import brentq, linprog
 from scipy.stats import binom
 
-from lightning_fedleak.auditing import (
+from lightning_fedleak.evaluation.auditing import (
     audit_one_run,
     dp_tpr,
     gaussian_delta,
@@ -22,8 +22,8 @@ from lightning_fedleak.auditing import (
     one_run_p_value,
     refutes,
 )
-from lightning_fedleak.auditing.one_run import exceeds, least_of_dp, least_of_gaussian
-from lightning_fedleak.metrics.released import spent_at
+from lightning_fedleak.evaluation.auditing.one_run import exceeds, least_of_dp, least_of_gaussian
+from lightning_fedleak.evaluation.metrics.released import spent_at
 
 RUNS, ALPHA = 200, 0.05
 TOLERATED = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))

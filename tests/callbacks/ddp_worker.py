@@ -21,12 +21,12 @@ from lightning_fedleak.attacks import EmbeddingDescent, TextGuess
 from lightning_fedleak.attacks.membership.base import MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
-from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning
+from lightning_fedleak.cli.finetuning import pytorch_lightning as of_pytorch_lightning
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.finetuning import CausalLMFineTuning
-from lightning_fedleak.finetuning import pytorch_lightning as of_pytorch_lightning
 from lightning_fedleak.lightning_packages import package_of
+from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit, footprint, logged_losses, monitor_with
 from tests.helpers.lightning_modules import CausalLMModule, FusedLossModule, random_token_loader

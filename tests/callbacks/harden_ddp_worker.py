@@ -28,7 +28,7 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     ReleaseSettings,
 )
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader

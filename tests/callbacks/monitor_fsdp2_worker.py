@@ -34,10 +34,10 @@ from lightning_fedleak.attacks.base import Attack, Query
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import flatchat
-from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import Defense, GradientNoise
-from lightning_fedleak.snapshots import Observation, Stage
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.attacks.row_space.models import llama, with_lora
 from tests.callbacks.runs import Probe, fit

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_fedleak import GradientNoise, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText, SubspaceWords
-from lightning_fedleak.looks.choice import Row, table
+from lightning_fedleak.engine.choice import Row, table
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
@@ -411,9 +411,9 @@ def test_several_monitors_of_one_family_have_no_worst_together(tmp_path: Path) -
 
 
 def test_a_batch_is_not_needed_to_tell_what_a_look_costs() -> None:
-    from lightning_fedleak.anatomy import find_anatomy
-    from lightning_fedleak.looks.channels.base import Plan
-    from lightning_fedleak.looks.choice import look_seconds
+    from lightning_fedleak.engine.channels.base import Plan
+    from lightning_fedleak.engine.choice import look_seconds
+    from lightning_fedleak.model.anatomy import find_anatomy
 
     made = module(lora=True)
     anatomy = find_anatomy(made)

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_fedleak import LeakageMonitor
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack, BagOfWords, FlatChat, PublicText
-from lightning_fedleak.looks.cache import CalibrationCache, cache_folder, hash_of_weights
+from lightning_fedleak.engine.cache import CalibrationCache, cache_folder, hash_of_weights
+from lightning_fedleak.model.anatomy import find_anatomy
 from tests.attacks.row_space.models import llama
 from tests.callbacks.runs import fit, monitor_with
 from tests.helpers.models import tiny_gpt2
@@ -191,7 +191,7 @@ def test_nan_is_neither_kept_nor_loaded(folder: Path, monkeypatch: pytest.Monkey
     cache.save(spoilt, "weights")
     assert not folder.exists()
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_fedleak.looks.cache._holds_nan", lambda state: False)
+        patch.setattr("lightning_fedleak.engine.cache._holds_nan", lambda state: False)
         cache.save(spoilt, "weights")
     with pytest.warns(UserWarning, match="it holds NaN"):
         assert not cache.load(Numbers(), "weights")

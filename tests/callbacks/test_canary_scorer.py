@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.callbacks import CanaryScorer
-from lightning_fedleak.canaries import (
+from lightning_fedleak.cli.finetuning.data import PadRight
+from lightning_fedleak.evaluation.canaries import (
     CanarySet,
     InclusionMismatch,
     InclusionRecord,
     new_token_canaries,
     with_canaries,
 )
-from lightning_fedleak.finetuning.data import PadRight
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama
 from tests.strategies.dpsgd_runs import CausalLM
 

@@ -15,7 +15,6 @@ from peft import LoraConfig, TaskType, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     Attack,
@@ -25,10 +24,11 @@ from lightning_fedleak.attacks import (
     RevealLabels,
     SubspaceWords,
 )
-from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
-from lightning_fedleak.looks.channels.words import WordTruth
-from lightning_fedleak.model_runs import sees_no_later
+from lightning_fedleak.engine.channels.words import WordTruth
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import fit
 from tests.helpers.lightning_modules import CausalLMModule

@@ -13,11 +13,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lightning_fedleak.callbacks
-from lightning_fedleak.anatomy import HEAD_WEIGHT
 from lightning_fedleak.attacks import Attack, FCMembership, PrefixInversion, TextAttack, TextGuess
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
-from lightning_fedleak.looks.channels.base import Channel, family_of
+from lightning_fedleak.engine.channels.base import Channel, family_of
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT
 from lightning_fedleak.records import Family
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.threats import Capability, ThreatModel

@@ -6,7 +6,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership import fc as fc_membership
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
@@ -15,6 +14,7 @@ from lightning_fedleak.attacks.membership.l1_distance import model_rounding
 from lightning_fedleak.attacks.membership.trained import TrainedMembership, TrainingSettings
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import Freeze
+from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, assert_same, fit, monitor_with
 from tests.helpers.lightning_modules import CausalLMModule

@@ -11,9 +11,9 @@ import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
-from lightning_fedleak.looks import GateActions
-from lightning_fedleak.looks.channels.base import Channel
-from lightning_fedleak.looks.gates import Evidence, known_ranges
+from lightning_fedleak.engine import GateActions
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.gates import Evidence, known_ranges
 from lightning_fedleak.records import Judgement
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted

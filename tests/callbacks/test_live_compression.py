@@ -25,7 +25,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses.gradient_compression import Method
-from lightning_fedleak.looks.channels import Games
+from lightning_fedleak.engine.channels import Games
 from tests.attacks.row_space.models import VOCABULARY
 from tests.callbacks.runs import Kept, Probe, assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader

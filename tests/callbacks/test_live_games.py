@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.attention import (
     WIDTHS,
@@ -22,12 +21,13 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.insertion import insert
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
-from lightning_fedleak.auditing import audit_canaries
 from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings, RiskGate
-from lightning_fedleak.canaries import InclusionMismatch, with_canaries
 from lightning_fedleak.defenses import DPSGD, ClipSettings, Defense, Freeze, GradientNoise, TokenLDP
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.evaluation.auditing import audit_canaries
+from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_canaries
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
 from tests.callbacks.runs import Probe, fit
@@ -643,7 +643,7 @@ def test_rates_that_cannot_be_computed_are_unknown_and_stop_nothing(tmp_path, mo
     def broken(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("lightning_fedleak.metrics.membership.membership_rates", broken)
+    monkeypatch.setattr("lightning_fedleak.evaluation.metrics.membership.membership_rates", broken)
     monitor = LeakageMonitor([Recording(), Probe()], every_n_steps=3)
     with pytest.warns(UserWarning, match="ZeroDivisionError at test_live_games"):
         trainer = fit([monitor], tmp_path)

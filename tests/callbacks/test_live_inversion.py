@@ -15,17 +15,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.blocks import place_of, states_out, with_states_out
 from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
-from lightning_fedleak.looks.channels.texts import Inverted, TextsChannel, place_names
-from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_scores
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.engine.channels.texts import Inverted, TextsChannel, place_names
+from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy.blocks import place_of, states_out, with_states_out
+from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability, ThreatModelError
 from tests.callbacks.runs import Probe, assert_same, fit

@@ -23,8 +23,8 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
-from lightning_fedleak.looks.channels import Games
-from lightning_fedleak.looks.channels.texts import Inverted
+from lightning_fedleak.engine.channels import Games
+from lightning_fedleak.engine.channels.texts import Inverted
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader

@@ -13,14 +13,14 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.attacks import BagOfWords, BiasSign, EmbeddingDescent, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
-from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.looks.choice import listed
-from lightning_fedleak.looks.run import EveryNSteps, MaxOverhead
+from lightning_fedleak.engine.choice import listed
+from lightning_fedleak.engine.run import EveryNSteps, MaxOverhead
+from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
+from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import Probe, fit, monitor_with
@@ -833,7 +833,7 @@ def test_the_processor_time_of_looks_is_told(tmp_path, monkeypatch):
             clock[0] += 7.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("lightning_fedleak.looks.run.time.process_time", lambda: clock[0])
+    monkeypatch.setattr("lightning_fedleak.engine.run.time.process_time", lambda: clock[0])
     monitor = LeakageMonitor(Working(), every_n_steps=2)
     monitor.subscribe(lambda _: told.append(monitor.processor_seconds))
     assert monitor.processor_seconds == 0

@@ -7,7 +7,7 @@ import torch
 
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
-from lightning_fedleak.looks.run import reason
+from lightning_fedleak.engine.run import reason
 
 
 def caught(fail):

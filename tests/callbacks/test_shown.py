@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.looks.log import COLUMNS
+from lightning_fedleak.engine.log import COLUMNS
 from lightning_fedleak.records import ResultLine
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.notices import announced
@@ -96,7 +96,7 @@ def test_the_table_is_of_the_newest_fit_alone(tmp_path, monkeypatch):
 
 
 def test_an_attack_that_is_not_played_is_one_row(tmp_path):
-    from lightning_fedleak.looks.log import JsonLines
+    from lightning_fedleak.engine.log import JsonLines
 
     log = JsonLines(tmp_path / "leakage.jsonl")
     unknown = "not played: it is not shared"

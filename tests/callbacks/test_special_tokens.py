@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.looks.channels.targets import Deal, Rows, special_ids
-from lightning_fedleak.looks.run import NoTargets
+from lightning_fedleak.engine.channels.targets import Deal, Rows, special_ids
+from lightning_fedleak.engine.run import NoTargets
+from lightning_fedleak.model.batches import TokenBatch
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.looks.channels.targets import Deal, Rows
-from lightning_fedleak.looks.run import NoTargets
+from lightning_fedleak.engine.channels.targets import Deal, Rows
+from lightning_fedleak.engine.run import NoTargets
+from lightning_fedleak.model.batches import TokenBatch
 
 
 def generator(seed=0):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.callbacks import Games, LeakageMonitor
-from lightning_fedleak.looks.lineup import check_texts, warn_of_other_tokenizers
+from lightning_fedleak.engine.lineup import check_texts, warn_of_other_tokenizers
+from lightning_fedleak.model.anatomy import find_anatomy
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama, tiny_marian
 

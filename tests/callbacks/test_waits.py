@@ -22,13 +22,13 @@ from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, Su
 from lightning_fedleak.attacks.base import Query, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
+from lightning_fedleak.engine.channels import WordsChannel
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.results import Results
+from lightning_fedleak.engine.run import Look, MaxOverhead, Outcome, Series, pending
+from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.federation import RoundObserver, RoundSettings, trained_state
-from lightning_fedleak.looks.channels import WordsChannel
-from lightning_fedleak.looks.options import Options
-from lightning_fedleak.looks.results import Results
-from lightning_fedleak.looks.run import Look, MaxOverhead, Outcome, Series, pending
-from lightning_fedleak.metrics import Rate
-from lightning_fedleak.snapshots import Observation, Stage
+from lightning_fedleak.model.snapshots import Observation, Stage
 from tests.attacks.row_space.models import VOCABULARY, llama
 from tests.callbacks.runs import Probe, assert_same, fit
 from tests.federation.rounds import SGD, batches, lora, train

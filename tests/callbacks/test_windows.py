@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT
-from lightning_fedleak.batches import BatchError
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT
+from lightning_fedleak.model.batches import BatchError
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
@@ -292,7 +292,7 @@ def test_max_overhead_counts_whole_optimizer_steps(tmp_path, settings, accumulat
             clock[0] += 1000.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("lightning_fedleak.looks.run.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("lightning_fedleak.engine.run.time.perf_counter", lambda: clock[0])
     fit([monitor], tmp_path, module=Ticking(model()), accumulate_grad_batches=accumulate)
     assert given
     assert all(seconds == pytest.approx(1000 * accumulate, rel=0.01) for seconds in given)

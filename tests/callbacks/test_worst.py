@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from lightning_fedleak import FCMembership, LeakageMonitor, RiskGate, SubspaceWords
-from lightning_fedleak.looks import GateActions
-from lightning_fedleak.looks.results import Results
-from lightning_fedleak.looks.run import Look, Outcome, Series, not_shared, pending, unknown
-from lightning_fedleak.metrics import Rate
+from lightning_fedleak.engine import GateActions
+from lightning_fedleak.engine.results import Results
+from lightning_fedleak.engine.run import Look, Outcome, Series, not_shared, pending, unknown
+from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.records import Judgement
-from lightning_fedleak.snapshots import Stage
 from tests.callbacks.runs import Probe
 
 WORDS = "leakage/worst/words"

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.looks.channels import Channel
-from lightning_fedleak.looks.channels.base import worst_of
-from lightning_fedleak.looks.log import Report
-from lightning_fedleak.looks.run import Look, Outcome, Series
-from lightning_fedleak.metrics import Counts, Rate, proportion
+from lightning_fedleak.engine.channels import Channel
+from lightning_fedleak.engine.channels.base import worst_of
+from lightning_fedleak.engine.log import Report
+from lightning_fedleak.engine.run import Look, Outcome, Series
+from lightning_fedleak.evaluation.metrics import Counts, Rate, proportion
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.records import Family
-from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fedleak.canaries import InclusionMismatch, leave_out
+from lightning_fedleak.evaluation.canaries import InclusionMismatch, leave_out
 
 
 def some_rows(n: int = 40) -> list[dict[str, torch.Tensor]]:

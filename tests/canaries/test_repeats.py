@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedleak.canaries.repeats import (
+from lightning_fedleak.evaluation.canaries.repeats import (
     COPY_SHARE,
     PIECE,
     RUN,
@@ -17,7 +17,7 @@ from lightning_fedleak.canaries.repeats import (
     find_repeats,
     scored_texts,
 )
-from lightning_fedleak.taps.tokens import Text
+from lightning_fedleak.model.taps.tokens import Text
 
 
 def repeated_texts(pool: Sequence[Text], rows: Iterable[Text]) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_rows_in_many_parts_are_counted_once_each(monkeypatch: pytest.MonkeyPatc
     data = [*rows, rows[3]]
     expected = repeated_texts(rows, data).tolist()
     assert [n for n, again in enumerate(expected) if again] == [3]  # not 0, which repeats itself
-    monkeypatch.setattr("lightning_fedleak.canaries.repeats.ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("lightning_fedleak.evaluation.canaries.repeats.ROWS_AT_ONCE", 2)
     assert repeated_texts(rows, data).tolist() == expected
 
 

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from lightning_fedleak.canaries import high_temperature_canaries, new_token_canaries
+from lightning_fedleak.evaluation.canaries import high_temperature_canaries, new_token_canaries
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 

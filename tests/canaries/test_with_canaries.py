@@ -23,12 +23,12 @@ from scipy import stats
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_fedleak.canaries import (
+from lightning_fedleak.evaluation.canaries import (
     InclusionMismatch,
     InclusionRecord,
     with_canaries,
 )
-from lightning_fedleak.canaries.items import digest_of, token_ids_of
+from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
 
 FIRST = 1000
 """Token ids of canaries begin here, those of the data are below."""

@@ -10,11 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_fedleak.commands import demo as run_module
-from lightning_fedleak.commands.demo import Demo
-from lightning_fedleak.commands.printing import INTERRUPTED
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.lightning import CausalLMFineTuning
+from lightning_fedleak.cli.commands import demo as run_module
+from lightning_fedleak.cli.commands.demo import Demo
+from lightning_fedleak.cli.commands.printing import INTERRUPTED
+from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.finetuning.lightning import CausalLMFineTuning
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fedleak.commands.demo import Reading, explain_readings, read_readings
+from lightning_fedleak.cli.commands.demo import Reading, explain_readings, read_readings
 
 
 def reading(attack: str, step: int, recall: float | None, **other) -> Reading:

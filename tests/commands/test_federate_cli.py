@@ -11,13 +11,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands import options
-from lightning_fedleak.commands.federate import FederateCommand, RoundsTable, explain_rounds
-from lightning_fedleak.commands.options import FederateOptions
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.looks.channels.played import LEAST_MEMBERS
+from lightning_fedleak.cli.commands import options
+from lightning_fedleak.cli.commands.federate import FederateCommand, RoundsTable, explain_rounds
+from lightning_fedleak.cli.commands.options import FederateOptions
+from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.studies.federation import FamilyLeakage, Round, Server
+from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
 from lightning_fedleak.records import MEMBERSHIP, WORDS, Family
-from lightning_fedleak.studies.federation import FamilyLeakage, Round, Server
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 

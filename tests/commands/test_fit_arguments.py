@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak import cli
-from lightning_fedleak.commands import fit_arguments
-from lightning_fedleak.commands.fit_arguments import check_files, misspelt
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.cli.commands import fit_arguments
+from lightning_fedleak.cli.commands.fit_arguments import check_files, misspelt
+from lightning_fedleak.cli.finetuning.assets import SourceError
 
 NAMES = {
     "config",

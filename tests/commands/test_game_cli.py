@@ -12,10 +12,10 @@ from rich.console import Console
 from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.game import GameCommand
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.games import GameError
-from lightning_fedleak.studies.models import find_model
+from lightning_fedleak.cli.commands.game import GameCommand
+from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.studies.models import find_model
+from lightning_fedleak.evaluation.games import GameError
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.helpers.models import own_rng
 
@@ -309,7 +309,7 @@ def test_pooled_forwards_and_a_defence_exclude_each_other(model: str, text: str)
 def test_a_model_without_blocks_is_said(
     monkeypatch: pytest.MonkeyPatch, text: str, model: str
 ) -> None:
-    from lightning_fedleak.commands import game as game_cli
+    from lightning_fedleak.cli.commands import game as game_cli
 
     def bare(name, dtype):
         return replace(find_model(name, dtype), blocks=(), block_names=())

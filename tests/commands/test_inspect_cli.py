@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.inspect import CONFIG, EVIDENCE, WEIGHTS, InspectCommand
-from lightning_fedleak.finetuning import SourceError, load_tokenizer, read_texts
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
+from lightning_fedleak.cli.commands.inspect import CONFIG, EVIDENCE, WEIGHTS, InspectCommand
+from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, read_texts
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 
 BASE = str(EMBEDDED_MODEL)
 UP = "base_model.model.model.layers.0.mlp.up_proj.lora_{}.weight"

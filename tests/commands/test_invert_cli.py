@@ -14,11 +14,11 @@ from transformers import BertConfig, BertForMaskedLM
 
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands import invert as invert_cli
-from lightning_fedleak.commands.invert import InvertCommand, explain_activations
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.metrics.rates import Rate
-from lightning_fedleak.studies.invert import ActivationCell, Utility
+from lightning_fedleak.cli.commands import invert as invert_cli
+from lightning_fedleak.cli.commands.invert import InvertCommand, explain_activations
+from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.studies.invert import ActivationCell, Utility
+from lightning_fedleak.evaluation.metrics.rates import Rate
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.helpers.models import own_rng
 

@@ -16,16 +16,14 @@ from rich.console import Console
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.attacks.texts.base import NOTHING, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands import invert as invert_cli
-from lightning_fedleak.commands.invert import InvertCommand, explain_gradients
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.snapshots import UnusableObservation
-from lightning_fedleak.studies.invert import (
+from lightning_fedleak.cli.commands import invert as invert_cli
+from lightning_fedleak.cli.commands.invert import InvertCommand, explain_gradients
+from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.studies.invert import (
     READERS,
     GradientCell,
     Noise,
@@ -34,7 +32,9 @@ from lightning_fedleak.studies.invert import (
     run_gradient_cells,
     step_of_adamw,
 )
-from lightning_fedleak.studies.names import GRADIENT_ATTACKS
+from lightning_fedleak.cli.studies.names import GRADIENT_ATTACKS
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.threats import Capability, ThreatModel
 from tests.attacks.row_space.models import backward, llama, with_lora
 from tests.helpers.folders import TEXTS, tiny_tokenizer

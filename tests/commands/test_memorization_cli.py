@@ -11,19 +11,19 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak import Games, LeakageMonitor, with_canaries
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.memorization import Canaries, Combined
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.memorization import BREACH, MemorizationCommand
-from lightning_fedleak.finetuning import SourceError
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
-from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.looks import Memorization
-from lightning_fedleak.studies.canaries import PlantedCanaries
-from lightning_fedleak.studies.memorization import tokenize
-from tests.looks.channels.test_memorization import fit
+from lightning_fedleak.cli.commands.memorization import BREACH, MemorizationCommand
+from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
+from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.texts import read_texts
+from lightning_fedleak.cli.studies.canaries import PlantedCanaries
+from lightning_fedleak.cli.studies.memorization import tokenize
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.model.anatomy import find_anatomy
+from tests.engine.channels.test_memorization import fit
 
 
 @pytest.fixture(scope="module")

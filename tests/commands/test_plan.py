@@ -7,8 +7,8 @@ from rich.console import Console
 
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.plan import PlanCommand, explain_trials
-from lightning_fedleak.studies.capacity import Trial
+from lightning_fedleak.cli.commands.plan import PlanCommand, explain_trials
+from lightning_fedleak.cli.studies.capacity import Trial
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 

@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.options import DEFENSES
-from lightning_fedleak.commands.sweep import SweepCommand, explain_defenses
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.cli.commands.options import DEFENSES
+from lightning_fedleak.cli.commands.sweep import SweepCommand, explain_defenses
+from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.studies.defense_specs import parse_defenses
+from lightning_fedleak.cli.studies.names import SWEEP_ATTACKS
+from lightning_fedleak.cli.studies.sweep.cell import run_cell
+from lightning_fedleak.cli.studies.sweep.grid import CellResult, GridCell, Setting, _leakage
 from lightning_fedleak.records import MetricValue, ResultLine
-from lightning_fedleak.studies.defense_specs import parse_defenses
-from lightning_fedleak.studies.names import SWEEP_ATTACKS
-from lightning_fedleak.studies.sweep.cell import run_cell
-from lightning_fedleak.studies.sweep.grid import CellResult, GridCell, Setting, _leakage
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 

@@ -10,16 +10,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.commands import game, plan
-from lightning_fedleak.commands import invert as invert
-from lightning_fedleak.commands import sweep as sweep
-from lightning_fedleak.commands.printing import print_table
-from lightning_fedleak.games import GameResult
-from lightning_fedleak.metrics.rates import Rate
-from lightning_fedleak.studies.capacity import Trial
-from lightning_fedleak.studies.defense_specs import DefenseSpec
-from lightning_fedleak.studies.invert import ActivationCell, GradientCell, Utility
-from lightning_fedleak.studies.sweep import grid
+from lightning_fedleak.cli.commands import game, plan
+from lightning_fedleak.cli.commands import invert as invert
+from lightning_fedleak.cli.commands import sweep as sweep
+from lightning_fedleak.cli.commands.printing import print_table
+from lightning_fedleak.cli.studies.capacity import Trial
+from lightning_fedleak.cli.studies.defense_specs import DefenseSpec
+from lightning_fedleak.cli.studies.invert import ActivationCell, GradientCell, Utility
+from lightning_fedleak.cli.studies.sweep import grid
+from lightning_fedleak.evaluation.games import GameResult
+from lightning_fedleak.evaluation.metrics.rates import Rate
 
 RATES = {
     name: Rate(0.9987, 0.9512, 0.9999) for name in ("token_accuracy", "exact_sentences", "rouge_l")

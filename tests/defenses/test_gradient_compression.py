@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_fedleak import DPSGD, DefendedStrategy
-from lightning_fedleak.compression import compression_error
 from lightning_fedleak.defenses import (
     CanaryGradient,
     DefenseError,
@@ -21,6 +20,7 @@ from lightning_fedleak.defenses import (
     GradientCompression,
     GradientNoise,
 )
+from lightning_fedleak.model.compression import compression_error
 from tests.callbacks.runs import fit
 from tests.defenses.test_gradient_noise import context
 from tests.helpers.lightning_modules import CausalLMModule

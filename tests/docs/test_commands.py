@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import __main__ as papers
-from lightning_fedleak.commands import parser
-from lightning_fedleak.commands.recipes import recipe_files
+from lightning_fedleak.cli.commands import parser
+from lightning_fedleak.cli.commands.recipes import recipe_files
 from tests.docs.blocks import blocks, blocks_of, inline_code
 from tests.tools.sentences import ROOT, pages
 

@@ -41,10 +41,10 @@ from lightning_fedleak import (
     RiskGate,
 )
 from lightning_fedleak.attacks import GradientMembership
-from lightning_fedleak.commands.fit import fit
+from lightning_fedleak.cli.commands.fit import fit
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows
 from lightning_fedleak.federation import RoundObserver, trained_state
-from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.finetuning.data import PadRight, TokenRows
 from lightning_fedleak.report import write
 from tests.docs.blocks import Block, blocks
 from tests.federation import rounds as rounds_

@@ -11,7 +11,6 @@ import torch
 
 from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
 from lightning_fedleak.attacks.base import WordGuess
-from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import DefenseError, Freeze, GradientCompression
 from lightning_fedleak.federation import (
     SUM,
@@ -23,6 +22,7 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.federation.compression import client_compression, seen_compression
+from lightning_fedleak.model.compression import AVERAGED
 from tests.callbacks.runs import Probe
 from tests.defenses.test_gradient_compression import largest
 from tests.federation.rounds import ADAMW, SGD, batches, model, train

@@ -12,8 +12,8 @@ from lightning_fedleak.attacks import CraftedAdapterWords, PublicText
 from lightning_fedleak.attacks.words.crafted import RoundShape
 from lightning_fedleak.attacks.words.crafted_rows import RowSettings
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
+from lightning_fedleak.engine.options import every_attack
 from lightning_fedleak.federation import ClientDP, RoundObserver, RoundSettings, trained_state
-from lightning_fedleak.looks.options import every_attack
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS, ThreatModelError
 from tests.callbacks.runs import fit
 from tests.federation.rounds import train

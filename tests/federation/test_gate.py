@@ -12,6 +12,7 @@ from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.callbacks import LeakageLimitExceeded
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
+from lightning_fedleak.engine.engine import Engine
 from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
@@ -21,7 +22,6 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
-from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import batches, lora, model, train

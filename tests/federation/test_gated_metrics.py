@@ -17,8 +17,8 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
 from lightning_fedleak.callbacks import Games
+from lightning_fedleak.engine.channels.membership import MembershipChannel
 from lightning_fedleak.federation import OutgoingUpdates, RoundGate, trained_state
-from lightning_fedleak.looks.channels.membership import MembershipChannel
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import ADAMW, batches, lora, model, train
 from tests.federation.test_observer import lines, observer, texts

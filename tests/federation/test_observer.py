@@ -31,8 +31,8 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
 from lightning_fedleak.defenses import GradientNoise, Privacy
 from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
+from lightning_fedleak.model.taps import LocalRound
 from lightning_fedleak.report import findings, read
-from lightning_fedleak.taps import LocalRound
 from tests.callbacks.runs import Probe, fit
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, round_settings, train
 from tests.helpers.lightning_modules import CausalLMModule
@@ -553,7 +553,7 @@ def test_a_report_is_written_of_it(tmp_path):
 
 def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog):
     """Every function of the package that a later look enters raises in a round of its own."""
-    from tests.looks.test_failures import functions, nothing, profiled, raises
+    from tests.engine.test_failures import functions, nothing, profiled, raises
 
     sent = model()
 

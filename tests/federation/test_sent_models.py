@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.attacks.memorization import Combined, LossRatio
-from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.engine import options
+from lightning_fedleak.engine.options import selected
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.federation import (
     SUM,
     OutgoingUpdates,
@@ -23,8 +25,6 @@ from lightning_fedleak.federation import (
     RoundSettings,
     trained_state,
 )
-from lightning_fedleak.looks import options
-from lightning_fedleak.looks.options import selected
 from lightning_fedleak.report import findings, read
 from tests.federation.rounds import model, train
 

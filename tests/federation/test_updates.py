@@ -16,7 +16,7 @@ from lightning_fedleak.federation import (
     parameter_names,
     trained_state,
 )
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.model.snapshots import Stage
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, train
 from tests.helpers.models import tiny_gpt2
 

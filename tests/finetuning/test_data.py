@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
-from lightning_fedleak.finetuning.lightning import TextDataModule
-from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceError
+from lightning_fedleak.cli.finetuning.lightning import TextDataModule
+from lightning_fedleak.cli.finetuning.texts import read_texts
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
 

@@ -18,12 +18,12 @@ import torch
 from huggingface_hub import constants
 
 from lightning_fedleak import cli
-from lightning_fedleak.finetuning import hub
-from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError, model_source
-from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.module import load_model
-from lightning_fedleak.finetuning.texts import check_text_source, read_texts
-from lightning_fedleak.studies.models import find_model
+from lightning_fedleak.cli.finetuning import hub
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL, SourceError, model_source
+from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.cli.finetuning.texts import check_text_source, read_texts
+from lightning_fedleak.cli.studies.models import find_model
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_a_command_ends_before_it_loads_libraries(
     load = importlib.import_module
 
     def watched(name: str, package: str | None = None) -> Any:
-        assert not name.startswith("lightning_fedleak.commands")
+        assert not name.startswith("lightning_fedleak.cli.commands")
         return load(name, package)
 
     monkeypatch.setattr(importlib, "import_module", watched)

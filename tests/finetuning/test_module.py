@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_fedleak.finetuning.assets import TRAINING, SourceError, quiet_logs
-from lightning_fedleak.finetuning.lightning import CausalLMFineTuning
+from lightning_fedleak.cli.finetuning.assets import TRAINING, SourceError, quiet_logs
+from lightning_fedleak.cli.finetuning.lightning import CausalLMFineTuning
 from lightning_fedleak.lightning_packages import PACKAGES
 from tests.helpers.folders import save_tiny_causal_lm
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.finetuning import hub as real_hub
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.texts import check_text_source, read_labelled, read_texts
+from lightning_fedleak.cli.finetuning import hub as real_hub
+from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.finetuning.texts import check_text_source, read_labelled, read_texts
 
 WORDS = ["one, two", 'a "quoted" word', "zwölf Äpfel"]
 

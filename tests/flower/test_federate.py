@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from lightning_fedleak.commands.federate import FederateCommand
+from lightning_fedleak.cli.commands.federate import FederateCommand
 from tests.federation.test_observer import lines
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
@@ -65,8 +65,8 @@ def test_both_engines_train_the_same_model(tmp_path: Path, caplog, capfd) -> Non
 def test_a_client_tells_its_number_and_nothing_else_beside_training(
     tmp_path: Path, trust: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_fedleak.studies.federation import Federation
-    from lightning_fedleak.studies.federation.simulation import _client_app
+    from lightning_fedleak.cli.studies.federation import Federation
+    from lightning_fedleak.cli.studies.federation.simulation import _client_app
 
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)

@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.attacks.memorization import LossRatio
-from lightning_fedleak.canaries import leave_out
 from lightning_fedleak.defenses import BudgetSpent, DefenseError, GradientCompression
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
@@ -47,7 +47,7 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
-from lightning_fedleak.snapshots import NotYet
+from lightning_fedleak.model.snapshots import NotYet
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import SGD, model
 from tests.federation.rounds import train as trained

@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_fedleak.games import GameConfig, GameError, SentencePool
-from lightning_fedleak.games.pool import Challenge, authors_challenges, game_challenges
+from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool
+from lightning_fedleak.evaluation.games.pool import Challenge, authors_challenges, game_challenges
 
 
 def pool_of(n: int) -> SentencePool:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import CraftedAdapterWords, PublicText, RunFacts
 from lightning_fedleak.attacks.words.crafted import RoundShape
 from lightning_fedleak.attacks.words.crafted_rows import RowSettings
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.games import GameError, play_crafted_rounds
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.evaluation.games import GameError, play_crafted_rounds
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import Observation
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
 
 TYPES, STEPS = 120, 2

@@ -9,11 +9,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText, RunFacts
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.games import CraftedTexts, GameError, TextSearch, play_crafted_texts
-from lightning_fedleak.games.crafted_texts import ABSENT, _Server
+from lightning_fedleak.evaluation.games import (
+    CraftedTexts,
+    GameError,
+    TextSearch,
+    play_crafted_texts,
+)
+from lightning_fedleak.evaluation.games.crafted_texts import ABSENT, _Server
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
 
 TYPES, LENGTH = 40, 6

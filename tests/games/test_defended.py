@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
+from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
+from lightning_fedleak.model.anatomy import find_anatomy
 from tests.helpers.models import tiny_gpt2
 
 

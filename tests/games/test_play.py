@@ -7,22 +7,22 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
-from lightning_fedleak.auditing import audit_games, audit_scores
-from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
-from lightning_fedleak.games.client import (
+from lightning_fedleak.evaluation.auditing import audit_games, audit_scores
+from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
+from lightning_fedleak.evaluation.games.client import (
     autograd_gradient,
     client_states,
     default_loss,
     generic_upstream,
     loss_upstream,
 )
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from tests.games.toy import ToyMembership
 from tests.helpers.models import own_rng, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_llama
 

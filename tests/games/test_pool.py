@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_fedleak.games import GameError, SentencePool
+from lightning_fedleak.evaluation.games import GameError, SentencePool
 
 
 class Words:

@@ -6,17 +6,17 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.games import SentencePool
-from lightning_fedleak.games.client import (
+from lightning_fedleak.evaluation.games import SentencePool
+from lightning_fedleak.evaluation.games.client import (
     PooledStates,
     client_states,
     find_collisions,
     reads_ahead,
     tells_positions_apart,
 )
-from lightning_fedleak.games.pool import Challenge, pad
-from lightning_fedleak.model_runs import hidden_states, undisturbed
+from lightning_fedleak.evaluation.games.pool import Challenge, pad
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 
 # model, tells positions apart at layer 0, reads ahead above it

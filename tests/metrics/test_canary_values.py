@@ -9,8 +9,8 @@ import torch
 from scipy.stats import binomtest
 
 from lightning_fedleak.attacks.memorization import Canaries, ExtractionGuess
-from lightning_fedleak.metrics.released import canary_values
-from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.evaluation.metrics.released import canary_values
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 
 
 def guess_of(scores: torch.Tensor, log_probs: torch.Tensor | None = None) -> ExtractionGuess:

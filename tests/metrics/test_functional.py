@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import precision_recall_fscore_support
 
 from lightning_fedleak.attacks.base import WordGuess
-from lightning_fedleak.metrics import (
+from lightning_fedleak.evaluation.metrics import (
     Counts,
     precision_recall_f1,
     proportion,

@@ -10,13 +10,13 @@ import torch
 from scipy.stats import binomtest, kurtosis, norm, t
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
 
-from lightning_fedleak.metrics import (
+from lightning_fedleak.evaluation.metrics import (
     MembershipInference,
     clustered,
     membership_rates,
     proportion,
 )
-from lightning_fedleak.metrics.membership import RATES
+from lightning_fedleak.evaluation.metrics.membership import RATES
 
 
 def games(n: int, shift: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,9 @@ import scipy
 import torch
 
 from lightning_fedleak.attacks.memorization import Extraction, ExtractionGuess
-from lightning_fedleak.metrics.membership import membership_rates
-from lightning_fedleak.metrics.rates import Rate
-from lightning_fedleak.metrics.released import (
+from lightning_fedleak.evaluation.metrics.membership import membership_rates
+from lightning_fedleak.evaluation.metrics.rates import Rate
+from lightning_fedleak.evaluation.metrics.released import (
     extraction_values,
     membership_values,
     other_law,

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from lightning_fedleak.metrics.betting import (
+from lightning_fedleak.evaluation.metrics.betting import (
     BETS,
     LOG_SHARE,
     MeanTest,

@@ -14,8 +14,12 @@ from torch import Tensor
 from torchmetrics.functional.text.rouge import rouge_score
 
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
-from lightning_fedleak.metrics import TextReconstruction, proportion, reconstruction_rates
-from lightning_fedleak.metrics.texts import (
+from lightning_fedleak.evaluation.metrics import (
+    TextReconstruction,
+    proportion,
+    reconstruction_rates,
+)
+from lightning_fedleak.evaluation.metrics.texts import (
     RECONSTRUCTION_RATES,
     SentenceScores,
     in_true_order,

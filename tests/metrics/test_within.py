@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, hypergeom, mannwhitneyu
 
-from lightning_fedleak.metrics.within import (
+from lightning_fedleak.evaluation.metrics.within import (
     MAX_PAIRS,
     lowest_p_value,
     naming_p_value,

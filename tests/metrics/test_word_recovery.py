@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedleak.attacks.base import WordGuess
-from lightning_fedleak.metrics import Counts, WordRecovery, precision_recall_f1, word_counts
+from lightning_fedleak.evaluation.metrics import (
+    Counts,
+    WordRecovery,
+    precision_recall_f1,
+    word_counts,
+)
 
 VOCAB = 40
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=15)

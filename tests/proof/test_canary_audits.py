@@ -11,16 +11,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.defenses.dp_sgd_games import Refutations, refutations
-from lightning_fedleak.auditing import audit_canaries
 from lightning_fedleak.callbacks import CanaryScorer
-from lightning_fedleak.canaries import (
+from lightning_fedleak.cli.finetuning.data import PadRight
+from lightning_fedleak.defenses import DPSGD, noise
+from lightning_fedleak.defenses.noise import NoiseGauge
+from lightning_fedleak.evaluation.auditing import audit_canaries
+from lightning_fedleak.evaluation.canaries import (
     high_temperature_canaries,
     new_token_canaries,
     with_canaries,
 )
-from lightning_fedleak.defenses import DPSGD, noise
-from lightning_fedleak.defenses.noise import NoiseGauge
-from lightning_fedleak.finetuning.data import PadRight
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import tiny_llama
 from tests.strategies.dpsgd_runs import CausalLM

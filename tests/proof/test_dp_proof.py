@@ -21,9 +21,9 @@ from benchmarks.defenses.dp_sgd_games import (
     sampled_gaussian_auc,
 )
 from benchmarks.defenses.planted import PlantedNeuron
-from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.defenses.accounting.accounting import Accountant, epsilon_of
-from lightning_fedleak.metrics.clustered import auc
+from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
+from lightning_fedleak.evaluation.metrics.clustered import auc
 from tests.helpers.models import tiny_gpt2
 
 pytest.importorskip("opacus")

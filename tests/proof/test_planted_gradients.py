@@ -17,12 +17,12 @@ from benchmarks.defenses.dp_sgd_games import (
     refutations,
 )
 from benchmarks.defenses.planted_gradients import PlantedGradients, owners
-from lightning_fedleak.auditing import audit_gaussian_scores, audit_scores
 from lightning_fedleak.defenses import DPSGD, DefenseError, QuantileClip, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.factorization import banded
 from lightning_fedleak.defenses.noise import NoiseGauge
+from lightning_fedleak.evaluation.auditing import audit_gaussian_scores, audit_scores
 from tests.helpers.dpsgd_settings import grouped
 
 pytest.importorskip("opacus")

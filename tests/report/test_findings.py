@@ -4,8 +4,8 @@ from decimal import ROUND_CEILING, Decimal
 
 import pytest
 
-from lightning_fedleak.auditing import dp_tpr, gaussian_auc, gaussian_tpr
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.evaluation.auditing import dp_tpr, gaussian_auc, gaussian_tpr
 from lightning_fedleak.records import MetricValue, as_json
 from lightning_fedleak.report import entry, findings, page, read
 from tests.report.lines import (

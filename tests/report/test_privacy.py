@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_fedleak.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.evaluation.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 from lightning_fedleak.records.fields import Releases
 from lightning_fedleak.report.privacy import Account
 from lightning_fedleak.report.wording import rounded_up

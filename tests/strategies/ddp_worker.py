@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fedleak.defenses import Defense, DefenseContext, Freeze, GradientNoise
 from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
-from lightning_fedleak.snapshots import ON_THE_WAY, Stage
+from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.test_stages import Recorder, brute_force
 from tests.strategies.toy import ManualLM, ToyLM, fit, same, state_of

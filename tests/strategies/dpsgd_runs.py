@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import tiny_gpt2

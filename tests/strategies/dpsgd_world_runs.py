@@ -47,7 +47,7 @@ from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
-from lightning_fedleak.snapshots import ON_THE_WAY, Stage
+from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_fedleak.anatomy.blocks import states_out
 from lightning_fedleak.defenses import (
     ActivationNoise,
     Defense,
@@ -30,7 +29,8 @@ from lightning_fedleak.defenses import (
     GradientNoise,
 )
 from lightning_fedleak.defenses.processes import global_norm, local_part, shard_number
-from lightning_fedleak.snapshots import ON_THE_WAY, Stage
+from lightning_fedleak.model.anatomy.blocks import states_out
+from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader

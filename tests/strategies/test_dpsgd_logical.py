@@ -21,7 +21,7 @@ from lightning_fedleak.defenses import (
     ReleaseSettings,
     mean_of_sample_means,
 )
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import tiny_gpt2, tiny_llama

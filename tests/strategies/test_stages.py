@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Freeze, GradientNoise
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy, StepError
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 from tests.strategies.toy import ManualLM, ToyLM, fit, grads, loader, same, state_of, trainer

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
+from lightning_fedleak.model.taps.gradients import before_real_step, check_optimizer
 from lightning_fedleak.strategies import StepError
-from lightning_fedleak.taps.gradients import before_real_step, check_optimizer
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_fedleak.defenses import Freeze, GradientNoise, LDPProtocol
-from lightning_fedleak.studies.defense_specs import (
+from lightning_fedleak.cli.studies.defense_specs import (
     MECHANISMS,
     NONE,
     DefenseSpec,
     defense_kinds,
     parse_defenses,
 )
-from lightning_fedleak.studies.names import DEFENSE_NAMES, SpecError
+from lightning_fedleak.cli.studies.names import DEFENSE_NAMES, SpecError
+from lightning_fedleak.defenses import Freeze, GradientNoise, LDPProtocol
 
 
 def test_values_make_a_grid_in_order() -> None:

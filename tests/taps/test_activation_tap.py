@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.blocks import states_out, text_blocks
-from lightning_fedleak.taps.activations import ActivationTap, ChangedInPlace
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy.blocks import states_out, text_blocks
+from lightning_fedleak.model.taps.activations import ActivationTap, ChangedInPlace
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import (

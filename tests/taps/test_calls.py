@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.batches import TokenBatch, read_batch
-from lightning_fedleak.snapshots import UnusableObservation
-from lightning_fedleak.taps.calls import ModelCalls, arguments_of, crosses
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch, read_batch
+from lightning_fedleak.model.snapshots import UnusableObservation
+from lightning_fedleak.model.taps.calls import ModelCalls, arguments_of, crosses
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama
 from tests.test_batches_documents import block_diagonal, flattened
 

@@ -20,10 +20,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import Stage, UnusableObservation
-from lightning_fedleak.taps import (
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import Stage, UnusableObservation
+from lightning_fedleak.model.taps import (
     ActivationTap,
     Draw,
     LocalRound,
@@ -36,7 +36,7 @@ from lightning_fedleak.taps import (
     draw_words,
     is_uneven,
 )
-from lightning_fedleak.taps.graph import GraphTap, plain_call, read_call
+from lightning_fedleak.model.taps.graph import GraphTap, plain_call, read_call
 from tests.taps.test_graph import (
     ANSWER_LABELS,
     CAUSAL,

@@ -9,7 +9,7 @@ import torch
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_fedleak.taps.gradients import loss_terms
+from lightning_fedleak.model.taps.gradients import loss_terms
 from tests.attacks.row_space.models import FAMILIES, llama, ready, t5, texts
 
 

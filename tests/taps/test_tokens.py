@@ -10,9 +10,9 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.taps.tokens import (
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.taps.tokens import (
     Text,
     ask_tokens,
     compressed_bytes,
@@ -109,7 +109,7 @@ def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     logits = torch.randn(11, 50, generator=generator) * 4
     targets = torch.randint(50, (11,), generator=generator)
     numbers = describe_tokens(logits, targets)
-    monkeypatch.setattr("lightning_fedleak.taps.tokens.POSITIONS_AT_ONCE", 100)
+    monkeypatch.setattr("lightning_fedleak.model.taps.tokens.POSITIONS_AT_ONCE", 100)
     torch.testing.assert_close(describe_tokens(logits, targets), numbers)
 
 

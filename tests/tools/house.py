@@ -5,7 +5,8 @@
     python -m tests.tools.house                              # the whole package
     python -m tests.tools.house lightning_fedleak/attacks    # one folder or file of it
     python -m tests.tools.house ../other                     # another checkout
-    python -m tests.tools.house --list names lightning_fedleak/games    # where each one stands
+    python -m tests.tools.house --list names lightning_fedleak/evaluation/games    # where each one
+    stands
 
 The source is parsed and never imported. What each row counts:
 

@@ -122,7 +122,7 @@ def public() -> Any:
 
 def with_own_canaries() -> Any:
     """40 texts and 6 canaries, of which a seeded coin includes some."""
-    from lightning_fedleak.canaries import with_canaries
+    from lightning_fedleak.evaluation.canaries import with_canaries
 
     canaries = [
         {

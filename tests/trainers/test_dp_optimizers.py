@@ -18,10 +18,10 @@ from opacus.optimizers import DistributedDPOptimizer, DPOptimizer
 from torch import Tensor, nn
 
 from lightning_fedleak import BagOfWords, FCMembership, LeakageMonitor
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT
 from lightning_fedleak.defenses import DefenseContext, GradientNoise
 from lightning_fedleak.defenses.dp_optimizers import declared
-from lightning_fedleak.looks import Games
+from lightning_fedleak.engine import Games
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import LeakageCallback, Watch
 from tests.callbacks.runs import Probe

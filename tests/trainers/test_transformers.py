@@ -20,8 +20,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor
 from lightning_fedleak.attacks.memorization import LossRatio
-from lightning_fedleak.canaries import leave_out
-from lightning_fedleak.looks import Games, Memorization
+from lightning_fedleak.engine import Games, Memorization
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
 from tests.callbacks.runs import Probe
 from tests.helpers.models import tiny_gpt2

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor
 from lightning_fedleak.attacks.memorization import Extraction
-from lightning_fedleak.looks import Games, Memorization
+from lightning_fedleak.engine import Games, Memorization
 from lightning_fedleak.trainers import LeakageLimitExceeded, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import CausalLMModule

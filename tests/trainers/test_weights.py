@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Extraction, LossRatio
 from lightning_fedleak.callbacks import MonitorSettings
-from lightning_fedleak.canaries import leave_out
-from lightning_fedleak.looks import Memorization
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.models import tiny_gpt2
 from tests.trainers.test_transformers import Module, constant, rows, trainer_of, watched

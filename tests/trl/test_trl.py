@@ -20,8 +20,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
 from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceMembership
 from lightning_fedleak.attacks.memorization import LossRatio
-from lightning_fedleak.canaries import leave_out
-from lightning_fedleak.looks import Games, Memorization
+from lightning_fedleak.engine import Games, Memorization
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import LeakageCallback, Threshold
 from tests.callbacks.runs import Probe
 from tests.helpers.folders import TEXTS, tiny_tokenizer

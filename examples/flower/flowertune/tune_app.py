@@ -29,11 +29,11 @@ from trl import SFTConfig, SFTTrainer
 
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
+from lightning_fedleak.cli.finetuning.data import PadRight
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.federation import RoundGate, RoundObserver, RoundSettings, report_batches
 from lightning_fedleak.federation.flower import FedLeakMod, Observed
-from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
-from lightning_fedleak.finetuning.data import PadRight
 
 LENGTH = 32
 """Tokens of a row, at most; the recipe's 512 take longer on a CPU."""

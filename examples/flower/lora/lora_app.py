@@ -20,7 +20,11 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.cli.finetuning.texts import read_texts
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.federation import (
     RoundGate,
     RoundObserver,
@@ -29,10 +33,6 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.federation.flower import FedLeakMod, Observed
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
-from lightning_fedleak.finetuning.module import load_model
-from lightning_fedleak.finetuning.texts import read_texts
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=3e-4)
 ROWS = 4

@@ -26,6 +26,10 @@ from flwr.serverapp import Grid, ServerApp
 
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.cli.finetuning.module import load_model
+from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import (
     SUM,
     RoundGate,
@@ -35,10 +39,6 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.federation.flower import FedLeakMod, SecAggMessages
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
-from lightning_fedleak.finetuning.module import load_model
-from lightning_fedleak.finetuning.texts import read_texts
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
 ROWS = 4

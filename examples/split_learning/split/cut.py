@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import (
+from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
     Anatomy,
     find_anatomy,
@@ -20,13 +20,13 @@ from lightning_fedleak.anatomy import (
     states_out,
     without_peft,
 )
-from lightning_fedleak.model_runs import (
+from lightning_fedleak.model.model_runs import (
     context_length,
     only_needed_hooks,
     undisturbed,
     virtual_tokens,
 )
-from lightning_fedleak.model_state import preserve_model, preserve_process
+from lightning_fedleak.model.model_state import preserve_model, preserve_process
 from lightning_fedleak.validate import check_choice
 
 from .halves import Arrive, Leave, ModelPart, Nothing, SplitError

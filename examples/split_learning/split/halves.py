@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from lightning_fedleak.anatomy import states_in, with_states_out
-from lightning_fedleak.model_runs import takes
+from lightning_fedleak.model.anatomy import states_in, with_states_out
+from lightning_fedleak.model.model_runs import takes
 
 
 class SplitError(ValueError):

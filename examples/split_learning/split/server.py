@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.snapshots import ActivationSnapshot, Stage
+from lightning_fedleak.model.snapshots import ActivationSnapshot, Stage
 from lightning_fedleak.validate import check_integer, check_number
 
 from .client import MakeOptimizer, split_terms, trainable_parameters

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import attention_calibration
 from lightning_fedleak.attacks.membership.attention_layers import (
@@ -43,6 +42,7 @@ from lightning_fedleak.attacks.membership.base import (
     threat_with_public_text,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_integer, check_number
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)

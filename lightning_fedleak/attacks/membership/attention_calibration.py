@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.membership.attention_layers import (
     AttentionDesign,
     HeadPair,
@@ -19,7 +18,8 @@ from lightning_fedleak.attacks.membership.attention_layers import (
 )
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.row_space import Whitening, fit_whitening
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 
 MOST_TARGETS = 512  # public tokens that serve as targets; not tuned; more: steadier and slower
 

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, place_of
 from lightning_fedleak.attacks.base import (
     Attack,
     Capability,
@@ -32,8 +31,9 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.compression import COMPRESSIONS
+from lightning_fedleak.model.anatomy import Anatomy, place_of
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.compression import COMPRESSIONS
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Granularity = Literal["full", "token"]

@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.membership.base import (
     Granularity,
@@ -27,6 +26,7 @@ from lightning_fedleak.attacks.membership.base import (
     sentence_rows,
 )
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding, neighbours
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 MOST_STORED_WEIGHTS = 1 << 26

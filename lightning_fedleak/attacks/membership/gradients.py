@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.local_steps import (
     LocalSteps,
@@ -31,15 +30,16 @@ from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMe
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.row_space import RIDGE, LinearMap, block_name, find_linear_maps
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
-from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model_runs import labels_of
-from lightning_fedleak.progress import measure_seconds
-from lightning_fedleak.snapshots import (
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.model_runs import labels_of
+from lightning_fedleak.model.snapshots import (
     Observation,
     UpdateSnapshot,
     explain_weight_term,
     whole_tensor,
 )
+from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.validate import check_integer
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.anatomy import (
+from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
     place_of,
@@ -37,8 +37,8 @@ from lightning_fedleak.anatomy import (
     with_states_out,
     without_peft,
 )
-from lightning_fedleak.model_runs import is_compiled
-from lightning_fedleak.taps import arguments_of
+from lightning_fedleak.model.model_runs import is_compiled
+from lightning_fedleak.model.taps import arguments_of
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Placement = Literal["sequential", "parallel", "embedding"]
@@ -83,7 +83,7 @@ def insert(
 
     Args:
         anatomy: of the model.
-        layer: as in :func:`lightning_fedleak.model_runs.hidden_states`.
+        layer: as in :func:`lightning_fedleak.model.model_runs.hidden_states`.
         crafted: as :meth:`MembershipAttack.craft` returns them: map hidden states (B, L, d) and a
             mask (B, L) or None to (B, R, K) with R = L or 1; only ``bias`` (K,) is trained. They
             are moved to the model's device.

@@ -19,9 +19,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.attacks.membership.base import sentence_rows
-from lightning_fedleak.model_runs import context_length, hidden_states, takes
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
+from lightning_fedleak.model.model_runs import context_length, hidden_states, takes
 
 MEDIAN_ROWS = 64  # of which the median is taken; not tuned; more: slower, the result is the same
 BLOCK_NUMBERS = {"cpu": 1 << 18}  # of a sum at once (1 MiB in float32), to stay in cache

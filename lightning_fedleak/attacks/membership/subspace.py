@@ -17,15 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.local_steps import check_fresh
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.batches import before_last
-from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, explain_weight_term
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.batches import before_last
+from lightning_fedleak.model.snapshots import (
+    NotYet,
+    Observation,
+    UpdateSnapshot,
+    explain_weight_term,
+)
 from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.validate import check_integer
 

@@ -15,11 +15,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.row_space import LinearMap, whitening_matrix
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.model_runs import micro_batches, only_needed_hooks, token_logits, undisturbed
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import (
+    micro_batches,
+    only_needed_hooks,
+    token_logits,
+    undisturbed,
+)
 
 T = TypeVar("T")
 

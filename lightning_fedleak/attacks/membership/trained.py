@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.membership.base import (
     Granularity,
     MembershipAttack,
@@ -34,7 +33,8 @@ from lightning_fedleak.attacks.membership.base import (
 )
 from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.model_runs import context_length, hidden_states
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.model_runs import context_length, hidden_states
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 TWIN_DISTANCE = 1e-2  # L1, over the target's norm, of a sample that is skipped; not tuned

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization.scores import Loss, MinK, Zlib
-from lightning_fedleak.snapshots import ReleasedModel, TokenSnapshot
-from lightning_fedleak.taps import Text
+from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.taps import Text
 
 FOLDS = 5  # of the cross-fitted word counts, the usual number; more: slower
 LEAST_AUC, MOST_AUC = 0.45, 0.55  # between which the interval of each blind AUC must lie

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import Guess, Query
 from lightning_fedleak.attacks.memorization.scores import MemorizationAttack, _finite
-from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.validate import check_integer, check_number
 
 
@@ -117,9 +117,9 @@ class Extraction(MemorizationAttack):
 class Canaries(Extraction):
     """Ask the model to go on with planted texts: what it says of their last tokens.
 
-    It is asked about the texts of :func:`~lightning_fedleak.canaries.with_canaries`, in the data or
-    left out, see :class:`~lightning_fedleak.looks.channels.CanaryChannel`. Their first tokens lead
-    the model to the secret and are not scored (Carlini et al. 2019, arXiv 1802.08232).
+    It is asked about the texts of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, in
+    the data or left out, see :class:`~lightning_fedleak.engine.channels.CanaryChannel`. Their first
+    tokens lead the model to the secret and are not scored (Carlini et al. 2019, arXiv 1802.08232).
 
     Args:
         tokens: at the end of each canary that count; None: all that are predicted.

@@ -2,8 +2,8 @@
 
 Whoever gets a fine-tuned model and knows the base that it began from can ask both about a text.
 The fine-tuning raised the log probability of its own texts more than that of others. Every score
-here is arithmetic on the numbers of :class:`~lightning_fedleak.snapshots.TokenSnapshot`, hence a
-look costs one forward for each text, whatever the number of attacks.
+here is arithmetic on the numbers of :class:`~lightning_fedleak.model.snapshots.TokenSnapshot`,
+hence a look costs one forward for each text, whatever the number of attacks.
 
 Write ``lp`` and ``lp0`` for the log probability of a label token under the model and its base, and
 ``loss``, ``loss0`` for minus their means over a text.
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
-from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, check_number
 
@@ -57,10 +57,10 @@ class MemorizationAttack(Attack):
     Examples:
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.model.anatomy import find_anatomy
         >>> from lightning_fedleak.attacks.memorization import LossRatio
-        >>> from lightning_fedleak.snapshots import Observation, ReleasedModel
-        >>> from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes
+        >>> from lightning_fedleak.model.snapshots import Observation, ReleasedModel
+        >>> from lightning_fedleak.model.taps.tokens import Text, ask_tokens, compressed_bytes
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1, n_layer=1))
         >>> texts = [Text(ids, ids) for ids in torch.arange(60).view(6, 10)]
         >>> base = ask_tokens(find_anatomy(model), texts)

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, Place, walk
 from lightning_fedleak.attacks.row_space import linear_maps
-from lightning_fedleak.model_runs import (
+from lightning_fedleak.model.anatomy import Anatomy, Place, walk
+from lightning_fedleak.model.model_runs import (
     TOKENS_AT_ONCE,
     context_length,
     only_needed_hooks,
     stop_at,
     undisturbed,
 )
-from lightning_fedleak.snapshots import whole_tensor
+from lightning_fedleak.model.snapshots import whole_tensor
 
 _ADDITIVE = 1e-4  # relative error up to which word and position count as summands; not tuned
 

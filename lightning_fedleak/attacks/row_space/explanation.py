@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.local_steps import WHY_CUT
 from lightning_fedleak.attacks.row_space import linear_maps
 from lightning_fedleak.attacks.row_space.atoms import Atoms, explain_kept, most_kept
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, SharedRows, explain
-from lightning_fedleak.snapshots import (
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.snapshots import (
     Inapplicable,
     NotYet,
     Observation,

@@ -16,9 +16,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak import model_runs
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, Place, states_in, unwrap, walk
-from lightning_fedleak.snapshots import Observation, UnusableObservation, whole_tensor
+from lightning_fedleak.model import model_runs
+from lightning_fedleak.model.anatomy import (
+    EMBEDDING_WEIGHT,
+    Anatomy,
+    Place,
+    states_in,
+    unwrap,
+    walk,
+)
+from lightning_fedleak.model.snapshots import Observation, UnusableObservation, whole_tensor
 
 _TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
 _NUMBERS = 1 << 20  # of states in a CPU's run, of which a norm has four; more: no faster

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy, place_of, text_blocks
 from lightning_fedleak.attacks.base import (
     Attack,
     Guess,
@@ -29,7 +28,8 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, CopiedModel
-from lightning_fedleak.snapshots import ActivationSnapshot, Observation
+from lightning_fedleak.model.anatomy import Anatomy, place_of, text_blocks
+from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, check_number
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import (
     Attack,
     Capability,
@@ -30,6 +29,7 @@ from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack, ModelCopy, trained_names
 from lightning_fedleak.attacks.words.direct import BagOfWords
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.validate import check_integer, check_number
 
 _STARTS = 256  # first words of the beam search, the surest; more cost one run each. Not tuned

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak import model_runs
-from lightning_fedleak.anatomy import (
+from lightning_fedleak.attacks.logit_map import LogitMap
+from lightning_fedleak.model import model_runs
+from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
     find_path,
@@ -28,8 +29,7 @@ from lightning_fedleak.anatomy import (
     unwrap,
     without_peft,
 )
-from lightning_fedleak.attacks.logit_map import LogitMap
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model.batches import TokenBatch
 
 # Relative errors up to which hidden states count as equal; more hide wrong tokens. Not tuned.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -112,8 +112,8 @@ class BottomModel(CopiedModel):
     Runs are in eval mode. A run restores, also after an exception, the user's parameters and their
     ``.grad``, training flags, global random state, hooks and the cache of autocast. No hook of the
     user or of other tools runs; those that the model needs do (see
-    :func:`~lightning_fedleak.model_runs.hidden_states`). Gradient flows to embeddings that are
-    passed in, and to nothing else.
+    :func:`~lightning_fedleak.model.model_runs.hidden_states`). Gradient flows to embeddings that
+    are passed in, and to nothing else.
 
     Each call prepares the model and restores it; within :meth:`session` this is done once for many
     calls. Nothing of the client's training may run in between.

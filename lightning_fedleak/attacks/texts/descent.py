@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.texts.base import (
     NOTHING,
     Deadline,
@@ -24,6 +23,7 @@ from lightning_fedleak.attacks.texts.base import (
     join_guesses,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 BETAS = (0.9, 0.999)  # decay of Adam's moments: Kingma & Ba 2015

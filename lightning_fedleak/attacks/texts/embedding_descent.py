@@ -19,7 +19,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.texts.base import TINY, Deadline, Sent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.descent import (
@@ -30,6 +29,7 @@ from lightning_fedleak.attacks.texts.descent import (
     DescentSettings,
     Likeness,
 )
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import (
     check_choice,
     check_integer,

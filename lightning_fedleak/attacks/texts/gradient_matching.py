@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import (
     Capability,
     Query,
@@ -28,7 +27,8 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.texts.base import TINY, Deadline, TextGuess
 from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack, ModelCopy, trained_names
-from lightning_fedleak.snapshots import Observation, whole_tensor
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.snapshots import Observation, whole_tensor
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Distance = Literal["l2", "tag", "cosine"]

@@ -14,12 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_fedleak.anatomy import Anatomy, unwrap
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts.base import TextAttack
 from lightning_fedleak.attacks.texts.bottom_model import CopiedModel, vocabulary_shape
-from lightning_fedleak.model_runs import LOGITS_AT_ONCE, call_with, context_length, logits_in, takes
-from lightning_fedleak.snapshots import Observation, UnusableObservation, UpdateSnapshot
+from lightning_fedleak.model.anatomy import Anatomy, unwrap
+from lightning_fedleak.model.model_runs import (
+    LOGITS_AT_ONCE,
+    call_with,
+    context_length,
+    logits_in,
+    takes,
+)
+from lightning_fedleak.model.snapshots import Observation, UnusableObservation, UpdateSnapshot
 
 _TRIAL = 3  # tokens of the trial whether a gradient can be differentiated
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fedleak.anatomy import Anatomy, text_blocks
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextGuess
@@ -37,8 +36,9 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
 )
 from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.model_runs import sees_no_later
-from lightning_fedleak.snapshots import Inapplicable, Observation
+from lightning_fedleak.model.anatomy import Anatomy, text_blocks
+from lightning_fedleak.model.model_runs import sees_no_later
+from lightning_fedleak.model.snapshots import Inapplicable, Observation
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_integer
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, Place, text_blocks, unwrap
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.local_steps import rounding_error
 from lightning_fedleak.attacks.row_space import (
@@ -24,8 +23,9 @@ from lightning_fedleak.attacks.row_space import (
     whitening_matrix,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.model_runs import stop_at, stop_behind
-from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.model.anatomy import Anatomy, Place, text_blocks, unwrap
+from lightning_fedleak.model.model_runs import stop_at, stop_behind
+from lightning_fedleak.model.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
 
 
 @dataclass(frozen=True)

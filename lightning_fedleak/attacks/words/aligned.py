@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
@@ -47,9 +46,15 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_parameters,
     head_surface,
 )
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.compression import Compression, explain_compression
-from lightning_fedleak.snapshots import Inapplicable, Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.compression import Compression, explain_compression
+from lightning_fedleak.model.snapshots import (
+    Inapplicable,
+    Observation,
+    UpdateSnapshot,
+    whole_tensor,
+)
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_choice, check_integer
 
@@ -118,10 +123,10 @@ class AlignedFlatChat(Attack):
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from lightning_fedleak import AlignedFlatChat
-        >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.model.anatomy import find_anatomy
         >>> from lightning_fedleak.attacks import gradient_of
-        >>> from lightning_fedleak.batches import TokenBatch
-        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> from lightning_fedleak.model.batches import TokenBatch
+        >>> from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
         >>> size = dict(vocab_size=64, n_positions=16, n_embd=48, n_layer=1, n_head=2)
         >>> anatomy = find_anatomy(GPT2LMHeadModel(GPT2Config(**size)).eval())
         >>> public_text = torch.randint(64, (32, 12))  # token ids; usually texts and a tokenizer

@@ -29,9 +29,9 @@ from lightning_fedleak.attacks.words.aligned_rows import (
     token_norm,
 )
 from lightning_fedleak.attacks.words.public_gradients import GradientParts
-from lightning_fedleak.compression import Compression
+from lightning_fedleak.model.compression import Compression
+from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.progress import track
-from lightning_fedleak.snapshots import UnusableObservation
 
 _ROWS = 512  # unused rows that the direction is fitted to, the longest: a limit of time, not tuned
 _FEWEST = 64  # rows below which the direction of public text is kept; not tuned

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, Readout
 from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows, cluster_centres
@@ -29,7 +28,8 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_parameters,
     train_copies,
 )
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.progress import track
 
 _CLUSTERS = 32  # clusters of hidden states whose mass is expected of a type; not tuned

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
@@ -29,9 +28,10 @@ from lightning_fedleak.attacks.words.crafted_rows import (
     find_adapter,
 )
 from lightning_fedleak.attacks.words.public_gradients import train_copies
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import Observation, Stage, UpdateSnapshot, whole_tensor
 from lightning_fedleak.progress import track
-from lightning_fedleak.snapshots import Observation, Stage, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_integer
 
@@ -127,7 +127,7 @@ class RoundShape:
         texts: in a step of a client.
         tokens: of a text.
         clients: whose updates the server sees the mean of, as behind a secure aggregation. Rounds
-            of several clients are played by :mod:`lightning_fedleak.games` alone.
+            of several clients are played by :mod:`lightning_fedleak.evaluation.games` alone.
 
     Raises:
         ValueError: a number below 1, or texts of one token.
@@ -153,8 +153,8 @@ class CraftedAdapterWords(Attack):
 
     Training on such values differs from the user's own. So a round is played on copies of the
     weights with the client's batches, and the values are put into no model. It is played only by
-    :class:`~lightning_fedleak.federation.RoundObserver` and :mod:`lightning_fedleak.games`, and
-    only where it is listed.
+    :class:`~lightning_fedleak.federation.RoundObserver` and
+    :mod:`lightning_fedleak.evaluation.games`, and only where it is listed.
 
     Args:
         adapter: path of the adapter's module in the model, or several; see
@@ -175,7 +175,7 @@ class CraftedAdapterWords(Attack):
         >>> from torch import nn
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from lightning_fedleak import CraftedAdapterWords, PublicText
-        >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.model.anatomy import find_anatomy
         >>> from lightning_fedleak.attacks import RunFacts
         >>> class Adapted(nn.Embedding):
         ...     def __init__(self, types, width):

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.row_space import (
     LinearMap,
@@ -30,8 +29,9 @@ from lightning_fedleak.attacks.row_space import (
     input_states,
     vocabulary_size,
 )
-from lightning_fedleak.model_runs import TOKENS_AT_ONCE
-from lightning_fedleak.snapshots import whole_tensor
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE
+from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.validate import check_integer, check_number
 

@@ -7,7 +7,6 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy, unwrap
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
@@ -17,7 +16,14 @@ from lightning_fedleak.attacks.base import (
     check_readable,
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, copy_weights, decays_apart
-from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.model.anatomy import (
+    EMBEDDING_WEIGHT,
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    Anatomy,
+    unwrap,
+)
+from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 
@@ -80,7 +86,7 @@ class BagOfWords(Attack):
         >>> import torch
         >>> from torch import nn
         >>> from lightning_fedleak import BagOfWords
-        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
         >>> embedding = nn.Embedding(100, 8)
         >>> embedding(torch.tensor([[3, 5, 5, 59]])).square().sum().backward()
         >>> gradients = {"embedding.weight": embedding.weight.grad}
@@ -244,7 +250,7 @@ class BiasSign(Attack):
     Examples:
         >>> import torch
         >>> from lightning_fedleak import BiasSign
-        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
         >>> bias = torch.zeros(50, requires_grad=True)
         >>> torch.nn.functional.cross_entropy(bias[None], torch.tensor([7])).backward()
         >>> gradients = {"head.bias": bias.grad}

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import (
     Attack,
     Capability,
@@ -25,7 +24,8 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import each_gradient, head_surface
-from lightning_fedleak.snapshots import whole_tensor
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.validate import check_choice, check_integer
 
 Scorer = Literal["gmm", "abs"]
@@ -309,7 +309,7 @@ class FlatChat(Attack):
     Examples:
         >>> import torch
         >>> from lightning_fedleak import FlatChat
-        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
         >>> generator = torch.Generator().manual_seed(0)
         >>> gradient = torch.randn(100, 16, generator=generator) * 1e-3  # (V, d) of the head
         >>> gradient[[3, 5, 8]] -= torch.tensor([[1.0], [3.0], [0.3]])  # the client's words

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak import model_runs
-from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy, Place, unwrap
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model import model_runs
+from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy, Place, unwrap
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.progress import track
 
 _SMALL = 0.01  # standard deviation of the values in place of zeros; not tuned

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
@@ -28,7 +27,8 @@ from lightning_fedleak.attacks.row_space import (
     norm_before,
 )
 from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_parameters
-from lightning_fedleak.snapshots import Inapplicable, NotYet, Observation, UpdateSnapshot
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.snapshots import Inapplicable, NotYet, Observation, UpdateSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 _FIRST_BLOCKS = 2  # blocks whose inputs a lone token resembles; more cost time, not tuned
@@ -224,7 +224,7 @@ class RehearsedLabels(Attack):
     Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.model.anatomy import find_anatomy
         >>> from lightning_fedleak.attacks import RehearsedLabels
         >>> size = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2)
         >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **size))

@@ -14,11 +14,11 @@ from scipy.linalg import qr
 from scipy.optimize import linprog
 from torch import Tensor
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Query, Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import Inapplicable, Observation, whole_tensor
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import Inapplicable, Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_number
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, is_encoder_decoder, without_peft
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import (
     Attack,
@@ -33,7 +32,8 @@ from lightning_fedleak.attacks.local_steps import (
     rounding_error,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.snapshots import (
+from lightning_fedleak.model.anatomy import Anatomy, is_encoder_decoder, without_peft
+from lightning_fedleak.model.snapshots import (
     Inapplicable,
     NotYet,
     Observation,
@@ -85,8 +85,8 @@ class SubspaceWords(Attack):
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from lightning_fedleak import SubspaceWords
-        >>> from lightning_fedleak.anatomy import find_anatomy
-        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> from lightning_fedleak.model.anatomy import find_anatomy
+        >>> from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
         >>> size = dict(vocab_size=64, n_positions=16, n_embd=48, n_layer=1, n_head=2)
         >>> model = GPT2LMHeadModel(GPT2Config(**size)).eval()
         >>> ids = torch.tensor([[7, 8, 9, 10]])  # the client's text

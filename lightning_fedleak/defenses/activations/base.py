@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.anatomy import Anatomy, Place, find_anatomy, place_of
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
-from lightning_fedleak.model_runs import is_observed, reset_compiled
+from lightning_fedleak.model.anatomy import Anatomy, Place, find_anatomy, place_of
+from lightning_fedleak.model.model_runs import is_observed, reset_compiled
 from lightning_fedleak.validate import check_integer
 
 
@@ -22,16 +22,16 @@ class ActivationDefense(Defense):
 
     It acts in every forward of the model, in training, in evaluation and (``inference``) where the
     Trainer validates, tests or predicts without a fit; not where the model runs as the server's
-    copy would (:meth:`~lightning_fedleak.model_runs.undisturbed`). A training step in which no
-    hidden states passed the layer is refused. Under ``torch.compile`` the graph breaks at the hook;
-    what was compiled before the fit is compiled again.
+    copy would (:meth:`~lightning_fedleak.model.model_runs.undisturbed`). A training step in which
+    no hidden states passed the layer is refused. Under ``torch.compile`` the graph breaks at the
+    hook; what was compiled before the fit is compiled again.
 
     Args:
         layer: 0 for the input of the first block, k for the output of block k; of an
             encoder-decoder, of the encoder.
         inference: also where no gradient is computed outside of training steps.
-        anatomy: arguments of :func:`~lightning_fedleak.anatomy.find_anatomy` that name parts of the
-            model which are not found, ``{"blocks": "path.to.blocks"}`` say.
+        anatomy: arguments of :func:`~lightning_fedleak.model.anatomy.find_anatomy` that name parts
+            of the model which are not found, ``{"blocks": "path.to.blocks"}`` say.
 
     Raises:
         DefenseError: a layer that is no number of one; at setup, one that the model does not have;

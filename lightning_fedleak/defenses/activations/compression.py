@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Place
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
-from lightning_fedleak.model_runs import undisturbed
+from lightning_fedleak.model.anatomy import Place
+from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.validate import check_choice, check_integer
 
 Basis = Literal["random", "principal"]
@@ -57,7 +57,7 @@ class ActivationCompression(ActivationDefense):
         seed: of the random basis; client and server must have the same.
         inference: also where no gradient is computed outside of training steps.
         anatomy: names of parts of the model that are not found, see
-            :func:`~lightning_fedleak.anatomy.find_anatomy`.
+            :func:`~lightning_fedleak.model.anatomy.find_anatomy`.
 
     Raises:
         DefenseError: a setting out of range, or nothing to do; at setup, a layer that the model

@@ -62,7 +62,7 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         inference: also where no gradient is computed outside of training steps: validation, test,
             prediction.
         anatomy: names of parts of the model that are not found, see
-            :func:`~lightning_fedleak.anatomy.find_anatomy`.
+            :func:`~lightning_fedleak.model.anatomy.find_anatomy`.
         harden_factor: what a notch of a gate (:meth:`harden`) multiplies the noise by. Epsilon
             counts the first sigma: how much was added depended on the data.
         max_hardenings: how often it may be turned up; None for no limit.

@@ -48,7 +48,7 @@ from lightning_fedleak.defenses.accounting.ledger import sync_folder
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.defenses.dpsgd.factorization import Factorization, banded, banded_inverse
 from lightning_fedleak.defenses.noise import add_standard_normal, noise_key, standard_normal
-from lightning_fedleak.model_state import preserve_process
+from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.private_files import check_private, hash_tensors
 
 Mechanism = Literal["independent", "banded", "banded_inverse"]

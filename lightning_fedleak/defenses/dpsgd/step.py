@@ -22,7 +22,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import Sampling, count_samples, te
 from lightning_fedleak.defenses.dpsgd.recorder import SMALL_BATCH, Call, Layout, Recorder
 from lightning_fedleak.defenses.dpsgd.weights import Buffers, Moves, Weights
 from lightning_fedleak.defenses.processes import Team, trainer_of, unshard, whole_layers
-from lightning_fedleak.model_runs import is_compiled, reset_compiled
+from lightning_fedleak.model.model_runs import is_compiled, reset_compiled
 
 CHECK_EVERY = 100  # releases; costly checks are made in the first and then so often. Not tuned
 USUAL_SAMPLES = 8  # expected samples of a batch; below, rows are compared in small ones. Not tuned

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from lightning_fedleak.batches import BatchError, read_batch
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate, tensors_of
 from lightning_fedleak.defenses.dpsgd.settings import GroupBy
-from lightning_fedleak.model_state import preserve_process
+from lightning_fedleak.model.batches import BatchError, read_batch
+from lightning_fedleak.model.model_state import preserve_process
 
 ORDERED = 8  # examples that show whether the collate function keeps their order. Not tuned
 CANDIDATES = 64  # examples these are chosen from, to differ in length where any do. Not tuned

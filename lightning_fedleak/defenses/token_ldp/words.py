@@ -9,10 +9,16 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak import batches
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, AnatomyError, Kind, find_anatomy
-from lightning_fedleak.batches import BatchAdapter, BatchWriter, TokenBatch
 from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.model import batches
+from lightning_fedleak.model.anatomy import (
+    EMBEDDING_WEIGHT,
+    Anatomy,
+    AnatomyError,
+    Kind,
+    find_anatomy,
+)
+from lightning_fedleak.model.batches import BatchAdapter, BatchWriter, TokenBatch
 from lightning_fedleak.validate import check_choice
 
 _SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
@@ -261,8 +267,8 @@ class BatchForm:
     """The form of the user's batches, for :class:`~lightning_fedleak.TokenLDP`.
 
     Attributes:
-        kind: what the labels mean, see :data:`~lightning_fedleak.anatomy.Kind`; None: as the model
-            says.
+        kind: what the labels mean, see :data:`~lightning_fedleak.model.anatomy.Kind`; None: as the
+            model says.
         example_ids: name of a field with one public integer for each row, that distinguishes rows
             of equal words.
         public_fields: further fields that hold nothing private.

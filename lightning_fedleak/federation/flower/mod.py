@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 
+from lightning_fedleak.engine import LeakageLimitExceeded, reason
 from lightning_fedleak.federation import (
     ClientDP,
     Leaving,
@@ -22,7 +23,6 @@ from lightning_fedleak.federation import (
 )
 from lightning_fedleak.federation.flower.masks import check_masks, read_masks
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
-from lightning_fedleak.looks import LeakageLimitExceeded, reason
 
 log = logging.getLogger("flwr")
 

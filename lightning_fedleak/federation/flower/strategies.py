@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.engine import reason
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.flower.messages import ROUND, Arrays, arrays_of
 from lightning_fedleak.federation.observer import SUM, RoundObserver
@@ -25,7 +26,6 @@ from lightning_fedleak.federation.updates import (
     difference,
     moved,
 )
-from lightning_fedleak.looks import reason
 
 log = logging.getLogger("flwr")
 

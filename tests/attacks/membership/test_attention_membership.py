@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.papers import retrieval_error, separation
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.attention import (
     WIDTHS,
@@ -39,8 +38,9 @@ from lightning_fedleak.attacks.membership.attention_layers import (
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.row_space.whitening import fit_whitening
-from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers import models
 
 

@@ -16,10 +16,10 @@ import torch
 from scipy.stats import norm
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import GradientMembership, Query, SubspaceMembership
-from lightning_fedleak.metrics import membership_rates
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.evaluation.metrics import membership_rates
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.attacks.row_space.models import backward, llama, ready, texts, with_lora
 
 POOL, BATCH, LENGTH, RELEASES = 60, 6, 10, 40

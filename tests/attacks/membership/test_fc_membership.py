@@ -12,7 +12,6 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query, UnusableObservation
 from lightning_fedleak.attacks.membership import fc as crafted_fc
 from lightning_fedleak.attacks.membership import fc as fc_membership
@@ -24,7 +23,8 @@ from lightning_fedleak.attacks.membership.l1_distance import (
     neighbours,
     row_median,
 )
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers import models
 
 

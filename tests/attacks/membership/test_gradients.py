@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
@@ -23,8 +22,9 @@ from lightning_fedleak.attacks.membership.token_parts import (
     map_token_parts,
 )
 from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import backward, bert, gpt2, llama, ready, texts, with_lora
 

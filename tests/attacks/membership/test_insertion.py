@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.anatomy.blocks import text_blocks
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.insertion import (
     Inserted,
@@ -21,8 +19,10 @@ from lightning_fedleak.attacks.membership.insertion import (
     insert,
     upstream_of,
 )
-from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.taps.activations import ActivationTap
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.anatomy.blocks import text_blocks
+from lightning_fedleak.model.model_runs import hidden_states
+from lightning_fedleak.model.taps.activations import ActivationTap
 from tests.callbacks.runs import fit
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import (

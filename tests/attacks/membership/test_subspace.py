@@ -7,10 +7,10 @@ import torch
 from peft import AdaLoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.row_space.models import backward, bert, gpt2, llama, ready, texts, with_lora
 
 ROWS, LENGTH = 3, 8

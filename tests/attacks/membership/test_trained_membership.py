@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.membership.trained import (
@@ -26,7 +25,8 @@ from lightning_fedleak.attacks.membership.trained import (
     train_neuron,
 )
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers import models
 
 SMALL = {"hidden_units": 24, "steps": 40, "public_rows": 64, "batch": 32}

@@ -8,8 +8,8 @@ import torch
 from sklearn.naive_bayes import MultinomialNB
 
 from lightning_fedleak.attacks.memorization.blind import FOLDS, blind_scores, word_scores
-from lightning_fedleak.snapshots import TokenSnapshot
-from lightning_fedleak.taps.tokens import Text
+from lightning_fedleak.model.snapshots import TokenSnapshot
+from lightning_fedleak.model.taps.tokens import Text
 
 
 def some_texts(n: int, seed: int, shift: int = 0) -> list[Text]:

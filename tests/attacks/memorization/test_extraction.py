@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.memorization import Extraction
-from lightning_fedleak.snapshots import Observation, ReleasedModel
-from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel
+from lightning_fedleak.model.taps.tokens import Text, ask_tokens, compressed_bytes
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from lightning_fedleak.attacks.memorization import (
     Zlib,
 )
 from lightning_fedleak.attacks.memorization.scores import normal_scores
-from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 
 SIZES = (2, 3, 5)
 

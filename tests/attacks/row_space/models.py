@@ -9,9 +9,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
 VOCABULARY = 300
 WIDTH = 64

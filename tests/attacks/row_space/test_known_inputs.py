@@ -8,7 +8,6 @@ import transformers
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.row_space.dictionary import (
     NotAdditive,
     build_dictionary,
@@ -19,6 +18,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     find_linear_maps,
     input_rows,
 )
+from lightning_fedleak.model.anatomy import find_anatomy
 from tests.attacks.row_space.models import FAMILIES, LENGTH, gpt2, llama, ready, t5, texts
 
 FIRST = {

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords, FluentTexts
 from lightning_fedleak.attacks.words.direct import BagOfWords, BiasSign
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     backward,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers import models
 
 IDS = torch.randint(3, models.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.texts import base as sent_module
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.descent import Descent, DescentSettings, RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
-from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
+from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
 from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_roberta_mlm
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy, AnatomyError, find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.gradient_matching import (
@@ -20,7 +19,8 @@ from lightning_fedleak.attacks.texts.gradient_matching import (
     Matching,
     MatchingSettings,
 )
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.anatomy import Anatomy, AnatomyError, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     backward,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts import embedding_descent as state_readout
 from lightning_fedleak.attacks.texts.base import Sent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent, StateReadout
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 

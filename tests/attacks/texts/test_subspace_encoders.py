@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import RecoveredText, shared_rows
-from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Observation, Stage
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     LENGTH,

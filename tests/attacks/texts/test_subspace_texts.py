@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.subspace_candidates import PartialText
 from lightning_fedleak.attacks.texts.subspace_rows import Remainder, shared_rows
 from lightning_fedleak.attacks.texts.subspace_search import Certificate, SubspaceSearch
-from lightning_fedleak.snapshots import (
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     NotYet,
     Observation,

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
 from lightning_fedleak.attacks.texts.descent import Descent, DescentSettings
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from tests.attacks.texts.test_embedding_descent import MODELS, RARE, slow_clock, text
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2
 

@@ -14,7 +14,6 @@ from sklearn.cluster import KMeans
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.local_steps import rounding_error
 from lightning_fedleak.attacks.public_text import PublicText
@@ -32,7 +31,8 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_gradient,
     head_parameters,
 )
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.words.test_calibration import MODELS, batch_of
 from tests.helpers import models
 

@@ -9,8 +9,8 @@ import torch
 
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
-from lightning_fedleak.compression import Compression
-from lightning_fedleak.snapshots import Inapplicable, Observation, UpdateSnapshot
+from lightning_fedleak.model.compression import Compression
+from lightning_fedleak.model.snapshots import Inapplicable, Observation, UpdateSnapshot
 from tests.attacks.words.test_aligned import language as language
 from tests.attacks.words.test_aligned import learned as learned
 from tests.attacks.words.test_aligned import mean_f1, seen

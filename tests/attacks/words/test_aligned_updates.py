@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import PublicText
@@ -21,9 +20,10 @@ from lightning_fedleak.attacks.words.aligned_updates import (
     training_updates,
 )
 from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_parameters
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.taps.gradients import UpdateTap
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.taps.gradients import UpdateTap
 from tests.attacks.words.test_aligned import Language, language, trained  # noqa: F401
 
 RATE = 1e-3

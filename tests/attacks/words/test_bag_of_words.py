@@ -9,10 +9,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.words.direct import BagOfWords, bag_of_words
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import tiny_gpt2
 

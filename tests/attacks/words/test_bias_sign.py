@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedleak.anatomy import HEAD_BIAS, find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.words.direct import BiasSign, bias_sign
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import HEAD_BIAS, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import lightning_fedleak.model_runs as model_runs
-from lightning_fedleak.anatomy import find_anatomy
+import lightning_fedleak.model.model_runs as model_runs
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.public_gradients import (
     gradient_of,
@@ -15,7 +14,8 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_inputs,
     log_partitions,
 )
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
 from tests.helpers import models
 
 MODELS = {

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import CraftedAdapterWords, PublicText, RunFacts
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.words.crafted import RoundShape, change_sizes, read_rows
 from lightning_fedleak.attacks.words.crafted_rows import CraftedRows, RowSettings
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import Observation, Stage, UnusableObservation, UpdateSnapshot
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import (
+    Observation,
+    Stage,
+    UnusableObservation,
+    UpdateSnapshot,
+)
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability, ThreatModelError, missing
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
 from tests.helpers.models import tiny_bert_mlm

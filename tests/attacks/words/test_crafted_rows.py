@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.words.crafted_rows import (
     CraftedValues,
@@ -19,6 +18,7 @@ from lightning_fedleak.attacks.words.crafted_rows import (
     chance_in_round,
     craft,
 )
+from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
 

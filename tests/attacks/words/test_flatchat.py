@@ -12,7 +12,6 @@ from sklearn.linear_model import LinearRegression
 from sklearn.mixture import GaussianMixture
 from torch import distributed as dist
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.attacks import (
     FlatChat,
     PublicText,
@@ -28,7 +27,8 @@ from lightning_fedleak.attacks.words.flatchat import (
     separate_clusters,
 )
 from lightning_fedleak.attacks.words.mixture import Mixture
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers.models import tiny_gpt2, tiny_llama
 
 SHAPES = ((1, 8), (2, 8), (4, 16), (8, 16))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import FlatChat
@@ -20,10 +19,11 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_parameters,
     head_surface,
 )
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
-from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
+from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.row_space.models import backward, llama, ready, texts, with_lora
 
 NAME = "base_model.model.lm_head.lora_B.default.weight"

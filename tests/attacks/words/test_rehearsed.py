@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.attacks.setups import adapters
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import PublicText, RehearsedLabels, gradient_of
 from lightning_fedleak.attacks.words import rehearsed
-from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.snapshots import (
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Inapplicable,
     NotYet,

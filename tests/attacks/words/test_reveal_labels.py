@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from transformers import CohereConfig, CohereForCausalLM, GPT2LMHeadModel
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.attacks.words.reveal_labels import RevealLabels, reveal_labels
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import (
     own_rng,

@@ -14,12 +14,12 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from benchmarks.attacks.setups import embedding_adapters
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.row_space import explanation
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.metrics import WordRecovery
-from lightning_fedleak.snapshots import (
+from lightning_fedleak.evaluation.metrics import WordRecovery
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     NotYet,
     Observation,

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_readout import turn, turn_on_long_rows
 from lightning_fedleak.attacks.words.aligned_rows import RowSummary, kth_smallest
 from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_gradient
-from lightning_fedleak.batches import read_batch
-from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import read_batch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
 VOCAB, WIDTH, TOKENS = 1500, 24, 120
 

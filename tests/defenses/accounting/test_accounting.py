@@ -18,12 +18,6 @@ from hypothesis import strategies as st
 from scipy import integrate
 from scipy.optimize import brentq
 
-from lightning_fedleak.auditing import (
-    curve_tpr,
-    gaussian_delta,
-    gaussian_epsilon,
-    gaussian_tpr,
-)
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting import accounting as privacy_loss
@@ -41,6 +35,12 @@ from lightning_fedleak.defenses.accounting.budget import curve_of
 from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter, best_order
+from lightning_fedleak.evaluation.auditing import (
+    curve_tpr,
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_tpr,
+)
 
 pytest.importorskip("opacus")
 

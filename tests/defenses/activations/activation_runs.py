@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.blocks import (
+from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy.blocks import (
     place_of,
     states_in,
     states_out,
     with_states_in,
     with_states_out,
 )
-from lightning_fedleak.defenses import Defense, DefenseContext
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import VOCAB, own_rng
 

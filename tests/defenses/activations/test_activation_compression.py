@@ -10,11 +10,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.activations.compression import ActivationCompression
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 from tests.defenses.activations.activation_runs import (

@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.activations.noise import ActivationNoise, _Remembered
-from lightning_fedleak.model_runs import undisturbed
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.activations.activation_runs import (
     Passing,

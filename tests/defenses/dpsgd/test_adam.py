@@ -20,7 +20,7 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     ReleaseSettings,
 )
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader, trainer

@@ -18,9 +18,9 @@ from lightning_fedleak.defenses import DPSGD, DefenseError
 from tests.defenses.dpsgd.test_dpsgd import clipped
 from tests.defenses.dpsgd.test_dpsgd_rounding import exact_sum
 from tests.defenses.dpsgd.test_logical import Pieces
+from tests.engine import test_quantized_bases as bases
+from tests.engine.test_quantized_bases import VOCAB, nf4, torchao
 from tests.helpers.models import own_rng
-from tests.looks import test_quantized_bases as bases
-from tests.looks.test_quantized_bases import VOCAB, nf4, torchao
 
 folder = bases.folder  # of a tiny Llama
 

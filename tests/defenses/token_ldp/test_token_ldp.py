@@ -18,7 +18,6 @@ from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.batches import BatchWriter, TokenBatch
 from lightning_fedleak.defenses import (
     BatchForm,
     Defense,
@@ -29,6 +28,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
+from lightning_fedleak.model.batches import BatchWriter, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.token_ldp.ldpy_clients import reference_sample
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader

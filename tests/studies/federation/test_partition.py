@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.studies.federation.federation import alike, by_dirichlet, by_speaker
+from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.studies.federation.federation import alike, by_dirichlet, by_speaker
 
 
 def test_every_text_has_one_client() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.base import InversionAttack, Sent, TextGuess
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
-from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.studies.invert import ActivationCell, make_adversary, run_cells
-from lightning_fedleak.studies.invert.adversaries import ADVERSARIES
-from lightning_fedleak.studies.invert.cells import Noise, gaussian_noise
+from lightning_fedleak.cli.studies.invert import ActivationCell, make_adversary, run_cells
+from lightning_fedleak.cli.studies.invert.adversaries import ADVERSARIES
+from lightning_fedleak.cli.studies.invert.cells import Noise, gaussian_noise
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 

@@ -8,10 +8,15 @@ import pytest
 import torch
 from transformers import BertTokenizer
 
-from lightning_fedleak.metrics.rates import Rate
-from lightning_fedleak.studies.invert import ActivationCell, TooLittleText, Utility, rows_of_length
-from lightning_fedleak.studies.invert.cells import special_ends
-from lightning_fedleak.studies.invert.plots import plot_cells, worth_drawing
+from lightning_fedleak.cli.studies.invert import (
+    ActivationCell,
+    TooLittleText,
+    Utility,
+    rows_of_length,
+)
+from lightning_fedleak.cli.studies.invert.cells import special_ends
+from lightning_fedleak.cli.studies.invert.plots import plot_cells, worth_drawing
+from lightning_fedleak.evaluation.metrics.rates import Rate
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.studies.defense_specs import parse_defenses
-from lightning_fedleak.studies.sweep.grid import (
+from lightning_fedleak.cli.studies.defense_specs import parse_defenses
+from lightning_fedleak.cli.studies.sweep.grid import (
     CellResult,
     Grid,
     GridCell,

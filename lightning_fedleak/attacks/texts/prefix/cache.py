@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from lightning_fedleak.anatomy import without_peft
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.model_runs import TOKENS_AT_ONCE, takes, virtual_tokens
+from lightning_fedleak.model.anatomy import without_peft
+from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE, takes, virtual_tokens
 
 # Positions that attention kernels process together. States of a text that ends within such a block
 # differ by rounding, so that whole texts run up to the end of a block, or of the text.

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.texts.base import (
     NOTHING,
@@ -30,6 +29,7 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch, Recovered
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_integer
 
 # None of the values was tuned.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.inversion import typical_states
 from lightning_fedleak.attacks.texts.prefix.search import Beam, BeamSearch
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
-from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers import models
 
 VOCAB, LENGTH, LAYER = 40, 10, 2

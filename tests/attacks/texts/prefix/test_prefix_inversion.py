@@ -14,7 +14,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.texts import base as sent_module
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextGuess
@@ -27,8 +26,9 @@ from lightning_fedleak.attacks.texts.prefix import (
 )
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion, PrefixSettings
-from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import hidden_states
+from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
 from tests.helpers import models
 
 STORIES = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"

@@ -1,0 +1,189 @@
+"""``fedleak sweep``: a grid of defences, what each costs and what each attack still reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_fedleak.cli.commands import printing
+from lightning_fedleak.cli.commands.options import SweepOptions
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, SourceError
+from lightning_fedleak.cli.studies import sweep
+from lightning_fedleak.cli.studies.sweep.grid import plot_pareto
+from lightning_fedleak.model.anatomy import find_anatomy
+
+_SHARED = {one.name for one in fields(sweep.Setting)}
+
+
+@dataclass(frozen=True)
+class SweepCommand(SweepOptions):
+    """The command ``fedleak sweep``; its settings are its options."""
+
+    def run(self, console: Console | None = None) -> int:
+        """Run what is not done yet, and print and write everything that is.
+
+        Args:
+            console: where to print; stdout by default.
+
+        Returns:
+            0; 1 where a cell failed; 130 after an interrupt.
+
+        Raises:
+            SourceError: model, text or folder cannot be used.
+            AnatomyError: the model's parts could not be found.
+            SpecError: a defence that cannot be meant.
+        """
+        console = console or Console(highlight=False)
+        shared = {name: value for name, value in vars(self).items() if name in _SHARED}
+        setting = sweep.Setting(**shared, attacks=tuple(dict.fromkeys(self.attack)))
+        specs = [spec for text in self.defense for spec in sweep.parse_defenses(text)]
+        self._check(setting)
+        grid = sweep.Grid([sweep.GridCell(setting, spec) for spec in specs], self.out)
+        todo = grid.todo()
+        console.print(
+            f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
+            f"in {self.out}. An interrupt loses nothing: the same command continues.",
+            soft_wrap=True,
+        )
+        interrupted = False
+        try:
+            before = self._loss_before(setting)
+            with console.status("") as status:
+
+                def start(cell: sweep.GridCell) -> None:
+                    status.update(f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}")
+
+                def report(cell: sweep.GridCell, result: sweep.CellResult) -> None:
+                    console.print(_line(cell, result), soft_wrap=True)
+
+                grid.run(sweep.run_cell, start, report)
+        except KeyboardInterrupt:
+            interrupted, before = True, None
+            console.print("\nInterrupted. This is what was measured until then.", style="bold")
+        return self._finish(console, grid, before, interrupted)
+
+    def _check(self, setting: sweep.Setting) -> None:
+        """Raise an error that would make every cell fail before the first of them runs."""
+        printing.make_folder(self.out, self.out)
+        with sweep.quiet():
+            anatomy = find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
+        blocks = len(anatomy.blocks)
+        if setting.layer is not None and setting.layer > blocks:
+            raise SourceError(
+                f"--layer {setting.layer}: the model has {blocks} blocks; give 0 to {blocks}"
+            )
+        sweep.data_of(setting).setup()
+
+    def _loss_before(self, setting: sweep.Setting) -> float:
+        path = self.out / "before.json"
+        settings = {
+            k: getattr(setting, k) for k in ("model", "text", "batch_size", "length", "seed")
+        }
+        if setting.column is not None:
+            settings["column"] = setting.column
+        if path.exists():
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            if saved["setting"] == settings:
+                return float(saved["val_loss"])
+        loss = sweep.loss_before(setting)
+        content = json.dumps({"setting": settings, "val_loss": loss}, indent=1)
+        path.write_text(content + "\n", encoding="utf-8")
+        return loss
+
+    def _finish(
+        self, console: Console, grid: sweep.Grid, before: float | None, interrupted: bool
+    ) -> int:
+        results = grid.results()
+        grid.write(self.out / "results.json")
+        if results:
+            printing.print_table(console, defense_table(results, before))
+            console.print(explain_defenses(results))
+        paths = [str(self.out / "results.json")]
+        if any(r.val_loss is not None for _, r in results):
+            if missing := printing.without_matplotlib():
+                console.print(f"No plot: {missing}")
+            else:
+                plot_pareto(results, self.out / "pareto.png", loss_before=before)
+                paths.append(str(self.out / "pareto.png"))
+        console.print(f"\nWritten: {', '.join(paths)}", soft_wrap=True)
+        if interrupted:
+            return printing.INTERRUPTED
+        return 1 if any(r.error is not None for _, r in results) else 0
+
+
+def defense_table(
+    results: Sequence[tuple[sweep.GridCell, sweep.CellResult]], before: float | None
+) -> Table:
+    """Return a row for each defence: loss, epsilon, each attack's headline and interval."""
+    title = "utility and leakage" + ("" if before is None else f" (loss before: {before:.3f})")
+    rows = Table(title=title)
+    rows.add_column("defence", overflow="fold")
+    rows.add_column("val loss", justify="right")
+    with_epsilon = any("epsilon" in r.privacy for _, r in results)
+    if with_epsilon:
+        rows.add_column("epsilon", justify="right")
+    attacks = {name: r.leakage[name].metric for _, r in results for name in r.leakage}
+    for name, metric in attacks.items():
+        rows.add_column(f"{name}\n{metric}")
+    for cell, result in results:
+        row = [str(cell.defense), "failed" if result.val_loss is None else f"{result.val_loss:.3f}"]
+        if with_epsilon:
+            row.append(_epsilon(result))
+        row += [_leakage(result.leakage.get(name)) for name in attacks]
+        rows.add_row(*row)
+    return rows
+
+
+def explain_defenses(results: Sequence[tuple[sweep.GridCell, sweep.CellResult]]) -> str:
+    """Return what the table's words mean, and what failed and why."""
+    lines = [
+        "",
+        "In brackets: 95% intervals, Student's t over looks (of membership: over the games of the "
+        "run). An AUC of .5 is guessing. A low number says that these attacks fail, not that none "
+        "succeeds.",
+    ]
+    if len({cell.defense.kind for cell, r in results if "epsilon" in r.privacy}) > 1:
+        lines.append(
+            "Epsilons of different defences are for different neighbours and adversaries, which "
+            "each defence's `guarantee` names. Do not compare them."
+        )
+    unknown = {
+        f"{cell.defense}, {name}: unknown at {leakage.unknown} of "
+        f"{leakage.looks + leakage.unknown} looks: {leakage.why}"
+        for cell, result in results
+        for name, leakage in result.leakage.items()
+        if leakage.unknown
+    }
+    lines += sorted(unknown)
+    lines += [f"{cell.defense} warns: {text}" for cell, r in results for text in r.warnings]
+    lines += [f"{cell.defense} failed: {r.error}" for cell, r in results if r.error is not None]
+    return "\n".join(lines)
+
+
+def _line(cell: sweep.GridCell, result: sweep.CellResult) -> str:
+    if result.error is not None:
+        return f"{cell.defense}: failed, {result.error}"
+    loss = "unknown" if result.val_loss is None else f"{result.val_loss:.3f}"
+    return f"{cell.defense}: val loss {loss} in {result.seconds:.0f} s"
+
+
+def _epsilon(result: sweep.CellResult) -> str:
+    if "epsilon" not in result.privacy:
+        return ""
+    epsilon = result.privacy["epsilon"]
+    return "inf" if epsilon is None else f"{epsilon:.3g}"
+
+
+def _leakage(leakage: sweep.Leakage | None) -> str:
+    if leakage is None:
+        return ""
+    if not leakage.exposed:
+        return "not shared"
+    if leakage.value is None:
+        return "unknown"
+    interval = "" if leakage.low is None else f" [{leakage.low:.3f}, {leakage.high:.3f}]"
+    return f"{leakage.value:.3f}{interval}" + (" *" if leakage.unknown else "")

@@ -1,0 +1,39 @@
+"""A small pretrained model, private messages, and fine-tuning of any causal language model.
+
+The names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES as EMBEDDED_MESSAGES
+    from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL as EMBEDDED_MODEL
+    from lightning_fedleak.cli.finetuning.assets import TRAINING as TRAINING
+    from lightning_fedleak.cli.finetuning.assets import SourceError as SourceError
+    from lightning_fedleak.cli.finetuning.assets import quiet_logs as quiet_logs
+    from lightning_fedleak.cli.finetuning.data import PadRight as PadRight
+    from lightning_fedleak.cli.finetuning.data import TokenRows as TokenRows
+    from lightning_fedleak.cli.finetuning.data import load_tokenizer as load_tokenizer
+    from lightning_fedleak.cli.finetuning.lightning import CausalLMFineTuning as CausalLMFineTuning
+    from lightning_fedleak.cli.finetuning.lightning import TextDataModule as TextDataModule
+    from lightning_fedleak.cli.finetuning.module import load_model as load_model
+    from lightning_fedleak.cli.finetuning.texts import read_labelled as read_labelled
+    from lightning_fedleak.cli.finetuning.texts import read_texts as read_texts
+
+_HOMES = {
+    "assets": ("EMBEDDED_MESSAGES", "EMBEDDED_MODEL", "TRAINING", "SourceError", "quiet_logs"),
+    "data": ("PadRight", "TokenRows", "load_tokenizer"),
+    "lightning": ("CausalLMFineTuning", "TextDataModule"),
+    "module": ("load_model",),
+    "texts": ("read_labelled", "read_texts"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

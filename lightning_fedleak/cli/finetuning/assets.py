@@ -1,0 +1,179 @@
+"""The model and messages of the package, and the check of names of models and files."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_fedleak.cli.finetuning import hub
+
+FOLDER = Path(__file__).parent
+EMBEDDED_MODEL = FOLDER / "model"
+EMBEDDED_MESSAGES = FOLDER / "private_messages.jsonl"
+
+# A folder with a model or a tokenizer has one of these files.
+_MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
+
+
+class SourceError(ValueError):
+    """A model, text or folder cannot be used; the message says what to give instead."""
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name cannot be one of the Hugging Face hub, ``name`` or ``owner/name``."""
+    return (
+        name.startswith((".", "~"))
+        or Path(name).is_absolute()
+        or "\\" in name
+        or name.endswith("/")
+        or name.count("/") > 1
+    )
+
+
+def as_path(name: str | Path) -> Path:
+    """Return a name as a path, with ``~`` expanded.
+
+    Raises:
+        SourceError: no file or folder can have this name, or it cannot be looked for.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except RuntimeError:
+        raise SourceError(
+            f"there is no file or folder '{name}': this machine has no user of the name behind ~."
+        ) from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # often the text itself: not to be repeated
+            raise SourceError(
+                f"what has {len(str(name))} characters is no name of a file, folder or dataset: "
+                "give the name of a file that holds the text, not the text."
+            ) from None
+        raise SourceError(f"'{name}' cannot be looked for ({error.strerror}).") from error
+    return path
+
+
+def check_model_source(name: str | Path | None) -> None:
+    """Raise an error unless a model can be loaded from a folder, the cache or the hub.
+
+    Args:
+        name: folder or name on the hub; None for the embedded model.
+
+    Raises:
+        SourceError: there is no such folder, or no model in it; or the name is one of the hub,
+            whose cache does not have it, and which cannot be reached within 5 seconds.
+    """
+    if name is None:
+        return
+    path = as_path(name)
+    if path.is_dir():
+        try:
+            is_model = any((path / file).exists() for file in _MODEL_FILES)
+        except OSError as error:
+            raise SourceError(f"'{name}' cannot be looked into ({error.strerror}).") from error
+        if not is_model:
+            raise SourceError(_holds_none(path))
+        return
+    if path.is_file():
+        raise SourceError(f"'{name}' is a file; give the folder that holds the model.")
+    if is_path(str(name)):
+        raise SourceError(f"there is no folder '{name}'{nearest(path)}")
+    try:
+        cached = hub.model_is_cached(str(name))
+    except ValueError:
+        raise SourceError(
+            f"'{name}' is no folder, and no model of the hub can have that name{nearest(path)}"
+        ) from None
+    if not cached and (why := hub.why_unreachable()) is not None:
+        raise SourceError(hub.unreachable(str(name), "folder that holds the model", why))
+
+
+def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
+    """Return a model's source for ``from_pretrained``, and the settings that it needs.
+
+    Where the hub cannot be reached, only its cache is read, without retries.
+
+    Args:
+        name: folder or name on the hub; None for the embedded model.
+
+    Raises:
+        SourceError: the model cannot be loaded, see :func:`check_model_source`.
+    """
+    check_model_source(name)
+    folder = EMBEDDED_MODEL if name is None else as_path(name)
+    source = str(folder if folder.is_dir() else name)
+    if folder.is_dir() or hub.why_unreachable() is None:
+        return source, {}
+    return source, {"local_files_only": True}
+
+
+@contextmanager
+def loading(source: str, kind: str) -> Iterator[None]:
+    """Turn what fails in the block into an error that says what to give instead.
+
+    Args:
+        source: folder or name on the hub.
+        kind: what is loaded: a tokenizer, say.
+
+    Raises:
+        SourceError: nothing could be loaded.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"no {kind} could be loaded from '{source}': give a folder that holds one, or a model "
+            f"of the hub (which needs a network the first time). {error}"
+        ) from error
+
+
+def _holds_none(path: Path) -> str:
+    """Return the message that a folder holds no model, with a guess at what was meant."""
+    start = f"the folder '{path}' holds no model (no config.json)"
+    if inside := sorted(path.glob("*/config.json")):
+        return f"{start}, but '{inside[0].parent}' does; give that."
+    if checkpoints := sorted(path.glob("*.ckpt")):
+        return (
+            f"{start}. '{checkpoints[0].name}' in it is a checkpoint of a Trainer: load it there, "
+            "write the model out by model.save_pretrained(folder), and give that folder."
+        )
+    return (
+        f"{start}. model.save_pretrained(folder) and tokenizer.save_pretrained(folder) write one."
+    )
+
+
+def nearest(path: Path) -> str:
+    """Return where a path was looked for, and a similar name that exists."""
+    folder = path.expanduser().parent
+    if not folder.is_dir():
+        return f" (there is no folder '{path.parent}' either; looked from {Path.cwd()})"
+    try:
+        names = [p.name for p in folder.iterdir()]
+    except OSError:  # may not be listed
+        names = []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    meant = f"; did you mean '{close[0]}'?" if close else ""
+    return f" (looked in {folder.resolve()}){meant}"
+
+
+_LIGHTNING = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+TRAINING = dict.fromkeys((*_LIGHTNING, "transformers"), logging.ERROR)
+"""Levels of the loggers that speak in every fit, whichever of Lightning's packages came first."""
+
+
+@contextmanager
+def quiet_logs(levels: Mapping[str, int]) -> Iterator[None]:
+    """Set the levels of loggers, by their names, inside the block."""
+    loggers = {logging.getLogger(name): level for name, level in levels.items()}
+    before = {logger: logger.level for logger in loggers}
+    for logger, level in loggers.items():
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, level in before.items():
+            logger.setLevel(level)

@@ -1,0 +1,213 @@
+"""The data module that turns any text into batches for causal language models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lightning_fedleak.cli.finetuning import assets
+from lightning_fedleak.cli.finetuning.texts import read_texts
+from lightning_fedleak.lightning_packages import mixed
+from lightning_fedleak.validate import check_integer, check_number
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, Trainer
+else:
+    LightningDataModule = object
+
+IGNORED = -100  # label without a loss: torch's cross_entropy and Hugging Face's models
+
+
+def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model on the hub or in a folder; None for the embedded one.
+
+    Raises:
+        SourceError: there is no such tokenizer, or no way to reach it.
+    """
+    source, settings = assets.model_source(name)
+    with assets.loading(source, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **settings)
+    return tokenizer
+
+
+class TokenRows(Dataset[Tensor]):
+    """Texts as rows of token ids; a text longer than a row continues in the next one."""
+
+    def __init__(self, rows: Sequence[Tensor]) -> None:
+        self.rows = rows
+
+    @classmethod
+    def tokenize(
+        cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int
+    ) -> TokenRows:
+        """Return the rows of texts; rests of fewer than two tokens have nothing to predict."""
+        rows = [
+            torch.tensor(ids[start : start + length])
+            for ids in tokenizer(list(texts), verbose=False)["input_ids"]
+            for start in range(0, len(ids), length)
+            if len(ids) - start >= 2
+        ]
+        return cls(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+class PadRight:
+    """A function from rows of unequal length to a batch for Hugging Face models.
+
+    Args:
+        pad_id: token id after the end of a row; masked and never a label.
+    """
+
+    def __init__(self, pad_id: int) -> None:
+        self.pad_id = pad_id
+
+    def __call__(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return ``input_ids``, ``attention_mask`` and ``labels``, each (B, longest row)."""
+        shape = (len(rows), max(len(row) for row in rows))
+        batch = {
+            "input_ids": torch.full(shape, self.pad_id),
+            "attention_mask": torch.zeros(shape, dtype=torch.long),
+            "labels": torch.full(shape, IGNORED),
+        }
+        for index, row in enumerate(rows):
+            batch["input_ids"][index, : len(row)] = row
+            batch["attention_mask"][index, : len(row)] = 1
+            batch["labels"][index, : len(row)] = row
+        return batch
+
+
+class TextBatches(LightningDataModule):
+    """Any text as batches for a causal language model, split into train and validation.
+
+    Texts, split and order depend on ``seed`` alone, never on the global random numbers.
+
+    For a Trainer of ``lightning`` it is :class:`lightning_fedleak.cli.finetuning.TextDataModule`,
+    for one of ``pytorch_lightning``
+    :class:`lightning_fedleak.cli.finetuning.pytorch_lightning.TextDataModule`.
+
+    Args:
+        text: a file, folder or dataset as
+            :func:`~lightning_fedleak.cli.finetuning.texts.read_texts` takes it; None for the
+            embedded private messages.
+        tokenizer: name, folder or object; None for the embedded model's.
+        batch_size: rows a batch.
+        length: tokens a row, at most; longer texts continue in the next row.
+        val_fraction: share of the texts for validation.
+        column: the field of the file or dataset that holds the text.
+        seed: of the split and of the order.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        TypeError: in a fit, the Trainer is of the other package.
+
+    Examples:
+        >>> from lightning_fedleak.cli.finetuning import TextDataModule
+        >>> data = TextDataModule(batch_size=4, length=32)
+        >>> data.setup()
+        >>> next(iter(data.train_dataloader()))["input_ids"].shape[0]
+        4
+    """
+
+    def __init__(
+        self,
+        text: str | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        batch_size: int = 8,
+        length: int = 64,
+        val_fraction: float = 0.1,
+        column: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.batch_size = check_integer("batch_size", batch_size)
+        self.length = check_integer("length", length, at_least=2, hint="a token and the next")
+        self.val_fraction = check_number("val_fraction", val_fraction, above=0, below=1)
+        self.text = text
+        self._tokenizer = tokenizer
+        self.column = column
+        self.seed = seed
+        self._train: TokenRows | None = None
+        self._val: TokenRows | None = None
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer of this data module, or None."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        if trainer is not None and (why := mixed(type(self).__name__, self, trainer)) is not None:
+            raise TypeError(why)
+        self._trainer = trainer
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, loaded at the first use."""
+        if self._tokenizer is None or isinstance(self._tokenizer, str):
+            self._tokenizer = load_tokenizer(self._tokenizer)
+        return self._tokenizer
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, split and tokenize the texts, once.
+
+        Raises:
+            SourceError: the text cannot be read, or is too little for one batch and one
+                validation text; or ``length`` is more than the model can read.
+        """
+        if self._train is not None:
+            return
+        limit = self.tokenizer.model_max_length
+        if self.length > limit:
+            raise assets.SourceError(
+                f"length={self.length} is more than the {limit} tokens that this model can read"
+            )
+        source = assets.EMBEDDED_MESSAGES if self.text is None else self.text
+        texts = read_texts(source, self.column)
+        if len(texts) < 2:
+            raise assets.SourceError(
+                f"'{source}' holds one text only, and training and validation need one each. A "
+                "plain text file has one text a line."
+            )
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
+        n_val = max(1, round(len(texts) * self.val_fraction))
+        train = TokenRows.tokenize([texts[i] for i in order[n_val:]], self.tokenizer, self.length)
+        val = TokenRows.tokenize([texts[i] for i in order[:n_val]], self.tokenizer, self.length)
+        if len(train) < self.batch_size or not len(val):
+            raise assets.SourceError(
+                f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
+                f"and {len(val)} for validation; at least {self.batch_size} (batch_size) and 1 are "
+                "needed. Give more text, or make batch_size or length smaller."
+            )
+        self._train, self._val = train, val
+
+    def _loader(self, rows: TokenRows | None, *, train: bool) -> DataLoader[Tensor]:
+        if rows is None:
+            raise RuntimeError("call setup() first")
+        pad = self.tokenizer.pad_token_id
+        return DataLoader(
+            rows,
+            batch_size=self.batch_size,
+            shuffle=train,
+            drop_last=train,
+            collate_fn=PadRight(0 if pad is None else int(pad)),
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return whole batches in an order that depends on ``seed``."""
+        return self._loader(self._train, train=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """Return the validation rows in order."""
+        return self._loader(self._val, train=False)

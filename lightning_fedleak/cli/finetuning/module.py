@@ -1,0 +1,132 @@
+"""The module that fine-tunes a causal language model, for either package of Lightning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
+from lightning_fedleak.defenses import mean_of_sample_means
+from lightning_fedleak.extras import install
+from lightning_fedleak.validate import check_choice
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+else:
+    LightningModule = object
+
+
+def load_model(name: str | None) -> PreTrainedModel:
+    """Return a causal language model of the hub or of a folder in fp32; None for the embedded.
+
+    Raises:
+        SourceError: there is no such model, or no way to reach it.
+    """
+    source, settings = model_source(name)
+    with loading(source, "causal language model"):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **settings)
+    if not isinstance(model, PreTrainedModel):
+        raise SourceError(f"'{source}' is a {type(model).__name__}, not a PreTrainedModel")
+    return model
+
+
+class NextTokenTraining(LightningModule):
+    """The training of any Hugging Face causal language model by AdamW on the next-token loss.
+
+    It logs ``train_loss`` at each step and ``val_loss`` at each validation.
+
+    For a Trainer of ``lightning`` it is
+    :class:`lightning_fedleak.cli.finetuning.CausalLMFineTuning`, for one of ``pytorch_lightning``
+    :class:`lightning_fedleak.cli.finetuning.pytorch_lightning.CausalLMFineTuning`.
+
+    Args:
+        model: name on the hub, folder or object; None for the embedded model.
+        lr: learning rate.
+        weight_decay: of AdamW.
+        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
+            biases only; None trains everything.
+        loss: ``"token_mean"`` is the mean over all tokens of a batch, as Hugging Face models return
+            it; ``"sample_mean"`` is the mean over texts of the mean over a text's tokens, which
+            DP-SGD needs.
+
+    Raises:
+        ValueError: an unknown ``loss``.
+        SourceError: the model cannot be loaded, or has nothing that ``peft`` could train.
+        ImportError: ``peft="lora"`` without the package peft.
+
+    Examples:
+        >>> from lightning_fedleak.cli.finetuning import CausalLMFineTuning
+        >>> module = CausalLMFineTuning(lr=1e-3)
+        >>> type(module.configure_optimizers()).__name__
+        'AdamW'
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        lr: float = 1e-4,
+        weight_decay: float = 0.01,
+        peft: Literal["lora", "bitfit"] | None = None,
+        loss: Literal["token_mean", "sample_mean"] = "token_mean",
+    ) -> None:
+        super().__init__()
+        self.loss = check_choice("loss", loss, ("token_mean", "sample_mean"))
+        settings = {"lr": lr, "weight_decay": weight_decay, "peft": peft, "loss": loss}
+        self.save_hyperparameters(settings)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        language_model = model if isinstance(model, PreTrainedModel) else load_model(model)
+        if peft == "lora":
+            self.model: torch.nn.Module = _with_lora(language_model)
+        else:
+            if peft == "bitfit":
+                _train_biases_only(language_model)
+            self.model = language_model
+        self.model.train()  # from_pretrained gives eval mode, and Lightning keeps a module's mode
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        """Return the mean next-token loss, a scalar."""
+        if self.loss == "sample_mean":
+            labels = batch.pop("labels")
+            return mean_of_sample_means(self.model(**batch).logits, labels, causal=True)
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of ``input_ids``, ``attention_mask`` and ``labels``, each (B, L)."""
+        loss: Tensor = self(**batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Log the loss, averaged over rows."""
+        self.log("val_loss", self(**batch), prog_bar=True, batch_size=len(batch["input_ids"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW over the trainable parameters."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
+
+
+def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
+    try:
+        from peft import LoraConfig, TaskType, get_peft_model
+    except ImportError as error:
+        raise ImportError(f"peft='lora' needs the package peft: {install('peft')}") from error
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
+    wrapped: torch.nn.Module = get_peft_model(model, config)
+    return wrapped
+
+
+def _train_biases_only(model: PreTrainedModel) -> None:
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    if not biases:
+        raise SourceError(
+            f"peft='bitfit' trains biases, and {type(model).__name__} has none; use peft='lora'"
+        )
+    model.requires_grad_(False)
+    for bias in biases:
+        bias.requires_grad_(True)

@@ -1,0 +1,177 @@
+"""How many distinct tokens an update's first block reveals, before any training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lightning_fedleak import attacks
+from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.evaluation.metrics import WordRecovery
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.model_runs import context_length
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    Observation,
+    Stage,
+    UnusableObservation,
+)
+
+MOST_TIMES = 8
+"""The largest batch that is tried, over the first one. Not tuned; larger ones take longer."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One batch of real text whose update was attacked.
+
+    Attributes:
+        texts: in the batch.
+        types: distinct tokens that an update of it can hold.
+        f1: of the attack; None where it has no result.
+        certified: whether the attack itself can check that nothing is missing.
+        seconds: wall time of the attack.
+    """
+
+    texts: int
+    types: int
+    f1: float | None
+    certified: bool
+    seconds: float
+
+    @property
+    def exact(self) -> bool:
+        """Return whether every token was named, and no other."""
+        return self.f1 == 1.0
+
+
+@dataclass(frozen=True)
+class CapacityStudy:
+    """The rows of one model's updates that depend on the tokens of a batch alone.
+
+    Attributes:
+        anatomy: of the model, with its adapters.
+        length: tokens of a text.
+        mask_token_id: for a masked model.
+        seed: of texts and planted sets.
+    """
+
+    anatomy: Anatomy
+    length: int
+    mask_token_id: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise an error for texts that the model cannot read."""
+        context = context_length(self.anatomy)
+        if context is not None and self.length > context:
+            raise SourceError(
+                f"--batch: texts of {self.length} tokens exceed the context of {context}"
+            )
+
+    @cached_property
+    def known_input(self) -> attacks.row_space.KnownInput:
+        """Return the input of the first block's trained maps.
+
+        Raises:
+            SourceError: no trained map reads an input that tokens determine.
+        """
+        for candidate in attacks.row_space.find_known_inputs(
+            self.anatomy, attacks.row_space.find_linear_maps(self.anatomy)
+        ):
+            if any(m.factor != "B" for m in candidate.trainable_maps(self.anatomy)):
+                return candidate
+        raise SourceError(
+            "no trained map of this model reads an input that a token determines: with these "
+            "targets the first block's projections are not trained, and this attack reads nothing. "
+            "That is 'unknown', not 'safe'"
+        )
+
+    @property
+    def maps(self) -> list[attacks.row_space.LinearMap]:
+        """Return the trained maps whose gradients' rows are sums of the tokens' inputs."""
+        return [m for m in self.known_input.trainable_maps(self.anatomy) if m.factor != "B"]
+
+    @property
+    def rows(self) -> int:
+        """Return how many such rows an update shares."""
+        return sum(m.rows for m in self.maps)
+
+    def planted(self, seconds: float) -> attacks.row_space.Capacity:
+        """Return how many types, planted at random, these rows reveal.
+
+        Args:
+            seconds: after which no other set is planted.
+
+        Raises:
+            SourceError: the first block's input is no sum over token and position.
+        """
+        try:
+            dictionary = attacks.row_space.build_dictionary(self.anatomy, self.known_input)
+        except attacks.row_space.NotAdditive as error:
+            raise SourceError(f"this model cannot be read: {error}") from error
+        trained = self.known_input.trainable_maps(self.anatomy)
+        factors = attacks.row_space.factor_rows(self.anatomy, [m for m in trained if m.regularised])
+        atoms = attacks.row_space.Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
+        return attacks.row_space.measure_capacity(atoms, self.rows, seconds=seconds, seed=self.seed)
+
+    def trials(self, texts: Sequence[str], tokenizer: Any, size: int) -> list[Trial]:
+        """Return trials around the smallest batch that is not read exactly, by their size.
+
+        Args:
+            texts: that batches are drawn from.
+            tokenizer: of the model.
+            size: texts of the first batch.
+        """
+        text = attacks.PublicText(texts, tokenizer)
+        attack = attacks.SubspaceWords(capacity_seconds=0)
+        attack.prepare(self.anatomy)
+        trials: dict[int, Trial] = {}
+
+        def exact(count: int) -> bool:
+            if count not in trials:
+                trials[count] = self._trial(attack, text, count)
+            return trials[count].exact
+
+        largest = min(len(text), MOST_TIMES * size)
+        good, bad = 0, min(size, largest)
+        while exact(bad) and bad < largest:
+            good, bad = bad, min(2 * bad, largest)
+        if not trials[bad].exact:
+            while bad - good > 1:
+                middle = (good + bad) // 2
+                good, bad = (middle, bad) if exact(middle) else (good, middle)
+        return [trials[count] for count in sorted(trials)]
+
+    def _trial(self, attack: attacks.SubspaceWords, text: attacks.PublicText, texts: int) -> Trial:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = text.draw(texts, generator).tolist()
+        batch = text.rows(
+            rows,
+            self.length,
+            generator,
+            kind=self.anatomy.kind,
+            mask_token_id=self.mask_token_id,
+        )
+        roles = attack.needs(self.anatomy).gradients
+        weights = attacks.nonzero_starts(self.anatomy, generator)
+        gradient = attacks.gradient_of(self.anatomy, batch, roles, instead=weights)
+        view = Observation((GradientSnapshot(0, Stage.SHARED, gradient),))
+        truth = torch.unique(batch.context_ids())
+        start = time.perf_counter()
+        guess: attacks.WordGuess | None
+        try:
+            guess = attack.run(view)
+        except UnusableObservation:
+            guess = None
+        seconds = time.perf_counter() - start
+        if guess is None:
+            return Trial(texts, len(truth), None, False, seconds)
+        metric = WordRecovery(self.anatomy.vocab_size, sync_on_compute=False)
+        metric.update(guess, truth)
+        return Trial(texts, len(truth), metric.rates()["f1"].value, bool(guess.certified), seconds)

@@ -1,0 +1,514 @@
+"""A federation by its settings: model, texts of each client, training, observer, gates, account.
+
+Everything follows from the settings, so that each process (of Flower, say) builds equal objects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Dirichlet
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.cli import finetuning
+from lightning_fedleak.cli.studies.models import with_lora
+from lightning_fedleak.engine import Games
+from lightning_fedleak.evaluation.canaries import TrainingRows, leave_out
+from lightning_fedleak.federation import (
+    ClientDP,
+    ClientReleaseSettings,
+    ClientSampling,
+    QuantileClip,
+    RoundGate,
+    RoundObserver,
+    RoundSettings,
+    ServerOptimizer,
+    Trusted,
+    trained_on,
+    trained_state,
+)
+from lightning_fedleak.model.anatomy import find_anatomy
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, 0.1, {}),
+    "momentum": (torch.optim.SGD, 0.1, {"momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, 3e-4, {}),
+}
+"""Class, default learning rate, and further settings."""
+
+SERVER_OPTIMIZERS: Mapping[str, tuple[Any, float, Any]] = {
+    "momentum": (torch.optim.SGD, 1.0, {"momentum": 0.9}),
+    "adam": (torch.optim.Adam, 3e-3, {"betas": (0.9, 0.99), "eps": 1e-3}),
+}
+"""Class, default learning rate, and further settings; Adam's are those of Reddi et al. 2021, with a
+learning rate that was not tuned."""
+
+WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
+
+_HELD_OUT = 5  # one text in 5 calibrates the attacks, one in 5 is in no batch; not tuned
+_MOST_PUBLIC = 200  # texts that the attacks calibrate on; not tuned, more take longer
+_MOST_VALIDATED = 64  # texts of the validation loss; not tuned, more take longer
+_LEAST_TEXTS = 10  # below it a fifth would be one text
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Holds the settings of a federation; its model, its texts and each round's batches follow.
+
+    Attributes:
+        clients: how many there are.
+        rounds: how many are trained.
+        local_steps: optimizer steps of a client in a round.
+        model: causal language model, a folder or a name on the hub; None for the embedded one.
+        text: the clients' texts as :func:`~lightning_fedleak.cli.finetuning.texts.read_texts` takes
+            them; None for the embedded messages.
+        column: the field that holds the text; None as ``read_texts`` finds it.
+        partition_by: the column with the speaker, or the kind, of each text.
+        partition: how texts are divided among clients; None: by speaker where there are speakers.
+        alpha: of the Dirichlet distribution; the smaller it is, the less alike clients are.
+        peft: ``"lora"`` trains low-rank adapters; None the whole model.
+        lora_r: rank of the adapters; None for 8.
+        targets: modules with adapters, see :func:`~lightning_fedleak.cli.studies.models.with_lora`.
+        optimizer: of the clients, a key of ``OPTIMIZERS``.
+        lr: its learning rate; None for the default in ``OPTIMIZERS``.
+        batch_size: texts a batch.
+        length: tokens a text, at most.
+        attack: ``"auto"`` for every attack that can read these updates, or ``"none"``.
+        members: texts of a round in its membership games.
+        leave_out: texts of each client that it does not train on. With some, each client asks the
+            models that it is sent about its texts, and these are the others.
+        gate: the highest watched value at which an update leaves; None for no gate.
+        watch: what the gate watches; None for the worst of the families that can be known.
+        action: what the gate does.
+        epsilon: what all rounds together may cost; None for no budget.
+        noise_multiplier: noise on the sum over ``clip``, in place of ``epsilon``.
+        clip: largest norm of a client's update.
+        clip_quantile: of the norms of updates, which the clip norm follows; None: it stays.
+        noise_bands: of the matrix that correlates the server's noise over rounds, if it does.
+        delta: of the guarantee.
+        trust: who adds the noise.
+        sampling: which clients take part in a round.
+        per_round: how many clients that is, where not all take part.
+        server_optimizer: of the server: ``"mean"`` adds the mean update, the others are keys of
+            ``SERVER_OPTIMIZERS``.
+        server_lr: its learning rate; None for the default there.
+        seed: of split, order, adapters and calibration.
+    """
+
+    clients: int = 4
+    rounds: int = 3
+    local_steps: int = 10
+    model: str | None = None
+    text: str | None = None
+    column: str | None = None
+    partition_by: str | None = None
+    partition: Literal["iid", "speaker", "dirichlet"] | None = None
+    alpha: float = 0.5
+    peft: Literal["lora"] | None = None
+    lora_r: int | None = None
+    targets: str | None = None
+    optimizer: Literal["sgd", "momentum", "adamw"] = "adamw"
+    lr: float | None = None
+    batch_size: int = 4
+    length: int = 32
+    attack: Literal["auto", "none"] = "auto"
+    members: int = 16
+    leave_out: int = 0
+    gate: float | None = None
+    watch: str | None = None
+    action: Literal["withhold", "harden", "raise", "warn"] = "withhold"
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    clip: float = 1.0
+    clip_quantile: float | None = None
+    noise_bands: int | None = None
+    delta: float = 1e-5
+    trust: Trusted = "central"
+    sampling: ClientSampling = "all"
+    per_round: float | None = None
+    server_optimizer: Literal["mean", "momentum", "adam"] = "mean"
+    server_lr: float | None = None
+    seed: int = 0
+
+    @property
+    def is_private(self) -> bool:
+        """Return whether there is client-level differential privacy."""
+        return self.epsilon is not None or self.noise_multiplier is not None
+
+    # ---- model ------------------------------------------------------------------------------
+
+    def make_model(self) -> nn.Module:
+        """Return the model with its trained part, in train mode; the same at every call."""
+        model: nn.Module = finetuning.load_model(self.model)
+        if self.peft == "lora":
+            rank = 8 if self.lora_r is None else self.lora_r
+            model = with_lora(find_anatomy(model), rank, self.targets, self.seed).model
+        return model.train()
+
+    @cached_property
+    def trained_numbers(self) -> int:
+        """Return how many numbers clients train."""
+        return sum(tensor.numel() for tensor in trained_state(self.make_model()).values())
+
+    @property
+    def make_optimizer(self) -> partial[torch.optim.Optimizer]:
+        """Return a function from parameters to the optimizer of clients."""
+        kind, lr, settings = OPTIMIZERS[self.optimizer]
+        return partial(kind, lr=lr if self.lr is None else self.lr, **settings)
+
+    def make_server_optimizer(self) -> ServerOptimizer | None:
+        """Return a new optimizer of the server; None where it adds the mean."""
+        if self.server_optimizer == "mean":
+            return None
+        kind, lr, settings = SERVER_OPTIMIZERS[self.server_optimizer]
+        return ServerOptimizer(
+            partial(kind, lr=lr if self.server_lr is None else self.server_lr, **settings)
+        )
+
+    # ---- texts ------------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the model."""
+        return finetuning.load_tokenizer(self.model)
+
+    @cached_property
+    def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
+        """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
+        source = self.text or finetuning.EMBEDDED_MESSAGES
+        if self.partition_by is None:
+            texts = finetuning.read_texts(source, self.column, option="--column")
+            labels = [""] * len(texts)
+        else:
+            pairs = finetuning.read_labelled(
+                source,
+                self.partition_by,
+                self.column,
+                option="--column",
+                label_option="--partition-by",
+            )
+            texts, labels = [text for text, _ in pairs], [label for _, label in pairs]
+        if len(texts) < _LEAST_TEXTS:
+            raise finetuning.SourceError(
+                f"'{source}' holds {len(texts)} texts; at least {_LEAST_TEXTS} are needed, of "
+                "which a fifth calibrates the attacks and a fifth is in no client's batch."
+            )
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
+        fifth = len(texts) // _HELD_OUT
+        public, outside, training = order[:fifth], order[fifth : 2 * fifth], order[2 * fifth :]
+        kinds = [labels[i] for i in training]
+        if self.partition == "dirichlet":
+            shares = by_dirichlet(kinds, self.clients, self.alpha, self.seed)
+        elif self.partition_by is not None:
+            shares = by_speaker(kinds, self.clients, self.seed)
+        else:
+            shares = alike(len(kinds), self.clients, self.seed)
+        return (
+            shares,
+            [texts[i] for i in training],
+            [texts[i] for i in public[:_MOST_PUBLIC]],
+            [texts[i] for i in outside],
+        )
+
+    def _rows(self, texts: Sequence[str]) -> list[Tensor]:
+        return list(finetuning.TokenRows.tokenize(texts, self.tokenizer, self.length).rows)
+
+    @cached_property
+    def rows(self) -> list[list[Tensor]] | list[TrainingRows]:
+        """Return the rows of token ids that each client trains on.
+
+        Raises:
+            SourceError: a client has none, or too few to leave some out, or a row is longer than
+                the model reads.
+        """
+        limit = self.tokenizer.model_max_length
+        if self.length > limit:
+            raise finetuning.SourceError(
+                f"--length {self.length} is more than the {limit} tokens that this model can read."
+            )
+        shares, texts, _, _ = self._texts
+        rows = [self._rows([texts[i] for i in numbers]) for numbers in shares]
+        empty = [client for client, client_rows in enumerate(rows) if not client_rows]
+        if empty:
+            raise finetuning.SourceError(
+                f"client {empty[0]} has no text of at least 2 tokens: give more text, or fewer "
+                "--clients."
+            )
+        if not self.leave_out:
+            return rows
+        if min(map(len, rows)) < 2 * self.leave_out:
+            raise finetuning.SourceError(
+                f"--leave-out {self.leave_out} is more than half of a client's texts, of which one "
+                f"has {min(map(len, rows))}: give more text, or fewer --clients."
+            )
+        return [
+            leave_out(client_rows, self.leave_out, _round_seed(self.seed, client, 0))[0]
+            for client, client_rows in enumerate(rows)
+        ]
+
+    def loader(self, client: str | int) -> DataLoader[Any]:
+        """Return what a client's rows are read by, to ask the models that it is sent about them."""
+        rows: Any = self.rows[int(client)]
+        return DataLoader(rows, self.batch_size, collate_fn=self._padded)
+
+    @cached_property
+    def outside(self) -> list[Tensor]:
+        """Return the rows that are in no client's batch."""
+        return self._rows(self._texts[3])
+
+    def _padded(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        pad = self.tokenizer.pad_token_id
+        return finetuning.PadRight(0 if pad is None else int(pad))(rows)
+
+    def batches(self, client: int, round_: int) -> list[dict[str, Tensor]]:
+        """Return a client's batches of a round: its rows in an order drawn for each round."""
+        rows = self.rows[client]
+        generator = torch.Generator().manual_seed(_round_seed(self.seed, client, round_))
+        size = min(self.batch_size, len(rows))
+        order: list[int] = []
+        while len(order) < self.local_steps * size:
+            order += torch.randperm(len(rows), generator=generator).tolist()
+        return [
+            self._padded([rows[i] for i in order[step * size : (step + 1) * size]])
+            for step in range(self.local_steps)
+        ]
+
+    # ---- a round ----------------------------------------------------------------------------
+
+    def train(
+        self, model: nn.Module, sent: Mapping[str, Tensor], client: int, round_: int
+    ) -> tuple[dict[str, Tensor], float]:
+        """Train a client's round; return its state and the mean loss of its steps.
+
+        Args:
+            model: from :meth:`make_model`; its weights are those that are sent, and then trained.
+            sent: the state of what is trained.
+            client: its number.
+            round_: number of the round.
+        """
+        model.load_state_dict(dict(sent), strict=False)
+        optimizer = self.make_optimizer([p for p in model.parameters() if p.requires_grad])
+        losses = []
+        with torch.random.fork_rng(devices=[]):  # of dropout
+            torch.manual_seed(_round_seed(self.seed, client, round_))
+            for batch in self.batches(client, round_):
+                trained_on(batch)
+                optimizer.zero_grad()
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+        return trained_state(model), math.fsum(losses) / len(losses)
+
+    @torch.no_grad()
+    def validation_loss(self, model: nn.Module, state: Mapping[str, Tensor]) -> float:
+        """Return the mean loss per token on text that is in no client's batch."""
+        model.load_state_dict(dict(state), strict=False)
+        model.eval()
+        rows = self.outside[:_MOST_VALIDATED]
+        total = tokens = 0.0
+        for start in range(0, len(rows), self.batch_size):
+            batch = self._padded(rows[start : start + self.batch_size])
+            batch_tokens = float((batch["labels"][:, 1:] >= 0).sum())
+            total += batch_tokens * float(model(**batch).loss)
+            tokens += batch_tokens
+        model.train()
+        return total / tokens
+
+    # ---- who looks, and who adds noise ------------------------------------------------------
+
+    def observer(
+        self, folder: Path, federation: str | None = None, *, gated: bool = True
+    ) -> RoundObserver:
+        """Return an observer that attacks the updates of this federation.
+
+        Args:
+            folder: of its files.
+            federation: a name that all observers of this federation share.
+            gated: the record names the gates.
+        """
+        return RoundObserver(
+            self.make_model(),
+            self.make_optimizer,
+            self.local_steps,
+            folder=folder,
+            public_text=PublicText(self._rows(self._texts[2])),
+            tokenizer=self.tokenizer,
+            games=Games(targets=self.members, held_out=PublicText(self.outside)),
+            settings=RoundSettings(
+                federation=federation,
+                look_seconds=math.inf,
+                data=self.loader if self.leave_out else None,
+                gates=[gate.about() for gate in self.gates()] if gated else [],
+            ),
+        )
+
+    @cached_property
+    def words_hidden(self) -> str | None:
+        """Return why words are never known here, so that no gate watches them by default."""
+        return self.observer(Path(), gated=False).never_judged(WORDS)
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Return what the gates watch: the columns of the table that can be known here."""
+        if self.watch is not None:
+            return (self.watch,)
+        return (MEMBERSHIP,) if self.words_hidden else (WORDS, MEMBERSHIP)
+
+    def gates(self) -> list[RoundGate]:
+        """Return a gate for each value that is watched, or none.
+
+        Raises:
+            SourceError: what is watched has no such threshold.
+        """
+        if self.gate is None:
+            return []
+        gates = []
+        for name in self.watched:
+            try:
+                gates.append(RoundGate(name, at_most=self.gate, action=self.action))
+            except ValueError as error:
+                hint = f" (--watch {WORDS} watches words alone)" * (self.watch is None)
+                raise finetuning.SourceError(f"--watch {name}: {error}{hint}") from error
+        return gates
+
+    def account(self, ledger: Path | None) -> ClientDP | None:
+        """Return client-level differential privacy; None where the options set none.
+
+        Args:
+            ledger: of the server, or of one client where each adds noise of its own; None where
+                nothing is released by it.
+
+        Raises:
+            DefenseError: settings that hold no guarantee.
+        """
+        if not self.is_private:
+            return None
+        return ClientDP(
+            self.clip,
+            self.noise_multiplier,
+            clients=self.clients,
+            target_delta=self.delta,
+            target_epsilon=self.epsilon,
+            rounds=self.rounds,
+            trust=self.trust,
+            sampling=self.sampling,
+            per_round=self.per_round,
+            accountant="filter" if self.action == "harden" else "prv",
+            ledger=ledger,
+            release=ClientReleaseSettings(
+                quantile=None if self.clip_quantile is None else QuantileClip(self.clip_quantile),
+                bands=self.noise_bands,
+            ),
+        )
+
+    def client_account(self, folder: Path, client: int) -> ClientDP | None:
+        """Return a client's own account where clients add noise; None elsewhere."""
+        if self.trust == "central":
+            return None
+        return self.account(folder / f"client_{client}.ledger")
+
+    def epsilon_spent(self, folder: Path) -> float:
+        """Return the epsilon of the client that has released most, by its ledger below a folder."""
+        ledgers = {path.read_bytes(): path for path in folder.glob("client_*.ledger")}
+        accounts = [self.account(path) for path in ledgers.values()]
+        return max((a.privacy.epsilon for a in accounts if a is not None), default=0.0)
+
+
+def _round_seed(seed: int, client: int, round_: int) -> int:
+    """Return the seed of a client's round."""
+    return ((seed * 1_000_003 + client) * 1_000_003 + round_) % 2**63
+
+
+def alike(n: int, clients: int, seed: int) -> list[list[int]]:
+    """Return ``n`` texts in a random order, dealt one after the other to each client in turn.
+
+    Args:
+        n: texts.
+        clients: to deal them to.
+        seed: of the order.
+
+    Returns:
+        The numbers of each client's texts.
+
+    Raises:
+        SourceError: fewer texts than clients.
+    """
+    if n < clients:
+        raise finetuning.SourceError(
+            f"{n} texts are too few for --clients {clients}: give more text, or fewer clients."
+        )
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [order[client::clients] for client in range(clients)]
+
+
+def by_speaker(speakers: Sequence[str], clients: int, seed: int) -> list[list[int]]:
+    """Return a deal of whole speakers, each to the client that has the fewest texts so far.
+
+    Args:
+        speakers: whose each text is.
+        clients: to deal them to.
+        seed: of the order of speakers that have as many texts.
+
+    Raises:
+        SourceError: fewer speakers than clients.
+    """
+    texts: dict[str, list[int]] = {}
+    for index, speaker in enumerate(speakers):
+        texts.setdefault(speaker, []).append(index)
+    if len(texts) < clients:
+        raise finetuning.SourceError(
+            f"--clients {clients} are more than the {len(texts)} speakers of these texts, and a "
+            f"speaker's texts stay together: give at most {len(texts)}, or deal texts alike with "
+            "--partition iid."
+        )
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    shuffled = [list(texts.values())[i] for i in order]
+    dealt: list[list[int]] = [[] for _ in range(clients)]
+    for texts_of_speaker in sorted(shuffled, key=len, reverse=True):
+        min(dealt, key=len).extend(texts_of_speaker)
+    return dealt
+
+
+def by_dirichlet(kinds: Sequence[str], clients: int, alpha: float, seed: int) -> list[list[int]]:
+    """Return a deal in which each client's share of each kind of text is drawn from a Dirichlet.
+
+    Hsu et al. 2019, *Measuring the effects of non-identical data distribution for federated visual
+    classification*, section 3, with the shares drawn for each kind.
+
+    Args:
+        kinds: of each text; all the same: clients differ in how much text they have.
+        clients: to deal them to.
+        alpha: of the symmetric Dirichlet; the larger, the more alike clients are.
+        seed: of order and shares.
+
+    Raises:
+        SourceError: a client is left without a text.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dealt: list[list[int]] = [[] for _ in range(clients)]
+    for kind in sorted(set(kinds)):
+        of_kind = [i for i, k in enumerate(kinds) if k == kind]
+        order = torch.randperm(len(of_kind), generator=generator).tolist()
+        with torch.random.fork_rng(devices=[]):  # distributions take no generator
+            torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+            shares = Dirichlet(torch.full((clients,), alpha, dtype=torch.float64)).sample()
+        ends = [0, *(shares.cumsum(0) * len(of_kind)).round().long().tolist()]
+        ends[-1] = len(of_kind)
+        for client in range(clients):
+            dealt[client] += [of_kind[i] for i in order[ends[client] : ends[client + 1]]]
+    empty = [client for client, texts in enumerate(dealt) if not texts]
+    if empty:
+        raise finetuning.SourceError(
+            f"--partition dirichlet leaves {len(empty)} of {clients} clients without a text: give "
+            f"more text, fewer clients, another --seed, or a larger --alpha than {alpha:g}."
+        )
+    return dealt

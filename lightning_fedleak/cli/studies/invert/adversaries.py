@@ -1,0 +1,106 @@
+"""The attacks on texts by the names that commands and benchmarks use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from lightning_fedleak import attacks
+from lightning_fedleak.cli.studies.names import INVERT_ATTACKS
+
+ADVERSARIES = INVERT_ATTACKS
+"""In the order in which they are tried: ``prefix`` is :class:`PrefixInversion`; ``descent``
+:class:`EmbeddingDescent` as it comes, ``sweeps`` with verified changes, ``paper`` with the paper's
+choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it goes on until settled;
+``relaxation`` :class:`TokenRelaxation`."""
+
+READERS: Mapping[str, Callable[..., attacks.TextAttack]] = MappingProxyType(
+    {
+        "subspace": lambda texts, length, **settings: attacks.SubspaceTexts(**settings),
+        "dlg": attacks.GradientMatching.dlg,
+        "tag": attacks.GradientMatching.tag,
+        "lamp": attacks.GradientMatching.lamp,
+        "film": lambda texts, length, **settings: attacks.BeamFromWords(length, texts, **settings),
+    }
+)
+"""Attacks on gradients: what makes each for batches of so many texts of so many tokens. ``dlg``,
+``tag`` and ``lamp`` are :class:`GradientMatching`, ``film`` :class:`BeamFromWords`; all but
+``subspace`` need both numbers."""
+
+STEPS_A_SWEEP = 50  # gradient steps between two sweeps of verified changes; not tuned
+PAPER_LR = 0.3  # learning rate of the descent with the paper's choices; not tuned
+RELAXATION_LR = 0.3  # learning rate of the relaxation; not tuned
+
+
+def make_adversary(
+    name: str,
+    layer: int,
+    *,
+    steps: int = 1000,
+    budget_seconds: float | None = None,
+    hello: int | None = None,
+    special_ids: Sequence[int] = (),
+    public_text: attacks.PublicText | Literal["sampled"] | None = "sampled",
+    autocast: torch.dtype | None = None,
+) -> attacks.InversionAttack:
+    """Return an attack on activations by its name; it is called ``name@layer``.
+
+    Args:
+        name: out of ``ADVERSARIES``.
+        layer: the split.
+        steps: most gradient steps of a descent.
+        budget_seconds: wall time for one observation, or None.
+        hello: id that ``paper`` starts from; None for the mean of the vocabulary.
+        special_ids: that ``sweeps`` tries at every position.
+        public_text: of :class:`PrefixInversion`.
+        autocast: dtype of the autocast region that the client computes in, or None.
+
+    Raises:
+        ValueError: an unknown name, or a setting that the attack refuses.
+    """
+    label = f"{name}@{layer}"
+    common: dict[str, Any] = {"budget_seconds": budget_seconds, "name": label}
+    if name == "prefix":
+        settings = attacks.PrefixSettings(autocast=autocast)
+        return attacks.PrefixInversion(layer, public_text, settings=settings, **common)
+    common |= {"steps": steps, "descent": attacks.DescentSettings(autocast=autocast)}
+    if name == "relaxation":
+        return attacks.TokenRelaxation(layer, lr=RELAXATION_LR, **common)
+    if name == "paper":
+        common["descent"] = attacks.DescentSettings(weighting="paper", autocast=autocast)
+        start: Literal["mean"] | int = "mean" if hello is None else hello
+        return attacks.EmbeddingDescent(
+            layer, lr=PAPER_LR, likeness="cosine", initial=start, **common
+        )
+    if name == "sweeps":
+        return attacks.EmbeddingDescent(
+            layer,
+            sweeps=max(1, steps // STEPS_A_SWEEP),
+            always_try=tuple(special_ids),
+            **common,
+        )
+    if name == "descent":
+        return attacks.EmbeddingDescent(layer, **common)
+    raise ValueError(f"there is no attack {name!r}; choose from {', '.join(ADVERSARIES)}")
+
+
+def make_reader(
+    name: str, texts: int, length: int, *, budget_seconds: float | None = None
+) -> attacks.TextAttack:
+    """Return an attack on gradients by its name.
+
+    Args:
+        name: out of ``READERS``.
+        texts: of a batch; ``subspace`` does not use it.
+        length: tokens of each text; ``subspace`` does not use it.
+        budget_seconds: wall time for one batch, or None.
+
+    Raises:
+        ValueError: an unknown name, or a setting that the attack refuses.
+    """
+    if name not in READERS:
+        raise ValueError(f"there is no attack {name!r}; choose from {', '.join(READERS)}")
+    return READERS[name](texts, length, budget_seconds=budget_seconds, name=name)

@@ -1,0 +1,459 @@
+"""Attack and task accuracy over splits, lengths and noise levels, one cell at a time.
+
+Texts are cut to one length. The noise on the hidden states that a client sends is Gaussian (Zheng,
+Sect. 5.2).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from lightning_fedleak.attacks import InversionAttack, TextAttack
+from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
+from lightning_fedleak.model.anatomy import Anatomy, place_of
+from lightning_fedleak.model.model_runs import hidden_states, undisturbed
+from lightning_fedleak.validate import check_number
+
+MASKED_SHARE = 0.15  # of the tokens of a text, as in BERT's pre-training
+LOGITS_AT_ONCE = 1 << 25  # numbers, 128 MiB in float32; fewer take less memory and more runs
+MOST_NATS = 700.0  # cross-entropy above which the perplexity would overflow a float
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Gaussian noise on what a client shares.
+
+    Attributes:
+        sigma: standard deviation.
+        relative: whether it counts in a unit of what is shared: for hidden states in the standard
+            deviations that the d dimensions have over the B * L states, for gradients in the root
+            mean square of all entries. Else it is absolute, as in the paper.
+        seed: of the draw, which is the same for every sigma.
+    """
+
+    sigma: float
+    relative: bool
+    seed: int = 0
+
+
+def gaussian_noise(hidden: Tensor, noise: Noise) -> Tensor:
+    """Return noise of the shape, dtype and device of hidden states (B, L, d).
+
+    Raises:
+        ValueError: a sigma that is negative or not finite.
+    """
+    check_number("sigma", noise.sigma, at_least=0)
+    generator = torch.Generator().manual_seed(noise.seed)
+    standard = torch.randn(hidden.shape, generator=generator).to(hidden.device)
+    states = hidden.detach().flatten(0, 1).float()
+    unit = states.std(0) if noise.relative else states.new_ones(())
+    return (noise.sigma * standard * unit).to(hidden.dtype)
+
+
+@contextmanager
+def noised(anatomy: Anatomy, layer: int, noise: Tensor) -> Iterator[None]:
+    """Let the model add ``noise`` (B, L, d) to its hidden states at ``layer``, within the context.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    with place_of(anatomy, layer).on_states(lambda states: states + noise):
+        yield
+
+
+@dataclass(frozen=True)
+class Utility:
+    """Accuracy of the whole model from noised hidden states.
+
+    Attributes:
+        task: what ``accuracy`` is: ``"next-token accuracy"``, ``"masked-token accuracy"``, or, of
+            an encoder without a head, ``"cosine of the pooled output"`` with that without noise.
+        accuracy: mean over tokens, or over texts for the cosine.
+        perplexity: of the tokens that are predicted; None where none are.
+    """
+
+    task: str
+    accuracy: float
+    perplexity: float | None = None
+
+
+def utility(
+    anatomy: Anatomy,
+    layer: int,
+    input_ids: Tensor,
+    noise: Noise,
+    *,
+    mask_token_id: int | None = None,
+    special_ids: Sequence[int] = (),
+) -> Utility:
+    """Return the accuracy of the whole model in eval mode with noise added at the split.
+
+    A causal model predicts each next token. A masked one predicts 15% of the tokens of each text
+    (one at least, no special ones), which ``mask_token_id`` stands for in its input: the hidden
+    states that are noised are those of the masked text.
+
+    Args:
+        anatomy: of the model.
+        layer: the split.
+        input_ids: (B, L) texts without padding; L at least 2 for a causal model.
+        noise: at the split; its seed is that of the choice of masked tokens too.
+        mask_token_id: for a masked model.
+        special_ids: never masked.
+
+    Raises:
+        ValueError: a text that is too short, a masked model without ``mask_token_id``, a model that
+            is none of causal, masked and a plain encoder, or a layer that it has not.
+    """
+    ids = input_ids.to(anatomy.device)
+    if anatomy.kind == "causal":
+        if ids.shape[1] < 2:
+            raise ValueError("texts of one token have no next token to predict: give longer ones")
+        targeted = torch.zeros_like(ids, dtype=torch.bool)
+        targeted[:, :-1] = True
+        return _predictions(anatomy, layer, ids, ids.roll(-1, 1), targeted, "next-token", noise)
+    if anatomy.kind == "masked" and anatomy.head is not None:
+        if mask_token_id is None:
+            raise ValueError("a masked model predicts the tokens that are masked: give its mask id")
+        targeted = chosen_places(ids, special_ids, noise.seed)
+        masked = ids.masked_fill(targeted, mask_token_id)
+        return _predictions(anatomy, layer, masked, ids, targeted, "masked-token", noise)
+    if anatomy.kind == "seq2seq":
+        raise ValueError("utility is defined for causal models, masked models and plain encoders")
+    return _pooled(anatomy, layer, ids, noise)
+
+
+def chosen_places(ids: Tensor, special_ids: Sequence[int], seed: int) -> Tensor:
+    """Return (B, L) bool: 15% of each text's tokens that are not special, at least one of each."""
+    special = torch.tensor(list(special_ids), dtype=ids.dtype, device=ids.device)
+    may = ~torch.isin(ids, special)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(ids.shape, generator=generator).to(ids.device).masked_fill(~may, 2.0)
+    rank = order.argsort(1).argsort(1)
+    quota = (may.sum(1, keepdim=True) * MASKED_SHARE).ceil()
+    return (rank < quota) & may
+
+
+def _predictions(
+    anatomy: Anatomy,
+    layer: int,
+    ids: Tensor,
+    targets: Tensor,
+    targeted: Tensor,
+    task: str,
+    noise: Noise,
+) -> Utility:
+    """Return accuracy and perplexity at the places ``targeted`` (B, L), in parts of the batch."""
+    draw = gaussian_noise(hidden_states(anatomy, layer, ids), noise)
+    vocabulary = anatomy.vocab_size or 1
+    rows = max(1, LOGITS_AT_ONCE // (ids.shape[1] * vocabulary))
+    right, nats = 0, 0.0
+    with torch.no_grad(), undisturbed(anatomy) as model:
+        for a in range(0, len(ids), rows):
+            part = slice(a, a + rows)
+            with noised(anatomy, layer, draw[part]):
+                logits = model(input_ids=ids[part]).logits[targeted[part]].float()
+            truth = targets[part][targeted[part]]
+            right += int((logits.argmax(1) == truth).sum())
+            nats += float(F.cross_entropy(logits, truth, reduction="sum"))
+    n = int(targeted.sum())
+    return Utility(f"{task} accuracy", right / n, math.exp(min(MOST_NATS, nats / n)))
+
+
+def _pooled(anatomy: Anatomy, layer: int, ids: Tensor, noise: Noise) -> Utility:
+    draw = gaussian_noise(hidden_states(anatomy, layer, ids), noise)
+    with torch.no_grad(), undisturbed(anatomy) as model:
+        states = model(input_ids=ids)[0]
+        if states.dim() != 3:
+            raise ValueError("a model with a head of classes: give the encoder without its head")
+        clean = states.float().mean(1)
+        with noised(anatomy, layer, draw):
+            noisy = model(input_ids=ids)[0].float().mean(1)
+    cosine = F.cosine_similarity(noisy, clean, dim=1).mean()
+    return Utility("cosine of the pooled output", float(cosine))
+
+
+ROUGE_UP_TO = 512  # tokens of a text; ROUGE-L of longer ones takes time with the square
+
+
+Rates = Mapping[str, Rate]
+A = TypeVar("A", bound=TextAttack)
+
+
+class JsonCell:
+    """A frozen dataclass of results that is written to JSON and read from it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; numbers that are not finite become None."""
+        content: dict[str, Any] = finite(asdict(self))  # type: ignore[call-overload]
+        return content
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Self:
+        """Return the cell that :meth:`to_dict` wrote."""
+        values = dict(content)
+        if values.get("utility") is not None:
+            values["utility"] = Utility(**_numbers(values["utility"], "accuracy"))
+        values["rates"] = {
+            name: Rate(**_numbers(rate, "value", "low", "high"))
+            for name, rate in values["rates"].items()
+        }
+        return cls(**_numbers(values, "seconds", "cpu_seconds", "prepare_seconds", "candidates"))
+
+
+def finite(value: Any) -> Any:
+    """Return the value with None in place of numbers that are not finite, also in dicts."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the values with NaN in place of None under some names."""
+    return {k: math.nan if v is None and k in names else v for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class ActivationCell(JsonCell):
+    """One attack on the texts of one length, sent through one split with one noise level.
+
+    Attributes:
+        attack: its name.
+        layer: the split.
+        blocks: of the whole model.
+        length: tokens of each text.
+        sigma: of the noise.
+        relative: whether in standard deviations per dimension.
+        texts: attacked.
+        utility: of the whole model from the noised states; None where it could not be measured.
+        rates: by the names of :func:`~lightning_fedleak.evaluation.metrics.texts.
+            reconstruction_rates`, each with its 95% interval; empty where the attack failed.
+        seconds: wall time of the attack on all texts.
+        cpu_seconds: processor time of it, of all threads: what counts on a busy machine.
+        prepare_seconds: wall time of its preparation, once for each split.
+        candidates: verified per token.
+        steps: gradient steps per text, or None.
+        budget_seconds: wall time that the attack was given for all texts; None for no bound.
+        finished: False where the time budget cut anything off.
+        problem: what went wrong, or None.
+    """
+
+    attack: str
+    layer: int
+    blocks: int
+    length: int
+    sigma: float
+    relative: bool
+    texts: int
+    utility: Utility | None = None
+    rates: Rates = field(default_factory=dict)
+    seconds: float = math.nan
+    cpu_seconds: float = math.nan
+    prepare_seconds: float = math.nan
+    candidates: float = math.nan
+    steps: float | None = None
+    budget_seconds: float | None = None
+    finished: bool = True
+    problem: str | None = None
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Return the wall time for a token."""
+        return self.seconds / (self.texts * self.length)
+
+
+def run_cells(
+    anatomy: Anatomy,
+    rows: Mapping[int, Tensor],
+    attacks: Sequence[tuple[str, Callable[[int], InversionAttack]]],
+    layers: Sequence[int],
+    noises: Sequence[Noise],
+    *,
+    texts: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    announce: Callable[[str], None] = lambda _: None,
+) -> Iterator[ActivationCell]:
+    """Yield each cell when it is measured: layers, attacks on them, lengths, noise levels.
+
+    The first ``texts`` of the rows are attacked, all of them measure the utility, with noise of the
+    same law. An attack that raises costs its own cells and no other's; so does a utility that
+    cannot be measured. ``KeyboardInterrupt`` is passed on.
+
+    Args:
+        anatomy: of the model.
+        rows: (n, L) token ids without padding, by their length L.
+        attacks: names, and how to make each for a split.
+        layers: splits.
+        noises: on what is sent.
+        texts: attacked in each cell.
+        tokenizer: for the task of a masked model: its mask, and special tokens, never masked.
+        announce: called with the name of what comes next.
+    """
+    special: dict[str, Any] = {}
+    if tokenizer is not None:
+        special["mask_token_id"] = tokenizer.mask_token_id
+        special["special_ids"] = tokenizer.all_special_ids
+    for layer in layers:
+        useful: dict[tuple[int, Noise], Utility | str] = {}
+        for name, make in attacks:
+            announce(f"preparing {name}@{layer}")
+            attack, seconds = prepared(partial(make, layer), anatomy)
+            for length, ids in rows.items():
+                for noise in noises:
+                    if (length, noise) not in useful:
+                        announce(f"utility, split {layer}, {length} tokens")
+                        try:
+                            useful[length, noise] = utility(anatomy, layer, ids, noise, **special)
+                        except Exception as error:
+                            useful[length, noise] = f"utility: {describe(error)}"
+                    announce(f"{name}, split {layer}, {length} tokens, noise {noise.sigma:g}")
+                    task = useful[length, noise]
+                    cell = ActivationCell(
+                        attack=name,
+                        layer=layer,
+                        blocks=len(anatomy.blocks),
+                        length=length,
+                        sigma=noise.sigma,
+                        relative=noise.relative,
+                        texts=min(texts, len(ids)),
+                        utility=task if isinstance(task, Utility) else None,
+                        prepare_seconds=seconds,
+                        problem=None if isinstance(task, Utility) else task,
+                    )
+                    yield _attacked(cell, attack, anatomy, ids, noise)
+
+
+def prepared(make: Callable[[], A], anatomy: Anatomy) -> tuple[A | Exception, float]:
+    """Return a new attack, prepared, and the seconds that this took; the error where one came."""
+    start = time.perf_counter()
+    try:
+        attack = make()
+        attack.prepare(anatomy)
+    except Exception as error:
+        return error, math.nan
+    return attack, time.perf_counter() - start
+
+
+def _attacked(
+    cell: ActivationCell,
+    attack: InversionAttack | Exception,
+    anatomy: Anatomy,
+    ids: Tensor,
+    noise: Noise,
+) -> ActivationCell:
+    """Return the cell with the results of the attack."""
+    try:
+        if isinstance(attack, Exception):
+            raise attack
+        cell = replace(cell, budget_seconds=attack.budget_seconds)
+        hidden = hidden_states(anatomy, cell.layer, ids)
+        sent = (hidden + gaussian_noise(hidden, noise))[: cell.texts]
+        truth = ids[: cell.texts]
+        start, cpu_seconds = time.perf_counter(), time.process_time()
+        guess = attack.reconstruct(sent, None, None)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_seconds
+        scores = sentence_scores(guess.tokens, truth, rouge=cell.length <= ROUGE_UP_TO)
+    except Exception as error:
+        problems = [p for p in (cell.problem, describe(error)) if p]
+        return replace(cell, problem="; ".join(problems), finished=False)
+    steps = getattr(guess, "steps", None)
+    return replace(
+        cell,
+        rates=reconstruction_rates(scores, seed=noise.seed),
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        candidates=guess.candidates / truth.numel(),
+        steps=None if steps is None else float(steps.double().mean()),
+        finished=guess.finished,
+    )
+
+
+def describe(error: Exception) -> str:
+    """Return the class and the message of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+PROBE = "a"
+
+
+class TooLittleText(ValueError):
+    """There is not enough text for the texts that are asked for."""
+
+
+def special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the ids that the tokenizer puts before and after a text, such as [CLS] and [SEP]."""
+    ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+    with_special = list(tokenizer(PROBE)["input_ids"])
+    for start in range(len(with_special) - len(ids) + 1):
+        if with_special[start : start + len(ids)] == ids:
+            return with_special[:start], with_special[start + len(ids) :]
+    return [], []
+
+
+def rows_of_length(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    most: int,
+    *,
+    least: int = 1,
+    seed: int = 0,
+    start_token_id: int | None = None,
+) -> Tensor:
+    """Return texts of exactly ``length`` tokens, with the tokenizer's special ones.
+
+    Drawn from ``texts`` in random order; one that is too short is joined with the next, one that is
+    too long is cut.
+
+    Args:
+        texts: the source.
+        tokenizer: of the model.
+        length: of every row.
+        most: rows wanted.
+        least: rows that there must be.
+        seed: of the order.
+        start_token_id: id put before every row where the tokenizer puts none, or None.
+
+    Returns:
+        (n, length) token ids, n from ``least`` to ``most``.
+
+    Raises:
+        TooLittleText: fewer than ``least`` rows, or no room beside the special tokens.
+    """
+    front, end = special_ends(tokenizer)
+    if start_token_id is not None:
+        front = [start_token_id, *front]
+    room = length - len(front) - len(end)
+    if room < 1:
+        raise TooLittleText(
+            f"a length of {length} leaves no room beside {len(front) + len(end)} special tokens: "
+            "give a larger length"
+        )
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows: list[Tensor] = []
+    collected: list[int] = []
+    for i in order:
+        text = texts[i] if not collected else " " + texts[i]
+        collected += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(collected) >= room:
+            rows.append(torch.tensor([*front, *collected[:room], *end]))
+            collected = []
+        if len(rows) == most:
+            break
+    if len(rows) < least:
+        raise TooLittleText(
+            f"{len(texts)} texts make only {len(rows)} of {length} tokens, and {least} are asked "
+            "for: give more text, fewer texts or a smaller length"
+        )
+    return torch.stack(rows)

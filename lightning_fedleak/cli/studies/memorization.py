@@ -1,0 +1,171 @@
+"""What a trained model gives away of its training texts, beside its base: after the fact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_fedleak.attacks import memorization
+from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
+from lightning_fedleak.evaluation.metrics import Rate, released
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.taps import Text, compressed_bytes, pool_digest
+
+LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
+
+
+def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
+    """Return every attack on a released model, the headline first and the baselines last."""
+    return (
+        memorization.Combined(),
+        memorization.LossRatio(),
+        memorization.ErrorZone(),
+        memorization.Windows(),
+        memorization.MinK(calibrated=True, name="min_k_base"),
+        memorization.MinK(),
+        memorization.Zlib(),
+        memorization.Loss(),
+        memorization.Extraction(),
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the members' scores show beside the others'.
+
+    Attributes:
+        values: by attack, what
+            :func:`~lightning_fedleak.evaluation.metrics.released.membership_values` or
+            :func:`~lightning_fedleak.evaluation.metrics.released.extraction_values` returns.
+        blind: AUC of each score that knows nothing of the training.
+        n_members: members that were scored.
+        n_others: others that were scored.
+        visible: the least TPR at 1% FPR that so many texts show with probability 0.8.
+        needed: others that ``shown`` needs.
+    """
+
+    values: Mapping[str, Mapping[str, float]]
+    blind: Mapping[str, Rate]
+    n_members: int
+    n_others: int
+    visible: float
+    needed: int
+
+    @property
+    def one_law(self) -> bool:
+        """Return whether members and others could not be told apart before the training."""
+        return released.follow_one_law(self.blind)
+
+    @property
+    def other_law(self) -> str | None:
+        """Return why members and others may follow different laws; None where they follow one."""
+        return released.other_law(self.blind)
+
+
+class ReleasedPool:
+    """Members and others that a model and its base are asked about.
+
+    Texts with fewer than 8 label tokens, and texts that share 13 label tokens in a row with another
+    text of the pool, are left out on both sides. Members that are copies of each other are one
+    text, which is asked whether it can be extracted, and not told from others.
+
+    Args:
+        members: texts that were trained on.
+        others: texts that were not.
+        decode: returns the words of token ids, for zlib.
+
+    Attributes:
+        texts: those that are scored.
+        members: (N,) bool.
+        times: (N,) int64, members that are copies of each text; 1 for all that occur once.
+        short: texts that were left out because they are short.
+        repeated: texts of which another one repeats the whole or a part.
+        digest: names the pool, as the monitor's records do; results compare on the same pool only.
+
+    Raises:
+        ValueError: fewer than 10 texts are left on either side.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Text],
+        others: Sequence[Text],
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        everyone = [*members, *others]
+        sides = [row < len(members) for row in range(len(everyone))]
+        scored = scored_texts(everyone, sides)
+        self.short, self.repeated, self.times = scored.short, scored.repeated, scored.times
+        self.texts = [everyone[row] for row in scored.rows]
+        self.members = torch.tensor([sides[row] for row in scored.rows], dtype=torch.bool)
+        n, n_others = int((self.members & self.alone).sum()), int((~self.members).sum())
+        if min(n, n_others) < LEAST_TEXTS:
+            raise ValueError(
+                f"{n} members and {n_others} others are left to compare, after "
+                f"{self.short} texts of fewer than {LEAST_LABELS} tokens and {self.repeated} that "
+                f"repeat parts of others: at least {LEAST_TEXTS} on each side are needed"
+            )
+        self.digest = pool_digest(self.texts, self.members)
+        self.compressed = compressed_bytes(self.texts, decode)
+
+    @property
+    def alone(self) -> Tensor:
+        """Return (N,) bool, the texts that occur once; they alone are told from others."""
+        return self.times == 1
+
+    def compare(
+        self,
+        base: TokenSnapshot,
+        now: TokenSnapshot,
+        attacks: Sequence[memorization.MemorizationAttack] = (),
+        *,
+        look: int = 1,
+        alpha: float = 0.05,
+    ) -> Comparison:
+        """Return what the scores of both sides show.
+
+        Args:
+            base: what the base said of the texts.
+            now: what the trained model says of them.
+            attacks: those that are played; none plays :func:`all_attacks`.
+            look: number of the look at these texts, counted from 1.
+            alpha: probability of error over all looks together.
+        """
+        alone = self.alone
+        model, members = ReleasedModel(now, base, self.compressed), self.members[alone]
+        values: dict[str, Mapping[str, float]] = {}
+        for attack in attacks or all_attacks():
+            extracts = isinstance(attack, memorization.Extraction)
+            guess = attack.run(Observation(released=model if extracts else model.rows(alone)))
+            if isinstance(attack, memorization.Extraction) and isinstance(
+                guess, memorization.ExtractionGuess
+            ):
+                values[attack.name] = released.extraction_values(
+                    guess, attack, self.members, self.times, look=look, alpha=alpha
+                )
+            elif isinstance(guess, memorization.MemorizationGuess):
+                values[attack.name] = released.membership_values(
+                    guess.scores, members, look=look, alpha=alpha
+                )
+        n_members, n_others = int(members.sum()), int((~members).sum())
+        texts = [text for text, once in zip(self.texts, alone.tolist(), strict=True) if once]
+        blind = memorization.blind_scores(base.rows(alone), self.compressed[alone], texts, members)
+        return Comparison(
+            values,
+            released.blind_aucs(blind, members),
+            n_members,
+            n_others,
+            released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
+            released.others_needed(look, alpha),
+        )
+
+
+def tokenize(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Text]:
+    """Return texts as token ids, cut to ``length`` tokens; every token is a label."""
+    rows = tokenizer(list(words), truncation=True, max_length=length, verbose=False)["input_ids"]
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return [Text(row, row) for row in ids if len(row)]

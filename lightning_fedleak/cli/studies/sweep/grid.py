@@ -1,0 +1,327 @@
+"""A grid of cells, each one defence at one strength: their results, which are kept, and a plot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from scipy import stats
+
+from lightning_fedleak.attacks import Attack
+from lightning_fedleak.cli.studies.defense_specs import DefenseSpec
+from lightning_fedleak.engine import family_of
+from lightning_fedleak.records import ResultLine, read_results
+
+SCHEMA = 1  # version of the files of results
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cells of a grid have in common.
+
+    Attributes:
+        model: causal language model, a folder or a name on the hub; None for the embedded one.
+        text: private text as :func:`~lightning_fedleak.cli.finetuning.texts.read_texts` takes it;
+            None for the embedded messages.
+        column: the field that holds it; None as there.
+        attacks: names out of ``SWEEP_ATTACKS``; all look at the same steps of the same run.
+        layer: where ``fc``, ``attention``, ``prefix`` and ``descent`` read; None for the middle.
+        steps: optimizer steps.
+        batch_size: texts a batch.
+        length: tokens a text, at most.
+        every_n_steps: steps between two looks.
+        lr: learning rate of AdamW.
+        peft: as in :class:`~lightning_fedleak.cli.finetuning.CausalLMFineTuning`.
+        budget_seconds: for one run of ``prefix`` or ``descent``.
+        seed: of split, order, dropout, public text and calibration.
+    """
+
+    model: str | None = None
+    text: str | None = None
+    column: str | None = None
+    attacks: tuple[str, ...] = ("flatchat", "aligned_flatchat", "fc")
+    layer: int | None = None
+    steps: int = 60
+    batch_size: int = 8
+    length: int = 64
+    every_n_steps: int = 5
+    lr: float = 1e-4
+    peft: Literal["lora", "bitfit"] | None = None
+    budget_seconds: float = 10.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """A setting and a defence."""
+
+    setting: Setting
+    defense: DefenseSpec
+
+    @property
+    def key(self) -> str:
+        """Return the name of the cell's files: a hash of all its settings."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        defense = {"kind": self.defense.kind, "settings": dict(self.defense.settings)}
+        setting = asdict(self.setting)
+        if self.setting.column is None:  # keeps the keys of results without one
+            del setting["column"]
+        return {"setting": setting, "defense": defense}
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """What one attack got in one run.
+
+    Attributes:
+        metric: the attack's headline: ``f1``, ``auc`` or ``token_accuracy``.
+        value: mean over looks; of membership games over all games of the run. None where unknown.
+        low, high: its 95% interval: Student's t over looks, or that of the pooled games.
+        looks: of which there is a value.
+        unknown: looks without one; they are in no mean.
+        exposed: False where the surface was not shared at all.
+        why: why the last unknown look is unknown; None where none is.
+    """
+
+    metric: str
+    value: float | None
+    low: float | None
+    high: float | None
+    looks: int
+    unknown: int
+    exposed: bool
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What one run showed.
+
+    Attributes:
+        val_loss: on the validation texts after the last step, the defence still in place.
+        privacy: the fields of :class:`~lightning_fedleak.defenses.Privacy`, by a defence that
+            accounts for them; None for an infinite epsilon.
+        leakage: by attack.
+        seconds: wall time of the run.
+        warnings: what this package warned of, but for reasons that stand in ``leakage``.
+        error: why there is no result; None where there is one.
+    """
+
+    val_loss: float | None = None
+    privacy: Mapping[str, float | None] = field(default_factory=dict)
+    leakage: Mapping[str, Leakage] = field(default_factory=dict)
+    seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CellResult:
+        """Return the result that :meth:`to_dict` wrote."""
+        leakage = {name: Leakage(**entry) for name, entry in values["leakage"].items()}
+        return cls(**{**values, "leakage": leakage, "warnings": tuple(values["warnings"])})
+
+
+def leakage_of(path: Path, attacks: Sequence[Attack]) -> dict[str, Leakage]:
+    """Return what a run's ``leakage.jsonl`` says of each attack, at the shared stage."""
+    lines = [line for line in read_results(path) if line.stage == "shared"]
+    return {
+        attack.name: _leakage(
+            family_of(attack).headline, [line for line in lines if line.attack == attack.name]
+        )
+        for attack in attacks
+    }
+
+
+def _leakage(metric: str, lines: Sequence[ResultLine]) -> Leakage:
+    measured = [rate for line in lines if (rate := line.metric(metric)) is not None]
+    reasons = [line.unknown for line in lines if line.unknown]
+    nothing = Leakage(
+        metric,
+        value=None,
+        low=None,
+        high=None,
+        looks=len(measured),
+        unknown=len(lines) - len(measured),
+        exposed=all(line.was_shared for line in lines),
+        why=reasons[-1] if reasons else None,
+    )
+    if not measured:
+        return nothing
+    if any(line.is_pooled(metric) for line in lines):
+        last = measured[-1]  # pooled over the looks of the run
+        return replace(nothing, value=last.value, low=last.low, high=last.high)
+    values = [rate.value for rate in measured if rate.value is not None]
+    mean, low, high = _student(values)
+    return replace(nothing, value=mean, low=low, high=high)
+
+
+def _student(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n < 2:
+        return mean, None, None
+    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    half = float(stats.t.ppf(0.975, n - 1)) * spread
+    return mean, max(0.0, mean - half), min(1.0, mean + half)
+
+
+class Grid:
+    """Cells in a folder, one file each; a cell that is done is not run again.
+
+    A file is named by what its cell's settings are, so that a grid with other settings in the same
+    folder never takes a result that is not its own. A failed cell is written down with its error,
+    tried again the next time, and loses nothing of the others.
+
+    Args:
+        cells: to run, in this order; alike ones once.
+        folder: of the results; is made.
+    """
+
+    def __init__(self, cells: Iterable[GridCell], folder: Path) -> None:
+        self.cells = list({cell.key: cell for cell in cells}.values())
+        self.folder = folder
+
+    def path(self, cell: GridCell) -> Path:
+        """Return the path of a cell's result."""
+        return self.folder / "cells" / f"{cell.key}.json"
+
+    def result(self, cell: GridCell) -> CellResult | None:
+        """Return the result of a cell, None before it was run."""
+        path = self.path(cell)
+        if not path.exists():
+            return None
+        return CellResult.from_dict(json.loads(path.read_text(encoding="utf-8"))["result"])
+
+    def todo(self) -> list[GridCell]:
+        """Return the cells that were not run, or failed."""
+        return [c for c in self.cells if (r := self.result(c)) is None or r.error is not None]
+
+    def run(
+        self,
+        run: Callable[[GridCell, Path], CellResult],
+        on_start: Callable[[GridCell], None] = lambda cell: None,
+        on_result: Callable[[GridCell, CellResult], None] = lambda cell, result: None,
+    ) -> None:
+        """Run the cells that are left.
+
+        An interrupt ends it; what is done by then is kept.
+
+        Args:
+            run: of one cell, given a folder for its logs.
+            on_start: called before each.
+            on_result: called after each.
+        """
+        for cell in self.todo():
+            on_start(cell)
+            logs = self.folder / "runs" / cell.key
+            try:
+                result = run(cell, logs)
+            except Exception as error:  # one failed cell must not lose the rest
+                result = CellResult(error=f"{type(error).__name__}: {error}")
+            self._keep(cell, result)
+            on_result(cell, result)
+
+    def results(self) -> list[tuple[GridCell, CellResult]]:
+        """Return every cell that has a result, in the order of the grid."""
+        pairs = ((cell, self.result(cell)) for cell in self.cells)
+        return [(cell, result) for cell, result in pairs if result is not None]
+
+    def write(self, path: Path) -> None:
+        """Write all results to one file of JSON."""
+        rows = [{**cell.to_dict(), "result": r.to_dict()} for cell, r in self.results()]
+        _replace_file(path, json.dumps({"schema": SCHEMA, "cells": rows}, indent=1) + "\n")
+
+    def _keep(self, cell: GridCell, result: CellResult) -> None:
+        content = {"schema": SCHEMA, **cell.to_dict(), "result": result.to_dict()}
+        _replace_file(self.path(cell), json.dumps(content, indent=1) + "\n")
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return indices of the points that no other is below in both coordinates, by the first one.
+
+    A point stays where another is equal to it.
+    """
+    front = [
+        i
+        for i, (x, y) in enumerate(points)
+        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
+    ]
+    return sorted(front, key=lambda i: points[i])
+
+
+def plot_pareto(
+    results: Sequence[tuple[GridCell, CellResult]], path: Path, *, loss_before: float | None = None
+) -> None:
+    """Draw validation loss against leakage; cells that no other beats in both are joined.
+
+    Args:
+        results: cells with a loss and at least one known leakage; others are left out.
+        path: of the PNG.
+        loss_before: validation loss of the model before training, drawn as a line.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = [(c, r, r.val_loss) for c, r in results if r.val_loss is not None]
+    attacks = list(dict.fromkeys(name for _, r, _ in measured for name in r.leakage))
+    figure = Figure(figsize=(1 + 4.2 * max(1, len(attacks)), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, max(1, len(attacks)), squeeze=False, sharey=True)[0]
+    kinds = list(dict.fromkeys(c.defense.kind for c, _, _ in measured))
+    for axis, attack in zip(axes, attacks, strict=False):
+        points: list[tuple[float, float]] = []
+        for cell, result, loss in measured:
+            leakage = result.leakage.get(attack)
+            if leakage is None or leakage.value is None:
+                continue
+            points.append((leakage.value, loss))
+            color = f"C{kinds.index(cell.defense.kind)}"
+            if leakage.low is not None and leakage.high is not None:
+                axis.plot([leakage.low, leakage.high], [loss, loss], color=color, alpha=0.4)
+            axis.plot([leakage.value], [loss], "o", color=color)
+            right = leakage.value > 0.5
+            axis.annotate(
+                str(cell.defense),
+                points[-1],
+                fontsize=6,
+                xytext=(-4 if right else 4, 3),
+                textcoords="offset points",
+                ha="right" if right else "left",
+            )
+            axis.set_xlabel(f"{attack}: {leakage.metric}")
+        front = [points[i] for i in pareto(points)]
+        axis.plot([x for x, _ in front], [y for _, y in front], color="0.6", lw=0.8, zorder=0)
+        if loss_before is not None:
+            axis.axhline(loss_before, color="0.8", lw=0.8, ls="--")
+            axis.annotate(
+                "before training", (1.0, loss_before), fontsize=6, ha="right", va="bottom"
+            )
+        axis.set_xlim(-0.05, 1.05)
+    axes[0].set_ylabel("validation loss")
+    figure.suptitle("less leakage to the left, more utility below", fontsize=9)
+    figure.savefig(path, dpi=130)

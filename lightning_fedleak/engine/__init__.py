@@ -1,0 +1,47 @@
+"""The engine: when to look, what each family of attacks reads, and what becomes of the results.
+
+It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. What a face needs is here.
+"""
+
+from lightning_fedleak.defenses.dp_optimizers import declared as declared
+from lightning_fedleak.engine.channels import Channel as Channel
+from lightning_fedleak.engine.channels.base import family_of as family_of
+from lightning_fedleak.engine.engine import Engine as Engine
+from lightning_fedleak.engine.facts import optimizers_of as optimizers_of
+from lightning_fedleak.engine.gates import LeakageLimitExceeded as LeakageLimitExceeded
+from lightning_fedleak.engine.gates import announce as announce
+from lightning_fedleak.engine.gates import check_threshold as check_threshold
+from lightning_fedleak.engine.gates import is_worst as is_worst
+from lightning_fedleak.engine.gates import names_there_are as names_there_are
+from lightning_fedleak.engine.gates import why_never_judged as why_never_judged
+from lightning_fedleak.engine.log import Destination as Destination
+from lightning_fedleak.engine.log import to_dataframe as to_dataframe
+from lightning_fedleak.engine.options import Games as Games
+from lightning_fedleak.engine.options import LookSettings as LookSettings
+from lightning_fedleak.engine.options import Memorization as Memorization
+from lightning_fedleak.engine.options import Options as Options
+from lightning_fedleak.engine.options import Selection as Selection
+from lightning_fedleak.engine.options import cadence_of as cadence_of
+from lightning_fedleak.engine.options import known_stages as known_stages
+from lightning_fedleak.engine.options import options_of as options_of
+from lightning_fedleak.engine.options import overhead_of as overhead_of
+from lightning_fedleak.engine.options import selected as selected
+from lightning_fedleak.engine.results import WORST as WORST
+from lightning_fedleak.engine.run import AUTOCAST as AUTOCAST
+from lightning_fedleak.engine.run import CHOOSE as CHOOSE
+from lightning_fedleak.engine.run import BeforeDefense as BeforeDefense
+from lightning_fedleak.engine.run import Look as Look
+from lightning_fedleak.engine.run import NothingShared as NothingShared
+from lightning_fedleak.engine.run import Outcome as Outcome
+from lightning_fedleak.engine.run import Processes as Processes
+from lightning_fedleak.engine.run import Run as Run
+from lightning_fedleak.engine.run import Series as Series
+from lightning_fedleak.engine.run import StageReached as StageReached
+from lightning_fedleak.engine.run import Unknown as Unknown
+from lightning_fedleak.engine.run import contained as contained
+from lightning_fedleak.engine.run import reason as reason
+from lightning_fedleak.engine.tensorboard import BoardLogger as BoardLogger
+from lightning_fedleak.engine.threshold import GateActions as GateActions
+from lightning_fedleak.engine.threshold import Threshold as Threshold
+from lightning_fedleak.engine.weights import Memory as Memory
+from lightning_fedleak.records import GateDecision as GateDecision

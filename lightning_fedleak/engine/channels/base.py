@@ -1,0 +1,670 @@
+"""Channels: one object for each family of leak, which does all that the engine needs.
+
+A channel taps what its attacks read, lets them guess at each stage, scores the guesses, and packs,
+pools, names and shows the results. The engine holds a list of channels and knows no family. A
+user's own family is a subclass of :class:`Channel` and its attacks, in one file:
+``Channel.reads`` names the class of attacks that it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.attacks import (
+    HONEST_BUT_CURIOUS,
+    Attack,
+    Capability,
+    Guess,
+    Query,
+    RunFacts,
+    ThreatModelError,
+    UnusableObservation,
+    require,
+)
+from lightning_fedleak.attacks.local_steps import LocalSteps, check_uncut, explain_stale_optimizer
+from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.run import (
+    AUTOCAST,
+    Found,
+    Look,
+    Moment,
+    NothingShared,
+    Outcome,
+    Pages,
+    Processes,
+    Result,
+    Run,
+    Series,
+    Unknown,
+    Waiting,
+    reason,
+)
+from lightning_fedleak.model.anatomy import (
+    EMBEDDING_WEIGHT,
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    Anatomy,
+    without_peft,
+)
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.compression import explain_compression
+from lightning_fedleak.model.model_runs import why_not_run
+from lightning_fedleak.model.snapshots import (
+    MOST_INPUT_NOISE,
+    GradientSnapshot,
+    Inapplicable,
+    NotYet,
+    Observation,
+    Stage,
+    UpdateSnapshot,
+    explain_input_noise,
+    explain_weight_term,
+)
+from lightning_fedleak.model.taps import Draw
+from lightning_fedleak.records import Family
+
+SURFACE_CAPABILITIES = {
+    HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
+    HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
+    EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
+}
+_MODEL_CAPABILITIES = frozenset((Capability.KNOWS_MODEL, Capability.KNOWS_BOTTOM_MODEL))
+HEAD_CAPABILITIES = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An attack in one run.
+
+    Attributes:
+        attack: the attack.
+        roles: whose gradients it reads; none where it reads layers that the server adds itself, or
+            hidden states at the split.
+        exposed: whether all of them are really shared.
+        optimizer: the one that owns these parameters; None where they are not exposed, or no
+            parameters of the client's.
+    """
+
+    attack: Attack
+    roles: tuple[str, ...]
+    exposed: bool
+    optimizer: Optimizer | None
+
+    def facts(self, run: Run, local_steps: int | None, step: int) -> RunFacts:
+        """Return what the attack learns about the run, see :meth:`Attack.meet`.
+
+        Args:
+            run: the run.
+            local_steps: optimizer steps of a round; None for single gradients.
+            step: optimizer step that the run begins at.
+        """
+        compression, defended = None, set[Literal["gradients", "batches", "activations"]]()
+        for defense in run.defenses:
+            compression = compression or (None if defense.defers else defense.compression)
+            if defense.acts_on_gradients:
+                defended.add("gradients")
+            if defense.acts_on_batches:
+                defended.add("batches")
+            if defense.activation_layers:
+                defended.add("activations")
+        return RunFacts(
+            precision=run.precision,
+            autocast=AUTOCAST.get(run.precision),
+            optimizer=None if self.optimizer is None else type(self.optimizer).__name__,
+            optimizer_settings=self._settings(run),
+            local_steps=local_steps,
+            defended=frozenset(defended),
+            step=step,
+            clip_value=run.clip_value,
+            compression=compression,
+        )
+
+    def _settings(self, run: Run) -> Mapping[str, object]:
+        """Return the settings of the parameter group that the attack reads, without tensors."""
+        if self.optimizer is None:
+            return {}
+        read = {id(run.anatomy.parameter(role)) for role in self.roles}
+        groups = self.optimizer.param_groups
+        group = next((g for g in groups if read & {id(p) for p in g["params"]}), groups[0])
+        known = (int, float, bool, str, tuple, type(None))
+        return {name: value for name, value in group.items() if isinstance(value, known)}
+
+
+class Channel(ABC):
+    """Do everything that the engine needs for the attacks of one family of leak.
+
+    Lives as long as its monitor. :meth:`open` begins a fit and :meth:`close` ends it; a look is
+    :meth:`arm`, then :meth:`batch_ends` for each micro-batch but the last, :meth:`at_moment` and
+    :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last,
+    :meth:`results`, :meth:`disarm` and :meth:`published`. A family must define how a guess is
+    scored (:meth:`score`) and how the results of clients are combined (:meth:`pooled`).
+
+    Args:
+        attacks: the attacks of this family; may be empty.
+        settings: how the run is watched.
+
+    Attributes:
+        listed_attacks: the attacks of this family.
+        attacks: the attacks that are played in this fit.
+        guesses: the class of what ``run`` of its attacks returns.
+        reads: the class of the attacks that it takes (of several channels the one whose class is
+            nearest to the attack's own).
+        leak: what it measures, and the words in which a report speaks of it.
+        family: the leak's name, as in the logs.
+        metrics: names of its rates, each logged with ``_low`` and ``_high``.
+        headline: the leak's metric that stands for the others on a page or in a table.
+        charts: the further rates that have a chart.
+        width: numbers in a packed result.
+        extras: names of its values that have no interval.
+        ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
+        limits: log name of what an account allows, by metric.
+        own_threshold: rates of the attacks' own decisions, low even where all scores are right.
+        parted: each process holds a part of the result, also where all processes are one client.
+        plays_games: its attacks are asked about texts, of the user's own too.
+        reads_updates: its attacks can read the weight change of several steps.
+        adversary: what its adversaries have by default, besides what they see.
+        sees: what they see because the monitor shows it to them.
+        at_weights: its attacks read the trained weights and nothing of a step, as those of
+            :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do.
+        looks_dependent: looks are of the same texts, so that the intervals of all hold together.
+        tests_looks: one look is tested by itself, so that each has a p-value.
+        controls_states: an attack without gradients of the model's is given a control too, whose
+            hidden states the channel takes itself.
+        controlled: its attacks are given the control of a look, see :meth:`control_rates`.
+
+    Raises:
+        ValueError: the settings do not fit the family.
+    """
+
+    guesses: ClassVar[type[Guess]] = Guess
+    reads: ClassVar[type[Attack]]
+    leak: ClassVar[Family]
+    family: ClassVar[str]
+    metrics: ClassVar[tuple[str, ...]]
+    headline: ClassVar[str]
+    charts: ClassVar[tuple[str, ...]] = ()
+    width: int
+    extras: ClassVar[tuple[str, ...]] = ()
+    ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
+    limits: Mapping[str, str] = MappingProxyType({})
+    own_threshold: ClassVar[tuple[str, ...]] = ()
+    parted: ClassVar[bool] = False
+    plays_games: ClassVar[bool] = False
+    reads_updates: ClassVar[bool] = False
+    adversary: frozenset[Capability] = HONEST_BUT_CURIOUS
+    sees: ClassVar[frozenset[Capability]] = frozenset()
+    at_weights: ClassVar[bool] = False
+    looks_dependent: ClassVar[bool] = False
+    tests_looks: ClassVar[bool] = False
+    controlled: ClassVar[bool] = False
+    controls_states: ClassVar[bool] = False
+
+    registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "leak" in vars(cls):
+            cls.family, cls.headline = cls.leak.name, cls.leak.headline
+        if "reads" in vars(cls):
+            Channel.registry[cls.reads] = cls
+
+    def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
+        self.listed_attacks: tuple[Any, ...] = tuple(attacks)
+        self.attacks: tuple[Any, ...] = self.listed_attacks
+        self.settings = settings
+        self.plans: tuple[Plan, ...] = ()
+        if attacks:
+            self.check_settings()
+
+    def check_settings(self) -> None:
+        """Refuse settings that do not fit the attacks.
+
+        Raises:
+            ValueError: says which setting to change.
+        """
+        if self.settings.local_steps is not None and not self.reads_updates:
+            name = self.attacks[0].name
+            raise ValueError(
+                f"local_steps attacks a weight change, and '{name}' reads what one step "
+                "sends: give it a monitor of its own, without local_steps"
+            )
+
+    # ---- names ------------------------------------------------------------------------------
+
+    def series(self, attack: Attack, stage: Stage) -> Series | None:
+        """Return the series of an attack's results at a stage; None where it has none."""
+        return Series.at(stage, attack.name)
+
+    def charted(self, series: Series) -> tuple[str, ...]:
+        """Return the rates of a series that have a chart, the headline first."""
+        return (self.headline, *self.charts)
+
+    def further_series(self) -> list[Series]:
+        """Return the series besides those of the attacks at the stages."""
+        return []
+
+    def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
+        """Return after how many looks a rate is first known, and why; None: at every look."""
+        return None
+
+    def never_known(self, metric: str) -> str | None:
+        """Return why a rate cannot become known in this run, and the mend; None: it can."""
+        return None
+
+    def never_judged(self, metric: str) -> str | None:
+        """Return why a rate cannot judge one client's update alone; None where it can."""
+        return None
+
+    def never_read(self, name: str, *, fresh: bool) -> Unknown | NothingShared | None:
+        """Return what an attack answers to every update of a federation; None where it varies."""
+        attack = next(a for a in self.listed_attacks if a.name == name)
+        plan = None
+        with suppress(ValueError):
+            plan = self.plan(attack)
+        if plan is None or not plan.exposed:
+            return NothingShared()
+        if (why := no_sum(plan)) is not None:
+            return Unknown(why, applies=False)
+        facts, steps = plan.facts(self.run, self.settings.local_steps, 0), None
+        if (how := facts.compression) and how.method not in attack.reads_compressed:
+            return Unknown(explain_compression(how.method), applies=False)
+        with suppress(UnusableObservation):  # some attacks read updates of any optimizer
+            steps = LocalSteps.from_facts(facts)
+        try:
+            attack.check_updates(facts)
+            if steps is not None:
+                steps.check_fresh(fresh)
+        except UnusableObservation as error:
+            return Unknown(str(error), applies=not isinstance(error, Inapplicable))
+        return None
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:  # noqa: B027
+        """Refuse what does not fit the run, before the model is on its device.
+
+        Raises:
+            ValueError: says which argument to change.
+        """
+
+    def open(self, run: Run) -> None:
+        """Begin a fit: insert taps."""
+        self.run = run
+
+    def admit(self, attack: Attack) -> None:
+        """Check once in a fit whether an attack can be played at all.
+
+        An adversary who knows the model knows its bottom too.
+
+        Raises:
+            ThreatModelError: names every capability that its adversary lacks.
+        """
+        surfaces, anatomy = SURFACE_CAPABILITIES.items(), self.run.anatomy
+        capabilities = {*self.run.assumed, *self.sees}
+        capabilities.update(c for role, c in surfaces if anatomy.parameter(role) is not None)
+        if Capability.KNOWS_MODEL in capabilities:
+            capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
+        require(attack.name, attack.threat_model, capabilities)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Leave some attacks out of this fit."""
+        self.attacks = tuple(a for a in self.attacks if a.name not in names)
+
+    def plan(self, attack: Attack) -> Plan:
+        """Check an attack against the model and the run at this moment, and return its plan.
+
+        Default: a plan that reads gradients of the client's own parameters.
+
+        Raises:
+            ValueError: it cannot read this model.
+        """
+        return gradient_plan(attack, self.run)
+
+    def follow(self, plans: Sequence[Plan]) -> None:
+        """Use these plans from now on, one for each attack."""
+        self.plans = tuple(plans)
+
+    def check(self, attack: Attack) -> None:  # noqa: B027
+        """Try as much of a calibrated attack as is possible before the first step.
+
+        Raises:
+            ValueError: an attack does not work on this model.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """End a fit: remove taps. May be called twice, and without :meth:`open`."""
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def wants_batch(self, steps_to_look: int) -> bool:
+        """Return whether the next look may need a batch that is not looked at."""
+        return False
+
+    def remember(self, batch: TokenBatch) -> None:  # noqa: B027
+        """Keep a reference to a batch that is not looked at."""
+
+    def arm(self) -> None:  # noqa: B027
+        """Start a look."""
+
+    def batch_ends(self, batch: TokenBatch | None) -> None:  # noqa: B027
+        """Take the batch of a micro-step that ended in a look; None where it trained nothing."""
+
+    def at_moment(self, moment: Moment) -> None:
+        """Let the attacks guess at this moment, at some stages. Default: from gradients."""
+        self.read_gradients(moment, self.plans)
+
+    def before_defense(  # noqa: B027
+        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> None:
+        """Prepare for a defence that acts on the gradients next."""
+
+    def results(self, look: Look) -> dict[Series, Result]:
+        """Return this process's result of each series; every process calls it at every look."""
+        empty = self.holds_nothing(look)
+        return {
+            series: self._result(look, plan, series, empty=empty)
+            for plan in self.plans
+            for series in self.series_of(plan)
+        }
+
+    def _result(self, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
+        if look.truth_error is not None:
+            return Unknown(f"the batch could not be read: {look.truth_error}")
+        if empty or not look.stepped or not plan.exposed:
+            return NothingShared()
+        answer = look.answers.get(series, Unknown("the attack was not run"))
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        try:
+            return Found(self.score(look, series, answer), look.controls.get(plan.attack.name))
+        except Exception as error:
+            return Unknown(reason(error))
+
+    def holds_nothing(self, look: Look) -> bool:
+        """Return whether no batch of the look can leak anything; called once in a look."""
+        return not any(batch.input_ids.numel() for batch in look.batches)
+
+    @abstractmethod
+    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
+        """Return the score of a guess against the truth, as :attr:`width` packed numbers.
+
+        Args:
+            look: the look with its batches; what a page shows of the guess goes into
+                ``look.notes``.
+            series: the series of the guess.
+            answer: the guess that :meth:`at_moment` stored in ``look.answers``.
+
+        Raises:
+            Exception: there is no score; the result is unknown.
+        """
+
+    def rates_now(self, look: Look, plan: Plan, answer: Any) -> Mapping[str, float]:
+        """Return the rates of a guess against the truth of this process so far in the look."""
+        return {}
+
+    def gives_control(self, attack: str) -> bool:
+        """Return whether an attack is given the control of a look, by its name."""
+        return self.controlled and any(a.name == attack and a.needs_control for a in self.attacks)
+
+    def control_rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of an attack on the gradient of a control, or why there are none (yet).
+
+        Args:
+            plan: of the attack.
+            view: the control's gradient.
+            draw: the words that it is of.
+            step: optimizer step of the look.
+        """
+        raise NotImplementedError
+
+    def without_truth(self, answer: Any) -> dict[str, float]:
+        """Return the values of a guess that the adversary itself knows, without the truth.
+
+        The values are among :attr:`extras`. Default: none.
+        """
+        return {}
+
+    def disarm(self, look: Look) -> None:  # noqa: B027
+        """End a look, also one that failed: free what it used."""
+
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:  # noqa: B027
+        """Show more than numbers of a look that counts; called on every process."""
+
+    # ---- over clients and looks -------------------------------------------------------------
+
+    @abstractmethod
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Return the outcome of all clients' packed results.
+
+        Args:
+            series: the series of the results.
+            rows: by number of the client; at least one.
+        """
+
+    def canary_scores(self, attack: str | None) -> Tensor | None:
+        """Return (m,) one score for each of the user's own canaries; None: none are kept.
+
+        Args:
+            attack: name of the attack; None where one alone scores them.
+
+        Raises:
+            ValueError: no such attack, or no look has scored them.
+        """
+        return None
+
+    def clear(self) -> None:  # noqa: B027
+        """Forget the looks of an earlier fit."""
+
+    def series_state(self, series: Series) -> dict[str, Tensor]:
+        """Return the state of one series for a checkpoint. Default: nothing."""
+        return {}
+
+    def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Restore what :meth:`series_state` returned."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the other state for a checkpoint, by names that no other channel uses."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:  # noqa: B027
+        """Restore what :meth:`state_dict` returned, from the joint state of all channels."""
+
+    # ---- what channels have in common -------------------------------------------------------
+
+    def series_of(self, plan: Plan) -> list[Series]:
+        """Return the series in which an attack has results in this fit."""
+        return self.series_at(plan.attack, self.settings.stages)
+
+    def series_at(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """Return the series of an attack at those of the stages where it has one."""
+        names = (self.series(attack, stage) for stage in stages)
+        return [series for series in names if series is not None]
+
+    def read_gradients(self, moment: Moment, plans: Sequence[Plan]) -> None:
+        """Let each attack guess once from the gradients at the wanted stages."""
+        owners = (None, moment.optimizer)
+        stepped = [p for p in plans if moment.optimizer is None or p.optimizer in owners]
+        readable = [p for p in stepped if p.exposed and p.roles]
+        if not moment.wanted or not readable:
+            return
+        view = moment.gradients()
+        for plan in readable:
+            series = self.series_at(plan.attack, moment.wanted)
+            if silent := [s for s in series if s not in moment.look.answers]:
+                moment.look.answers |= dict.fromkeys(silent, guess(plan, view, self.run))
+
+
+def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
+    """Return one channel of every known family, with the attacks of that family.
+
+    Raises:
+        ValueError: the settings do not fit.
+    """
+    channels = [
+        kind([a for a in attacks if family_of(a) is kind], settings)
+        for kind in Channel.registry.values()
+    ]
+    played = any(channel.plays_games and channel.attacks for channel in channels)
+    if settings.games.canaries is not None and not played:
+        raise ValueError(
+            "canaries= are texts that membership attacks are asked for, and none is listed: add "
+            "FCMembership(layer=6), or Canaries() of the trained weights"
+        )
+    return channels
+
+
+def family_of(attack: Attack) -> type[Channel]:
+    """Return the class of an attack's channel."""
+    return next(Channel.registry[c] for c in type(attack).__mro__ if c in Channel.registry)
+
+
+def guess(
+    plan: Plan, view: GradientSnapshot | Unknown | Waiting, run: Run, query: Query | None = None
+) -> Guess | Unknown | Waiting:
+    """Return what an attack guesses from gradients, or why it has no guess (yet)."""
+    if isinstance(view, Unknown | Waiting):
+        return view
+    if (unreadable := find_unreadable(plan, view)) is not None:
+        return unreadable
+    try:
+        if not plan.attack.reads_clipped and view.compression != "sign":  # all of one size
+            check_uncut(view, plan.roles, plan.facts(run, None, view.step))
+        with torch.no_grad():
+            answer = plan.attack.run(Observation((view,)), query)
+        check_guess(plan.attack, answer, family_of(plan.attack).guesses)
+        return answer
+    except NotYet as error:
+        zeros = tuple(role for role in plan.roles if not bool(view.tensors[role].any()))
+        return Waiting(str(error), zeros=zeros)
+    except Exception as error:
+        return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
+
+
+def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
+    """Return why an attack's method cannot read a view; None where it can."""
+    if isinstance(view, UpdateSnapshot):
+        if (why := no_sum(plan)) is not None:
+            return Unknown(why, applies=False)
+        groups = plan.optimizer.param_groups if plan.optimizer is not None else ()
+        carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
+        if carries and not view.fresh:
+            return Unknown(explain_stale_optimizer("SGD"))
+    regularised = [role for role in plan.roles if role in view.loss_terms]
+    if regularised and not plan.attack.removes_loss_terms:
+        return Unknown(explain_weight_term(regularised[0]))
+    if plan.attack.needs_plain_inputs and view.input_noise > MOST_INPUT_NOISE:
+        return Unknown(explain_input_noise(view.input_noise))
+    if view.compression not in ("", *plan.attack.reads_compressed):
+        return Unknown(explain_compression(view.compression), applies=False)
+    absent = [role for role in plan.roles if role not in view.tensors]
+    return Unknown(f"no gradient of {', '.join(absent)} in this step") if absent else None
+
+
+def no_sum(plan: Plan) -> str | None:
+    """Return why an attack on sums of gradients cannot read an optimizer's updates, if so."""
+    optimizer = plan.optimizer
+    adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
+    if not adaptive or plan.attack.reads_adaptive_updates:
+        return None
+    return (
+        f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack reads "
+        "these; AlignedFlatChat and GradientMembership read such updates"
+    )
+
+
+def check_guess(attack: Attack, answer: object, expected: type[Guess]) -> None:
+    """Refuse a return value of an attack's ``run`` that is no guess of its family.
+
+    Raises:
+        UnusableObservation: names both classes.
+    """
+    if not isinstance(answer, expected):
+        raise UnusableObservation(
+            f"run of attack '{attack.name}' returned a {type(answer).__name__}, and must return a "
+            f"{expected.__name__} ({expected.__module__})"
+        )
+
+
+def worst_of(clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each metric at the client where it is highest; empty for one client."""
+    names = clients[0] if len(clients) > 1 else ()
+    numbers = {n: [each[n] for each in clients if not math.isnan(each[n])] for n in names}
+    return {name: max(values, default=math.nan) for name, values in numbers.items()}
+
+
+# ---- what an attack needs ----------------------------------------------------------------------
+
+
+def check_forward(attack: Attack, anatomy: Anatomy) -> None:
+    """Refuse an attack that runs the model on texts of its own, where that is impossible.
+
+    Raises:
+        ValueError: names the method to give.
+    """
+    why_not = why_not_run(anatomy) if _MODEL_CAPABILITIES & attack.threat_model.needs else None
+    if why_not is not None:
+        raise ValueError(f"attack '{attack.name}' runs the model on texts, and {why_not}")
+
+
+def gradient_plan(attack: Attack, run: Run) -> Plan:
+    """Return the plan of an attack on gradients of the client's own parameters, checked.
+
+    Raises:
+        ThreatModelError: it reads words off a head whose rows are a classifier's outputs.
+        ValueError: the attack reads parameters of several optimizers, or no gradients.
+    """
+    anatomy = run.anatomy
+    _check_head(attack, anatomy)
+    # DDP reduces every trainable parameter, not only those that an optimizer owns.
+    reduces_all = run.under_ddp and run.client == "rank"
+    surfaces = attack.needs(anatomy)
+    roles = surfaces.gradients
+    if not roles or surfaces.layers:
+        raise ValueError(
+            f"attack '{attack.name}' asks for activations or for nothing; a monitor shows "
+            "attacks the gradients of parameters, plays membership games, and shows activations to "
+            "an InversionAttack"
+        )
+    owners: list[Optimizer] = []
+    exposed = True
+    for role in roles:
+        groups = ((o, p) for o in run.optimizers for g in o.param_groups for p in g["params"])
+        owner = next((o for o, p in groups if p is anatomy.parameter(role)), None)
+        exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
+        if owner is not None and all(owner is not o for o in owners):
+            owners.append(owner)
+    if exposed and len(owners) > 1:
+        raise ValueError(
+            f"attack '{attack.name}' reads {', '.join(roles)}, which are stepped by different "
+            "optimizers. Give these parameters to one optimizer, or leave this attack out."
+        )
+    return Plan(attack, roles, exposed, owners[0] if owners else None)
+
+
+def _check_head(attack: Attack, anatomy: Anatomy) -> None:
+    if anatomy.kind != "classifier" or not HEAD_CAPABILITIES & attack.threat_model.needs:
+        return
+    model = type(without_peft(anatomy.model)).__name__
+    n = anatomy.vocab_size
+    head = f"the labels of {model} are classes"
+    if anatomy.head is not None:
+        outputs = "one output" if n == 1 else f"{n} outputs"
+        head = f"the rows of '{anatomy.head_name}' of {model} are its {outputs}"
+    raise ThreatModelError(
+        f"attack '{attack.name}' reads words off an output head with a row for each token, and "
+        f"{head}. Remove the attack; BagOfWords reads the gradient of the embeddings, "
+        "SubspaceWords that of the first block's projections."
+    )

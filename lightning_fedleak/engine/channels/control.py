@@ -1,0 +1,330 @@
+"""When a look has a control, and what the attacks read of it.
+
+A low number says how little an attack read. The control says how much it could have read in this
+very step: its words are the batch's own, shuffled (:mod:`lightning_fedleak.model.taps.control`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.engine.channels.base import Channel, Plan
+from lightning_fedleak.engine.channels.targets import special_ids
+from lightning_fedleak.engine.log import accounting
+from lightning_fedleak.engine.run import (
+    Control,
+    Look,
+    Moment,
+    Run,
+    Series,
+    Unknown,
+    Waiting,
+    reason,
+)
+from lightning_fedleak.model.anatomy import without_peft
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
+from lightning_fedleak.model.taps import (
+    Draw,
+    control_gradient,
+    control_update,
+    draw_texts,
+    draw_words,
+    is_uneven,
+)
+from lightning_fedleak.records import default_limit
+
+FALL = 0.9
+"""Share of the last control below which a number is controlled again.
+
+Higher: more looks have a control, which costs a training step. Lower: an attack that has lost some
+of its sight since is found later.
+"""
+SMALLER = 4
+"""Each part of a batch has this share of the labels of the part before; 2 tries twice as many."""
+LEAST_LABELS = 4
+"""Labels of the smallest part: an attack that names one word of any batch has at most .4 of these.
+
+Fewer: such an attack counts as one that the batch is too large for; more: attacks that can hold but
+a few types are unknown.
+"""
+
+
+_ELSEWHERE = "the control could not be made on another process"
+_NO_TEXTS = "it prefers likely texts, and shuffled ones are not: pass games=Games(held_out=texts)"
+
+
+@dataclass
+class _Newest:
+    """The newest control of an attack, and the number that it had then or later."""
+
+    control: float
+    number: float
+
+
+class Controls:
+    """Give the attacks of a run the controls of its looks.
+
+    Args:
+        run: the run.
+        series: the channel of each series.
+        held_out: texts that take the place of the batch's own where an attack prefers likely ones.
+
+    Attributes:
+        needs: by the name of a family, what a control must exceed: the highest threshold of its
+            gates.
+    """
+
+    def __init__(
+        self, run: Run, series: Mapping[Series, Channel], held_out: PublicText | None
+    ) -> None:
+        self._run = run
+        self._series = series
+        self._held_out = held_out
+        config = getattr(without_peft(run.anatomy.model), "config", None)
+        self._special = special_ids(config, run.tokenizers)
+        self._newest: dict[str, _Newest] = {}
+        self.needs: dict[str, float] = {}
+        sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
+        self._together = run.processes > 1 and (run.client == "world" or sharded)
+        # Under DP the moments of controls must not depend on the data.
+        self._by_cadence = bool(accounting(run.defenses))
+
+    def play(self, moment: Moment, plans: Sequence[Plan]) -> None:
+        """Give attacks that have read a step its control, where one is due.
+
+        Args:
+            moment: after which the optimizer steps; the attacks have answered.
+            plans: of the attacks that read gradients.
+        """
+        look = moment.look
+        played = [(plan, one) for plan in plans if (one := self._channel(plan)) is not None]
+        optimizers = (None, moment.optimizer)  # None: the attack reads no parameter of the model
+        stepped = [p for p in played if moment.optimizer is None or p[0].optimizer in optimizers]
+        due = [
+            plan for plan, channel in stepped if self._anywhere(self._is_due(look, plan, channel))
+        ]
+        if not due:
+            return
+        try:
+            self._play(look, due)
+        except Exception as error:
+            why = reason(error)
+            for plan in due:
+                self._keep(look, plan, Control(self._nothing(plan), why=why))
+
+    def _anywhere(self, here: bool) -> bool:
+        """Return whether something is true here, or on another process that makes this control too.
+
+        Where the processes are one client, or share a sharded model, all make each of its gradients
+        or none does.
+        """
+        return self._run.on_any_process(here) if self._together else here
+
+    def may_play(self, plans: Sequence[Plan]) -> bool:
+        """Return whether one of these attacks is given controls."""
+        return any(self._channel(plan) is not None for plan in plans)
+
+    def _channel(self, plan: Plan) -> Channel | None:
+        """Return the channel of an attack, if it is given controls."""
+        owners = (c for s, c in self._series.items() if s.attack == plan.attack.name)
+        channel = next(owners, None)
+        if channel is None or not plan.exposed or plan.attack.sends_values:
+            return None
+        if not plan.roles and not channel.controls_states:
+            return None
+        return channel if channel.gives_control(plan.attack.name) else None
+
+    def _is_due(self, look: Look, plan: Plan, channel: Channel) -> bool:
+        """Return whether an attack's number of this look needs a control of this look.
+
+        The first one does, and one that is lower than it last was, or below :data:`FALL` of the
+        last control.
+        """
+        newest = self._newest.get(plan.attack.name)
+        if newest is None or (self._by_cadence and look.scope is None):
+            return True
+        if self._by_cadence:
+            return False
+        number = self._number(look, plan, channel)
+        last, newest.number = newest.number, number
+        return math.isnan(newest.control) or number < last or number < FALL * newest.control
+
+    def _number(self, look: Look, plan: Plan, channel: Channel) -> float:
+        """Return the lowest number of an attack at the stages of this look; 0 without one."""
+        answers = (look.answers.get(s) for s in self._series if s.attack == plan.attack.name)
+        known = [a for a in answers if a is not None and not isinstance(a, Unknown | Waiting)]
+        try:
+            rates = [channel.rates_now(look, plan, answer) for answer in known]
+        except Exception:  # the attack's own failure, as its result says
+            return 0.0
+        numbers = (each.get(channel.headline, math.nan) for each in rates)
+        return min((number for number in numbers if not math.isnan(number)), default=0.0)
+
+    def _play(self, look: Look, plans: Sequence[Plan]) -> None:
+        reads, failure = [*look.calls, *look.current], look.truth_error
+        likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
+        shuffled: list[Draw] = []
+        held_out: list[Draw] = []
+        uneven = False
+        generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
+        try:
+            if not reads:
+                raise UnusableObservation("the step's calls were not read")
+            shuffled = [draw_words(reads, self._special, generator, sizes_go_with_words=False)]
+            if likely and self._held_out is not None:
+                texts = self._held_out.sentences
+                held_out = [draw_texts(reads, self._special, texts, generator)]
+            uneven = is_uneven(reads)
+        except Exception as error:
+            failure = failure or reason(error)
+        if self._anywhere(failure is not None):
+            raise UnusableObservation(failure or _ELSEWHERE)
+        if self._anywhere(uneven):
+            shuffled += [draw_words(reads, self._special, generator, sizes_go_with_words=True)]
+        if others := [plan for plan in plans if plan not in likely]:
+            self._ask(look, others, shuffled)
+        if likely and self._held_out is not None:
+            self._ask(look, likely, held_out)
+        elif likely:
+            for plan in likely:
+                self._keep(look, plan, Control(self._nothing(plan), why=_NO_TEXTS))
+
+    def _ask(self, look: Look, plans: Sequence[Plan], draws: Sequence[Draw]) -> None:
+        """Ask attacks about the known words of some draws, and about parts where they read few."""
+        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
+        found: dict[str, list[Mapping[str, float] | Unknown | Waiting]] = {}
+        for draw in draws:
+            view = self._view(look, draw, roles)
+            for plan in plans:
+                found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
+        low = []
+        for plan in plans:
+            control, is_low = self._lowest(look, plan, found[plan.attack.name]), False
+            if control is not None:
+                self._keep(look, plan, control)
+                channel = self._channel(plan)
+                assert channel is not None
+                is_low = not control.rates.get(channel.headline, math.nan) > self._need(channel)
+            if self._anywhere(is_low):
+                low.append(plan)
+        if low:
+            self._play_parts(look, low, draws[-1])
+
+    def _rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, look: Look
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        channel = self._channel(plan)
+        assert channel is not None
+        try:
+            return channel.control_rates(plan, view, draw, look.step)
+        except Exception as error:
+            return Unknown(reason(error))
+
+    def _view(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
+        """Return the gradients of a control; empty where attacks read hidden states alone."""
+        if roles:
+            return self._gradient(look, draw, roles)
+        return GradientSnapshot(look.step, Stage.LOCAL, {}, client=self._run.number)
+
+    def _gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
+        """Return the gradient of a control; the mean over processes if they are one client.
+
+        Raises:
+            UnusableObservation: it cannot be made, on this process or on another one.
+        """
+        run, why = self._run, _ELSEWHERE
+        view: GradientSnapshot | None = None
+        try:
+            view = self._own_gradient(look, draw, roles)
+        except Exception as error:
+            why = reason(error)
+        if self._anywhere(view is None) or view is None:
+            raise UnusableObservation(why)
+        if run.client == "world" and run.processes > 1:
+            tensors = {}
+            for role in roles:
+                if self._anywhere(role in view.tensors):
+                    gradient = view.tensors.get(role, self._zeros(role))
+                    tensors[role] = run.summed(gradient) / run.processes
+            view = replace(view, tensors=tensors)
+        return replace(view, client=run.number, input_noise=look.input_noise)
+
+    def _own_gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
+        """Return this process's gradient; of a round the update, where it can be made again."""
+        run, step, scale = self._run, look.step, self._run.loss_scale
+        if look.local is None:
+            return control_gradient(run.anatomy, draw, roles, step=step, scale=scale)
+        cut = run.clip_value
+        return control_update(
+            run.anatomy, draw, roles, look.local, step=step, scale=scale, clip_value=cut
+        )
+
+    def _zeros(self, role: str) -> Tensor:
+        """Return the gradient of a parameter on a process whose part of a batch has no label."""
+        parameter = self._run.anatomy.parameter(role)
+        assert parameter is not None
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._run.device)
+
+    def _lowest(
+        self, look: Look, plan: Plan, found: Sequence[Mapping[str, float] | Unknown | Waiting]
+    ) -> Control | None:
+        """Return the lowest control of the draws; None where the undefended step has no result."""
+        names = [s for s in self._series if s.attack == plan.attack.name]
+        if waits := next((one for one in found if isinstance(one, Waiting)), None):
+            # What noise is on the stages behind it says nothing of the words.
+            look.answers |= dict.fromkeys(names, waits)
+            return None
+        if failed := next((one for one in found if isinstance(one, Unknown)), None):
+            return Control(self._nothing(plan), why=failed.why)
+        rates = [one for one in found if isinstance(one, Mapping)]
+        return Control({name: min(one[name] for one in rates) for name in rates[0]})
+
+    def _play_parts(self, look: Look, plans: Sequence[Plan], whole: Draw) -> None:
+        """Ask attacks whose control is low about parts of it, until one is read or none is left.
+
+        Where an attack reads a part, the whole holds more than it can tell apart.
+        """
+        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
+        counts = torch.stack([(sizes != 0).sum() for sizes in whole.sizes]).sum()
+        n_labels = int(self._run.summed(counts) / self._run.processes if self._together else counts)
+        low = list(plans)
+        while low and n_labels > LEAST_LABELS:
+            n_labels = max(n_labels // SMALLER, LEAST_LABELS)
+            part = whole.first(n_labels)
+            view = self._view(look, part, roles)
+            still = []
+            for plan in low:
+                channel, rates = self._channel(plan), self._rates(plan, view, part, look)
+                assert channel is not None
+                need = max(self._need(channel), default_limit(channel.leak.chance))
+                known = rates if isinstance(rates, Mapping) else {}
+                is_read = known.get(channel.headline, math.nan) > need
+                if is_read and plan.attack.name in look.controls:
+                    control = look.controls[plan.attack.name]
+                    self._keep(look, plan, replace(control, part=known))
+                if self._anywhere(not is_read):
+                    still.append(plan)
+            low = still
+
+    def _keep(self, look: Look, plan: Plan, control: Control) -> None:
+        channel = self._channel(plan)
+        assert channel is not None
+        look.controls[plan.attack.name] = control
+        number = self._number(look, plan, channel)
+        value = control.rates.get(channel.headline, math.nan)
+        self._newest[plan.attack.name] = _Newest(value, number)
+
+    def _need(self, channel: Channel) -> float:
+        """Return what a control must exceed for a low number to count."""
+        return self.needs.get(channel.family, default_limit(channel.leak.chance))
+
+    def _nothing(self, plan: Plan) -> dict[str, float]:
+        channel = self._channel(plan)
+        assert channel is not None
+        return dict.fromkeys(channel.metrics, math.nan)

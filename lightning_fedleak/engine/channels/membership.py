@@ -1,0 +1,702 @@
+"""Membership: is this text in the batch? Games with canaries that are computed beside the step.
+
+A dishonest server's layers are not put into the model. Their gradient follows from the hidden
+states of the step's own batch and from the gradient of the user's own loss there
+(:meth:`~lightning_fedleak.attacks.membership.base.MembershipAttack.gradient`), and then goes the
+way of every gradient, through the defences. The hidden states are those of an eval-mode forward
+without gradient, since a dishonest server sets dropout to 0. Training sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from scipy.stats import mannwhitneyu
+from torch import Tensor, nn
+
+from lightning_fedleak.attacks import (
+    CRAFTED,
+    DISHONEST_SERVER,
+    Attack,
+    MembershipAttack,
+    MembershipGuess,
+    UnusableObservation,
+    direction_of,
+    upstream_of,
+)
+from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
+from lightning_fedleak.engine.channels import played
+from lightning_fedleak.engine.channels.base import Channel, Plan, check_guess
+from lightning_fedleak.engine.channels.targets import (
+    Rows,
+    Sources,
+    Targets,
+    check_held_out,
+    draw_targets,
+    special_ids,
+    with_gradient,
+)
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.run import (
+    AUDIT,
+    Look,
+    Moment,
+    Outcome,
+    Pages,
+    Processes,
+    Run,
+    Series,
+    Unknown,
+    Waiting,
+    reason,
+)
+from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR, RATES
+from lightning_fedleak.model.anatomy import Anatomy, without_peft
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.model_runs import hidden_states
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.taps import (
+    ActivationTap,
+    Draw,
+    ModelCalls,
+    control_states,
+    join_pieces,
+    with_ids,
+)
+from lightning_fedleak.records import MEMBERSHIP
+
+_ALL_CANARIES = "every canary"
+_TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
+
+
+BY_CHANCE = 0.05
+PART_BY_CHANCE = 0.01
+"""Chance of scores that know nothing above which a control, or one of a part, counts as not read.
+
+Of a part it is smaller since some three are tried. Higher: an attack that knows nothing passes as
+one that would have been seen; lower: batches of a few texts have no control. Of two texts no game
+is certain: their control counts as it is.
+"""
+
+
+@dataclass(frozen=True)
+class _Games:
+    """Hold the games of one attack at one look.
+
+    Attributes:
+        targets: the targets.
+        canary: the gradient of their crafted layers, on its way out.
+    """
+
+    targets: Targets
+    canary: CanaryGradient
+
+
+@dataclass
+class GameTable:
+    """Hold the games of one look about one kind of texts.
+
+    Attributes:
+        targets: the targets, or why there are none (yet).
+        games: games by the attack's name, or why there are none.
+        whole: all targets are asked for, also those that the loss ignores.
+    """
+
+    targets: Targets | Waiting | Unknown
+    games: dict[str, _Games | Unknown] = field(default_factory=dict)
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Hold one layer at one look.
+
+    Attributes:
+        batches: the micro-batches, with one document in a row.
+        client: (B, L, d) hidden states of each micro-batch.
+        gradients: (B, L, d) of the loss in them.
+    """
+
+    batches: Sequence[TokenBatch]
+    client: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+
+
+class MembershipChannel(Channel):
+    """Play membership games: at each look the bits are drawn, and the attacks guess.
+
+    The server's copy of the model is the model at the look: its age is 0. What an attack reads is
+    always exposed, because the server adds its own layers and none of the client's needs to be
+    trained.
+    """
+
+    guesses = MembershipGuess
+    reads: ClassVar[Any] = MembershipAttack
+    plays_games = True
+    tests_looks: ClassVar[bool] = True
+    controlled: ClassVar[bool] = True
+    controls_states: ClassVar[bool] = True
+    leak = MEMBERSHIP
+    metrics = RATES
+    charts = ("accuracy", "advantage", "tpr_at_fpr_0.01")
+    ranges: ClassVar[Any] = {
+        **dict.fromkeys(("accuracy", "auc"), (0.0, 1.0, 0.5)),
+        **dict.fromkeys(("f1", "tpr_at_fpr_"), (0.0, 1.0, 0.0)),
+        "advantage": (-1.0, 1.0, 0.0),
+    }
+    own_threshold = ("accuracy", "f1", "advantage")
+    adversary = DISHONEST_SERVER
+
+    def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
+        super().__init__(attacks, settings)
+        self.games = games = settings.games
+        self.width = 1 + 3 * 2 * games.targets
+        self._audits: dict[str, Series] = {}
+        self._canary_scores: played.CanaryScores | None = None
+        if games.canaries is not None and attacks:
+            self._audits = {a.name: Series(AUDIT, a.name, a.name, Stage.SHARED) for a in attacks}
+            if games.score_canaries is not None:
+                self._canary_scores = played.CanaryScores(
+                    games.score_canaries, [a.name for a in attacks]
+                )
+        self._windows: dict[Series, played.Window] = {}
+        self._tap: ActivationTap | None = None
+        self._calls: ModelCalls | None = None
+        self._layers: set[int] = set()
+        self._tables: dict[str, GameTable] = {}
+        self._leaving = False
+
+    def check_settings(self) -> None:
+        """Refuse texts that an attack knows to be outside, and canaries that nothing measures.
+
+        Raises:
+            ValueError: says which setting to change.
+        """
+        super().check_settings()
+        games = self.settings.games
+        for attack in self.attacks:
+            check_held_out(attack, games.held_out)
+        if games.canaries is not None and Stage.SHARED not in self.settings.stages:
+            raise ValueError(
+                "canaries= are measured on what leaves the client: add 'shared' to stages"
+            )
+
+    def canary_scores(self, attack: str | None) -> Tensor | None:
+        """Return (m,) one score for each of the user's own canaries; None: none are kept."""
+        return None if self._canary_scores is None else self._canary_scores.scores_of(attack)
+
+    def further_series(self) -> list[Series]:
+        """Return the series of the user's canaries."""
+        return list(self._audits.values())
+
+    def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
+        """Return the looks that a TPR needs: a small rate of false positives takes many texts."""
+        if not metric.startswith("tpr_at_fpr_"):
+            return None
+        fpr = float(metric.removeprefix("tpr_at_fpr_"))
+        others = self.games.targets * clients
+        return math.ceil(NEGATIVES_PER_FPR / fpr / others - 1e-9), (
+            f"a rate at {fpr:g} false positives is known only from {NEGATIVES_PER_FPR / fpr:.0f} "
+            f"texts that are not in the batch, and a look has {others} of them"
+        )
+
+    def never_judged(self, metric: str) -> str | None:
+        """Return why the attack's own threshold, an interval or a TPR cannot judge one update."""
+        if metric in self.own_threshold:
+            return (
+                "it is of the attack's own threshold, so that it may be 0 of an update that is "
+                "read without an error"
+            )
+        if metric.endswith(("_low", "_high")):
+            return "intervals are of the games of all rounds, and a gate judges one round"
+        requirement = self.looks_until_known(metric.removesuffix("_worst_client"), 1)
+        if requirement is None or requirement[0] <= 1:
+            return played.too_few(self.games.targets)
+        return requirement[1]
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:
+        """Refuse runs in which the client's part of the games is not known.
+
+        Raises:
+            ValueError: says which setting to change.
+        """
+        if self._canary_scores is not None and processes.count > 1:
+            raise ValueError(
+                "score_canaries= needs every release of the run, and each process sees its own "
+                "client's: run one process, or leave score_canaries out"
+            )
+        if not self.attacks:
+            return
+        games = f"'{self.attacks[0].name}' plays membership games, which"
+        if processes.sharded_by is not None:
+            raise ValueError(
+                f"{games} need whole layers; {processes.sharded_by} shards them. Use DDP with "
+                "client='rank', or one device; attacks on words and texts run under FSDP2 too."
+            )
+        if processes.count == 1:
+            return
+        if processes.client == "world":
+            raise ValueError(
+                f"{games} ask one process's batch; with client='world' the batch is spread over "
+                "several. Use client='rank', or run one process."
+            )
+        if Stage.AGGREGATE in self.settings.stages:
+            raise ValueError(
+                f"{games} ask one client's batch; what remains of it in the mean over clients is "
+                "not computed. Leave 'aggregate' out of stages=, or give these attacks a monitor "
+                "of their own."
+            )
+
+    def open(self, run: Run) -> None:
+        """Begin a fit."""
+        super().open(run)
+        config = getattr(without_peft(run.anatomy.model), "config", None)
+        self._sources = Sources(
+            self.games,
+            run.number,
+            causal=run.anatomy.kind == "causal",
+            special=special_ids(config, run.tokenizers),
+        )
+        self._replaced = any(d.acts_on_batches for d in run.defenses)
+        self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
+
+    def plan(self, attack: Attack) -> Plan:
+        """Return a plan without roles, because the server adds the layers that are read.
+
+        Raises:
+            ValueError: the model has no such layer.
+        """
+        attack.needs(self.run.anatomy)
+        return Plan(attack, (), True, None)
+
+    def follow(self, plans: Sequence[Plan]) -> None:
+        """Tap the layers that are read."""
+        super().follow(plans)
+        layers = {a.layer for a in self.attacks}
+        if layers != self._layers:
+            self.close()
+            if layers:
+                self._tap = self._place_tap(sorted(layers))
+                self._calls = ModelCalls(self.run.anatomy) if self._replaced else None
+            self._layers = layers
+
+    def _place_tap(self, layers: Sequence[int]) -> ActivationTap:
+        # A server that adds trainable layers gets a gradient there, whatever is frozen below. In a
+        # reentrant checkpoint that cannot be had without changing what is trained.
+        anatomy = self.run.anatomy
+        checkpointed = any(
+            getattr(m, "gradient_checkpointing", False) for m in anatomy.model.modules()
+        )
+        return ActivationTap(anatomy, layers, states=False, reach=not checkpointed)
+
+    def check(self, attack: Attack) -> None:
+        """Try an attack on two short texts, so that a misfit shows before training.
+
+        Raises:
+            ValueError: an attack does not fit the model, or the model does not run on token ids.
+        """
+        assert isinstance(attack, MembershipAttack)
+        every = torch.ones(2, 2, dtype=torch.bool)
+        rows = Rows(torch.full((2, 2), 1), every, False, every)
+        try:
+            with self.run.forward_context():
+                hidden = hidden_states(self.run.anatomy, attack.layer, rows.ids)
+            embedded = attack.embed(hidden, rows.query(torch.tensor([0, 1])))
+            upstream = hidden.new_zeros(2, 2 if attack.granularity == "token" else 1).float()
+            shape = tuple(attack.gradient(embedded, hidden, None, upstream).shape)
+            if shape != (2, 2, attack.rungs):
+                raise ValueError(f"its gradient should be (2, 2, {attack.rungs}), and is {shape}")
+        except Exception as error:
+            raise ValueError(
+                f"{self.run.watcher}: '{attack.name}' cannot be played on this model: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        if self._tap is not None:
+            self._tap.close()
+        if self._calls is not None:
+            self._calls.close()
+        self._tap = self._calls = None
+        self._layers = set()
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def wants_batch(self, steps_to_look: int) -> bool:
+        """Return whether the next look may need this batch for texts outside its own."""
+        return bool(self.attacks) and self._sources.wants_batch(steps_to_look)
+
+    def remember(self, batch: TokenBatch) -> None:
+        """Keep a reference to a batch, whose texts are non-members of a later one."""
+        if self.attacks:
+            self._sources.remember(batch)
+
+    def arm(self) -> None:
+        """Start a look."""
+        if self._tap is not None:
+            self._tap.arm()
+        if self._calls is not None:
+            self._calls.arm()
+
+    def disarm(self, look: Look) -> None:
+        """End a look, free its tensors, and remember its batches."""
+        if self._tap is not None:
+            self._tap.disarm()
+        if self._calls is not None:
+            self._calls.arm(False)
+        self._leaving = False
+        self._tables.clear()
+        for batch in look.batches:
+            self.remember(batch)
+
+    @torch.no_grad()
+    def _begin(self, step: int, batches: Sequence[TokenBatch], scale: float) -> None:
+        """Draw the targets, and compute each attack's canary before any defence acts.
+
+        It happens once in a look: where several optimizers step, the server's layers are stepped
+        with the first of them.
+
+        Args:
+            step: optimizer step.
+            batches: the micro-batches that the step's gradient is of.
+            scale: loss scale that is still in the gradients of the hidden states.
+        """
+        if not self.attacks or self._tables:
+            return
+        self._leaving = True
+        self._tables[str(Stage.SHARED)] = GameTable(
+            draw_targets(self._sources.population, step, batches)
+        )
+        if self._audits:
+            self._tables[AUDIT] = GameTable(draw_targets(self._sources.canaries, step, batches))
+        if self._canary_scores is not None:
+            every = draw_targets(lambda _, b: self._sources.all_canaries(b), step, batches)
+            self._tables[_ALL_CANARIES] = GameTable(every, whole=True)
+        dealt = [t for t in self._tables.values() if isinstance(t.targets, Targets)]
+        layers: dict[int, _Layer | Unknown] = {}
+        for attack in self.attacks if dealt else ():
+            if attack.layer not in layers:
+                layers[attack.layer] = self._layer(attack.layer, batches, scale)
+            layer = layers[attack.layer]
+            for table in dealt:
+                try:
+                    table.games[attack.name] = (
+                        layer
+                        if isinstance(layer, Unknown)
+                        else self._games(attack, layer, table.targets, table.whole)
+                    )
+                except Exception as error:
+                    table.games[attack.name] = Unknown(reason(error))
+
+    def _layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _Layer | Unknown:
+        """Return the client's hidden states and the gradient of its loss in them."""
+        assert self._tap is not None
+        try:
+            if any(batch.preferences for batch in batches):
+                raise UnusableObservation(
+                    "the loss prefers chosen texts to rejected ones, which enter its gradient with "
+                    "the other sign, and layers of a server's own have no control; "
+                    "SubspaceMembership reads such steps"
+                )
+            for rewritten, name in self._rewritten.items():
+                if rewritten <= layer:
+                    raise UnusableObservation(
+                        f"the defence '{name}' rewrites the hidden states at layer {rewritten}, "
+                        f"and what layers of the server's own read at layer {layer} then is not "
+                        "computed: ask below it"
+                    )
+            read = batches if self._calls is None else with_ids(self._calls.calls, batches)
+            return self._layer_of(layer, batches, read, self._tap.gradients(layer, scale=scale))
+        except Exception as error:
+            return Unknown(reason(error))
+
+    def _layer_of(
+        self,
+        layer: int,
+        batches: Sequence[TokenBatch],
+        read: Sequence[TokenBatch],
+        pieces: Sequence[Tensor],
+    ) -> _Layer:
+        """Return a layer with the hidden states of texts, and the gradients that were recorded.
+
+        Args:
+            layer: the layer.
+            batches: as the user has them.
+            read: as the model got them.
+            pieces: the gradients of the calls of the model.
+
+        Raises:
+            UnusableObservation: the gradients are not of these batches.
+        """
+        gradients = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
+        if len(gradients) != len(batches):
+            raise UnusableObservation(
+                f"the loss's gradient at layer {layer} was seen in {len(gradients)} of "
+                f"{len(batches)} batches (torch.compile, or a loss that does not use it?)"
+            )
+        for batch, gradient in zip(batches, gradients, strict=True):
+            if gradient.shape[:2] != batch.input_ids.shape:
+                raise UnusableObservation(
+                    f"the model was run on {tuple(gradient.shape[:2])} tokens at layer "
+                    f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
+                )
+        documents = [batch.by_document() for batch in read]
+        with self.run.forward_context():
+            client = [
+                hidden_states(self.run.anatomy, layer, b.input_ids, b.attention_mask)
+                for b in documents
+            ]
+        each = zip(batches, gradients, strict=True)
+        return _Layer(documents, client, [batch.per_document(part) for batch, part in each])
+
+    def _embedded(self, layer: int, rows: Rows) -> Tensor:
+        """Return the server's hidden states (G, L, d) of texts; zero at padding without a mask."""
+        with self.run.forward_context():
+            if rows.masked:
+                return hidden_states(self.run.anatomy, layer, rows.ids, rows.real.long())
+            states: Tensor | None = None
+            lengths = rows.real.sum(1)
+            for length in sorted(set(lengths.tolist())):
+                same_length = lengths == length
+                part = hidden_states(self.run.anatomy, layer, rows.ids[same_length, :length])
+                if states is None:
+                    states = part.new_zeros(*rows.ids.shape, part.shape[-1])
+                states[same_length.to(states.device), :length] = part
+        assert states is not None
+        return states
+
+    def _games(
+        self,
+        attack: MembershipAttack,
+        layer: _Layer,
+        targets: Targets | Waiting | Unknown,
+        whole: bool,
+    ) -> _Games:
+        assert isinstance(targets, Targets)
+        micro_batches = zip(layer.batches, layer.client, layer.gradients, strict=True)
+        upstream = [
+            upstream_of(
+                gradient.to(hidden.device),
+                direction_of(hidden.shape[-1]),
+                self.games.scale,
+                whole_sentence=attack.granularity == "full",
+                mask=batch.attention_mask,
+            )
+            for batch, hidden, gradient in micro_batches
+        ]
+        targets = targets if whole else with_gradient(attack, targets, upstream)
+        parts = [
+            targets.select(i)
+            for i in torch.split(torch.arange(len(targets.members)), _TEXTS_PER_FORWARD)
+        ]
+        embedded = torch.cat(
+            [attack.embed(self._embedded(attack.layer, p.rows), p.query()) for p in parts]
+        )
+        samples = [
+            attack.gradient(embedded, hidden, batch.attention_mask, arrived)
+            for batch, hidden, arrived in zip(layer.batches, layer.client, upstream, strict=True)
+        ]
+        return _Games(targets, CanaryGradient(torch.cat(samples)))
+
+    def before_defense(
+        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> None:
+        """Pass every canary through the defence too."""
+        for table in self._tables.values() if self._leaving else ():
+            for name, games in table.games.items():
+                if isinstance(games, Unknown):
+                    continue
+                if not defense.acts_on_canaries:
+                    table.games[name] = Unknown(
+                        f"the defence '{defense.name}' does not say what it does to a canary "
+                        "(Defense.on_canary)"
+                    )
+                    continue
+                try:
+                    canary = defense.on_canary(games.canary, parameters, context)
+                    table.games[name] = replace(games, canary=canary)
+                except Exception as error:
+                    table.games[name] = Unknown(reason(error))
+
+    def at_moment(self, moment: Moment) -> None:
+        """Let every attack guess from its canary at this moment."""
+        look = moment.look
+        if not self.attacks or look.truth_error is not None:
+            return
+        if Stage.LOCAL in moment.stages:
+            self._begin(look.step, look.all_batches, moment.scale)
+        shared = Stage.SHARED in moment.wanted
+        for attack in self.attacks if moment.wanted else ():
+            answer = self._guess(attack, str(Stage.SHARED), look.step, moment.wanted[0])
+            for series in self.series_at(attack, moment.wanted):
+                look.answers.setdefault(series, answer)
+            if shared and self._audits:
+                answer = self._guess(attack, AUDIT, look.step, Stage.SHARED)
+                look.answers.setdefault(self._audits[attack.name], answer)
+            if shared and self._canary_scores is not None:
+                answer = self._guess(attack, _ALL_CANARIES, look.step, Stage.SHARED)
+                if isinstance(answer, played.Played):
+                    look.notes.setdefault((self.family, attack.name), answer.scores)
+        if Stage.SHARED in moment.stages:
+            self._leaving = False
+
+    @torch.no_grad()
+    def _guess(
+        self, attack: MembershipAttack, table_name: str, step: int, stage: Stage
+    ) -> played.Played | Unknown | Waiting:
+        table = self._tables.get(table_name)
+        if table is None:
+            return Unknown("the games were not begun")
+        if not isinstance(table.targets, Targets):
+            return table.targets
+        games = table.games.get(attack.name, Unknown("the games were not begun"))
+        if isinstance(games, Unknown):
+            return games
+        snapshot = GradientSnapshot(
+            step,
+            stage,
+            {CRAFTED: games.canary.released},
+            client=self.run.number,
+            noise_std=games.canary.noise_std,
+        )
+        try:
+            answer = attack.run(Observation((snapshot,)), games.targets.query())
+            check_guess(attack, answer, self.guesses)
+        except Exception as error:
+            return Unknown(reason(error))
+        return played.played_games(answer, games.targets.members)
+
+    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
+        """Return the rates of the games of this look."""
+        return played.rates_of(answer) if isinstance(answer, played.Played) else {}
+
+    def control_rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of games about the texts of a control, and others shuffled alike."""
+        batches = [one for batch in draw.batches if (one := _with_labels(batch)) is not None]
+        targets = draw_targets(partial(self._sources.population, shuffled=True), step, batches)
+        if not isinstance(targets, Targets):
+            return targets
+        games = self._control_games(plan, view, draw, targets, step)
+        if not isinstance(games, played.Played):
+            return games
+        chance, least = chances_of(games)
+        most = PART_BY_CHANCE if draw.is_part else BY_CHANCE
+        if chance > most and (draw.is_part or least <= most):
+            return Unknown(f"scores that know nothing do as well with a chance of {chance:.2f}")
+        return played.rates_of(games)
+
+    @torch.no_grad()
+    def _control_games(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
+    ) -> played.Played | Unknown | Waiting:
+        """Return the games of an attack about known texts, before any defence."""
+        attack: Any = plan.attack
+        anatomy, scale = self.run.anatomy, self.run.loss_scale
+        pieces = control_states(anatomy, draw, attack.layer, scale=scale)
+        calls = zip(draw.batches, draw.sizes, strict=True)
+        batches = [batch for batch, sizes in calls if bool((sizes != 0).any())]
+        layer = self._layer_of(attack.layer, batches, batches, pieces)
+        games = self._games(attack, layer, targets, whole=False)
+        shared = {CRAFTED: games.canary.released}
+        snapshot = GradientSnapshot(step, Stage.LOCAL, shared, client=self.run.number)
+        answer = attack.run(Observation((snapshot,)), games.targets.query())
+        check_guess(attack, answer, self.guesses)
+        return played.played_games(answer, games.targets.members)
+
+    def series_of(self, plan: Plan) -> list[Series]:
+        """Return the series at the stages, and that of the user's canaries."""
+        audits = [self._audits[plan.attack.name]] if self._audits else []
+        return super().series_of(plan) + audits
+
+    def score(self, look: Look, series: Series, answer: object) -> list[float]:
+        """Return the packed games of one look."""
+        if not isinstance(answer, played.Played):
+            raise UnusableObservation("the attack guessed something else")
+        return answer.pack(self.width)
+
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
+        """Add the scores of the user's canaries."""
+        if self._canary_scores is not None:
+            scores = {name: look.notes.get((self.family, name)) for name in self._audits}
+            self._canary_scores.add(
+                {n: tensor for n, tensor in scores.items() if tensor is not None}
+            )
+
+    # ---- over clients and looks -------------------------------------------------------------
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Return the outcome of the last looks' games, over all clients."""
+        return self._window(series).add(rows)
+
+    def _window(self, series: Series) -> played.Window:
+        return self._windows.setdefault(series, played.Window(self.games.window))
+
+    def clear(self) -> None:
+        """Forget earlier games, and the scores of canaries."""
+        self._windows.clear()
+        if self._canary_scores is not None:
+            self._canary_scores.clear()
+
+    def series_state(self, series: Series) -> dict[str, Tensor]:
+        """Return the games of the window."""
+        return self._window(series).state_dict()
+
+    def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:
+        """Restore the window."""
+        self._window(series).load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the user's canaries, and their scores over looks."""
+        canaries, scores = self.games.canaries, self._canary_scores
+        return {
+            "canaries": None if canaries is None else canaries.state_dict(),
+            "canary_scores": None if scores is None else scores.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the scores; the canaries must be the same.
+
+        Raises:
+            ValueError: other canaries, or scores reduced by another rule.
+        """
+        scores = state.get("canary_scores")
+        if self._canary_scores is not None and scores is not None:
+            self._canary_scores.load_state_dict(scores)
+        committed = state.get("canaries")
+        if self.games.canaries is not None and committed is not None:
+            self.games.canaries.load_state_dict(committed)
+
+
+def chances_of(games: played.Played) -> tuple[float, float]:
+    """Return the chance that scores which know nothing do as well (exact), and its least value."""
+    members, others = games.scores[games.members], games.scores[~games.members]
+    if not len(members) or not len(others):
+        return 1.0, 1.0
+    chance = float(mannwhitneyu(members, others, alternative="greater").pvalue)
+    return chance, 1 / math.comb(len(games.scores), len(members))
+
+
+def _with_labels(batch: TokenBatch) -> TokenBatch | None:
+    """Return the texts of a batch that have a label; None where none has."""
+    labels = batch.labels
+    if labels is None:
+        return batch
+    labelled = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels >= 0
+    if not bool(labelled.any()):
+        return None
+    fields = ("input_ids", "labels", "attention_mask", "position_ids", "documents", "live")
+    rows = {
+        name: value[labelled.to(value.device)]
+        for name in fields
+        if (value := getattr(batch, name)) is not None and len(value) == len(labelled)
+    }
+    return replace(batch, **rows)

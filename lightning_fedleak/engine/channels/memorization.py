@@ -1,0 +1,582 @@
+"""Memorization: what the trained weights themselves give away, asked about texts.
+
+The model and its base (the model before the first step) are asked about the same pool of texts at
+shares of the first epoch and at every epoch's last step. Nothing of a step is read.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks import Attack, Capability, Guess, UnusableObservation
+from lightning_fedleak.attacks.memorization import (
+    Extraction,
+    MemorizationAttack,
+    blind_scores,
+)
+from lightning_fedleak.engine.channels.account import BOUND, AccountGame
+from lightning_fedleak.engine.channels.base import Channel, Plan
+from lightning_fedleak.engine.channels.reading import PoolReading, too_few_others
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
+from lightning_fedleak.engine.run import (
+    CHOOSE,
+    Found,
+    Look,
+    Outcome,
+    Result,
+    Run,
+    Series,
+    Unknown,
+    Waiting,
+    reason,
+    unknown,
+)
+from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.evaluation.metrics.released import (
+    TIERS,
+    blind_aucs,
+    highest_auc,
+    other_law,
+)
+from lightning_fedleak.model.batches import TokenBatch, read_batch
+from lightning_fedleak.model.snapshots import ReleasedModel, Stage, TokenSnapshot
+from lightning_fedleak.model.taps import ask_tokens, compressed_bytes
+from lightning_fedleak.private_files import hash_tensors, load_private, save_private
+from lightning_fedleak.records import MEMORIZATION, PoolLine
+
+BLIND = "blind/auc"
+"""The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""
+
+TIER_NAMES = tuple(f"{name}_x{least}" for name in ("extracted", "greedy") for least in TIERS)
+"""Excesses by how often a text repeats; those of no text have no value."""
+
+_Answer = dict[str, float] | str
+"""An attack's values by name, or why there are none."""
+
+
+class MemorizationChannel(Channel):
+    """Attacks on the trained weights, beside the base that the adversary has too.
+
+    Attributes:
+        absent: what attacks that choose themselves lack here, where none of them is a candidate.
+    """
+
+    guesses = Guess
+    reads: ClassVar[Any] = MemorizationAttack
+    leak = MEMORIZATION
+    metrics: ClassVar[tuple[str, ...]] = ("auc", "shown", "extracted", "greedy", *TIER_NAMES)
+    ranges: ClassVar[Any] = {
+        "auc": (0.0, 1.0, 0.5),
+        "shown": (0.0, 1.0, 0.0),
+        **dict.fromkeys(("extracted", "greedy", *TIER_NAMES), (-1.0, 1.0, 0.0)),
+    }
+    extras: ClassVar[tuple[str, ...]] = (
+        *("p_value", "shown_p_value", "extracted_others", "extracted_base"),
+        *("auc_joint_low", "auc_joint_high", "auc_joint_provable"),
+        *("auc_provable", "extracted_provable", "greedy_provable"),
+        *(f"{tier}_provable" for tier in TIER_NAMES),
+        *("members", "others", "alpha", "visible", "refuted"),
+        *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
+    )
+    width = 3 * len(metrics) + len(extras)
+    reads_updates = True
+    at_weights = True
+    looks_dependent = True
+    adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
+    sees = frozenset({Capability.HAS_RELEASED_MODEL})
+    absent: ClassVar[str] = ""
+    file = "memorization_base.safetensors"  # for resuming, of mode 0600
+
+    def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
+        super().__init__(attacks, settings)
+        self._pool: Pool | None = None
+        self._account: AccountGame | None = None
+        self._refusal: str | None = None
+        self._base: TokenSnapshot | None = None
+        self._folder = Path()
+        self._saved: Mapping[str, Any] = {}
+        self._looks, self._due = 0, 0
+        self._reading_seconds = 0.0
+        self._void = self._compared = ""
+        self._newest: tuple[TokenSnapshot, int, int] | None = None
+        self._choices: dict[int, float] = {}
+        self._chosen: dict[int, dict[str, _Answer]] = {}
+
+    # ---- names ------------------------------------------------------------------------------
+
+    def series(self, attack: Attack, stage: Stage) -> Series | None:
+        """Return None: what is released has one series, whatever stages are measured."""
+        return None
+
+    def further_series(self) -> list[Series]:
+        """Return the series of each attack on the released model."""
+        return self._series_of(self.listed_attacks)
+
+    def _series_of(self, attacks: Sequence[MemorizationAttack]) -> list[Series]:
+        return [Series.at(Stage.RELEASED, attack.name) for attack in attacks]
+
+    def charted(self, series: Series) -> tuple[str, ...]:
+        """Return the rates of membership, or those of extraction."""
+        extracts = {attack.name for attack in self.attacks if isinstance(attack, Extraction)}
+        return ("extracted", "greedy") if series.attack in extracts else ("auc", "shown")
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def open(self, run: Run) -> None:
+        """Forget the texts of an earlier fit."""
+        super().open(run)
+        self._pool, self._base, self._refusal, self._void = None, None, None, ""
+        self._due, self._newest = 0, None
+
+    def meet_data(self, attack: Attack) -> None:
+        """Draw the texts that the model is asked about.
+
+        Raises:
+            ValueError: nobody can be compared.
+        """
+        if self._refusal is None:
+            start = time.perf_counter()
+            self._refusal = self._collect()
+            self._reading_seconds = time.perf_counter() - start
+        if self._refusal:
+            raise ValueError(f"attack '{attack.name}' finds nobody to compare: {self._refusal}")
+
+    def _collect(self) -> str:
+        """Draw the pool, and return why there is none, or an empty string; alike on all processes.
+
+        A process whose rows cannot be read takes part in every exchange.
+        """
+        run, refusal = self.run, ""
+        try:
+            if run.anatomy.kind != "causal":
+                raise NoOthers(
+                    f"a {run.anatomy.kind} model has no head that predicts every next token"
+                )
+            self._pool = self._drawn()
+        except NoOthers as error:
+            refusal = str(error)
+        if run.on_any_process(bool(refusal)):
+            return refusal or "another process could not read the training data"
+        assert self._pool is not None
+        digest = hash_tensors({str(n): t.ids for n, t in enumerate(self._pool.texts)})
+        if run.on_any_process(run.broadcast(digest) != digest):
+            return (
+                "the processes read different data, so that the texts of one are not known to the "
+                "others: give every process the same data set and a DistributedSampler"
+            )
+        self._account = AccountGame(run, self._pool.no_game)
+        names = {"auc": f"leakage/{BOUND}auc", "shown": f"leakage/{BOUND}tpr_at_fpr_0.01"}
+        self.limits = names if self._plays else {}
+        return ""
+
+    def _drawn(self) -> Pool:
+        """Return the texts that the model is asked about; raise NoOthers for none."""
+        return collect(
+            self.run.training_loader,
+            self.settings.memorization,
+            self._read,
+            resumed=self.run.step > 0 and not self._saved,
+            chooses=CHOOSE in self.run.watched,
+            rounds=self.run.unit == "round",
+        )
+
+    def keep_in(self, folder: Path) -> None:
+        """Keep what a resumed run needs in a folder."""
+        self._folder = folder
+
+    def plan(self, attack: Attack) -> Plan:
+        """Return the plan of an attack on the released model."""
+        return Plan(attack, (), True, None)
+
+    def describe(self) -> str:
+        """Return in words who is compared, for the line-up."""
+        if self._pool is None:
+            return ""
+        end = f". {NO_CONTROLS}" * (self._pool.way == "not yet seen" and self.run.epochs != 1)
+        cost = f"{self._pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
+        return cost if self._account is None else f"{cost}{self._account.describe()}"
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def never_known(self, metric: str) -> str | None:
+        """Return why a rate cannot become known: few others, or none after the first epoch."""
+        pool = self._pool
+        if pool is None or self._refusal:
+            return None
+        if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
+            return NO_CONTROLS
+        shares = self.settings.memorization.looks
+        counts = [int((~pool.trains & ~pool.aside).sum())] * self._planned_looks
+        if pool.way == "not yet seen":
+            alone = int((pool.alone & ~pool.aside).sum())
+            counts = [round((1 - share) * alone) for share in shares]
+        alpha = self.settings.memorization.alpha
+        return too_few_others(counts, alpha) if metric == "shown" else None
+
+    @property
+    def _planned_looks(self) -> int:
+        """Return how many looks the run is to have, or its first epoch where nobody knows."""
+        first_epoch = forwards_of(self.settings.memorization, last_step=True) - 1
+        return first_epoch + max(0, (self.run.epochs or 1) - 1)
+
+    def never_judged(self, metric: str) -> str | None:
+        """Return that it is of the model that was sent, and of no client's update."""
+        return "it is of the model that was sent, and of no client's update"
+
+    def trains_on(self, batch: object) -> None:
+        """Note which texts of the pool a batch holds."""
+        if self._pool is None or self._refusal:
+            return
+        try:
+            self._pool.remember(self._read(batch))
+        except Exception:  # nobody knows which texts it holds
+            self._pool.unread += 1
+
+    def _read(self, batch: Any) -> TokenBatch:
+        """Return a batch's tokens."""
+        adapter = self.settings.batch_adapter
+        return read_batch(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
+
+    def is_due(self, epoch: int, share: float) -> bool:
+        """Return whether the weights are looked at after this share of an epoch.
+
+        Args:
+            epoch: counted from 0.
+            share: of the epoch's batches that are done, up to 1.
+        """
+        if self._pool is None or self._refusal:
+            return False
+        shares = self.settings.memorization.looks
+        passed = sum(share >= s - 1e-9 for s in shares) if epoch == 0 else 0
+        if share >= 1:
+            self._due = 0
+            return True
+        due, self._due = passed > self._due, max(passed, self._due)
+        return due
+
+    def ask_base(self) -> None:
+        """Ask the base model about all texts, before the first step; or read what it said."""
+        pool = self._pool
+        if pool is None or self._refusal:
+            return
+        if self.run.on_any_process(bool(self._saved)):
+            self._restore(pool)
+            if self.run.on_any_process(self._base is None):  # a file that one of them does not see
+                self._base = None
+        elif self.run.holds_base:  # later weights are no base
+            self._base = self._ask(pool)
+        if self._base is not None and pool.way == "given":
+            alone = pool.alone.nonzero()[:, 0]
+            texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
+            compressed = compressed_bytes(texts, self._decode)
+            scores = blind_scores(self._base.rows(alone), compressed, texts, trains)
+            aucs = blind_aucs(scores, trains)
+            if (finding := other_law(aucs)) is not None:
+                self._void = (
+                    f"the texts of others= are {finding}. Use leave_out, or more texts of the same "
+                    "kind"
+                )
+
+    def _ask(self, pool: Pool) -> TokenSnapshot:
+        """Return what the model says of the pool; each process asks about its part.
+
+        Raises:
+            UnusableObservation: it cannot be asked, on this process or on another one.
+        """
+        sharded = any(hasattr(p, "full_tensor") for p in self.run.anatomy.root.parameters())
+        alone = self.run.processes == 1 or sharded
+        first, every = (0, 1) if alone else (self.run.rank, self.run.processes)
+        rows = list(range(first, len(pool.texts), every))
+        failure: Exception | None = None
+        try:
+            with self.run.forward_context():
+                part = ask_tokens(self.run.anatomy, [pool.texts[row] for row in rows])
+        except Exception as error:
+            failure = error
+        if self.run.on_any_process(failure is not None):
+            why = "another process failed" if failure is None else reason(failure)
+            raise UnusableObservation(f"the model cannot be asked: {why}") from failure
+        if alone:
+            return part
+        columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
+        whole = []
+        for field in fields(TokenSnapshot):
+            values = getattr(part, field.name)
+            joint = torch.zeros(len(pool.texts), columns)
+            joint[rows, : values.shape[1]] = values.float()
+            joint = self.run.summed(joint.to(self.run.device)).cpu()
+            whole.append(joint > 0.5 if values.dtype == torch.bool else joint)
+        return TokenSnapshot(*whole)
+
+    def _decode(self, ids: list[int]) -> str:
+        tokenizer = self.settings.tokenizer or next(
+            (t for t in self.run.tokenizers if hasattr(t, "decode")), None
+        )
+        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids))
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def ask_weights(self, look: Look, epoch: int) -> None:
+        """Let every attack guess from what the model says now.
+
+        Args:
+            look: where the answers go.
+            epoch: counted from 0.
+        """
+        every = self._series_of(self.attacks)
+        pool = self._pool
+        if pool is None or self._base is None:
+            why = "what the base said is not known: the run was resumed without its record"
+            look.answers |= dict.fromkeys(every, f"{why} ({self._folder / self.file})")
+            return
+        self._newest = None
+        counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
+        counts = self.run.summed(counts.to(self.run.device)).cpu()
+        pool.seen = counts[:-2] > 0
+        passed, unread = (int(one) for one in counts[-2:])
+        if self.run.unit == "round" and not passed:
+            waits = Waiting("nothing of this client has left it so far", soon=False)
+            return look.answers.update(dict.fromkeys(every, waits))
+        self._looks += 1
+        try:
+            if unread and pool.way == "not yet seen":
+                raise NoOthers(
+                    f"{unread} batches could not be read, and may have held texts that were to be "
+                    "others: add leave_out"
+                )
+            if self._void:
+                raise NoOthers(self._void)
+            rows, members = pool.compared(epoch, passed, everyone=self._plays)
+            answers = self._ask(pool)
+        except (NoOthers, UnusableObservation) as error:
+            look.answers |= dict.fromkeys(every, str(error))
+            return
+        self._newest = answers, epoch, passed
+        limits = self._account.limits() if self._account is not None and self._plays else {}
+        values = self._read_texts(pool, answers, rows, members, self._looks, limits)
+        self._compared = str(values["pool"])
+        look.answers |= {series: values[series.name] for series in every}
+
+    @property
+    def _plays(self) -> bool:
+        """Return whether the texts play the game of an account."""
+        return self._account is not None and self._account.why_not is None
+
+    def _read_texts(
+        self,
+        pool: Pool,
+        answers: TokenSnapshot,
+        rows: Tensor,
+        members: Tensor,
+        number: int,
+        limits: Mapping[str, float],
+    ) -> dict[str, _Answer]:
+        """Return what each attack reads off some of the texts by its name, and their digest."""
+        assert self._base is not None
+        texts = [pool.texts[row] for row in rows.tolist()]
+        released = ReleasedModel(
+            answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
+        )
+        values: dict[str, _Answer] = {"pool": pool.digest(rows, members)}
+        alpha, times = self.settings.memorization.alpha, pool.times[rows]
+        reading = PoolReading(released, members, times, number, alpha)
+        once = (times == 1).nonzero()[:, 0]
+        texts, game = [texts[row] for row in once.tolist()], released.rows(once)
+        blind = blind_scores(game.base, game.compressed, texts, members[once])
+        shared = {BLIND: highest_auc(blind, members[once]), **limits}
+        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
+        for attack in self.attacks:
+            try:
+                values[attack.name] = (
+                    reading.extraction(attack)
+                    if isinstance(attack, Extraction)
+                    else reading.membership(attack, ranked, shared, self._account)
+                )
+            except Exception as error:
+                values[attack.name] = reason(error)
+        return values
+
+    def results(self, look: Look) -> dict[Series, Result]:
+        """Return what each attack's values are, packed."""
+        return {one: self._packed(look, one) for one in self._series_of(self.attacks)}
+
+    def _packed(self, look: Look, series: Series) -> Result:
+        answer = look.answers.get(series, "the attack was not run")
+        if isinstance(answer, dict):
+            return Found([answer.get(name, math.nan) for name in self._names])
+        return answer if isinstance(answer, Waiting) else Unknown(str(answer))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the values in the order in which they are packed."""
+        ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
+        return (*ends, *self.extras)
+
+    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
+        """Return nothing: :meth:`results` packs the values itself."""
+        raise NotImplementedError
+
+    # ---- over processes ---------------------------------------------------------------------
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Return the values, which are the same on every process."""
+        numbers = next(iter(rows.values()))
+        return self._outcome(dict(zip(self._names, numbers, strict=True)), self._compared)
+
+    def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
+        """Return the outcome of an attack's values on a pool of texts, by its digest."""
+        triples = (self._names[n : n + 3] for n in range(0, 3 * len(self.metrics), 3))
+        rates = {
+            triple[0]: Rate(*(values.get(name, math.nan) for name in triple)) for triple in triples
+        }
+        extra = {name: values.get(name, math.nan) for name in self.extras}
+        rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
+        absent: tuple[str, ...] = ()
+        if math.isnan(extra["extracted_base"]):
+            absent = ("extracted", "greedy")
+        absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
+        absent += tuple(
+            n for n, rate in rates.items() if n in TIER_NAMES and math.isnan(rate.value)
+        )
+        played = {name: rate for name, rate in rates.items() if name not in absent}
+        extra = {name: value for name, value in extra.items() if not math.isnan(value)}
+        return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
+
+    # ---- the checkpoint that is chosen --------------------------------------------------------
+
+    def choose(self, step: int, loss: float) -> float:
+        """Return the loss that the newest weights are chosen by: the highest of a step's gates.
+
+        Where it is the lowest so far, what the texts put aside show of these weights is kept.
+        """
+        loss = max(loss, self._choices.get(step, -math.inf))
+        lowest = min((one for at, one in self._choices.items() if at != step), default=math.inf)
+        self._choices[step] = loss
+        if loss < lowest and step not in self._chosen:
+            self._chosen[step] = self._confirmed()
+        return loss
+
+    def _confirmed(self) -> dict[str, _Answer]:
+        """Return what each attack reads off the texts put aside, or why that is unknown."""
+        pool = self._pool
+        if pool is None or self._newest is None or not bool(pool.aside.any()):
+            return {}
+        answers, epoch, passed = self._newest
+        try:
+            rows, members = pool.compared(epoch, passed, aside=True, everyone=self._plays)
+        except NoOthers as error:
+            return dict.fromkeys((attack.name for attack in self.attacks), str(error))
+        return self._read_texts(pool, answers, rows, members, 1, {})
+
+    def chosen(self) -> tuple[int, dict[Series, Outcome]] | None:
+        """Return the step of the weights that were chosen, and what texts put aside show of them.
+
+        None where no weights were allowed, or no texts were put aside.
+        """
+        step = min(self._choices, key=self._choices.__getitem__, default=-1)
+        if not (values := self._chosen.get(step)) or math.isinf(self._choices[step]):
+            return None
+        outcomes = {}
+        for attack in self.attacks:
+            series = replace(Series.at(Stage.RELEASED, attack.name), name=f"{attack.name}_chosen")
+            answer = values.get(attack.name, "it was not played when these weights were read")
+            if isinstance(answer, str):
+                outcomes[series] = unknown(self.metrics, answer)
+            else:
+                outcomes[series] = self._outcome({**answer, BLIND: math.nan}, str(values["pool"]))
+        return step, outcomes
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget the looks of an earlier fit."""
+        self._looks, self._choices, self._chosen = 0, {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write the base's answers to a private file, and return where it is and its hash."""
+        if self._pool is None or self._base is None:
+            return {}
+        tensors = self._tensors(self._pool, self._base)
+        file = self._folder / self.file
+        if self.run.rank == 0 or self.run.processes == 1:
+            save_private(file, tensors)
+        return {
+            self.family: {
+                "looks": self._looks,
+                "due": self._due,
+                "passed": self._pool.passed,
+                "unread": self._pool.unread,
+                "processes": self.run.processes,
+                "file": str(file),
+                "digest": hash_tensors(tensors),
+                "seen": self._pool.seen_in_checkpoints.to(torch.uint8),
+                "aside": self._pool.aside.to(torch.uint8),
+                "choices": self._choices,
+                "chosen": self._chosen,
+            }
+        }
+
+    @staticmethod
+    def _tensors(pool: Pool, base: TokenSnapshot) -> dict[str, Tensor]:
+        """Return what the private file holds."""
+        tensors = {f.name: getattr(base, f.name).contiguous() for f in fields(TokenSnapshot)}
+        return tensors | {f"text{n}": text.ids.contiguous() for n, text in enumerate(pool.texts)}
+
+    def pool_line(self) -> PoolLine | None:
+        """Return the record of the texts that are asked about; None where there are none."""
+        pool, base = self._pool, self._base
+        if pool is None or self._refusal:
+            return None
+        train = int(pool.trains.sum())
+        return PoolLine(
+            run="",
+            way=pool.way,
+            train=train,
+            others=len(pool.texts) - train,
+            aside=int(pool.aside.sum()),
+            repeated=pool.repeated,
+            short=pool.short,
+            searched=pool.searched,
+            copied=int((~pool.alone).sum()),
+            base=None if base is None else hash_tensors(self._tensors(pool, base)),
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember where the base's answers are."""
+        self._saved = state.get(self.family, {})
+        self._looks = int(self._saved.get("looks", 0))
+        self._choices = dict(self._saved.get("choices", {}))
+        self._chosen = dict(self._saved.get("chosen", {}))
+
+    def _restore(self, pool: Pool) -> None:
+        """Read what the base said, if the file and the texts are those of the run's begin."""
+        saved, self._saved, self._base = self._saved, {}, None
+        try:
+            tensors = load_private(Path(saved["file"]))
+        except (OSError, ValueError):
+            return
+        names = [f.name for f in fields(TokenSnapshot)]
+        texts = [tensors[f"text{n}"] for n in range(len(tensors) - len(names))]
+        same = len(texts) == len(pool.texts) and all(
+            torch.equal(ids, text.ids) for ids, text in zip(texts, pool.texts, strict=True)
+        )
+        if hash_tensors(tensors) == saved["digest"] and same:
+            self._base = TokenSnapshot(*(tensors[name] for name in names))
+            pool.seen = torch.as_tensor(saved["seen"]).bool()
+            pool.aside = torch.as_tensor(saved.get("aside", pool.aside)).bool()
+            self._due, pool.passed = int(saved["due"]), int(saved["passed"])
+            pool.unread = int(saved.get("unread", 0))
+            if pool.way == "not yet seen" and saved.get("processes", 1) > 1:
+                self._void = (
+                    "a checkpoint of several processes holds what the first of them has seen: add "
+                    "leave_out"
+                )

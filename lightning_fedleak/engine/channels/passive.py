@@ -1,0 +1,103 @@
+"""Membership of a server that adds nothing to the model and reads what is shared anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+
+from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, PassiveMembership
+from lightning_fedleak.engine.channels.base import Plan, gradient_plan, guess
+from lightning_fedleak.engine.channels.membership import GameTable, MembershipChannel
+from lightning_fedleak.engine.channels.played import Played, played_games
+from lightning_fedleak.engine.channels.targets import Targets, draw_targets
+from lightning_fedleak.engine.run import AUDIT, Moment, Unknown, Waiting
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.model.taps import Draw
+
+
+class PassiveMembershipChannel(MembershipChannel):
+    """Play the same games for a server that adds no layers and reads what is shared anyway."""
+
+    reads = PassiveMembership
+    reads_updates: ClassVar[bool] = True
+    adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
+
+    def check_settings(self) -> None:
+        """Refuse scores of canaries, which layers of a dishonest server give.
+
+        Raises:
+            ValueError: they are asked for.
+        """
+        super().check_settings()
+        if self.settings.games.score_canaries is not None:
+            raise ValueError(
+                f"score_canaries= scores canaries by layers of a dishonest server, and "
+                f"'{self.attacks[0].name}' adds none: give it a monitor of its own"
+            )
+
+    def plan(self, attack: Attack) -> Plan:
+        """Return a plan that reads gradients of the client's own parameters.
+
+        Raises:
+            ValueError: it cannot read this model.
+        """
+        return gradient_plan(attack, self.run)
+
+    def follow(self, plans: Sequence[Plan]) -> None:
+        """Use these plans from now on; no layer is tapped."""
+        self.plans = tuple(plans)
+
+    def check(self, attack: Attack) -> None:
+        """Do nothing, because no attack can be tried without a gradient."""
+
+    @torch.no_grad()
+    def at_moment(self, moment: Moment) -> None:
+        """Ask every attack about texts, from what is shared at this moment."""
+        look = moment.look
+        if not self.attacks or not moment.wanted or look.truth_error is not None:
+            return
+        draws: dict[str, Callable[..., Targets | Waiting]]
+        draws = {str(Stage.SHARED): self._sources.population}
+        if self._audits and Stage.SHARED in moment.wanted:
+            draws[AUDIT] = self._sources.canaries
+        for name, draw in draws.items():
+            if name not in self._tables:
+                self._tables[name] = GameTable(draw_targets(draw, look.step, look.all_batches))
+        for plan in self.plans:
+            stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
+            silent = any(s not in look.answers for s in self.series_of(plan))
+            if not plan.exposed or not stepped or not silent:
+                continue
+            answer = self._answer(plan, self._tables[str(Stage.SHARED)].targets, moment)
+            for series in self.series_at(plan.attack, moment.wanted):
+                look.answers.setdefault(series, answer)
+            if AUDIT in self._tables and Stage.SHARED in moment.wanted:
+                answer = self._answer(plan, self._tables[AUDIT].targets, moment)
+                look.answers.setdefault(self._audits[plan.attack.name], answer)
+
+    def _answer(
+        self, plan: Plan, targets: Targets | Waiting | Unknown, moment: Moment
+    ) -> Played | Unknown | Waiting:
+        if not isinstance(targets, Targets):
+            return targets
+        answer = guess(plan, moment.gradients(), self.run, targets.query())
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        return played_games(answer, targets.members)
+
+    def _control_games(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
+    ) -> Played | Unknown | Waiting:
+        answer = guess(plan, view, self.run, targets.query())
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        return played_games(answer, targets.members)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return nothing: the games of crafted layers hold the user's canaries."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Do nothing, because nothing was saved."""

@@ -1,0 +1,248 @@
+"""Games that were played: of one look, pooled over looks, and scores of the user's canaries."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks import UnusableObservation
+from lightning_fedleak.engine.channels.base import worst_of
+from lightning_fedleak.engine.options import Reduction
+from lightning_fedleak.engine.run import Outcome, Trials, Unknown, reason
+from lightning_fedleak.evaluation.metrics import MembershipInference, Rate
+from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
+
+RESAMPLES = 200  # bootstrap samples of an interval at a look; not tuned
+LEAST_MEMBERS = 16
+"""Texts of a batch, and as many others, that one look needs before it can judge an update.
+
+The standard error of an AUC is at most ``sqrt(.25 / members)`` for any distribution of the scores
+(Van Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of
+few texts can never be judged.
+"""
+
+
+@dataclass(frozen=True)
+class Played:
+    """Hold the games of one client at one look.
+
+    Attributes:
+        scores: (n,) the adversary's scores.
+        members: (n,) bool, the secret bits b.
+        decisions: (n,) bool, the adversary's b'.
+    """
+
+    scores: Tensor
+    members: Tensor
+    decisions: Tensor
+
+    def pack(self, width: int) -> list[float]:
+        """Return n, scores, bits and decisions in this order, padded with zeros to ``width``."""
+        numbers = [float(len(self.scores))]
+        for column in (self.scores, self.members, self.decisions):
+            numbers += column.double().tolist()
+        return numbers + [0.0] * (width - len(numbers))
+
+
+class Window:
+    """Pool the games of one series over the last looks.
+
+    Accuracy, F1 and advantage follow from the adversary's own decisions, so that one look is enough
+    for them. The threshold of a TPR is fitted on other games than those scored.
+
+    Intervals are two. That of the rates is of these looks as they were: each game is a trial. That
+    over steps takes the looks as some of many, whose games may fail together: the games of one
+    client at one look are one cluster
+    (:func:`~lightning_fedleak.evaluation.metrics.membership.membership_rates`). Looks are treated
+    as independent, also where an epoch repeats the texts of an earlier one. Whether one look leaked
+    at all is an exact test within it (:mod:`lightning_fedleak.evaluation.metrics.within`).
+    """
+
+    def __init__(self, looks: int) -> None:
+        self._looks: deque[Tensor] = deque(maxlen=looks)
+        self._next = 0
+
+    def add(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Add a look's packed games, by client, and return the rates over the whole window."""
+        games = []
+        for client, numbers in rows.items():
+            n = int(numbers[0])
+            columns = [[float(self._next)] * n, [float(client)] * n]
+            columns += [list(numbers[1 + i * n : 1 + (i + 1) * n]) for i in range(3)]
+            games.append(torch.tensor(columns, dtype=torch.float64).T)
+        self._next += 1
+        self._looks.append(torch.cat(games))
+        pooled = torch.cat(list(self._looks))
+        each = [_rates(g) for g in games]
+        now = each[0] if len(games) == 1 else _rates(self._looks[-1])
+        members = int(self._looks[-1][:, 3].sum())
+        return Outcome(
+            _rates(pooled, by_game=True),
+            len(pooled),
+            worst=worst_of([_values(rates) for rates in each]),
+            now=_values(now),
+            trials=_trials(games, each),
+            p_value=lowest_p_value([_p_value(g) for g in games]),
+            over_steps=_rates(pooled, RESAMPLES) if len(self._looks) + len(games) > 2 else {},
+            too_few=too_few(members),
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return (n, 5): look, client, score, bit and decision of every game in the window."""
+        return {"games": torch.cat(list(self._looks))} if self._looks else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the window."""
+        self.clear()
+        if "games" in state:
+            games = state["games"].cpu().double()
+            looks = sorted(set(games[:, 0].tolist()))
+            self._looks.extend(games[games[:, 0] == look] for look in looks)
+            self._next = int(games[-1, 0]) + 1
+
+    def clear(self) -> None:
+        """Forget the games of the window."""
+        self._looks.clear()
+        self._next = 0
+
+
+def too_few(members: int) -> str | None:
+    """Return why a rate of so many members says too little; None where it does not."""
+    if members >= LEAST_MEMBERS:
+        return None
+    return (
+        f"{members} texts of the update were asked for, and as many others: fewer than "
+        f"{LEAST_MEMBERS}, of which a rate may be low by chance (games=Games(targets=...), and "
+        "more texts a round, give more)"
+    )
+
+
+def _trials(clients: Sequence[Tensor], rated: Sequence[Mapping[str, Rate]]) -> dict[str, Trials]:
+    """Return the mean AUC and advantage of one look's clients, by disjoint pairs of texts."""
+    members = [int((games[:, 3] == 1).sum()) for games in clients]
+    pairs = [min(m, len(games) - m) for m, games in zip(members, clients, strict=True)]
+    if not (total := sum(pairs)):
+        return {}
+    each = [(rates, n) for rates, n in zip(rated, pairs, strict=True) if n]
+    return {
+        name: Trials(sum(rates[name].value * n for rates, n in each) / total, total)
+        for name in ("auc", "advantage")
+    }
+
+
+def _p_value(games: Tensor) -> float:
+    """Return how probable guessing is to rank the members so high."""
+    return rank_p_value(games[:, 2].numpy(), games[:, 3].numpy() == 1)
+
+
+def _values(rates: Mapping[str, Rate]) -> dict[str, float]:
+    return {name: rate.value for name, rate in rates.items()}
+
+
+def _rates(games: Tensor, resamples: int = 100, *, by_game: bool = False) -> dict[str, Rate]:
+    """Return the rates; each look of each client is a cluster, or each game (``by_game``)."""
+    width = int(games[:, 1].max()) + 1
+    cluster = (games[:, 0] * width + games[:, 1]).long()
+    if by_game:
+        cluster = torch.arange(len(games))
+    metric = MembershipInference(resamples=resamples, sync_on_compute=False)
+    metric.update(games[:, 2], games[:, 3] == 1, cluster, games[:, 4] == 1)
+    return metric.rates()
+
+
+def rates_of(played: Played) -> dict[str, float]:
+    """Return the rates of the games of one look."""
+    columns = (played.scores, played.members, played.decisions)
+    games = torch.stack([column.double() for column in columns], 1)
+    rates = _rates(torch.nn.functional.pad(games, (2, 0)))
+    return _values(rates)
+
+
+def played_games(guess: Any, members: Tensor) -> Played | Unknown:
+    """Return a guess beside the secret bits; unknown where it is about other targets."""
+    try:
+        scores = guess.scores.detach().cpu().double()
+        if scores.shape != members.shape or bool(scores.isnan().any()):
+            raise UnusableObservation("the attack gave no score for some of its targets")
+        decisions = guess.members.detach().bool().cpu()
+        if decisions.shape != members.shape:
+            raise UnusableObservation("the attack decided about other targets than asked")
+    except Exception as error:
+        return Unknown(reason(error))
+    return Played(scores, members, decisions)
+
+
+class CanaryScores:
+    """Reduce the scores of all canaries, included or not, over looks by one rule.
+
+    A look counts for all canaries or for none, so that the coin flips do not decide which canaries
+    are scored. Every canary has layers of its own at every look, and its score depends on no other
+    canary: under per-sample clipping (DPSGD) that is what layers for all canaries at once would
+    give, since a sample is found by its own alone. Where the whole update is clipped
+    (GradientNoise) they would share the clip norm, and the bound of an audit does not hold.
+    Canaries are asked for without padding: a model that counts positions from the first column
+    hides them in batches padded on the left.
+
+    Args:
+        reduction: ``"max"`` or ``"mean"``; settled before the run.
+        attacks: names of the attacks that score them.
+    """
+
+    def __init__(self, reduction: Reduction, attacks: Sequence[str]) -> None:
+        self.reduction = reduction
+        self._attacks = tuple(attacks)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the scores of an earlier fit."""
+        self._looks = dict.fromkeys(self._attacks, 0)
+        self._scores: dict[str, Tensor] = {}
+
+    def add(self, scores: Mapping[str, Tensor]) -> None:
+        """Add the scores of one look, (m,) by the attack's name."""
+        for name, new in scores.items():
+            total = self._scores.get(name)
+            joined = torch.maximum if self.reduction == "max" else torch.add
+            self._scores[name] = new.double() if total is None else joined(total, new.double())
+            self._looks[name] += 1
+
+    def scores_of(self, attack: str | None) -> Tensor:
+        """Return (m,) the scores of one attack; without a name, of the only one.
+
+        Raises:
+            ValueError: no such attack, several and no name, or no look has scored the canaries.
+        """
+        name = self._attacks[0] if attack is None and len(self._attacks) == 1 else attack
+        if name not in self._looks:
+            raise ValueError(f"canary_scores(attack) must name one of {list(self._attacks)}")
+        if not self._looks[name]:
+            raise ValueError(f"'{name}' has scored the canaries at no look so far")
+        total = self._scores[name]
+        return total.clone() if self.reduction == "max" else total / self._looks[name]
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the scores that a resumed run needs."""
+        return {"reduction": self.reduction, "looks": dict(self._looks), "kept": dict(self._scores)}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: the scores were reduced by another rule.
+        """
+        if state["reduction"] != self.reduction:
+            raise ValueError(
+                f"the checkpoint's canary scores were reduced by {state['reduction']!r}, and one "
+                f"rule must hold for the whole run: resume with score_canaries="
+                f"{state['reduction']!r}"
+            )
+        looks, scores = state["looks"], state["kept"]
+        assert isinstance(looks, Mapping)
+        assert isinstance(scores, Mapping)
+        self._looks = {name: int(looks.get(name, 0)) for name in self._attacks}
+        self._scores = {n: scores[n].cpu().double() for n in self._attacks if n in scores}

@@ -1,0 +1,449 @@
+"""Texts that live membership games ask for, and where they come from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_fedleak import attacks
+from lightning_fedleak.engine.options import Games
+from lightning_fedleak.engine.run import NoTargets, Unknown, Waiting, reason
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_last
+
+SPARE = 4
+"""Texts drawn for each that is asked for, since some may be too short, or in the batch."""
+EARLIER_BATCHES = 2  # batches before a look whose texts serve as non-members; not tuned
+
+
+@dataclass(frozen=True, repr=False)
+class Rows:
+    """Hold the sentences of one or more batches, one in each row.
+
+    Attributes:
+        ids: (N, L) int64; where ``real`` is False, any id.
+        real: (N, L) bool, True at tokens and False at padding.
+        masked: the batches came with attention masks.
+        labels: (N, L) bool, tokens that the loss of a causal model counts as labels; in other
+            models all tokens of a row that has a label.
+    """
+
+    ids: Tensor
+    real: Tensor
+    masked: bool
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def from_batches(cls, batches: Sequence[TokenBatch]) -> Rows:
+        """Return the documents of ``batches``, each in a row, padded on the right to one length.
+
+        A row that is padded on the left keeps that padding. Where a model counts learned positions
+        from the first column (GPT-2, BERT, unless the batch gives position ids) the padding shifts
+        what it reads, by an offset that a server cannot see. Asking with the right one is the worst
+        case: a server that crafts a neuron for each offset up to the length finds it too.
+
+        Raises:
+            BatchError: documents in a row that are not read as they would be alone.
+        """
+        batches = [batch.by_document() for batch in batches]
+        length = max(b.input_ids.shape[1] for b in batches)
+        ids, real, labels = [], [], []
+        for batch in batches:
+            mask = batch.attention_mask
+            padding = (0, length - batch.input_ids.shape[1])
+            ids.append(functional.pad(batch.input_ids.long(), padding))
+            attended = torch.ones_like(batch.input_ids) if mask is None else mask
+            real.append(functional.pad(attended != 0, padding))
+            counted = torch.ones_like(batch.input_ids, dtype=torch.bool)
+            if batch.labels is not None:
+                labelled = (batch.labels != IGNORE_INDEX).to(counted.device)
+                has_label = labelled.flatten(1).any(1) if labelled.dim() > 1 else labelled
+                counted = (
+                    labelled if batch.kind == "causal" else has_label[:, None].expand_as(counted)
+                )
+            labels.append(functional.pad(counted, padding, value=True))
+        masked = any(b.attention_mask is not None for b in batches)
+        return cls(torch.cat(ids), torch.cat(real), masked, torch.cat(labels))
+
+    def shuffled(self, generator: torch.Generator, special: frozenset[int]) -> Rows:
+        """Return the rows with their tokens shuffled over all positions, special ones aside."""
+        stay = torch.tensor(sorted(special), device=self.ids.device, dtype=self.ids.dtype)
+        moves = (self.real & ~torch.isin(self.ids, stay)).flatten().nonzero()[:, 0]
+        order = torch.randperm(len(moves), generator=generator).to(moves.device)
+        ids = self.ids.flatten().clone()
+        ids[moves] = ids[moves[order]]
+        return replace(self, ids=ids.view_as(self.ids))
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[Tensor], like: Rows) -> Rows:
+        """Return rows of texts (1-D token ids), cut to the length of ``like``."""
+        device, length = like.ids.device, like.ids.shape[1]
+        cut = [t[:length].to(device)[None] for t in texts]
+        rows = cls.from_batches([TokenBatch(t, None, None, "causal") for t in cut])
+        return cls(rows.ids, rows.real, like.masked, rows.labels)
+
+    def joined(self, other: Rows) -> Rows:
+        """Return these rows, followed by those of ``other``."""
+        length = max(self.ids.shape[1], other.ids.shape[1])
+
+        def join(name: str) -> Tensor:
+            device = self.ids.device
+            parts: list[Tensor] = [getattr(rows, name) for rows in (self, other)]
+            wide = [functional.pad(p, (0, length - p.shape[1])).to(device) for p in parts]
+            return torch.cat(wide)
+
+        masked = self.masked or other.masked
+        return Rows(join("ids"), join("real"), masked, join("labels"))
+
+    def __getitem__(self, index: Tensor) -> Rows:
+        index = index.to(self.ids.device)
+        return Rows(self.ids[index], self.real[index], self.masked, self.labels[index])
+
+    def trimmed(self) -> Rows:
+        """Return the rows without the columns on the right in which no row has a token."""
+        used = int(self.real.any(0).nonzero().max()) + 1
+        return Rows(self.ids[:, :used], self.real[:, :used], self.masked, self.labels[:, :used])
+
+    def texts(self) -> Tensor:
+        """Return (N, L) the tokens of each row, moved to the left and followed by -1."""
+        order = torch.argsort((~self.real).to(torch.int8), dim=1, stable=True)
+        return self.ids.masked_fill(~self.real, -1).gather(1, order)
+
+    def tuples(self) -> list[tuple[int, ...]]:
+        """Return the tokens of each row, on the host."""
+        rows = zip(self.ids.tolist(), self.real.tolist(), strict=True)
+        return [tuple(i for i, r in zip(ids, real, strict=True) if r) for ids, real in rows]
+
+    def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
+        """Return (N, L) bool, the tokens that may be asked for (:class:`Deal`)."""
+        marked = torch.tensor(sorted(special), dtype=torch.int64, device=self.ids.device)
+        free = self.real & ~torch.isin(self.ids, marked)
+        return free & (before_last(self.real & self.labels) if causal else self.labels)
+
+    def query(self, positions: Tensor) -> attacks.Query:
+        """Return the query that an attack gets: the id of padding is 0, whoever padded."""
+        ids = self.ids.masked_fill(~self.real, 0)
+        labels = ids.masked_fill(~(self.real & self.labels), IGNORE_INDEX)
+        return attacks.Query(ids, self.real.long(), positions, labels)
+
+
+@dataclass(frozen=True, repr=False)
+class Targets:
+    """Hold what the games of one look ask for.
+
+    Attributes:
+        rows: (G, L) the target sentences.
+        positions: (G,) the token of each that is asked for.
+        members: (G,) bool on the CPU, the secret bits, in a random order.
+        places: (G,) which row of the batch each member is, -1 for the others.
+    """
+
+    rows: Rows
+    positions: Tensor
+    members: Tensor
+    places: Tensor
+
+    def query(self) -> attacks.Query:
+        """Return the query that the attack gets."""
+        return self.rows.query(self.positions)
+
+    def reached(self, marked: Tensor) -> Targets:
+        """Return the marked members, (G / 2,) bool in their order, and as many non-members."""
+        selected = torch.zeros_like(self.members)
+        selected[self.members.nonzero()[:, 0][marked.cpu()]] = True
+        selected[(~self.members).nonzero()[: int(marked.sum()), 0]] = True
+        return self.select(selected.nonzero()[:, 0])
+
+    def select(self, index: Tensor) -> Targets:
+        """Return the targets with these indices."""
+        positions = self.positions[index.to(self.positions.device)]
+        return Targets(self.rows[index], positions, self.members[index], self.places[index])
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Draw the targets of a look.
+
+    In a causal model the token asked for is the last one that predicts a label, because the loss
+    ignores the tokens after it and they have no gradient. In other models it is a random one. A
+    row without a label has no gradient: it is asked for neither as a member nor as a non-member.
+    Tokens that mark the beginning or the end of every text are not asked for: early layers compute
+    nearly the same state of them in all texts.
+
+    Attributes:
+        most: largest number of members; as many non-members are drawn.
+        causal: tokens see what comes before them only.
+        special: ids that are not asked for.
+    """
+
+    most: int
+    causal: bool
+    special: frozenset[int] = frozenset()
+
+    def targets(
+        self,
+        inside: Rows,
+        outside: Rows,
+        generator: torch.Generator,
+        *,
+        candidates: Sequence[int] | None = None,
+    ) -> Targets | None:
+        """Draw sentences of the batch, and as many that are not in it, each distinct one once.
+
+        Args:
+            inside: the step's batch.
+            outside: other sentences; those that the batch holds too are left out.
+            generator: on the CPU; the draw depends on nothing else.
+            candidates: rows of ``inside`` that may be asked for; default all.
+
+        Returns:
+            The targets; None where ``outside`` holds no text to ask for.
+
+        Raises:
+            NoTargets: no sentence of the batch is long enough to be asked for.
+        """
+        both = inside.joined(outside)
+        _, inverse = torch.unique(both.texts(), dim=0, return_inverse=True)
+        text_ids = inverse.tolist()
+        askable = both.askable(self.special, causal=self.causal)
+        long_enough = askable.any(1).tolist()
+        n = len(inside)
+        batch_texts = set(text_ids[:n])
+        candidates = range(n) if candidates is None else candidates
+        members = {text_ids[i]: i for i in candidates if long_enough[i]}
+        others = {
+            text_ids[i]: i
+            for i in range(n, len(both))
+            if long_enough[i] and text_ids[i] not in batch_texts
+        }
+        if not members:
+            requirement = "a token before a label" if self.causal else "a token, and a label,"
+            restriction = " besides special ones" if self.special else ""
+            raise NoTargets(
+                f"no sentence of the batch has {requirement}{restriction}, so that none can be "
+                "asked for"
+            )
+        count = min(self.most, len(members), len(others))
+        if count == 0:
+            return None
+        places = _choose(list(members.values()), count, generator)
+        chosen = torch.cat([places, _choose(list(others.values()), count, generator)])
+        rows = both[chosen].trimmed()
+        positions = _choose_token(askable[chosen.to(askable.device)], generator, causal=self.causal)
+        places = torch.cat([places, torch.full((count,), -1)])
+        targets = Targets(rows, positions, places >= 0, places)
+        # An order that says nothing of the bits, since an attack sees it.
+        return targets.select(torch.randperm(2 * count, generator=generator))
+
+    def take_all(self, rows: Rows, members: Tensor, generator: torch.Generator) -> Targets:
+        """Return all rows as targets, in their order; a causal model needs no random draw.
+
+        Raises:
+            NoTargets: a row holds no token that may be asked for.
+        """
+        askable = rows.askable(self.special, causal=self.causal)
+        short = int((~askable.any(1)).sum())
+        if short:
+            raise NoTargets(f"{short} of {len(rows)} texts hold no token that may be asked for")
+        positions = _choose_token(askable, generator, causal=self.causal)
+        return Targets(rows, positions, members, torch.full((len(rows),), -1))
+
+    def draw_texts(
+        self, texts: Sequence[Tensor], generator: torch.Generator, *, like: Rows
+    ) -> Rows:
+        """Return more random texts than are asked for, cut to the length of ``like``."""
+        order = torch.randperm(len(texts), generator=generator)[: SPARE * self.most]
+        return Rows.from_texts([texts[i] for i in order.tolist()], like)
+
+
+def _choose(values: list[int], count: int, generator: torch.Generator) -> Tensor:
+    return torch.tensor(values)[torch.randperm(len(values), generator=generator)[:count]]
+
+
+def _choose_token(askable: Tensor, generator: torch.Generator, *, causal: bool) -> Tensor:
+    """Return (G,) a column of each row that may be asked for: the last, or a random one."""
+    order = torch.argsort((~askable).to(torch.int8), dim=1, stable=True)
+    n = askable.sum(1)
+    if causal:
+        nth = n - 1
+    else:
+        share = torch.rand(len(askable), generator=generator, dtype=torch.float64)
+        nth = (share.to(n.device) * n).long()
+    return order.gather(1, nth[:, None])[:, 0]
+
+
+_MARKS = ("bos", "eos", "cls", "sep", "pad")
+
+
+def special_ids(config: Any, tokenizers: Iterable[Any]) -> frozenset[int]:
+    """Return ids of tokens that every text holds, such as [CLS] and [SEP].
+
+    Args:
+        config: the model's config; that of a BERT does not list them.
+        tokenizers: Hugging Face tokenizers, or None. Their other special ids count too, except
+            those that stand for words: the unknown token, and the mask, because the last layers of
+            a masked language model have a gradient at masks alone.
+    """
+    ids: set[int] = set()
+    for source in (config, *tokenizers):
+        for mark in _MARKS:
+            ids |= _ids(getattr(source, f"{mark}_token_id", None))
+        words = [_ids(getattr(source, f"{name}_token_id", None)) for name in ("mask", "unk")]
+        ids |= _ids(getattr(source, "all_special_ids", None)).difference(*words)
+    return frozenset(ids)
+
+
+def _ids(value: Any) -> set[int]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return {i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0}
+
+
+class Sources:
+    """Draw the targets of each look.
+
+    Args:
+        games: the monitor's settings of games.
+        client: number of this process's client.
+        causal: whether the tokens of the model see only the tokens before them.
+        special: ids of tokens that are not asked for.
+    """
+
+    def __init__(
+        self, games: Games, client: int, *, causal: bool, special: frozenset[int] = frozenset()
+    ) -> None:
+        self._deal = Deal(games.targets, causal=causal, special=special)
+        self._held_out = None if games.held_out is None else games.held_out.sentences
+        self._client = client
+        self._earlier: deque[TokenBatch] = deque(maxlen=EARLIER_BATCHES)
+        self._included_texts: set[tuple[int, ...]] = set()
+        if (canaries := games.canaries) is not None:
+            marked = list(zip(canaries.token_ids, canaries.included.tolist(), strict=True))
+            self._canaries, self._included = canaries.token_ids, canaries.included
+            self._included_texts = {tuple(text.tolist()) for text, included in marked if included}
+            self._excluded_texts = [text for text, included in marked if not included]
+
+    def wants_batch(self, steps_to_look: int) -> bool:
+        """Return whether the next look may need a batch that is not looked at."""
+        return self._held_out is None and steps_to_look <= EARLIER_BATCHES
+
+    def remember(self, batch: TokenBatch) -> None:
+        """Keep a reference to a batch, whose texts are non-members of a later one."""
+        if self._held_out is None and batch.input_ids.numel():
+            self._earlier.append(batch)
+
+    def population(
+        self, step: int, batches: Sequence[TokenBatch], *, shuffled: bool = False
+    ) -> Targets | Waiting:
+        """Draw sentences of the batch, and others.
+
+        Args:
+            step: optimizer step.
+            batches: of the step.
+            shuffled: shuffle the tokens of the others over their positions, as a control has them.
+
+        Raises:
+            NoTargets: the batch's sentences are too short.
+        """
+        inside, generator, outside = Rows.from_batches(batches), self._generator(step), None
+        if self._held_out is not None:
+            outside = self._deal.draw_texts(self._held_out, generator, like=inside)
+        elif self._earlier:
+            outside = Rows.from_batches(list(self._earlier))
+        targets = None
+        if outside is not None:
+            outside = outside.shuffled(generator, self._deal.special) if shuffled else outside
+            targets = self._deal.targets(inside, outside, generator)
+        return targets or Waiting(
+            "membership needs texts outside this batch: later batches bring some, or pass "
+            "games=Games(held_out=texts)",
+            soon=outside is None,
+        )
+
+    def canaries(self, step: int, batches: Sequence[TokenBatch]) -> Targets | Waiting:
+        """Draw the user's canaries that are in the batch, and others that are not in the data.
+
+        Raises:
+            NoTargets: the canaries are too short.
+        """
+        inside, generator = Rows.from_batches(batches), self._generator(step)
+        places = [i for i, text in enumerate(inside.tuples()) if text in self._included_texts]
+        if not places:
+            return Waiting("no canary was in the batch", soon=False)
+        if not self._excluded_texts:
+            return Waiting("every canary is in the data", soon=False)
+        outside = self._deal.draw_texts(self._excluded_texts, generator, like=inside)
+        targets = self._deal.targets(inside, outside, generator, candidates=places)
+        return targets or Waiting("every canary that was left out is in the batch", soon=False)
+
+    def all_canaries(self, batches: Sequence[TokenBatch]) -> Targets:
+        """Return all of the user's canaries in order, always with the same token asked for.
+
+        Raises:
+            NoTargets: a canary holds no token that may be asked for.
+        """
+        device = batches[0].input_ids.device
+        texts = [TokenBatch(t.to(device)[None], None, None, "causal") for t in self._canaries]
+        texts = [replace(t, attention_mask=torch.ones_like(t.input_ids)) for t in texts]
+        masked = any(b.attention_mask is not None for b in batches)
+        rows = replace(Rows.from_batches(texts), masked=masked)
+        return self._deal.take_all(rows, self._included, torch.Generator().manual_seed(0))
+
+    def _generator(self, step: int) -> torch.Generator:
+        """Return a generator that depends on the step and the client alone, so that runs resume."""
+        return torch.Generator().manual_seed(1_000_003 * step + self._client)
+
+
+def draw_targets(
+    draw: Callable[[int, Sequence[TokenBatch]], Targets | Waiting],
+    step: int,
+    batches: Sequence[TokenBatch],
+) -> Targets | Waiting | Unknown:
+    """Return the targets of a look, or why there are none (yet)."""
+    try:
+        return draw(step, batches)
+    except Exception as error:
+        return Unknown(reason(error))
+
+
+def check_held_out(attack: attacks.Attack, held_out: attacks.PublicText | None) -> None:
+    """Refuse non-members that a membership attack was calibrated on."""
+    public = getattr(attack, "public_text", None)
+    if held_out is None or not isinstance(public, attacks.PublicText):
+        return
+    both = zip(public.sentences, held_out.sentences, strict=False)
+    if len(public) == len(held_out) and all(torch.equal(a, b) for a, b in both):
+        raise ValueError(
+            f"held_out= is the public text that '{attack.name}' is calibrated on, so that the "
+            "games' non-members would be texts it knows to be outside: split the text, one "
+            "part for each"
+        )
+
+
+def with_gradient(
+    attack: attacks.MembershipAttack, targets: Targets, upstream: Sequence[Tensor]
+) -> Targets:
+    """Return the targets without the tokens of the batch that the loss ignores.
+
+    Their gradient is always exactly zero. A server that chooses its layers would avoid such tokens,
+    so that they must not count as kept secret.
+    """
+    rows = [row for batch in upstream for row in batch]
+    targeted = zip(targets.places.tolist(), targets.positions.tolist(), strict=True)
+    token = attack.granularity == "token"
+    gradients = torch.stack(
+        [rows[row][column if token else 0] for row, column in targeted if row >= 0]
+    )
+    if not bool((gradients != 0).any()):
+        raise attacks.UnusableObservation(
+            f"the loss does not depend on the hidden states at layer {attack.layer} of any of the "
+            f"{len(gradients)} tokens asked for; a lower layer would be reached"
+        )
+    return targets.reached(gradients != 0)

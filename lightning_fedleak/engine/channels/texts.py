@@ -1,0 +1,603 @@
+"""Texts: what was said, from the activations that cross a split or from gradients.
+
+Of activations, those are attacked that the client's own forward gave at the split, dropout and all,
+with the mask and the positions that go along. The server's copy of the bottom model is renewed at
+each look (as often as the attack says).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks import (
+    Attack,
+    Capability,
+    InversionAttack,
+    TextAttack,
+    TextGuess,
+    UnusableObservation,
+)
+from lightning_fedleak.engine.channels.base import Channel, Plan, check_guess, guess, worst_of
+from lightning_fedleak.engine.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.run import (
+    Look,
+    Moment,
+    Outcome,
+    Pages,
+    Run,
+    Series,
+    Unknown,
+    Waiting,
+    reason,
+)
+from lightning_fedleak.evaluation.metrics import Rate, TextReconstruction
+from lightning_fedleak.evaluation.metrics.texts import (
+    SentenceScores,
+    in_true_order,
+    sentence_scores,
+    token_hits,
+)
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import whole_model
+from lightning_fedleak.model.snapshots import (
+    ActivationSnapshot,
+    GradientSnapshot,
+    Observation,
+    Stage,
+)
+from lightning_fedleak.model.taps import Crossed, Draw, SplitTap, control_crossing
+from lightning_fedleak.records import TEXTS
+from lightning_fedleak.validate import check_integer
+
+CROSSING = (Stage.LOCAL, Stage.SHARED)
+"""Where activations are: no server reduces them over clients."""
+RESAMPLES = 200
+COLUMNS = len(fields(SentenceScores))
+
+PLACES = 12
+"""Ranges of places in a text: the first, the second, then each twice as long as the one before."""
+
+
+def place_names() -> list[str]:
+    """``["0", "1", "2-3", "4-7", ..., "512-1023", "1024-"]``."""
+    middle = [f"{2**k}-{2 ** (k + 1) - 1}" for k in range(1, PLACES - 2)]
+    return ["0", "1", *middle, f"{2 ** (PLACES - 2)}-"]
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """What an attack made of n texts that were sent, and what they were.
+
+    Attributes:
+        guess: tokens (n, L).
+        input_ids: (n, L) the tokens sent.
+        real: (n, L) bool, False where padded.
+        age: optimizer steps that the adversary's bottom model was behind; NaN where the attack
+            does not say.
+        matched: whether the attack named texts without saying which is which, so that one that is
+            not named is missed.
+    """
+
+    guess: TextGuess
+    input_ids: Tensor
+    real: Tensor
+    age: float
+    matched: bool = False
+
+    @property
+    def started(self) -> Tensor:
+        """Return (n,) bool, False for texts that the time budget left untouched."""
+        some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
+        return torch.ones_like(some) if self.guess.finished or self.matched else some
+
+    def pack(self, texts: int) -> list[float]:
+        """Scores of the texts that were begun, as numbers in a fixed order.
+
+        n; age; whether the attack finished; whether it certified its texts, NaN where it never
+        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
+        to ``texts``; right tokens and tokens by range of places.
+        """
+        started = self.started
+        guessed, truth, real = (
+            self.guess.tokens[started],
+            self.input_ids[started],
+            self.real[started],
+        )
+        scores = sentence_scores(guessed, truth, real)
+        certified = self.guess.certified
+        numbers = [
+            float(len(scores.hits)),
+            self.age,
+            float(self.guess.finished),
+            math.nan if certified is None else float(certified),
+        ]
+        for field in fields(SentenceScores):
+            column: Tensor = getattr(scores, field.name)
+            numbers += column.double().tolist() + [0.0] * (texts - len(column))
+        hits, mask = token_hits(guessed, truth, real)
+        place = (mask.cumsum(1) - 1)[mask]
+        bins = torch.frexp(place.double()).exponent.clamp(max=PLACES - 1)
+        for counts in (hits[mask], torch.ones_like(hits[mask])):
+            numbers += torch.zeros(PLACES).index_add_(0, bins, counts.float()).tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The texts of one look.
+
+    Attributes:
+        rows: (micro-batch, document) of each.
+        input_ids: (n, L) the tokens of the client's batch.
+        real: (n, L) bool.
+    """
+
+    rows: Sequence[tuple[int, int]]
+    input_ids: Tensor
+    real: Tensor
+
+
+class TextsChannel(Channel):
+    """Attacks that reconstruct whole texts.
+
+    Of those that read hidden states each process shows some texts of its own batch; who lists one
+    has a split there. Texts that were guessed from gradients, which tell no order, are matched
+    with those of the batch so that as many tokens as possible are right. Texts of a split that an
+    attack's time budget left untouched do not count; intervals take texts as independent, not their
+    tokens (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
+    """
+
+    guesses = TextGuess
+    reads = TextAttack
+    leak = TEXTS
+    metrics = (
+        "token_accuracy",
+        "exact_sentences",
+        "texts_found",
+        "rouge_1",
+        "rouge_2",
+        "rouge_l",
+    )
+    charts = ("exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
+    extras = ("age", "finished", "certified")
+    ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
+    parted = True
+    reads_updates = True
+    controlled: ClassVar[bool] = True
+    controls_states: ClassVar[bool] = True
+    sees = frozenset({Capability.SEES_ACTIVATIONS})
+
+    def __init__(self, attacks: Sequence[TextAttack], settings: Options) -> None:
+        super().__init__(attacks, settings)
+        check_integer("texts", settings.texts)
+        self.inverters = [a for a in attacks if isinstance(a, InversionAttack)]
+        if self.inverters and settings.local_steps is not None:
+            raise ValueError(
+                f"local_steps attacks a weight change, and '{self.inverters[0].name}' reads the "
+                "activations that one step sends: give it a monitor of its own, without "
+                "local_steps"
+            )
+        if self.inverters and settings.stages == (Stage.AGGREGATE,):
+            raise ValueError(
+                f"'{self.inverters[0].name}' reads the activations that a client sends, which are "
+                "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
+                "stages"
+            )
+        self.width = 4 + COLUMNS * settings.texts + 2 * PLACES
+        self._stages = tuple(s for s in CROSSING if s in settings.stages)
+        self._crossed: list[Crossed] = []
+        self._tap: SplitTap | None = None
+        self._done = False
+
+    def series(self, attack: Attack, stage: Stage) -> Series | None:
+        """No activations are reduced over clients."""
+        reduced = stage not in CROSSING and isinstance(attack, InversionAttack)
+        return None if reduced else super().series(attack, stage)
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def open(self, run: Run) -> None:
+        """Puts the hooks in; the defences' own are there.
+
+        Raises:
+            ValueError: a stage does not exist at an attack's layer.
+        """
+        super().open(run)
+        self._defended = {layer for d in run.defenses for layer in d.activation_layers}
+        self._check_local()
+        if self.inverters:
+            layers = [a.layer for a in self.inverters]
+            self._tap = SplitTap(run.anatomy, layers, self._defended)
+
+    def _check_local(self) -> None:
+        """Refuses to measure hidden states "before the defences" that are computed behind one."""
+        for defense in self.run.defenses if Stage.LOCAL in self._stages else ():
+            for attack in self.inverters:
+                below = [layer for layer in defense.activation_layers if layer < attack.layer]
+                if below:
+                    raise ValueError(
+                        f"stages=('local', ...): the defence '{defense.name}' rewrites the hidden "
+                        f"states at layer {below[0]}, below layer {attack.layer} that "
+                        f"'{attack.name}' reads; what these would be without it is never computed. "
+                        "Leave 'local' out, and compare with a run without the defence"
+                    )
+
+    def plan(self, attack: Attack) -> Plan:
+        """An attack on hidden states always has something to read; others need gradients.
+
+        Raises:
+            ValueError: the model has no such layer, or no such gradients.
+        """
+        if not isinstance(attack, InversionAttack):
+            return super().plan(attack)
+        attack.needs(self.run.anatomy)
+        return Plan(attack, (), True, None)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        self._crossed.clear()
+        if self._tap is not None:
+            self._tap.close()
+        self._tap = None
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Starts a look."""
+        self._done = False
+        if self._tap is not None:
+            self._tap.arm()
+
+    def disarm(self, look: Look) -> None:
+        """Ends a look, and lets go of what it held."""
+        self._crossed.clear()
+        if self._tap is not None:
+            self._tap.disarm()
+
+    def batch_ends(self, batch: TokenBatch | None) -> None:
+        """A micro-batch of a look is over; None where it trained nothing."""
+        if self._tap is None or self._done:
+            return
+        if batch is None:
+            self._tap.arm()
+        else:
+            self._crossed.append(self._tap.take(batch))
+
+    def at_moment(self, moment: Moment) -> None:
+        """Lets every attack on hidden states reconstruct once in a look, others from gradients."""
+        super().at_moment(moment)
+        # The same on every process, which FSDP2's gathering of the model needs.
+        if self._tap is not None and not self._done:
+            self._done = True
+            with whole_model(self.run.anatomy.root), torch.no_grad():
+                self._reconstruct(moment.look, self._tap)
+
+    def _reconstruct(self, look: Look, tap: SplitTap) -> None:
+        if look.truth_error is not None:
+            return
+        if look.batch is not None:
+            self._crossed.append(tap.take(look.batch))
+        chosen: _Chosen | Unknown | None
+        try:
+            chosen = self._choose(look.step, [crossed.batch for crossed in self._crossed])
+        except Exception as error:
+            chosen = Unknown(reason(error))
+        if chosen is None:
+            return
+        for attack in self.inverters:
+            if Series.at(self._stages[0], attack.name) in look.answers:
+                continue
+            answer: Inverted | Unknown = Unknown("")
+            for i, stage in enumerate(self._stages):
+                if i == 0 or attack.layer in self._defended:
+                    answer = (
+                        chosen
+                        if isinstance(chosen, Unknown)
+                        else self._reconstructed(attack, stage, chosen, look.step, self._crossed)
+                    )
+                look.answers[Series.at(stage, attack.name)] = answer
+
+    def _choose(
+        self,
+        step: int,
+        batches: Sequence[TokenBatch],
+        *,
+        every: bool = False,
+        in_gradients: bool = False,
+    ) -> _Chosen | None:
+        """Draws texts by the step and the process alone, so that a resumed run draws the same.
+
+        Args:
+            step: optimizer step.
+            batches: of this process.
+            every: all texts, in their order.
+            in_gradients: without the tokens that no label depends on.
+
+        Returns:
+            None where the batches hold no text.
+
+        Raises:
+            BatchError: documents in a row that are not read as they would be alone.
+        """
+        rows: list[tuple[int, int]] = []
+        truths: list[tuple[Tensor, Tensor]] = []
+        for i, batch in enumerate(batches):
+            documents = batch.by_document()
+            ids, mask = documents.input_ids.cpu(), documents.attention_mask
+            if in_gradients:
+                real = batch.per_document(batch.context_mask()).cpu()
+            else:
+                real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
+            truths.append((ids, real))
+            rows += [(i, row) for row in real.any(1).nonzero().flatten().tolist()]
+        if not rows:
+            return None
+        seed = 1_000_003 * step + self.run.rank
+        generator = torch.Generator().manual_seed(seed)
+        most = len(rows) if every else self.settings.texts
+        order = torch.randperm(len(rows), generator=generator)[:most].tolist()
+        selected = [rows[i] for i in sorted(order)]
+        return _Chosen(
+            selected,
+            _stacked([truths[i][0][row] for i, row in selected]),
+            _stacked([truths[i][1][row] for i, row in selected]),
+        )
+
+    def _reconstructed(
+        self,
+        attack: InversionAttack,
+        stage: Stage,
+        chosen: _Chosen,
+        step: int,
+        crossed: Sequence[Crossed],
+    ) -> Inverted | Unknown:
+        try:
+            snapshot = self._snapshot(attack.layer, stage, chosen.rows, step, crossed)
+            guess = attack.run(Observation(activations=(snapshot,)))
+            check_guess(attack, guess, self.guesses)
+            if guess.tokens.shape != chosen.input_ids.shape:
+                raise UnusableObservation("the attack guessed texts, but others than were sent")
+            inverted = Inverted(guess, chosen.input_ids, chosen.real, attack.age(step))
+            if not bool(inverted.started.any()):
+                raise UnusableObservation(
+                    f"no time: budget_seconds={attack.budget_seconds} is over before the first "
+                    "token is found"
+                )
+        except Exception as error:
+            return Unknown(reason(error))
+        return inverted
+
+    def _snapshot(
+        self,
+        layer: int,
+        stage: Stage,
+        rows: Sequence[tuple[int, int]],
+        step: int,
+        crossed: Sequence[Crossed],
+    ) -> ActivationSnapshot:
+        states = [crossed[i].states(stage, layer)[row] for i, row in rows]
+        length = max(len(s) for s in states)
+        masks = [crossed[i].attention_mask for i, _ in rows]
+        positions = [crossed[i].position_ids for i, _ in rows]
+        if len({p is None for p in positions}) > 1:
+            raise UnusableObservation("only some micro-batches were given position_ids")
+        mask = None
+        if any(m is not None or len(s) < length for m, s in zip(masks, states, strict=True)):
+            mask = _stacked(
+                [
+                    torch.ones(len(s), dtype=torch.int64, device=s.device)
+                    if m is None
+                    else m[row].to(s.device).long()
+                    for m, s, (_, row) in zip(masks, states, rows, strict=True)
+                ]
+            )
+        ids = [p[row] for p, (_, row) in zip(positions, rows, strict=True) if p is not None]
+        return ActivationSnapshot(
+            step,
+            stage,
+            {f"layer {layer}": _stacked(states).detach()},
+            client=self.run.rank,
+            attention_mask=mask,
+            position_ids=_stacked(ids) if ids else None,
+        )
+
+    def score(self, look: Look, series: Series, answer: object) -> list[float]:
+        """Return the packed scores of each text."""
+        if isinstance(answer, TextGuess):
+            [attack] = (a for a in self.attacks if a.name == series.attack)
+            answer = self._matched(answer, attack, look.step, look.batches)
+        if not isinstance(answer, Inverted):
+            raise UnusableObservation("the attack guessed something else")
+        look.notes[series] = answer
+        return answer.pack(self.settings.texts)
+
+    def without_truth(self, answer: object) -> dict[str, float]:
+        """Return whether an attack on gradients finished, and certifies its texts."""
+        if not isinstance(answer, TextGuess):
+            return {}
+        claims = {"finished": answer.finished, "certified": answer.certified}
+        return {name: float(value) for name, value in claims.items() if value is not None}
+
+    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
+        """Return the rates of guessed texts, against those of this process."""
+        if isinstance(answer, Inverted):
+            return self._alone(answer)
+        if not isinstance(answer, TextGuess):
+            return {}
+        attack: Any = plan.attack
+        return self._alone(self._matched(answer, attack, look.step, look.all_batches))
+
+    def control_rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of an attack on the texts of a control."""
+        attack: Any = plan.attack
+        if isinstance(attack, InversionAttack):
+            return self._control_inversion(attack, draw, step)
+        answer = guess(plan, view, self.run)
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        assert isinstance(answer, TextGuess)
+        return self._alone(self._matched(answer, attack, step, draw.batches))
+
+    def _control_inversion(
+        self, attack: InversionAttack, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown:
+        """Return the rates of an attack on the hidden states of a control's words."""
+        if draw.is_part:  # of fewer labels, not of fewer tokens
+            return {}
+        answer: Inverted | Unknown = Unknown("the step's batches hold no text")
+        crossed: Sequence[Crossed] = ()
+        try:
+            crossed = control_crossing(self.run.anatomy, draw, attack.layer)
+        except Exception as error:
+            answer = Unknown(reason(error))
+        # Entered on every process, which FSDP2's gathering of the model needs.
+        with whole_model(self.run.anatomy.root), torch.no_grad():
+            chosen = self._choose(step, [each.batch for each in crossed])
+            if chosen is not None:
+                answer = self._reconstructed(attack, Stage.LOCAL, chosen, step, crossed)
+        return answer if isinstance(answer, Unknown) else self._alone(answer)
+
+    def _alone(self, inverted: Inverted) -> dict[str, float]:
+        """Return the rates of some texts alone."""
+        metric = self._metric()
+        metric.add(self._scores(inverted.pack(self.settings.texts)))
+        return {name: rate.value for name, rate in self._rates(metric).items()}
+
+    def _matched(
+        self, guess: TextGuess, attack: TextAttack, step: int, batches: Sequence[TokenBatch]
+    ) -> Inverted:
+        """Return texts guessed from gradients, each beside the most similar text of the batch.
+
+        Where an attack leaves open the tokens of a causal text that no label depends on, these do
+        not count: its last token, or all from the last one whose label counts.
+        """
+        if not guess.finished and not bool((guess.tokens >= 0).any()):
+            raise UnusableObservation("no time: the budget is over before any token is found")
+        leaves_open = attack.last_token_open
+        every = self._choose(step, batches, every=True, in_gradients=leaves_open)
+        selected = self._choose(step, batches, in_gradients=leaves_open)
+        if every is None or selected is None:
+            raise UnusableObservation(
+                "no text of this batch has a token that a label depends on: each is one token "
+                "long, or without a label behind its first"
+            )
+        order = (~every.real).int().argsort(dim=1, stable=True)  # such a text begins on the left
+        ids, real = every.input_ids.gather(1, order), every.real.gather(1, order)
+        tokens = in_true_order(guess.tokens, ids, real)
+        indices = [every.rows.index(row) for row in selected.rows]
+        selected_guess = TextGuess(
+            tokens[indices], finished=guess.finished, certified=guess.certified
+        )
+        return Inverted(selected_guess, ids[indices], real[indices], attack.age(step), matched=True)
+
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
+        """Reveal texts, and draw at which places tokens were recovered."""
+        for series, outcome in outcomes.items():
+            if series in look.notes and pages.reveal is not None:
+                title = f"== step {look.step}, {series.log_name}"
+                _reveal(pages.reveal, title, look.notes[series])
+            if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
+                name, places = series.log_name, outcome.by_position
+                _add_histogram(pages.boards, name, places, look.step)
+
+    # ---- over clients -----------------------------------------------------------------------
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Return the outcome of all clients' texts together."""
+        pooled, each = self._metric(), []
+        for row in rows.values():
+            alone = self._metric()
+            for metric in (alone, pooled):
+                metric.add(self._scores(row))
+            each.append({name: rate.value for name, rate in self._rates(alone).items()})
+        certified = sum(row[3] for row in rows.values()) / len(rows)
+        places = torch.tensor([list(row)[-2 * PLACES :] for row in rows.values()]).sum(0).long()
+        pairs = zip(places[:PLACES].tolist(), places[PLACES:].tolist(), strict=True)
+        return Outcome(
+            self._rates(pooled),
+            sum(int(row[0]) for row in rows.values()),
+            worst=worst_of(each),
+            extra={
+                "age": max(row[1] for row in rows.values()),
+                "finished": sum(row[2] for row in rows.values()) / len(rows),
+                **({} if math.isnan(certified) else {"certified": certified}),
+            },
+            by_position={
+                name: (right, n) for name, (right, n) in zip(place_names(), pairs, strict=True) if n
+            },
+        )
+
+    def _metric(self) -> TextReconstruction:
+        return TextReconstruction(resamples=RESAMPLES, sync_on_compute=False)
+
+    def _scores(self, row: Sequence[float]) -> SentenceScores:
+        n, texts = int(row[0]), self.settings.texts
+        columns = torch.tensor(list(row)[4 : 4 + COLUMNS * texts], dtype=torch.float64)
+        return SentenceScores(*columns.reshape(COLUMNS, texts)[:, :n])
+
+    def _rates(self, metric: TextReconstruction) -> dict[str, Rate]:
+        rates = metric.rates()
+        return {name: rates[name] for name in self.metrics}
+
+
+def _reveal(files: RevealFiles, title: str, inverted: Inverted) -> None:
+    """Write each text of one look, the original above the reconstruction."""
+    lines = [title]
+    for sent, guessed, real in zip(
+        inverted.input_ids,
+        inverted.guess.tokens.to(inverted.input_ids.device),
+        inverted.real,
+        strict=True,
+    ):
+        true, answer = sent[real].tolist(), guessed[real].tolist()
+        right = sum(a == b for a, b in zip(true, answer, strict=True))
+        lines.append(f"-- {right} of {len(true)} tokens right")
+        lines.append(f"original:      {files.text(true)}")
+        lines.append(f"reconstructed: {files.text(answer)}")
+    files.append("texts", lines)
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Return rows (L_i, ...) as one tensor (n, L, ...), padded with zeros."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def _add_histogram(
+    boards: Sequence[Any], name: str, places: Mapping[str, tuple[int, int]], step: int
+) -> None:
+    """Show at which places of their texts tokens were recovered, as a histogram.
+
+    The height over a range of places is the share of its tokens that were right.
+    """
+    ranges = [key.partition("-") for key in places]
+    if not ranges:
+        return
+    limits = [
+        float(int(low) + 1 if not dash else int(high or 2 * int(low) - 1) + 1)
+        for low, dash, high in ranges
+    ]
+    starts = [float(low) for low, _, _ in ranges]
+    shares = [right / n for right, n in places.values()]
+    counts = [s * (b - a) for s, a, b in zip(shares, starts, limits, strict=True)]
+    middles = [(a + b) / 2 for a, b in zip(starts, limits, strict=True)]
+    for board in boards:
+        board.add_histogram_raw(
+            f"{name}/share_recovered_by_place",
+            min=starts[0],
+            max=limits[-1],
+            num=sum(counts),
+            sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
+            sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
+            bucket_limits=limits,
+            bucket_counts=counts,
+            global_step=step,
+        )

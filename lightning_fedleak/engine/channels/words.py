@@ -1,0 +1,386 @@
+"""The channel of word attacks: which word types a batch held, read from the client's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks import Attack, Capability, ThreatModelError, WordGuess
+from lightning_fedleak.engine.channels.base import Channel, Plan, guess, worst_of
+from lightning_fedleak.engine.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.run import (
+    Look,
+    Moment,
+    Outcome,
+    Pages,
+    Processes,
+    Run,
+    Series,
+    Trials,
+    Unknown,
+    Waiting,
+    reason,
+)
+from lightning_fedleak.evaluation.metrics import WordRecovery
+from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, matrix_shape
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import sees_no_later
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    Stage,
+    UnusableObservation,
+    UpdateSnapshot,
+)
+from lightning_fedleak.model.taps import Draw, TiedHeadTap
+from lightning_fedleak.records import WORDS
+
+SOFT_LABELS = (
+    "the targets of the loss are no single labels (distillation, mixed labels, or smoothed ones "
+    "past their target), so that the words it was computed on are not known"
+)
+
+
+@dataclass(frozen=True)
+class WordTruth:
+    """The word types that a step's batches really held. Only the client has this.
+
+    Attributes:
+        output_types: sorted distinct ids that the loss was computed on.
+        input_types: sorted distinct ids that the model read and that a label depends on.
+        n_targets: number of tokens that the loss was computed on; of texts for a classifier.
+        is_soft: some targets of the loss are no single labels, so that ``output_types`` is not all.
+    """
+
+    output_types: Tensor
+    input_types: Tensor
+    n_targets: int
+    is_soft: bool = False
+
+    @classmethod
+    def from_batches(
+        cls, batches: Sequence[TokenBatch], *, one_way: bool = False, source_only: bool = False
+    ) -> WordTruth:
+        """Return the words of all micro-batches of one step. On CUDA this waits for the device.
+
+        A classifier's labels are classes, not words.
+
+        Args:
+            batches: the micro-batches of the step.
+            one_way: see :meth:`TokenBatch.context_mask`.
+            source_only: count only what the encoder reads. The decoder reads labels, which have
+                another vocabulary.
+        """
+        targets = [b.target_ids() for b in batches if b.kind != "classifier"]
+        texts = [b.context_mask() for b in batches if b.kind == "classifier"]
+        if source_only:
+            reads = [b.input_ids[b.context_mask()].long() for b in batches]
+        else:
+            reads = [b.context_ids(one_way=one_way) for b in batches]
+        live = sum(int(b.live.sum()) for b in batches if b.live is not None)
+        return cls(
+            torch.unique(torch.cat(targets)) if targets else torch.empty(0, dtype=torch.long),
+            torch.unique(torch.cat(reads)) if reads else torch.empty(0, dtype=torch.long),
+            max(live, sum(int(t.numel()) for t in targets))
+            + sum(int(t.any(1).sum()) for t in texts),
+            any(b.soft_labels for b in batches),
+        )
+
+    def types(self, surface: str) -> Tensor:
+        """Return the types at one surface, ``"output"`` or ``"input"``.
+
+        Raises:
+            UnusableObservation: the labels are not all known.
+        """
+        if surface == "output" and self.is_soft:
+            raise UnusableObservation(SOFT_LABELS)
+        return self.output_types if surface == "output" else self.input_types
+
+    def mask(self, vocab_size: int) -> Tensor:
+        """Return output and input types as (2, V) bool, so that processes can unite theirs."""
+        mask = torch.zeros(2, vocab_size, dtype=torch.bool, device=self.output_types.device)
+        mask[0, self.output_types] = True
+        mask[1, self.input_types.to(mask.device)] = True
+        return mask
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, n_targets: int, is_soft: bool) -> WordTruth:
+        """Return the words that a :meth:`mask` marks."""
+        output, inputs = (row.nonzero().flatten() for row in mask)
+        return cls(output, inputs, n_targets, is_soft)
+
+
+class WordsChannel(Channel):
+    """The channel of attacks that name the words of a batch.
+
+    With ``head_own_part`` they also read the head's own part of a tied matrix's gradient.
+    """
+
+    guesses = WordGuess
+    reads = Attack
+    leak = WORDS
+    metrics = ("precision", "recall", "f1")
+    charts = ("precision", "recall")
+    width = WordRecovery.WIDTH
+    extras = ("type_count_error", "certified", "capacity")
+    ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
+    reads_updates: ClassVar[bool] = True
+    tests_looks: ClassVar[bool] = True
+    controlled: ClassVar[bool] = True
+
+    def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
+        super().__init__(attacks, settings)
+        if any(attack.sends_values for attack in attacks):  # none is chosen automatically
+            self.adversary |= {Capability.CHOOSES_WEIGHTS}
+        self._own_part: TiedHeadTap | None = None
+        self._truth: WordTruth | None = None
+        self._one_way = False
+        self._own_series: dict[str, Series] = {}
+        if settings.head_own_part:
+            self._own_series = {
+                a.name: Series("leakage_local", f"{a.name}_head_only", a.name, Stage.LOCAL)
+                for a in attacks
+            }
+
+    def further_series(self) -> list[Series]:
+        """Return the series of the head's own part."""
+        return list(self._own_series.values())
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:
+        """Record the head's own part of a tied matrix's gradient, if ``head_own_part`` is set.
+
+        Raises:
+            ValueError: the head is not tied, or its batch is spread over processes.
+        """
+        if not self.settings.head_own_part:
+            return
+        if processes.count > 1 and processes.client == "world":
+            raise ValueError(
+                "head_own_part=True is taken inside each process's backward, and with "
+                "client='world' the client's batch is spread over several processes: leave it out, "
+                "or run one process"
+            )
+        model = anatomy()
+        if model.head is None or not model.tied:
+            raise ValueError(
+                "head_own_part=True is for a tied head only; this head has a gradient of its own, "
+                "which is attacked as it is shared"
+            )
+        self._own_part = TiedHeadTap(model.head)
+
+    def open(self, run: Run) -> None:
+        """Find out whether a classifier's tokens see later ones."""
+        super().open(run)
+        self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
+
+    def close(self) -> None:
+        """Restore the head's forward."""
+        if self._own_part is not None:
+            self._own_part.close()
+        self._own_part = None
+
+    def plan(self, attack: Attack) -> Plan:
+        """Return the plan of an attack. Attacks that send values run in an observer's rounds only.
+
+        Raises:
+            ThreatModelError: training would have to go on with crafted values.
+        """
+        if attack.sends_values and self.run.unit != "round":
+            raise ThreatModelError(
+                f"attack '{attack.name}' sends values of its own, which change training, and this "
+                "run's training must not change: list it in RoundObserver(attacks=...), which "
+                "plays rounds on copies, or call play_crafted_rounds of "
+                "lightning_fedleak.evaluation.games"
+            )
+        return super().plan(attack)
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Start a look."""
+        if self._own_part is not None:
+            self._own_part.arm()
+
+    def at_moment(self, moment: Moment) -> None:
+        """Let the attacks guess from gradients, and at the last stage from the head's own part.
+
+        Attacks that send values of their own read a round that is played on copies.
+        """
+        self.read_gradients(moment, [p for p in self.plans if not p.attack.sends_values])
+        for plan in (p for p in self.plans if p.attack.sends_values and p.exposed):
+            attack: Any = plan.attack
+            shared, crafted = moment.gradients(), moment
+            if isinstance(shared, UpdateSnapshot):
+                take = partial(attack.play, self.run.anatomy, moment.look.batches, shared)
+                crafted = replace(moment, take=take, _view=None)
+            self.read_gradients(crafted, [plan])
+        own_part = self._own_part
+        if own_part is None or Stage.AGGREGATE not in moment.stages:
+            return
+        scale, look = moment.scale, moment.look
+        take = partial(own_part.view, look.step, client=self.run.number, scale=scale)
+        view = replace(moment, take=take, _view=None).gradients()
+        for plan in self.plans:
+            is_due = plan.optimizer in (None, moment.optimizer)
+            if plan.roles == (HEAD_WEIGHT,) and plan.exposed and is_due:
+                series = self._own_series[plan.attack.name]
+                if series not in look.answers:
+                    look.answers[series] = guess(plan, view, self.run)
+
+    def series_of(self, plan: Plan) -> list[Series]:
+        """Return the attack's series at the stages, and its series of the head's own part."""
+        series = super().series_of(plan)
+        if self._own_part is not None and plan.roles == (HEAD_WEIGHT,):
+            series.append(self._own_series[plan.attack.name])
+        return series
+
+    def holds_nothing(self, look: Look) -> bool:
+        """Return whether the loss was computed on no token."""
+        self._truth = self._truth_of(look)
+        return self._truth is None or self._truth.n_targets == 0
+
+    def _truth_of(self, look: Look) -> WordTruth | None:
+        """Return the true words; those of all processes together if they are one client."""
+        truth = None
+        try:
+            if look.truth_error is None:
+                truth = self._words_in(look.batches)
+        except Exception as error:
+            look.truth_error = reason(error)
+        truth = self._of_client(truth)
+        return None if look.truth_error else truth
+
+    def _words_in(self, batches: Sequence[TokenBatch]) -> WordTruth:
+        """Return the words of batches of this process."""
+        two_vocabularies = self.run.anatomy.target_rows is not None
+        return WordTruth.from_batches(batches, one_way=self._one_way, source_only=two_vocabularies)
+
+    def _of_client(self, truth: WordTruth | None) -> WordTruth | None:
+        """Return the words of all processes together if they are one client; each calls it."""
+        if self.run.client != "world" or self.run.processes == 1:
+            return truth
+        mask = torch.zeros(2, self._size, dtype=torch.int32, device=self.run.device)
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.run.device)
+        if truth is not None:
+            mask += truth.mask(self._size).to(mask.device)
+            tokens += torch.tensor([truth.n_targets, truth.is_soft], device=tokens.device)
+        mask = self.run.summed(mask)
+        n_targets, soft = self.run.summed(tokens).tolist()
+        return WordTruth.from_mask(mask > 0, n_targets, soft > 0)
+
+    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
+        """Return the rates of a guess against the words of this process so far in the look."""
+        if not isinstance(answer, WordGuess):
+            return {}
+        return self._rates(answer, self._words_in(look.all_batches))
+
+    def control_rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of an attack on the words of a control."""
+        truth = self._of_client(self._words_in(draw.batches))
+        answer = guess(plan, view, self.run)
+        if isinstance(answer, Unknown | Waiting) or truth is None:
+            return answer if isinstance(answer, Unknown | Waiting) else {}
+        assert isinstance(answer, WordGuess)
+        return self._rates(answer, truth)
+
+    def _rates(self, answer: WordGuess, truth: WordTruth) -> dict[str, float]:
+        metric = self._metric()
+        metric.update(answer, truth.types(answer.surface))
+        return {name: rate.value for name, rate in metric.rates().items()}
+
+    def score(self, look: Look, series: Series, answer: object) -> list[float]:
+        """Count a guess against the words of the look's batches."""
+        if not isinstance(answer, WordGuess):
+            raise TypeError(f"no score is known for a {type(answer).__name__}")
+        assert self._truth is not None
+        types = self._truth.types(answer.surface)
+        metric = self._metric()
+        metric.update(answer, types)
+        look.notes[series] = (answer, types)
+        return metric.pack()
+
+    def without_truth(self, answer: object) -> dict[str, float]:
+        """Return whether a guess is certified, and how many types its attack can separate."""
+        if not isinstance(answer, WordGuess):
+            return {}
+        claims = {"certified": answer.certified, "capacity": answer.capacity}
+        return {name: float(value) for name, value in claims.items() if value is not None}
+
+    def _metric(self) -> WordRecovery:
+        return WordRecovery(self._size, sync_on_compute=False)
+
+    @property
+    def _size(self) -> int:
+        """Number of types that can be named: rows of the head, or of the embedding if more."""
+        rows = matrix_shape(self.run.anatomy.embedding)
+        return max(self.run.anatomy.vocab_size, 0 if rows is None else rows[0])
+
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
+        """Write the revealed words, and draw the scores of used and unused types."""
+        for series in (s for s in outcomes if s in look.notes):
+            answer, types = look.notes[series]
+            if pages.reveal is not None:
+                _reveal(pages.reveal, f"== step {look.step}, {series.log_name}", answer, types)
+            if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
+                _add_histograms(pages.boards, series.log_name, answer, types, look.step)
+
+    # ---- over clients -----------------------------------------------------------------------
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Add the counts of all clients, and compute the rates from the sums."""
+        pooled, each, by_guessing = self._metric(), [], []
+        for row in rows.values():
+            alone = self._metric()
+            alone.add_packed(row)
+            pooled.add_packed(row)
+            each.append({name: rate.value for name, rate in alone.rates().items()})
+            right, wrong, missed = int(alone.tp), int(alone.fp), int(alone.fn)
+            by_guessing.append(naming_p_value(right, right + wrong, right + missed, self._size))
+        rates = pooled.rates()
+        named, used = int(pooled.tp + pooled.fp), int(pooled.tp + pooled.fn)
+        numbers = {"precision": named, "recall": used, "f1": named + int(pooled.fn)}
+        return Outcome(
+            rates,
+            used,
+            worst=worst_of(each),
+            extra=pooled.means(),
+            trials={m: Trials(rates[m].value, n) for m, n in numbers.items() if n},
+            p_value=lowest_p_value(by_guessing),
+        )
+
+
+def _reveal(files: RevealFiles, title: str, answer: WordGuess, truth: Tensor) -> None:
+    """Write the recovered, wrong and missed words of one look."""
+    true_ids = set(truth.tolist())
+    guessed = answer.types.tolist()
+    right = [t for t in guessed if t in true_ids]
+    wrong = [t for t in guessed if t not in true_ids]
+    missed = sorted(true_ids.difference(guessed))
+    kinds = {"recovered": right, "wrong": wrong, "missed": missed}
+    lines = [f"{kind} ({len(ids)}): {files.each(ids)}" for kind, ids in kinds.items()]
+    files.append("words", [title, *lines])
+
+
+def _add_histograms(
+    boards: Sequence[Any], name: str, guess: WordGuess, truth: Tensor, step: int
+) -> None:
+    """Draw a histogram of the scores of used types, and one of unused types."""
+    if not boards or guess.scores is None:
+        return
+    used = torch.zeros(guess.scores.shape[0], dtype=torch.bool, device=guess.scores.device)
+    used[truth.to(used.device)] = True
+    for board in boards:
+        for label, scores in (("used", guess.scores[used]), ("unused", guess.scores[~used])):
+            finite = scores[scores.isfinite()]
+            if finite.numel():
+                board.add_histogram(f"{name}/score_of_{label}_types", finite, step)

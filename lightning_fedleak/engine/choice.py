@@ -1,0 +1,296 @@
+"""What attacks that choose themselves cost and read in one run, as a table."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak import attacks
+from lightning_fedleak.engine.channels.base import Plan
+from lightning_fedleak.engine.run import reason
+from lightning_fedleak.messages import rank_zero_debug, rank_zero_info
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import context_length
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    Observation,
+    Stage,
+    UnusableObservation,
+    UpdateSnapshot,
+)
+from lightning_fedleak.progress import measure_seconds
+
+MOST_LINES = 10
+"""Of the table that is logged before the first step: half of a small terminal."""
+WIDTH = 110
+"""Columns of that table."""
+
+_ELSEWHERE = (
+    "Not among these: FlatChat and RevealLabels (AlignedFlatChat reads the same gradient); whole "
+    "texts, which take seconds a look (list SubspaceTexts()); attacks on hidden states at a split "
+    "(list PrefixInversion(layer=...), say)"
+)
+_WRITTEN = ". Calibrated on text that the model writes itself; public_text= takes yours:"
+_NOTHING = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
+_CRAFTED = "; a server that adds layers of its own (assume=DISHONEST_SERVER)"
+ROWS = 8
+"""Texts of the batch that a look is tried on."""
+_LENGTH = 64
+
+
+# ---- what a look costs ----------------------------------------------------------------------
+
+
+def look_seconds(
+    anatomy: Anatomy,
+    plans: Iterable[Plan],
+    texts: int,
+    *,
+    local_steps: int | None = None,
+    step: int = 0,
+) -> tuple[dict[str, float], dict[str, str]]:
+    """What each attack takes for one look, tried on the gradient of a batch of random tokens.
+
+    The batch has 8 rows of 64 tokens, frequent ones more often. Where a LoRA's B is zero still it
+    is given small values, so that A has a gradient.
+
+    Args:
+        anatomy: of a model on which the attacks are prepared.
+        plans: of the attacks that read gradients; others are passed over.
+        texts: that a membership attack is asked for.
+        local_steps: of a round, where weight changes are shared; the gradient stands for one.
+        step: optimizer step that the fit begins at.
+
+    Returns:
+        Seconds by the attack's name, and why an attack's look fails on this model, if it does.
+    """
+    tried = [plan for plan in plans if plan.roles]
+    if not tried:
+        return {}, {}
+    roles = dict.fromkeys(role for plan in tried for role in plan.roles)
+    generator = torch.Generator().manual_seed(0)
+    begins = attacks.nonzero_starts(anatomy, generator)
+    ids = _tokens(anatomy, ROWS, generator)
+    if anatomy.kind == "classifier":
+        tensors = attacks.gradient_through_blocks(
+            anatomy, ids, list(roles), generator, instead=begins
+        )
+    else:
+        labels = ids if anatomy.target_rows is None else ids % anatomy.target_rows
+        batch = TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
+        tensors = attacks.gradient_of(anatomy, batch, list(roles), instead=begins)
+    shown = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
+    if local_steps is not None:
+        shown = UpdateSnapshot(
+            step, Stage.SHARED, tensors, anatomy.tied, local_steps=local_steps, learning_rate=1e-3
+        )
+    view = Observation((shown,))
+    asked = attacks.Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
+    seconds, failures = {}, {}
+    for plan in tried:
+        try:
+            plan.attack.refresh(anatomy, step)  # which sees the weights that a round begins with
+            with torch.no_grad(), suppress(UnusableObservation):
+                run = partial(plan.attack.run, view, asked)
+                seconds[plan.attack.name] = measure_seconds(run, anatomy.device)
+        except Exception as error:
+            failures[plan.attack.name] = f"its looks fail on this model ({reason(error)})"
+    return seconds, failures
+
+
+def _tokens(anatomy: Anatomy, rows: int, generator: torch.Generator) -> Tensor:
+    length = min(_LENGTH, context_length(anatomy) or _LENGTH)
+    return attacks.frequent_tokens(anatomy, rows, length, generator)
+
+
+# ---- the table ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one attack in this run.
+
+    Attributes:
+        attack: its name.
+        reads: the parameters whose gradient it reads; none where it reads layers of its own.
+        why_not: why it is not played; None where it is.
+        exposed: whether what it reads is shared, as far as is known.
+        seconds: that a look is estimated to take; None where that was not tried.
+        never: why it can read no round of this run, whatever the data; None where it may.
+        calibration: seconds of the processor over threads that it took, or of a GPU, and bytes by
+            which memory grew (NaN: unknown); None where it waits, or there is none.
+    """
+
+    attack: str
+    reads: tuple[str, ...]
+    why_not: str | None
+    exposed: bool
+    seconds: float | None
+    never: str | None = None
+    calibration: tuple[float, float] | None = None
+
+
+def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
+    """The names of the parameters whose gradient an attack reads."""
+    roles = () if plan is None else plan.roles
+    return tuple(dict.fromkeys(anatomy.parameter_name(role) or role for role in roles))
+
+
+def in_short(attack: str, refusal: str) -> str:
+    """Why an attack is refused, in one sentence without its name."""
+    first, _, _ = refusal.partition(". ")
+    first = re.sub(rf"^(\w+: )?(attack '\w+' |'{attack}' )?", "", first)
+    return first.removesuffix(".").removesuffix(": remove the attack")
+
+
+def show(
+    rows: Sequence[Row],
+    unread: Sequence[str],
+    assumed: Collection[attacks.Capability],
+    *,
+    writes: bool = False,
+    watcher: str = "LeakageMonitor",
+) -> None:
+    """Logs before the first step which attacks are played, and at level DEBUG with every name.
+
+    Args:
+        rows: one for each attack.
+        unread: names of shared parameters that none of them reads.
+        assumed: what the adversary has besides what it sees.
+        writes: they are calibrated on text that the model writes itself.
+        watcher: who plays them.
+    """
+    rank_zero_info(table(rows, unread, writes=writes, watcher=watcher))
+    start = _start([name for row in rows for name in row.reads] + list(unread))
+    lines = [table(rows, unread, writes=writes, watcher=watcher, whole=True)]
+    if start:
+        lines.append(f"  Names begin with {start}")
+    if unread:
+        names = listed([name.removeprefix(start) for name in unread])
+        lines += _wrapped("  Shared, tested by no attack: ", names)
+    crafted = "" if frozenset(assumed) >= attacks.DISHONEST_SERVER else _CRAFTED
+    rank_zero_debug("\n".join([*lines, *_wrapped("  ", f"{_ELSEWHERE}{crafted}.")]))
+
+
+def table(
+    rows: Sequence[Row],
+    unread: Sequence[str],
+    *,
+    writes: bool = False,
+    watcher: str = "LeakageMonitor",
+    whole: bool = False,
+) -> str:
+    """A line for each attack, or a few where it is not played and there is room for the reason.
+
+    Args:
+        rows: as of :func:`show`.
+        unread: as there.
+        writes: as there.
+        watcher: as there.
+        whole: nothing is cut; otherwise there are at most ten lines.
+    """
+    start = _start([name for row in rows for name in row.reads] + list(unread))
+    played = any(row.why_not is None for row in rows)
+    does = f"these attacks{_WRITTEN if writes else ':'}" if played else _NOTHING
+    lines, ending = [f"{watcher} plays {does}"], []
+    if unread and not whole:
+        ending.append(
+            f"  Shared, tested by no attack: {len(unread)} parameters. "
+            "Their names: run.jsonl, and the log at level DEBUG."
+        )
+    spare = MOST_LINES - len([*lines, *rows, *ending])
+    width = max((len(row.attack) for row in rows), default=0)
+    first_with: dict[str, str] = {}
+    for row in rows:
+        if row.never is not None:
+            text = f"unknown in every round: {row.never}"
+        elif row.why_not is None:
+            reads = listed([name.removeprefix(start) for name in row.reads])
+            cost = ""
+            if row.calibration is not None:
+                seconds, stored = row.calibration
+                memory = f" and {stored / 1e6:,.0f} MB" if stored >= 1e6 else ""
+                cost = f", calibrated in {seconds:.2g} s{memory}"
+            cost += "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
+            text = f"played{cost}: reads {reads or 'layers that the server adds'}"
+        elif first_with.setdefault(row.why_not, row.attack) != row.attack and not whole:
+            text = f"not played, as {first_with[row.why_not]}"
+        else:
+            text = f"not played: {row.why_not}"
+        begin = f"  {row.attack:<{width}}  "
+        if row.why_not is None and row.never is None and not whole and len(begin + text) > WIDTH:
+            text = f"{text[: WIDTH - len(begin) - 4]} ..."  # within a name, where it is long
+        shown = _wrapped(begin, text, None if whole else 1 + max(0, spare))
+        spare -= len(shown) - 1
+        lines += shown
+    return "\n".join([*lines, *ending])
+
+
+def _start(names: Sequence[str]) -> str:
+    """Parts that all names begin with, up to the last that stands before no block's number."""
+    parts = [name.split(".")[:-1] for name in names]
+    same = list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False)))
+    while same and any(p[len(same)].isdigit() for p in parts if len(p) > len(same)):
+        same.pop()
+    return "".join(f"{column[0]}." for column in same)
+
+
+def _wrapped(start: str, text: str, most: int | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        max_lines=most,
+        placeholder=" ...",
+    )
+
+
+def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the names of the trained parameters whose gradient no attack reads."""
+    tested = _names(anatomy, {r for plan in plans if plan.exposed for r in plan.roles})
+    return tuple(n for n in anatomy.trainable_names() if n not in tested)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return all names in one line; blocks are joined, as in ``h.{0..5}.w``."""
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        head, *rest = re.split(r"(?<=\.)(\d+)(?=\.)", name, maxsplit=1)
+        number = [int(rest[0])] if rest else []
+        groups.setdefault("{}".join([head, *rest[1:]]), []).extend(number)
+    return ", ".join(_with_numbers(name, numbers) for name, numbers in groups.items())
+
+
+def _with_numbers(name: str, numbers: Sequence[int]) -> str:
+    head, *rest = name.split("{}")
+    if not rest:
+        return head
+    if len(numbers) == 1:
+        return f"{head}{numbers[0]}{rest[0]}"
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [f"{r[0]}..{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs]
+    return f"{head}{{{', '.join(texts)}}}{rest[0]}"
+
+
+def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:
+    names = {anatomy.parameter_name(r) for r in roles}
+    one = anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT)
+    if one and {HEAD_WEIGHT, EMBEDDING_WEIGHT} & set(roles):
+        names |= {anatomy.parameter_name(HEAD_WEIGHT), anatomy.parameter_name(EMBEDDING_WEIGHT)}
+    return {n for n in names if n is not None}

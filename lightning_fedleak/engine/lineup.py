@@ -1,0 +1,584 @@
+"""The attacks of one run: which are played, what each reads, their calibrations and tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fedleak.attacks import Attack, Capability, MissingText, PublicText, share_samples
+from lightning_fedleak.engine import choice
+from lightning_fedleak.engine.cache import CalibrationCache, hash_of_weights
+from lightning_fedleak.engine.channels.base import (
+    HEAD_CAPABILITIES,
+    Channel,
+    Plan,
+    check_forward,
+    family_of,
+)
+from lightning_fedleak.engine.choice import (
+    ROWS,
+    Row,
+    in_short,
+    listed,
+    look_seconds,
+    reads_of,
+    unread_names,
+)
+from lightning_fedleak.engine.options import Games, Options, Selection, every_attack
+from lightning_fedleak.engine.run import Run, Unknown, reason
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
+from lightning_fedleak.model.anatomy import Anatomy, matrix_shape, without_peft
+from lightning_fedleak.model.model_runs import whole_model
+from lightning_fedleak.progress import bars, measure_seconds, track, used_bytes
+
+_HELD = "it is played from the first look at which labels weigh unevenly in the loss"
+_NOT_SHARED = "what it reads is not trained, and so not shared"
+
+
+class Lineup:
+    """Which attacks are played in a run, by what plans, calibrated once.
+
+    Args:
+        run: the run; its channels are open.
+        selection: the attacks; with ``auto`` those that cannot read this model or run, or take too
+            long, are left out in place of refusing it.
+        options: how the run is watched.
+        channels: those that have attacks.
+        refused: why attacks are left out already, by their names.
+
+    Attributes:
+        plans: of the attacks that give results, in the order of the logs.
+        prepared: names of the attacks that are calibrated.
+        rows: of attacks that choose themselves, what became of each.
+        held: names of the attacks that choose themselves once labels weigh unevenly in the loss.
+        queue: names of the attacks whose calibration waits for its turn between steps.
+        calibrating_seconds: that calibrations took.
+
+    Raises:
+        ValueError: an attack does not fit the model or the run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        selection: Selection,
+        options: Options,
+        channels: Sequence[Channel],
+        refused: Mapping[str, str],
+    ) -> None:
+        self._run = run
+        self._attacks = selection.attacks
+        self._channels = tuple(channels)
+        self._local_steps = options.local_steps
+        self._begins_at = run.optimizer_step
+        self._choosing = selection.auto
+        self._writes = run.anatomy.kind == "causal" and not selection.text_passed
+        self._most_seconds = options.look_seconds
+        self._cache = CalibrationCache() if options.cache else None
+        self._refused = dict(refused)
+        self._without_text: set[str] = set()
+        self.held = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
+        self._ever_exposed: set[str] = set()
+        self._weights: str | None = None
+        self.plans: list[Plan] = []
+        self.prepared: set[str] = set()
+        self.rows: list[Row] = []
+        self.queue: list[str] = []
+        self.calibrating_seconds = 0.0
+        self._estimated: set[str] = set()
+        self._calibrations: dict[str, tuple[float, float]] = {}
+        self._is_sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
+        for channel in self._channels:
+            channel.leave_out(self._refused.keys())
+            for attack in channel.attacks:
+                with self._left_out(attack):
+                    attack.check_device(run.anatomy)
+                    if self._choosing:  # one that is listed may be set so that it needs no text
+                        check_forward(attack, run.anatomy)
+                    channel.plan(attack)
+                    channel.admit(attack)
+            channel.leave_out(self._refused.keys())
+
+    @contextmanager
+    def _left_out(self, attack: Attack) -> Iterator[None]:
+        """Where attacks are chosen, a refusal leaves one out."""
+        try:
+            yield
+        except ValueError as error:
+            if not self._choosing:
+                raise
+            if isinstance(error, MissingText):
+                self._without_text.add(attack.name)
+            self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
+        except Exception as error:
+            if not self._choosing:
+                check_forward(attack, self._run.anatomy)
+                raise
+            watcher, model = self._run.watcher, type(self._run.anatomy.model).__name__
+            raise ValueError(
+                f"{watcher}: attack '{attack.name}' fails on {model} ({reason(error)}), whose "
+                "forward must take input_ids (B, L) and return logits (B, L, vocabulary). Where it "
+                f"cannot, list the attacks that read this model: {watcher}([BagOfWords()]), say"
+            ) from error
+
+    @property
+    def untested(self) -> dict[str, str]:
+        """Families of which an attack that applies is not played for want of text, and why."""
+        return {
+            c.family: f"'{a.name}', which applies, is not played: {self._refused[a.name]}"
+            for c in self._channels
+            for a in c.listed_attacks
+            if a.name in self._without_text
+        }
+
+    @property
+    def exposed(self) -> list[Plan]:
+        """The attacks that have something to read."""
+        return [p for p in self.plans if p.exposed]
+
+    @property
+    def playing(self) -> frozenset[str]:
+        """Names of the attacks that give results, exposed or not."""
+        return frozenset(plan.attack.name for plan in self.plans)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Names of the trained parameters whose gradient no attack reads."""
+        return unread_names(self.plans, self._run.anatomy)
+
+    def unread_family(self, family: str) -> str | None:
+        """Return that no attack on a family reads what is shared; None where one does."""
+        names = {a.name for c in self._channels if c.family == family for a in c.attacks}
+        n = len(self.trained)
+        if names & {plan.attack.name for plan in self.exposed} or not n:
+            return None
+        return (
+            f"no attack on {family} of this monitor reads anything that is shared in this run, and "
+            f"{n} trained parameter{'s are' if n > 1 else ' is'}"
+        )
+
+    def show(self, assumed: Collection[Capability]) -> None:
+        """Log which attacks are played by an adversary with these capabilities."""
+        if self._choosing:
+            watcher = self._run.watcher
+            choice.show(self.rows, self.unread, assumed, writes=self._writes, watcher=watcher)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the trained parameters."""
+        return self._run.anatomy.trainable_names()
+
+    def others_on(self, family: str) -> str:
+        """What else reads this run, as it is written: attacks of a family that are not in use.
+
+        Args:
+            family: its name in the logs.
+
+        Returns:
+            ``"SubspaceWords() or BagOfWords()"``, say; empty where there is none.
+        """
+        used = {type(attack) for attack in self._attacks}
+        run = replace(self._run, assumed=frozenset(Capability))
+        settings = replace(self._channels[0].settings, games=Games(), head_own_part=False)
+        written = []
+        for attack in every_attack(rounds=self._local_steps is not None):
+            kind = family_of(attack)
+            if kind.family != family or type(attack) in used:
+                continue
+            with suppress(Exception):  # what cannot be tried is not named
+                attack.check_device(run.anatomy)
+                check_forward(attack, run.anatomy)
+                channel = kind([attack], settings)
+                channel.open(run)
+                channel.admit(attack)
+                if channel.plan(attack).exposed:
+                    needed = [
+                        f"{name}=..."
+                        for name, parameter in signature(type(attack)).parameters.items()
+                        if parameter.default is parameter.empty or name == "public_text"
+                    ]
+                    written.append(f"{type(attack).__name__}({', '.join(needed)})")
+        return " or ".join(written)
+
+    def follow(self) -> bool:
+        """Follows what is trained: layers may be frozen and unfrozen while a run goes on.
+
+        Returns:
+            Whether the plans are others than before.
+        """
+        by_name = {a.name: c.plan(a) for c in self._channels for a in c.attacks}
+        self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
+        if self._choosing:  # of what was never shared nothing is logged
+            logged = self._ever_exposed - self.held
+            by_name = {n: plan for n, plan in by_name.items() if n in logged}
+        plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
+        if plans == self.plans:
+            return False
+        self.plans = plans
+        self._warn_of_untested()
+        for channel in self._channels:
+            channel.follow([by_name[a.name] for a in channel.attacks if a.name in by_name])
+        self._meet()
+        return True
+
+    def _warn_of_untested(self) -> None:
+        """Says once which attacks have nothing to read, and which surfaces no attack reads."""
+        for plan in self.plans:
+            if plan.exposed:
+                continue
+            others = self.others_on(family_of(plan.attack).family)
+            rank_zero_warn(
+                f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
+                f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
+                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. {self._what_leaves()}"
+                + f" {others} would read some of this run."
+                * bool(others)
+            )
+
+    def _what_leaves(self) -> str:
+        """Return in a sentence what is shared beside a surface that is not."""
+        if n := len(self.unread):
+            many = f"s of {n} other parameters ({listed(self.unread)}) do leave"
+            one = f" of one other parameter ({self.unread[0]}) does leave"
+            return (
+                f"That is not 'safe': the gradient{many if n > 1 else one} the client, and none of "
+                "the attacks that were given reads it."
+            )
+        if self.trained:
+            readers = ", ".join(repr(plan.attack.name) for plan in self.exposed)
+            return f"That is not 'safe': every gradient that does leave is read by {readers}."
+        return "No parameter is trained, so that no gradient leaves the client."
+
+    def begin(self, step: int) -> None:
+        """Training starts at ``step``; a fit that is resumed does not know it before."""
+        self._begins_at = step
+        self._meet()
+
+    def _meet(self) -> None:
+        """Let every attack know about the run."""
+        for plan in self.plans:
+            facts = plan.facts(self._run, self._local_steps, self._begins_at)
+            plan.attack.meet(facts)
+
+    def calibrate(self, restored: Mapping[str, Any], follow: Callable[[], object]) -> None:
+        """Prepares every attack that has something to read, and tries what can be tried.
+
+        Args:
+            restored: of a checkpoint, by the attack's name: its settings then, and its calibration,
+                which is used where the settings are the same.
+            follow: calls :meth:`follow`, and lets everything else follow what is played.
+
+        Raises:
+            ValueError: an attack does not fit the model.
+        """
+        with whole_model(self._run.anatomy.root), share_samples(), bars(self._run.shows_progress):
+            costs: dict[str, float] = {}
+            doing = f"{self._run.watcher} calibrates"
+            for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
+                with self._left_out(plan.attack):
+                    saved = restored.get(plan.attack.name)
+                    costs |= self._calibrated(plan.attack, saved)
+            if self._choosing:
+                costs |= self._costs()
+        for channel in self._channels:
+            channel.leave_out(self._refused.keys())
+            for attack in channel.attacks:
+                with self._left_out(attack):
+                    channel.check(attack)
+        if self._choosing:
+            self._choose(costs, follow)
+
+    @property
+    def _texts(self) -> int:
+        """That a membership attack is asked for at a look of a small batch."""
+        return next((2 * min(c.settings.games.targets, ROWS) for c in self._channels), 0)
+
+    def _costs(self) -> dict[str, float]:
+        """What a look of each attack takes that said nothing before; one that fails is refused."""
+        tried = self.prepared - self._estimated
+        plans = [plan for plan in self.exposed if plan.attack.name in tried]
+        try:
+            costs, failures = look_seconds(
+                self._run.anatomy,
+                plans,
+                self._texts,
+                local_steps=self._local_steps,
+                step=self._begins_at,
+            )
+            self._refused = failures | self._refused
+            return costs
+        except Exception as error:
+            rank_zero_warn(
+                f"{self._run.watcher}: what a look costs could not be tried ({reason(error)}), so "
+                "that no attack is left out for it"
+            )
+            return {}
+
+    def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
+        """Leaves out what cannot be played or takes too long, as the first process finds it."""
+        for name, seconds in costs.items():
+            if seconds > self._most_seconds:
+                self._refused.setdefault(
+                    name,
+                    f"a look takes about {seconds:.2g} s, and look_seconds={self._most_seconds:g}",
+                )
+        self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
+        self.queue = [name for name in self.queue if name not in self._refused]
+        for channel in self._channels:
+            channel.leave_out(self._refused.keys())
+        follow()
+        plans = {plan.attack.name: plan for plan in self.plans}
+        anatomy = self._run.anatomy
+        self.rows = [
+            Row(
+                attack.name,
+                reads_of(plans.get(attack.name), anatomy),
+                self._why_not(attack, plans),
+                attack.name in self._ever_exposed,
+                costs.get(attack.name),
+                self._never_reads(attack.name) if attack.name in self.playing else None,
+                self._calibrations.get(attack.name),
+            )
+            for attack in self._attacks
+        ]
+
+    def _why_not(self, attack: Attack, plans: Mapping[str, Plan]) -> str | None:
+        """Return why an attack is not played; None where it is."""
+        if attack.name in self._refused or attack.name in plans:
+            return self._refused.get(attack.name)
+        is_held = attack.name in self.held & self._ever_exposed
+        return _HELD if is_held else _NOT_SHARED
+
+    def _never_reads(self, name: str) -> str | None:
+        """Return why an attack that is played can read no round, by the optimizer alone."""
+        if self._local_steps is None:
+            return None
+        channel = next(c for c in self._channels if any(a.name == name for a in c.attacks))
+        answer = channel.never_read(name, fresh=True)
+        return answer.why if isinstance(answer, Unknown) else None
+
+    def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> dict[str, float]:
+        """Calibrates an attack, by what a checkpoint or the cache holds where they do.
+
+        Returns:
+            What its looks are estimated to take; where that is too long it is not calibrated.
+        """
+        if saved is not None and saved["config"] == attack.fingerprint():
+            attack.load_state_dict(saved["tensors"])
+            if attack.restores_fully:
+                self.prepared.add(attack.name)
+            self._meet()
+        kept = self._load(attack)
+        seconds = attack.estimate(self._run.anatomy, self._texts) if self._choosing else None
+        if seconds is not None:
+            self._estimated.add(attack.name)
+        if seconds is not None and self._run.unit == "step":
+            self.queue.append(attack.name)
+        elif seconds is None or seconds <= self._most_seconds:
+            self.prepare(attack, " (partly kept from an earlier fit)" * bool(kept))
+        if kept is False and self._cache is not None and self._weights is not None:
+            self._cache.save(attack, self._weights)
+        return {} if seconds is None else {attack.name: seconds}
+
+    def _load(self, attack: Attack) -> bool | None:
+        """Return whether the cache held the attack's calibration; None: it is not asked."""
+        if (
+            self._cache is None
+            or attack.calibration_inputs() is None
+            or attack.name in self.prepared
+        ):
+            return None
+        if self._weights is None:
+            self._weights = hash_of_weights(self._run.anatomy.model, self._run.anatomy.head)
+        if not self._cache.load(attack, self._weights):
+            return False
+        self._meet()
+        if attack.restores_fully:
+            self.prepared.add(attack.name)
+        return True
+
+    def prepare(self, attack: Attack, how: str = "") -> None:
+        """Calibrates an attack, once in a run."""
+        if attack.name in self.prepared:
+            return
+        started, device = time.perf_counter(), self._run.device
+        before = used_bytes(device)
+        busy = measure_seconds(lambda: attack.prepare(self._run.anatomy), device)
+        self.prepared.add(attack.name)
+        seconds = time.perf_counter() - started
+        if type(attack).prepare is not Attack.prepare:
+            self._calibrations[attack.name] = (busy, used_bytes(device) - before)
+        self.calibrating_seconds += seconds
+        if seconds > 1:
+            watcher = self._run.watcher
+            rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s{how}")
+
+    def refresh(self, step: int, asked: Collection[str] | None = None) -> dict[str, str]:
+        """Lets every attack that has something to read follow the model as it is now.
+
+        Args:
+            step: optimizer step that is looked at.
+            asked: names of attacks, where these alone are to.
+
+        Returns:
+            Why attacks could not, by their names.
+        """
+        failed: dict[str, str] = {}
+        names = self.playing if asked is None else frozenset(asked)
+        names = names.difference(self.queue)
+        plans = [plan for plan in self.exposed if plan.attack.name in names]
+        needed = self._is_sharded and any(_follows_model(plan.attack) for plan in plans)
+        with whole_model(self._run.anatomy.root) if needed else nullcontext():
+            for plan in plans:
+                try:
+                    self.prepare(plan.attack)
+                    plan.attack.refresh(self._run.anatomy, step)
+                except Exception as error:
+                    failed[plan.attack.name] = reason(error)
+        return failed
+
+
+def _follows_model(attack: Attack) -> bool:
+    """Whether the attack looks at the model at all."""
+    kind = type(attack)
+    return kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
+
+
+_SMALLEST_SHARE = 0.8  # tokens over rows of the embedding; lower: fewer warnings; not tuned
+_LARGEST_SHARE = 1.05  # the same ratio from above; higher: fewer warnings; not tuned
+_DIFFERING_MARKS = 2  # special ids that differ before a warning; higher: fewer warnings; not tuned
+
+
+def check_tokens(
+    attacks: Sequence[Attack], held_out: PublicText | None, tokenizer: Any, anatomy: Anatomy
+) -> None:
+    """Refuse public text of another vocabulary, and warn of another model's tokenizer.
+
+    Args:
+        attacks: their public text is checked.
+        held_out: texts of games.
+        tokenizer: decodes what is revealed.
+        anatomy: the model.
+
+    Raises:
+        ValueError: see :func:`check_texts`.
+    """
+    check_texts(attacks, {"games=Games(held_out=)": held_out}, anatomy)
+    texts = [held_out, *(getattr(attack, "public_text", None) for attack in attacks)]
+    tokenizers = [text.tokenizer for text in texts if isinstance(text, PublicText)]
+    warn_of_other_tokenizers([tokenizer, *tokenizers], anatomy)
+
+
+def check_texts(
+    attacks: Sequence[Attack], others: Mapping[str, PublicText | None], anatomy: Anatomy
+) -> None:
+    """Refuse public text that the model cannot read.
+
+    Args:
+        attacks: the attacks whose ``public_text`` is checked.
+        others: further texts, by the name that a message uses.
+        anatomy: the model.
+
+    Raises:
+        ValueError: names the tokenizer, the largest id and the embedding's rows; or says that an
+            attack on the head needs texts of the target's vocabulary.
+    """
+    named = {name: text for name, text in others.items() if text is not None}
+    for attack in attacks:
+        text = getattr(attack, "public_text", None)
+        if isinstance(text, PublicText):
+            named[f"the public text of attack '{attack.name}'"] = text
+            pairs = anatomy.target_rows is None or text.targets is not None
+            if not pairs and HEAD_CAPABILITIES & attack.threat_model.needs:
+                raise ValueError(
+                    f"attack '{attack.name}' is calibrated on texts and what they map to, and in "
+                    "this model source and target have vocabularies of their own: give "
+                    "PublicText(texts, targets=...), token ids of each"
+                )
+    rows = matrix_shape(anatomy.embedding)
+    for name, text in named.items():
+        if rows is not None:
+            _check_ids(name, text, text.sentences, f"'{anatomy.embedding_name}'", rows[0])
+        if text.targets is not None and anatomy.kind == "seq2seq":
+            _check_ids(name, text, text.targets, f"'{anatomy.head_name}'", anatomy.vocab_size)
+
+
+def _check_ids(name: str, text: PublicText, ids: Sequence[Tensor], matrix: str, rows: int) -> None:
+    largest = max((int(row.max()) for row in ids if len(row)), default=0)
+    if largest < rows:
+        return
+    origin = "" if text.tokenizer is None else f" (by {_describe(text.tokenizer)})"
+    raise ValueError(
+        f"{name} holds token id {largest}{origin}, and the model's {matrix} has {rows} rows, for "
+        f"ids 0 to {rows - 1}: another model's tokenizer made it. Give the tokenizer that "
+        "this model was trained with; if tokens were added to it, call "
+        "model.resize_token_embeddings(len(tokenizer)) first."
+    )
+
+
+def _describe(tokenizer: Any) -> str:
+    """Return the name and size of a tokenizer."""
+    name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+    size = _size_of(tokenizer)
+    return f"'{name}'" if size is None else f"'{name}', of {size} tokens"
+
+
+def _size_of(tokenizer: Any) -> int | None:
+    try:
+        return len(tokenizer)
+    except TypeError:
+        return None
+
+
+def warn_of_other_tokenizers(tokenizers: Collection[Any], anatomy: Anatomy) -> None:
+    """Warn of tokenizers that are hardly the model's own, though their ids fit.
+
+    Such a tokenizer has a twentieth more tokens than the embedding has rows, or a fifth fewer:
+    embeddings are padded, and a few tokens added, by less. Another sign is a different size
+    together with two special ids that differ and none that agrees. A tokenizer of the same size is
+    not recognised.
+    """
+    rows = matrix_shape(anatomy.embedding)
+    if rows is None:
+        return
+    config = getattr(without_peft(anatomy.model), "config", None)
+    for tokenizer in {id(t): t for t in tokenizers if t is not None}.values():
+        size = _size_of(tokenizer)
+        if size is None or size == rows[0]:
+            continue
+        why = f"the embedding '{anatomy.embedding_name}' has {rows[0]} rows"
+        if _SMALLEST_SHARE * rows[0] <= size <= _LARGEST_SHARE * rows[0]:
+            other = _other_marks(tokenizer, config, rows[0])
+            if len(other) < _DIFFERING_MARKS:
+                continue
+            why += f" and the model's config has other ids for {' and '.join(other)}"
+        rank_zero_warn(
+            f"lightning-fedleak: the tokenizer {_describe(tokenizer)}, is hardly this model's: "
+            f"{why}. Its ids fit, but stand for other words. Give the tokenizer that the "
+            "model was trained with."
+        )
+
+
+def _other_marks(tokenizer: Any, config: Any, rows: int) -> list[str]:
+    """Return the special tokens whose ids differ; none where one is the same."""
+    marks = []
+    for mark in ("bos", "eos", "pad"):
+        token_id = getattr(tokenizer, f"{mark}_token_id", None)
+        config_id = getattr(config, f"{mark}_token_id", None)
+        ids = [
+            i
+            for i in (config_id if isinstance(config_id, list) else [config_id])
+            if isinstance(i, int)
+        ]
+        if not isinstance(token_id, int) or not ids or max(ids) >= rows:
+            continue
+        if token_id in ids:
+            return []
+        marks.append(mark)
+    return marks

@@ -1,0 +1,550 @@
+"""Where results are written: the loggers, ``leakage.jsonl``, ``run.jsonl``, the local reveal files.
+
+Numbers only, with one exception: the reveal files, which hold recovered words and texts, are local
+and have mode 0600.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_fedleak import records
+from lightning_fedleak.attacks import Attack
+from lightning_fedleak.defenses import Defense, DefenseError, Privacy
+from lightning_fedleak.engine.choice import Row
+from lightning_fedleak.engine.run import Look, Outcome, Refusal, Run, Series
+from lightning_fedleak.engine.tensorboard import BoardLogger, Logger, add_frame
+from lightning_fedleak.extras import install
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
+from lightning_fedleak.records.utility import best_of, is_training
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch.utils.tensorboard import SummaryWriter
+
+COLUMNS = (
+    *("step", "stage", "client", "attack", "n", "exposed"),
+    "metric",
+    *("value", "low", "high"),
+    "unknown",
+)
+"""Of a row of :meth:`JsonLines.rows`."""
+HISTOGRAM_EVERY_LOOKS = 10
+GAP = "[?]"
+"""Stands for tokens that were not guessed."""
+_OF_THIS_FIT = (
+    *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
+)
+"""Fields of the first line that differ between fits of the same settings."""
+LOGGED = ("epsilon", "delta", "noise_multiplier")
+TRAINING_STEPS = 50
+"""Steps between two values of a training metric, which changes at each; Lightning's own default.
+
+Larger: a line of fewer points. Smaller: a longer ``run.jsonl``, and on a card a wait for each.
+"""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Say where the results of a run go.
+
+    Attributes:
+        folder: of ``leakage.jsonl``, ``run.jsonl`` and what is revealed.
+        loggers: take every finite value.
+        boards: the TensorBoard writers among them, on the process that writes.
+        settings: the user's settings by name, for TensorBoard's table.
+        further: names of metrics that somebody else logs beside these settings.
+        training: how the model is trained, for the record.
+        fit: an id that all that watch this run share; None makes one.
+        client: whose results they are, as the lines name it; None: of the run's process, or pooled
+            over its processes.
+        watch: how it is watched, for the record, beside the engine's options.
+    """
+
+    folder: Path
+    loggers: Sequence[Logger] = ()
+    boards: Sequence[SummaryWriter] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    further: Sequence[str] = ()
+    training: Mapping[str, object] = field(default_factory=dict)
+    fit: str | None = None
+    client: str | int | None = None
+    watch: Mapping[str, object] = field(default_factory=dict)
+
+
+class JsonLines:
+    """Appends one line per look, stage, client and attack to ``leakage.jsonl``.
+
+    Args:
+        path: the file; its folder is made when the first line is written.
+
+    Attributes:
+        run: names this fit in every line, since later fits may append to the same file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run = uuid.uuid4().hex[:12]
+        self._written = False
+
+    def append(self, line: records.ResultLine) -> None:
+        """Write one result, or why it is unknown.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        records.append_line(self.path, replace(line, run=self.run))
+        self._written = True
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return what this fit has written: one row for each metric of each line.
+
+        Unknown numbers are NaN. A line without metrics, such as that of an attack that is not
+        played, is one row that has none.
+
+        Raises:
+            OSError: the file cannot be read any more.
+        """
+        if not self._written:
+            return []
+        self.path.stat()
+        rows = []
+        for line in (one for one in records.read_results(self.path) if one.run == self.run):
+            facts = {column: getattr(line, column) for column in COLUMNS[:6]}
+            metrics: list[tuple[str | None, records.MetricValue | None]] = [*line.metrics.items()]
+            for name, metric in metrics or [(None, None)]:
+                rate = metric or records.MetricValue()
+                ends = {end: _number(getattr(rate, end)) for end in COLUMNS[7:10]}
+                rows.append({**facts, "metric": name, **ends, "unknown": line.unknown})
+        return rows
+
+
+def to_dataframe(jsonl: JsonLines | None) -> pd.DataFrame:
+    """Return the rows of a run's results as a table of pandas.
+
+    Raises:
+        ImportError: pandas is not installed.
+        RuntimeError: no run has begun.
+        OSError: the file cannot be read any more.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise ImportError(
+            f"to_dataframe() needs pandas: {install('datasets')} brings it, as does "
+            "pip install pandas"
+        ) from error
+    if jsonl is None:
+        raise RuntimeError("to_dataframe() is about a fit: call trainer.fit(...) first")
+    return pd.DataFrame(jsonl.rows(), columns=list(COLUMNS))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class RunRecord:
+    """Appends to ``run.jsonl``: what the fit was, beside what was read off it.
+
+    One line when a fit begins (model, training, attacks, defences, gates), one for each look
+    (utility, what defences have spent), one where these have changed between looks, one for each
+    decision of a gate, one for a defence of which the first did not know, one when the fit ends.
+    Of several processes the first one writes.
+
+    Args:
+        path: the file; its folder is made when the first line is written.
+        run: the id that the fit's lines in ``leakage.jsonl`` have.
+        warn: is told why a line could not be written; the fit goes on.
+
+    Attributes:
+        ended: the fit's end is written.
+    """
+
+    def __init__(self, path: Path, run: str, warn: Callable[[str], None]) -> None:
+        self.path = path
+        self.run = run
+        self._warn = warn
+        self.ended = False
+
+    def begins(self, line: records.BeginLine) -> None:
+        """Write that a fit begins, with a hash of its settings without where and when it is."""
+        settings = {
+            name: v for name, v in records.as_json(line).items() if name not in _OF_THIS_FIT
+        }
+        text = json.dumps(settings, sort_keys=True)
+        self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
+
+    def ends(self, step: int, outcome: str, defenses: Sequence[Defense]) -> None:
+        """Write that the fit is over.
+
+        Args:
+            step: optimizer steps that were taken in all.
+            outcome: ``"finished"``, or the class of what was raised.
+            defenses: of the run.
+        """
+        self.ended = True
+        privacy = spendings(defenses)
+        self.append(records.EndLine(run="", step=step, outcome=outcome, privacy=privacy))
+
+    def append(self, line: records.RunLine) -> None:
+        """Write a line, with the fit's id and the time."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            records.append_line(self.path, replace(line, run=self.run, time=now))
+        except OSError as error:
+            self._warn(f"{self.path} cannot be written: {error.strerror}")
+
+
+def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
+    """Return what each defence that accounts has spent, and on which releases."""
+    costs = [(defense, _cost(defense)) for defense in defenses]
+    return tuple(
+        records.Spending(
+            defense=defense.name,
+            history=_history(defense),
+            sampling=_sampling(defense),
+            **asdict(cost),
+        )
+        for defense, cost in costs
+        if cost is not None
+    )
+
+
+def _cost(defense: Defense) -> Privacy | None:
+    try:
+        return defense.privacy
+    except DefenseError:  # nothing was released yet
+        return None
+
+
+def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
+    """Return the releases of each defence that accounts, for a checkpoint.
+
+    Nothing is composed, as that may take a second.
+    """
+    histories = [(defense.name, _history(defense)) for defense in defenses]
+    return [
+        {"defense": name, "history": [list(row) for row in history]}
+        for name, history in histories
+        if history
+    ]
+
+
+def _history(defense: Defense) -> tuple[records.Releases, ...]:
+    history = getattr(getattr(defense, "accountant", None), "history", ())
+    return tuple(records.Releases(*row) for row in history)
+
+
+def _sampling(defense: Defense) -> str | None:
+    """Return how the releases of a defence are drawn, as the record names it."""
+    sampling = getattr(getattr(defense, "accountant", None), "sampling", None)
+    return sampling if sampling is None or isinstance(sampling, str) else str(sampling.unit)
+
+
+class UserMetrics:
+    """The user's metrics as they were last logged, and the best value of each so far.
+
+    Attributes:
+        last: the newest value of each that was logged.
+        best: the best value of each, by the metric's name.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+        self.best: dict[str, float] = {}
+        self._steps: dict[str, int] = {}
+        self._read: dict[str, object] = {}
+
+    def changed(self, metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+        """Return the metrics that differ from what was logged last; they count as logged now.
+
+        A training metric is read again :data:`TRAINING_STEPS` steps later. Values are compared as
+        objects first, since a tensor on a card has to be waited for.
+
+        Args:
+            metrics: as they are, by name; numbers, or tensors of one.
+            step: optimizer steps so far.
+        """
+        new: dict[str, float] = {}
+        for name, value in metrics.items():
+            next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
+            if self._read.get(name) is value or (is_training(name) and step < next_step):
+                continue
+            self._read[name], number = value, float(value)
+            if name not in self.last or not _is_same(number, self.last[name]):
+                new[name] = number
+        return self.add(new, step)
+
+    def add(self, metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+        """Return metrics as numbers; they count as logged at a step."""
+        values = {name: float(value) for name, value in metrics.items()}
+        for name, value in values.items():
+            self.last[name], self._steps[name] = value, step
+            if math.isfinite(value):
+                self.best[name] = best_of(name, [value, self.best.get(name, value)])
+        return values
+
+    def at_end(self) -> dict[str, float]:
+        """Return the last value of each metric and, as ``<name>_best``, the best."""
+        return self.last | {f"{name}_best": value for name, value in self.best.items()}
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return the last and the best values."""
+        return {"last": dict(self.last), "best": dict(self.best)}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self.last, self.best = dict(state.get("last", {})), dict(state.get("best", {}))
+
+
+def _is_same(value: float, other: float) -> bool:
+    return value == other or (math.isnan(value) and math.isnan(other))
+
+
+class RevealFiles:
+    """What was recovered, in words: local files of mode 0600, never in a logger, never uploaded.
+
+    Args:
+        folder: where they are.
+        rank: of this process, a part of their names.
+        tokenizer: decodes token ids; None writes the ids.
+    """
+
+    def __init__(self, folder: Path, rank: int, tokenizer: Any | None) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._tokenizer = tokenizer
+
+    def append(self, kind: str, lines: Iterable[str]) -> None:
+        """Adds lines to ``revealed_<kind>.rank<r>.txt``, which only its owner may read."""
+        path = self._folder / f"revealed_{kind}.rank{self._rank}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o600)  # whatever its mode was
+            file.writelines(f"{line}\n" for line in lines)
+
+    def each(self, ids: Sequence[int]) -> str:
+        """Tokens one by one."""
+        if self._tokenizer is None:
+            return " ".join(str(i) for i in ids)
+        return " ".join(repr(self._tokenizer.decode([i])) for i in ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Tokens as one text; below 0 where nothing was guessed."""
+        if self._tokenizer is None:
+            return " ".join(GAP if i < 0 else str(i) for i in ids)
+        parts = (
+            GAP * len(run) if gap else self._tokenizer.decode(run)
+            for gap, run in ((gap, list(run)) for gap, run in groupby(ids, lambda i: i < 0))
+        )
+        return repr("".join(parts))
+
+
+class Report:
+    """Writes what the looks of one run found: to the loggers and ``leakage.jsonl``.
+
+    Args:
+        run: the run.
+        destination: where they go.
+        attacks: for their settings.
+        jsonl: one line for each look, stage and attack; None on processes that write none.
+        reveal: recovered words and texts; None writes none.
+        local_steps: optimizer steps of a round; None without rounds.
+
+    Attributes:
+        looks: written so far.
+        boards: TensorBoard's writers on the process that writes; empty elsewhere.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        destination: Destination,
+        attacks: Sequence[Attack],
+        jsonl: JsonLines | None,
+        reveal: RevealFiles | None,
+        local_steps: int | None,
+    ) -> None:
+        self._watcher = run.watcher
+        self._rounds = run.unit == "round"
+        self._steps_in_round = 1 if self._rounds else local_steps
+        pooled = "pooled" if run.processes > 1 and run.client == "rank" else 0
+        self._client = pooled if destination.client is None else destination.client
+        self._attacks = attacks
+        self._jsonl = jsonl
+        self.reveal = reveal
+        self._loggers = destination.loggers
+        self.boards = destination.boards
+        self.looks = 0
+        self._warned: set[str] = set()
+        self._waiting: set[Series] = set()
+
+    def write(
+        self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
+    ) -> None:
+        """Writes one look; says once for each reason why a result is unknown."""
+        self.looks += 1
+        when, goes_on = f"at step {look.step}", "; training goes on"
+        if self._rounds:
+            when, goes_on = f"in round {look.step}", "; the round goes on, unless a gate says no"
+        for series, outcome in outcomes.items():
+            if outcome.unknown is not None:
+                then = "" if outcome.unknown.startswith("training ended") else goes_on
+                self.warn_once(
+                    f"'{series.name}' gave no result {when}: {outcome.unknown}. Its leakage there "
+                    f"is unknown, not 0{then}. (Said once for each reason; monitor/failures "
+                    "counts them.)",
+                    series.name + outcome.unknown,
+                )
+            elif outcome.pending is not None and series not in self._waiting:
+                self._waiting.add(series)
+                rank_zero_info(
+                    f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
+                )
+        self._write_lines(look, outcomes)
+        self.log(values, look.step, framed=True)
+
+    def log(self, values: Mapping[str, float], step: int, *, framed: bool = False) -> None:
+        """Write the finite ones of these values to the loggers; ``framed`` with the axes' ends."""
+        finite = {n: v for n, v in values.items() if math.isfinite(v)}
+        for logger in self._loggers:
+            try:
+                logger.log_metrics(finite, step=step)
+            except Exception as error:
+                if not isinstance(logger, BoardLogger):  # the user's own, and so is the error
+                    raise Refusal(error) from error
+                self.leave_loggers(error)
+        try:
+            if self.boards and framed:
+                add_frame(self.boards, step)
+        except Exception as error:
+            self.leave_loggers(error)
+
+    def leave_loggers(self, error: Exception) -> None:
+        """Goes on without TensorBoard, and says why."""
+        self._loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
+        self.boards = []
+        first = error.__cause__ or error  # Lightning says in its place that a number is no number
+        why = getattr(first, "strerror", None) or type(first).__name__
+        self.warn_once(
+            f"TensorBoard cannot be written any more ({why}): what is found goes to leakage.jsonl "
+            "alone"
+        )
+
+    def warn_once(self, text: str, key: str | None = None) -> None:
+        """Warns, but not twice of the same (by default: in the same words)."""
+        if (key or text) not in self._warned:
+            self._warned.add(key or text)
+            rank_zero_warn(f"{self._watcher}: {text}")
+
+    def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
+        for series, outcome in outcomes.items():
+            if outcome.pending is not None:
+                continue
+            extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
+            extra |= {f"{k}_of_this_look": v for k, v in (outcome.now or {}).items()}
+            extra |= {**outcome.extra, **_control_of(outcome), **outcome.p_values}
+            extra |= {
+                f"token_accuracy_at_{places}": right / n
+                for places, (right, n) in outcome.by_position.items()
+            }
+            over_steps = {f"{k}_over_steps": r for k, r in outcome.over_steps.items()}
+            rates = {**outcome.rates, **over_steps}
+            metrics = {
+                name: records.MetricValue(
+                    _finite(rate.value), _finite(rate.low), _finite(rate.high)
+                )
+                for name, rate in rates.items()
+            }
+            self._append(
+                series.attack,
+                attack=series.record_name,
+                step=look.step,
+                stage=str(series.stage),
+                round=self._steps_in_round and look.step // self._steps_in_round,
+                n=outcome.n,
+                exposed=outcome.exposed,
+                metrics=metrics | {k: records.MetricValue(_finite(v)) for k, v in extra.items()},
+                unknown=outcome.unknown,
+                pool=outcome.pool,
+            )
+
+    def write_not_played(self, rows: Sequence[Row], step: int) -> None:
+        """Leaves a line for each attack that is not tested in this run, which begins at a step."""
+        for row in (row for row in rows if row.why_not is not None):
+            self._append(
+                row.attack,
+                attack=row.attack,
+                step=step,
+                stage="shared",
+                round=None if self._steps_in_round is None else 0,
+                n=0,
+                exposed=row.exposed,
+                metrics={},
+                unknown=f"{records.NOT_PLAYED}{row.why_not}",
+            )
+
+    def _append(self, played: str, **result: Any) -> None:
+        """Write the result of an attack that was played to ``leakage.jsonl``, or warn once."""
+        if self._jsonl is None:
+            return
+        config = next(a.config() for a in self._attacks if a.name == played)
+        try:
+            self._jsonl.append(records.ResultLine(client=self._client, config=config, **result))
+        except OSError as error:
+            self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
+
+
+def _control_of(outcome: Outcome) -> dict[str, float]:
+    """Return the rates of an outcome's control, and of a part of it, by name."""
+    if outcome.control is None:
+        return {}
+    ends = {"_of_control": outcome.control.rates, "_of_a_part": outcome.control.part}
+    return {f"{name}{end}": rate for end, rates in ends.items() for name, rate in rates.items()}
+
+
+# ---- what defences say that their releases have cost ----------------------------------------
+
+
+def accounting(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
+    """Return the defences that account for what they release."""
+    return tuple(d for d in defenses if type(d).privacy is not Defense.privacy)
+
+
+def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
+    """Return what the releases of defences that account have cost so far.
+
+    As ``privacy/epsilon``, ``privacy/delta`` and, where there is one, ``privacy/noise_multiplier``,
+    or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
+    leakage themselves, nor what a gate decides in sight of them.
+    """
+    values: dict[str, float] = {}
+    for defense in defenses:
+        cost = _cost(defense)
+        if cost is not None:
+            root = "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
+            known = {name: getattr(cost, name) for name in LOGGED}
+            values |= {f"{root}/{n}": float(v) for n, v in known.items() if v is not None}
+    return values
+
+
+def privacy_tags(defenses: Sequence[Defense]) -> list[str]:
+    """Return the logged names of every epsilon of defences that account."""
+    if len(defenses) == 1:
+        return ["privacy/epsilon"]
+    return [f"privacy/{defense.name}/epsilon" for defense in defenses]

@@ -1,0 +1,471 @@
+"""What a user asks for: the attacks of a run, and how it is watched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from torch.optim import Optimizer
+
+from lightning_fedleak.attacks import (
+    DISHONEST_SERVER,
+    HONEST_BUT_CURIOUS,
+    AlignedFlatChat,
+    Attack,
+    AttentionMembership,
+    BagOfWords,
+    BiasSign,
+    Capability,
+    Combined,
+    Extraction,
+    FCMembership,
+    GradientMembership,
+    PublicText,
+    RehearsedLabels,
+    RevealLabels,
+    SubspaceMembership,
+    SubspaceTexts,
+    SubspaceWords,
+    TextSource,
+)
+from lightning_fedleak.attacks.memorization import Canaries
+from lightning_fedleak.engine.run import Cadence, EveryNSteps, MaxOverhead
+from lightning_fedleak.evaluation.canaries import CanarySet
+from lightning_fedleak.model.batches import BatchAdapter
+from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
+from lightning_fedleak.validate import check_choice, check_integer, check_number
+
+ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
+"""Capabilities that the adversary has by default, besides what it sees."""
+MAX_OVERHEAD = 0.005
+"""Share of the training time that looks of ``attacks="auto"`` may take by default."""
+SCALE = 1e9
+"""How strongly a dishonest server's layers feed the model, unless the user says otherwise.
+
+Without clipping or noise it changes nothing. With them it is the worst case: a canary takes the
+whole norm that it is clipped to. No server has to disturb the model for it: a factor that is still
+zero adds nothing to the output, and its gradient can be made as large as the server likes.
+"""
+
+
+Reduction = Literal["max", "mean"]
+
+
+@dataclass(frozen=True)
+class Games:
+    """How a :class:`LeakageMonitor` plays membership games: ``LeakageMonitor(games=Games(...))``.
+
+    Examples:
+        >>> from lightning_fedleak import FCMembership, Games, LeakageMonitor, PublicText
+        >>> texts = PublicText([[5, 8, 2, 7], [7, 1, 3, 4]])  # ids; strings need a tokenizer
+        >>> monitor = LeakageMonitor([FCMembership(1)], games=Games(targets=8, held_out=texts))
+        >>> monitor.games.targets
+        8
+
+    Args:
+        targets: sentences asked for at a look, at most so many that are in the batch and as many
+            that are not.
+        held_out: texts that are in no batch, a
+            :class:`~lightning_fedleak.attacks.public_text.PublicText`, and not the one that an
+            attack is calibrated on. Default: sentences of the batches read shortly before a look;
+            the first look, before which there was none, then has no result of these games yet, and
+            the next step is looked at too.
+        window: looks over which the games of membership attacks are pooled. At 16 targets a rate
+            at 1% false positives is known after 63 looks.
+        scale: how strongly a dishonest server lets its own layers feed the model. It matters
+            under clipping or noise only, where the default is the worst case: a canary takes the
+            whole norm that it is clipped to. The Trainer's own ``gradient_clip_val`` does not act
+            on it, only defences do: with noise and that clipping together leakage is overstated.
+        canaries: texts of the user's own, in the training data by coin flips
+            (:func:`~lightning_fedleak.evaluation.canaries.with_canaries`). At a look at which some
+            are in the batch, membership attacks are also asked for these and for as many that were
+            left out of the data; logged as ``audit/<attack>``.
+        score_canaries: ``"max"`` or ``"mean"``: at each look every canary is scored, included or
+            not, and one score for each is kept over looks by this rule
+            (:meth:`LeakageMonitor.canary_scores`). One process only; costs a forward of all
+            canaries at each look.
+
+    Raises:
+        ValueError: a number out of range, or scores of no canaries.
+    """
+
+    targets: int = 16
+    held_out: PublicText | None = None
+    window: int = 100
+    scale: float = SCALE
+    canaries: CanarySet | None = None
+    score_canaries: Reduction | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("targets", self.targets)
+        check_integer("window", self.window)
+        if self.held_out is not None and not isinstance(self.held_out, PublicText):
+            raise ValueError(
+                "held_out must be a PublicText, as PublicText(texts, tokenizer) gives it; got a "
+                f"{type(self.held_out).__name__}"
+            )
+        check_number("scale", self.scale, above=0)
+        check_choice("score_canaries", self.score_canaries, get_args(Reduction), optional=True)
+        if self.score_canaries is not None and self.canaries is None:
+            raise ValueError("score_canaries= scores the texts of canaries=: give these too")
+
+
+@dataclass(frozen=True)
+class Memorization:
+    """How the trained weights are tested for what they have memorized.
+
+    Examples:
+        >>> from lightning_fedleak.engine import Memorization
+        >>> Memorization(max_overhead=0.1).looks
+        (0.5, 0.9)
+
+    Attributes:
+        others: a data set of texts that are not trained on, in the form of the training rows. None
+            takes rows that :func:`~lightning_fedleak.evaluation.canaries.leave_out` left out, else
+            rows that the first epoch has not come to.
+        max_overhead: largest share of an epoch's time that all looks of it take, above 1 where an
+            epoch is short; sets how many texts are asked about. In a federation ``most_texts``
+            alone does.
+        looks: shares of the first epoch after which to look; where others do not run out, every
+            epoch's last step is looked at too.
+        alpha: probability that an attack's interval is wrong at any look. A gate on the worst of
+            the family splits it among the attacks.
+        most_texts: largest number of texts that are asked about.
+        confirm: share of these texts that is put aside where a callback chooses a checkpoint by
+            ``leakage/choose``. They choose nothing; the checkpoint that was chosen is scored on
+            them when training ends.
+        outside_epsilon: allow gates and choices by these numbers under differential privacy. They
+            read private texts outside of the account.
+        seed: draws the rows.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    others: Any = None
+    max_overhead: float = 0.02
+    looks: tuple[float, ...] = (0.5, 0.9)
+    alpha: float = 0.05
+    most_texts: int = 4000
+    confirm: float = 0.33
+    outside_epsilon: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("max_overhead", self.max_overhead, above=0)
+        check_number("alpha", self.alpha, above=0, below=1)
+        check_integer("most_texts", self.most_texts, at_least=20)
+        check_number("confirm", self.confirm, at_least=0, below=1)
+        check_integer("seed", self.seed, at_least=0)
+        for share in self.looks:
+            check_number("looks", share, above=0, at_most=1, hint="shares of the first epoch")
+        if list(self.looks) != sorted(set(self.looks)):
+            raise ValueError(f"looks must be shares in rising order, got {self.looks}")
+
+
+@dataclass(frozen=True)
+class LookSettings:
+    """The rare settings that a LeakageMonitor and a RoundObserver both take.
+
+    Attributes:
+        assume: capabilities of the adversary besides seeing what is shared. None:
+            :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
+            public text); where a :class:`MembershipAttack` is listed
+            :data:`~lightning_fedleak.threats.DISHONEST_SERVER`, which also puts layers of its own
+            into the model and holds the texts it asks for; where ``CraftedAdapterWords`` is listed,
+            one that chooses the values it sends. With ``attacks="auto"`` the former one, holding
+            texts.
+        anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
+        batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where the
+            step's graph cannot be read (fused losses, ``torch.compile``, rounds of a federation)
+            and :func:`read_batch` does not know the batch's form.
+        texts: that attacks on texts reconstruct of each client's batch at a look, at most.
+        look_seconds: with ``attacks="auto"``, attacks of which one look is estimated to take longer
+            are not played.
+        cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
+            settings, for the next fit.
+    """
+
+    assume: Collection[Capability] | None = None
+    anatomy: Mapping[str, Any] | None = None
+    batch_adapter: BatchAdapter | None = None
+    texts: int = 4
+    look_seconds: float = 30.0
+    cache: bool = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is watched, whoever trains; see :class:`~lightning_fedleak.LeakageMonitor`.
+
+    Attributes:
+        cadence: when to look.
+        stages: where to measure.
+        batch_adapter: reads batches of an unknown form, where the step's graph cannot be read.
+        utility: names of the user's metrics that are logged beside leakage.
+        local_steps: optimizer steps of a round; None for single gradients.
+        head_own_part: attack the head's own part of a tied matrix too.
+        tokenizer: decodes what is revealed.
+        games: how membership games are played.
+        texts: that are reconstructed at a look, at most.
+        look_seconds: that a look of an attack which chooses itself may take.
+        cache: keep calibrations on disk.
+        reveal: write recovered words and texts to local files.
+        memorization: how the trained weights are tested.
+    """
+
+    cadence: Cadence = field(default_factory=lambda: EveryNSteps(50))
+    stages: tuple[Stage, ...] = (Stage.SHARED,)
+    batch_adapter: BatchAdapter | None = None
+    utility: tuple[str, ...] = ()
+    local_steps: int | None = None
+    head_own_part: bool = False
+    tokenizer: Any | None = None
+    games: Games = field(default_factory=Games)
+    texts: int = 4
+    look_seconds: float = 30.0
+    cache: bool = True
+    reveal: bool = False
+    memorization: Memorization = field(default_factory=Memorization)
+
+
+def options_of(settings: LookSettings, **others: Any) -> Options:
+    """Return how a run is watched: by those settings that options have too, and by others."""
+    names = {one.name for one in fields(settings)} & {one.name for one in fields(Options)}
+    return Options(**{**{name: getattr(settings, name) for name in names}, **others})
+
+
+UNEVEN_SECONDS = 2.0
+"""Seconds of the linear programs of one look, where RevealLabels chooses itself.
+
+They read some 30 label types of a vocabulary of 50,000. More: larger batches, rarer looks.
+"""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The attacks of a run, as its user chose them.
+
+    Attributes:
+        attacks: the attacks; with ``auto`` all candidates for this adversary.
+        auto: whether those that can read this run are chosen when it begins.
+        assume: what the adversary has besides what it sees; None: what the attacks need.
+        text_passed: whether the user passed public text for the chosen attacks.
+    """
+
+    attacks: tuple[Attack, ...]
+    auto: bool
+    assume: frozenset[Capability] | None
+    text_passed: bool
+
+
+def candidates(
+    assumed: Collection[Capability],
+    public_text: TextSource | None,
+    tokenizer: Any,
+    *,
+    rounds: bool,
+    weights: bool,
+) -> list[Attack]:
+    """Return every attack that may apply; a fit runs those that do.
+
+    Args:
+        assumed: capabilities of the adversary besides what it sees.
+        public_text: for calibrations; None means text that the model writes itself.
+        tokenizer: for strings.
+        rounds: whether weight changes are shared, which some attacks do not read.
+        weights: whether the training data are there, to ask the trained weights about.
+
+    Raises:
+        ValueError: ``public_text`` is one string, or strings without a tokenizer.
+    """
+    parsed = PublicText.parse(public_text, tokenizer)
+    text: TextSource = "sampled" if parsed is None else parsed
+    attacks: list[Attack] = [
+        AlignedFlatChat(text, tokenizer=tokenizer),
+        SubspaceWords(parsed),
+        BiasSign(),
+        BagOfWords(),
+    ]
+    if not rounds:
+        attacks.append(RevealLabels(max_seconds=UNEVEN_SECONDS))
+    if Capability.KNOWS_TARGET_TEXT in assumed:
+        attacks.append(GradientMembership(text))
+        if not rounds:
+            attacks.append(SubspaceMembership(text))
+        if weights:
+            attacks += [Combined(), Extraction()]
+    if not rounds and frozenset(assumed) >= DISHONEST_SERVER:
+        attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
+    return attacks
+
+
+def every_attack(*, rounds: bool) -> list[Attack]:
+    """Return one attack for each known way to read a run, for messages that name them.
+
+    Args:
+        rounds: whether weight changes are shared.
+    """
+    capabilities = DISHONEST_SERVER | ASSUMED
+    every = candidates(capabilities, "sampled", None, rounds=rounds, weights=not rounds)
+    return [*every, RehearsedLabels("sampled"), SubspaceTexts()]
+
+
+def selected(
+    attacks: Sequence[Attack] | Attack | str,
+    assume: Collection[Capability] | None = None,
+    public_text: TextSource | None = None,
+    tokenizer: Any | None = None,
+    *,
+    games: Games | None = None,
+    rounds: bool = False,
+    weights: bool | None = None,
+) -> Selection:
+    """Return the attacks that a user's arguments ask for.
+
+    Args:
+        attacks: the attacks, or ``"auto"``.
+        assume: capabilities of the adversary.
+        public_text: what attacks that choose themselves are calibrated on.
+        tokenizer: reads its texts.
+        games: whose canaries, if there are any, the trained weights are asked about.
+        rounds: what leaves is a round's update.
+        weights: the training data are there, to ask the trained weights about; None: but in rounds.
+
+    Raises:
+        ValueError: an unknown word, public text beside listed attacks, or attacks that cannot be
+            logged together.
+        TypeError: something that is no attack.
+    """
+    asked = None if assume is None else frozenset(assume)
+    if attacks == "auto":
+        asked = ASSUMED if asked is None else asked
+        at_weights = not rounds if weights is None else weights
+        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds, weights=at_weights))
+        canaries = None if games is None or rounds or not at_weights else games.canaries
+        if canaries is not None and min(map(len, canaries.token_ids)) > 1:
+            played += (Canaries(),)
+        check_attacks(played)
+        return Selection(played, True, asked, public_text not in (None, "sampled"))
+    if isinstance(attacks, str):
+        raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
+    if public_text is not None:
+        raise ValueError(
+            "public_text= is what attacks='auto' calibrates on; give it to the attacks that "
+            "you list, AlignedFlatChat(public_text) say"
+        )
+    # A class in place of an attack is refused by its name.
+    played = (attacks,) if isinstance(attacks, Attack | type) else tuple(attacks)
+    check_attacks(played)
+    return Selection(played, False, asked, False)
+
+
+def check_attacks(attacks: Sequence[Attack]) -> None:
+    """Refuse an empty list, classes in place of instances, and names that cannot be logged.
+
+    Raises:
+        ValueError: no attacks, two alike, or a name that is no part of a log name.
+        TypeError: something that is no attack.
+    """
+    if not attacks:
+        raise ValueError("attacks= needs at least one attack; got an empty list")
+    for attack in attacks:
+        if not isinstance(attack, Attack):
+            raise TypeError(
+                f"attacks must be instances of Attack, such as FlatChat(); got {attack!r}"
+            )
+        if not re.fullmatch(r"[A-Za-z0-9_.\-]+", attack.name):
+            raise ValueError(
+                f"the name {attack.name!r} cannot be part of a log name: use letters, digits, "
+                "'_', '-' and '.'"
+            )
+        if attack.name == "worst":
+            raise ValueError(
+                "an attack cannot be named 'worst': leakage/worst/... is the highest of all"
+            )
+    names = [a.name for a in attacks]
+    double = sorted({n for n in names if names.count(n) > 1})
+    if double:
+        raise ValueError(
+            f"several attacks are named {', '.join(double)}: their results would overwrite each "
+            "other in the logs. Give each a name: FlatChat(name='flatchat_abs')."
+        )
+
+
+def check_rounds(local_steps: int | None, stages: Sequence[Stage], *, head_own_part: bool) -> None:
+    """Refuse rounds of local steps beside settings that read single gradients.
+
+    Raises:
+        ValueError: names the settings to leave out.
+    """
+    if local_steps is None:
+        return
+    if local_steps < 1 or tuple(stages) != (Stage.SHARED,) or head_own_part:
+        raise ValueError(
+            "local_steps must be a positive number with stages=('shared',) and without "
+            f"head_own_part; got local_steps={local_steps}, "
+            f"stages={tuple(str(s) for s in stages)}, head_own_part={head_own_part}"
+        )
+
+
+def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
+    """Return the stages in their order on the way to the server, each once.
+
+    Raises:
+        ValueError: an unknown stage, or none.
+    """
+    names = [stages] if isinstance(stages, str) else list(stages)
+    choices = [str(s) for s in ON_THE_WAY]
+    if not names or any(s not in choices for s in names):
+        raise ValueError(f"stages must be some of {choices}, got {names}")
+    return tuple(s for s in ON_THE_WAY if str(s) in names)
+
+
+def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: bool) -> Cadence:
+    """Return the cadence that the user asks for.
+
+    Args:
+        every_n_steps: look at every n-th step.
+        max_overhead: share of the training time that looks may take.
+        auto: attacks choose themselves: the default is a share, and not every 50 steps.
+
+    Raises:
+        ValueError: both, or a number out of range.
+    """
+    if every_n_steps is not None and max_overhead is not None:
+        raise ValueError(
+            "give every_n_steps or max_overhead, not both: one fixes how often to look, the "
+            "other lets the cost decide"
+        )
+    if every_n_steps is None and (auto or max_overhead is not None):
+        return overhead_of(MAX_OVERHEAD if max_overhead is None else max_overhead)
+    steps = 50 if every_n_steps is None else every_n_steps
+    return EveryNSteps(check_integer("every_n_steps", steps))
+
+
+def overhead_of(share: float) -> MaxOverhead:
+    """Return the cadence of looks that take at most a share of the time.
+
+    Raises:
+        ValueError: it is no share.
+    """
+    check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
+    return MaxOverhead(share)
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:
+    """Refuse attacks on gradients where no optimizer steps, so that none is seen to leave.
+
+    Raises:
+        ValueError: the only optimizer is Lightning's stand-in for none.
+    """
+    split = Capability.SEES_ACTIVATIONS
+    names = [a.name for a in attacks if split not in a.threat_model.needs]
+    if names and not any(group["params"] for o in optimizers for group in o.param_groups):
+        raise ValueError(
+            f"'{names[0]}' reads what leaves the client as an optimizer steps, and "
+            "configure_optimizers returned None. Return the optimizer; where gradients are sent "
+            "without one, torch.optim.SGD(self.parameters(), lr=0.0) changes no weight."
+        )

@@ -1,0 +1,496 @@
+"""Who is compared: rows of the training data that were trained on, and texts that were not.
+
+A membership score means nothing without others that follow the same law as the members. There are
+three ways to get them. Rows that a shuffled first epoch has not come to yet (nothing to give); rows
+that :func:`~lightning_fedleak.evaluation.canaries.leave_out` left out; and a set of texts of one's
+own, if nothing but the training tells it apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.engine.options import Memorization
+from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
+from lightning_fedleak.evaluation.canaries.repeats import scored_texts
+from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.model_state import preserve_process
+from lightning_fedleak.model.taps import Text, pool_digest, texts_in
+
+Way = Literal["not yet seen", "left out", "given"]
+"""Where the others come from: rows that the first epoch has not come to, rows left out by a draw,
+or texts of the user's own."""
+
+FORWARD_SHARE = 0.4
+"""Cost of asking the model about a text, over that of training on it: .28 and .38 were measured on
+two models, with reading the data and statistics. Larger: fewer texts are asked about."""
+
+LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
+LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
+MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
+NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
+MOST_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
+
+
+class NoOthers(ValueError):
+    """Nobody can be compared; the message says which argument would change that."""
+
+
+@dataclass
+class Pool:
+    """The texts that the model is asked about.
+
+    Attributes:
+        way: where the others come from.
+        texts: N texts, each once; of copies the first that was trained on, behind all others.
+        trains: (N,) bool, rows of the training data.
+        seen: (N,) bool, rows that have been trained on so far.
+        length: texts of the training data; of rows that hold several, as many as a row of those
+            asked about holds on average.
+        once: an epoch takes each row once.
+        aside: (N,) bool, texts that no look and no gate judges by.
+        times: (N,) int64, rows of the training data that a text stands in. One that stands in
+            several is no unit of a game of membership, since each row has a coin of its own.
+        no_game: why no account of examples that are added or removed is compared; None: each text
+            was left out by a coin of its own.
+        passed: texts that have been in batches so far, on this process.
+        unread: batches that could not be read so far, on this process.
+        repeated: texts of which another row repeats the whole or a part, so that they are not told
+            from others.
+        short: texts that were left out because they have fewer than 8 label tokens.
+        searched: share of the data's rows that was searched for repeats.
+    """
+
+    way: Way
+    texts: Sequence[Text]
+    trains: Tensor
+    seen: Tensor
+    repeated: int
+    short: int
+    searched: float
+    length: int
+    once: bool
+    aside: Tensor
+    times: Tensor
+    no_game: str | None
+    passed: int = 0
+    unread: int = 0
+
+    def __post_init__(self) -> None:
+        self._places: Mapping[bytes, int] = {
+            self._key(text): row for row, text in enumerate(self.texts) if bool(self.trains[row])
+        }
+
+    def _key(self, text: Text) -> bytes:
+        """Return what a text is recognised by in a batch."""
+        return text.content
+
+    @property
+    def alone(self) -> Tensor:
+        """Return (N,) bool, the texts that occur once; they alone are told from others."""
+        return self.times == 1
+
+    @property
+    def seen_in_checkpoints(self) -> Tensor:
+        """Return (N,) bool, the texts that a checkpoint says were trained on."""
+        return self.seen
+
+    def digest(self, rows: Tensor, members: Tensor) -> str:
+        """Return a name of some of the texts, and of which of them are members."""
+        return pool_digest([self.texts[row] for row in rows.tolist()], members)
+
+    def remember(self, batch: TokenBatch) -> None:
+        """Note which texts are in a batch that is trained on."""
+        texts = texts_in(batch)
+        self.passed += len(texts)
+        for text in texts:
+            row = self._places.get(self._key(text))
+            if row is not None:
+                self.seen[row] = True
+
+    def compared(
+        self, epoch: int, passed: int, *, aside: bool = False, everyone: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
+
+        Args:
+            epoch: counted from 0.
+            passed: texts that have been in batches so far, on all processes.
+            aside: compare the texts that were put aside, in place of all others.
+            everyone: all training rows are members, also those that no batch has held yet.
+
+        Raises:
+            NoOthers: too few of either side, or rows that were trained on and not recognised; what
+                was known before says nothing of the weights now.
+        """
+        members = self.trains & self.seen
+        others = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
+        others &= self.alone
+        if self.way == "not yet seen" and (epoch > 0 or not bool(others.any())):
+            raise NoOthers(NO_CONTROLS)
+        n = int((members & self.alone).sum())
+        if not n:
+            raise NoOthers("no row of the training data was recognised in its batches")
+        rows, share = int((self.trains & self.alone).sum()), passed / self.length
+        drawn = min(1.0, share) if self.once else -math.expm1(-share)
+        if n < rows * drawn - MISSED * math.sqrt(rows * drawn * (1 - drawn)) - 1:
+            raise NoOthers(
+                f"only {n} of {rows} rows were recognised in the batches, after {passed} of "
+                f"{self.length} were trained on: a row must read in a batch as it does alone "
+                "(padded with an attention_mask, or cut to a fixed length), and a round of a "
+                "federation must not begin with the same rows as the one before"
+            )
+        members = self.trains if everyone else members
+        members, others = (side & (self.aside == aside) for side in (members, others))
+        n, n_others = int((members & self.alone).sum()), int(others.sum())
+        if min(n, n_others) < LEAST_TEXTS:
+            raise NoOthers(
+                f"{n} texts were trained on and {n_others} were not: {LEAST_TEXTS} of each are "
+                "needed"
+            )
+        index = (members | others).nonzero()[:, 0]
+        return index, members[index]
+
+    @property
+    def cost(self) -> str:
+        """Return in words what is compared, for the line-up."""
+        n, n_copied = int((self.trains & self.alone).sum()), int((~self.alone).sum())
+        n_others = int((~self.trains).sum())
+        controls = {
+            "not yet seen": "those that the first epoch has not come to yet are the others",
+            "left out": f"{n_others} that were left out are the others",
+            "given": f"{n_others} of others= are the others",
+        }[self.way]
+        part = "" if self.searched == 1 else f" (in {self.searched:.0%} of the rows)"
+        aside = int(self.aside.sum())
+        chosen = f"; {aside} texts are put aside for the checkpoint that is chosen" if aside else ""
+        copied = f"; {n_copied} texts that stand in several rows are asked about alone"
+        return (
+            f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
+            f"repeat{part} and {self.short} short ones were left out"
+            f"{copied * (n_copied > 0)}{chosen}"
+        )
+
+
+class CanaryPool(Pool):
+    """The canaries that the model is asked about, in the data or left out."""
+
+    @classmethod
+    def of_canaries(cls, canaries: CanarySet, loader: Any, settings: Memorization) -> CanaryPool:
+        """Return all canaries; the budget pays for all, or the attack is not played.
+
+        Raises:
+            NoOthers: the budget does not pay for them.
+        """
+        check_loader(loader)
+        length = len(loader.dataset)
+        affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
+        included = canaries.included
+        return cls(
+            way="left out",
+            texts=[Text(row, row) for row in canaries.token_ids],
+            trains=included,
+            seen=torch.zeros_like(included),
+            repeated=0,
+            short=0,
+            searched=1.0,
+            length=length,
+            once=False,
+            aside=torch.zeros_like(included),
+            times=torch.ones(len(included), dtype=torch.long),
+            no_game="canaries are compared with it by audit_canaries",
+        )
+
+    def _key(self, text: Text) -> bytes:
+        return text.ids.numpy().tobytes()
+
+    @property
+    def seen_in_checkpoints(self) -> Tensor:
+        """Return (N,) False: a checkpoint does not show which canaries are in the data."""
+        return torch.zeros_like(self.seen)
+
+    def compared(
+        self, epoch: int, passed: int, *, aside: bool = False, everyone: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return all canaries, (n,) indices, and which were trained on so far, (n,) bool."""
+        return torch.arange(len(self.texts)), self.trains & self.seen
+
+
+def forwards_of(settings: Memorization, *, last_step: bool) -> int:
+    """Return how often each text is asked about in the first epoch, the base included."""
+    return 1 + len(settings.looks) + int(last_step and settings.looks[-1:] != (1.0,))
+
+
+def collect(
+    loader: Any,
+    settings: Memorization,
+    read: Callable[[Any], TokenBatch],
+    *,
+    resumed: bool = False,
+    chooses: bool = False,
+    rounds: bool = False,
+) -> Pool:
+    """Return the pool of a run, drawn from the data that its loader trains on.
+
+    Rows are read as training's collate function makes them, twice, with all random states put
+    back; those that do not read the same twice are refused. Every process draws the same rows.
+
+    Args:
+        loader: the training data's loader.
+        settings: the user's settings.
+        read: reads a batch.
+        resumed: the run goes on with an earlier one, so that rows may have been trained on before.
+        chooses: a checkpoint is chosen by what is read, so that texts are put aside for it.
+        rounds: a client trains in rounds, of which the pool is asked in each.
+
+    Raises:
+        NoOthers: nobody can be compared, with the argument that would change that.
+    """
+    check_loader(loader)
+    dataset = loader.dataset
+    others = _find_left_out(dataset) if settings.others is None else settings.others
+    way: Way = "left out" if settings.others is None else "given"
+    if others is None:
+        way = "not yet seen"
+        if rounds:
+            raise NoOthers(
+                "over the rounds of a federation a client comes to all of its rows: add "
+                "leave_out(...) to its data"
+            )
+        check_shuffle(loader)
+        if resumed:
+            raise NoOthers(
+                "a resumed fit may have trained on any row before: add leave_out(...) to the data"
+            )
+    no_game = _no_game(dataset, way)
+    length, size = len(dataset), settings.most_texts
+    if not rounds:
+        size = affordable(
+            length if no_game else dataset.public_length,
+            settings,
+            LEAST_POOL,
+            forwards_of(settings, last_step=way != "not yet seen"),
+        )
+    generator = torch.Generator().manual_seed(settings.seed)
+    sources = [(dataset, row) for row in range(length)]
+    held_out = [] if others is None else [(others, row) for row in range(len(others))]
+    if no_game is None:  # which rows are asked about, in which order, depends on no coin
+        everyone = dataset.sources()
+        sample, _ = _drawn([everyone[row] for row in dataset.record.candidates], size, generator)
+        absent = {*everyone} - {*sample}
+        rest = [source for source in everyone if source in absent]
+    else:
+        n_others = min(size // 2, len(held_out))
+        inside, rest = _drawn(sources, size - n_others, generator)
+        outside, rest_held_out = _drawn(held_out, n_others, generator)
+        sample, rest = inside + outside, rest + rest_held_out
+    unread = len(rest)
+    rest, _ = _drawn(rest, MOST_ROWS, generator)
+    with preserve_process():
+        read_rows = [_row_texts(loader, *source, read) for source in sample]
+        packed = any(len(texts) != 1 for texts in read_rows)
+        if packed and way == "not yet seen":
+            raise NoOthers(
+                "several texts are packed into a row, so that none is seen alone: add leave_out"
+            )
+        texts = [*chain(*read_rows)]
+        sides = [source is dataset for source, _ in sample]
+        trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
+        searched = (
+            (text, source[0] is dataset)
+            for source in rest
+            for text in _read_row(loader, *source, read)
+        )
+        scored = scored_texts(texts, trained, searched)
+    trains = torch.tensor([trained[row] for row in scored.rows], dtype=torch.bool)
+    aside, alone = torch.zeros_like(trains), scored.times == 1
+    parts = (alone,) if no_game is None else (alone & trains, alone & ~trains)  # by no coin
+    for side in (*parts, ~alone) if chooses else ():
+        of_side = side.nonzero()[:, 0]
+        order = torch.randperm(len(of_side), generator=generator)
+        aside[of_side[order[: int(settings.confirm * len(of_side))]]] = True
+    return Pool(
+        way,
+        [texts[row] for row in scored.rows],
+        trains,
+        torch.zeros_like(trains),
+        scored.repeated,
+        scored.short,
+        len(rest) / unread if unread else 1.0,
+        round(length * len(texts) / max(1, len(read_rows))),
+        way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
+        aside,
+        scored.times,
+        "several texts are packed into a row, and share its coin" if packed else no_game,
+    )
+
+
+def _no_game(dataset: Any, way: Way) -> str | None:
+    """Return why texts tell nothing of examples that are added or removed; None: they do."""
+    mend = "leave_out(..., coins=True)"
+    if way == "not yet seen":
+        return f"rows are compared by whether they were drawn, which the account hides: {mend}"
+    if way == "given":
+        return f"no coin decided which texts are in the data: {mend}"
+    if not isinstance(dataset, TrainingRows):
+        return "another data set wraps the rows of leave_out: leave rows out of that one"
+    if not dataset.record.coins:
+        return f"the number of rows left out was fixed, so that their coins depend: {mend}"
+    return None
+
+
+_Source = tuple[Any, int]
+
+
+def _drawn(
+    sources: list[_Source], size: int, generator: torch.Generator
+) -> tuple[list[_Source], list[_Source]]:
+    """Return so many rows at random, and the others."""
+    order = torch.randperm(len(sources), generator=generator).tolist()
+    return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
+
+
+def affordable(length: int, settings: Memorization, least: int, forwards: int) -> int:
+    """Return how many texts the budget pays for.
+
+    Args:
+        length: rows of the training data.
+        settings: the user's settings.
+        least: texts that are needed.
+        forwards: how often each is asked about in an epoch.
+
+    Raises:
+        NoOthers: it pays for fewer; names the budget that pays for enough.
+    """
+    count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards) + 1e-9)  # rounding
+    size = min(settings.most_texts, count)
+    if size >= least:
+        return size
+    needed = math.ceil(100 * least * FORWARD_SHARE * forwards / length) / 100
+    raise NoOthers(
+        f"within max_overhead={settings.max_overhead:g} only {count} texts can be asked about "
+        f"{forwards} times in an epoch of {length} rows, and {least} are needed: "
+        f"Memorization(max_overhead={needed:g}) asks about {least}"
+    )
+
+
+def check_loader(loader: Any) -> None:
+    """Raise an error unless rows of the training data can be read one by one.
+
+    Raises:
+        NoOthers: says what the data are.
+    """
+    if loader is None:
+        raise NoOthers("no training data are named to read rows of again: pass loader=")
+    if not isinstance(loader, DataLoader):
+        raise NoOthers(
+            f"the training data come from a {type(loader).__name__}, and one torch DataLoader is "
+            "needed to read rows again"
+        )
+    dataset = loader.dataset
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not sized:
+        raise NoOthers(
+            "the training data are read as a stream, whose rows cannot be drawn ahead: load them "
+            "into a map-style data set, and leave_out some"
+        )
+
+
+def check_shuffle(loader: DataLoader[Any]) -> None:
+    """Raise an error unless the first epoch takes every row once, in an order that a coin chose.
+
+    Raises:
+        NoOthers: names the sampler.
+    """
+    batches = loader.batch_sampler
+    if isinstance(batches, PoissonBatchSampler):
+        return
+    if _is_accelerate(batches, "BatchSamplerShard"):  # of which a process takes each n-th batch
+        batches = batches.batch_sampler  # type: ignore[union-attr]
+    # A loader that was made of a batch sampler, as Accelerate makes it, has no such sampler itself.
+    sampler = getattr(batches, "sampler", loader.sampler)
+    plain = type(batches) is torch.utils.data.BatchSampler
+    length = len(loader.dataset)  # type: ignore[arg-type]
+    shuffled = (
+        isinstance(sampler, RandomSampler)
+        and (type(sampler) is RandomSampler or _is_accelerate(sampler, "SeedableRandomSampler"))
+        and not sampler.replacement
+        and sampler.num_samples == length
+    ) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
+    if not (plain and shuffled):
+        name = type(sampler if plain else batches).__name__
+        raise NoOthers(
+            f"a {name} does not take the rows in an order that chance alone chose, so that rows "
+            "not yet seen may differ from the others: use DataLoader(shuffle=True), or add "
+            "leave_out"
+        )
+
+
+def _is_accelerate(thing: object, name: str) -> bool:
+    """Return whether an object is of a class of Accelerate, which is not imported for that."""
+    return (type(thing).__module__, type(thing).__name__) == ("accelerate.data_loader", name)
+
+
+def _find_left_out(dataset: Any) -> Any:
+    """Return the rows that were left out of a data set, or of one that it wraps; None for none."""
+    while dataset is not None:
+        if isinstance(dataset, TrainingRows):
+            return dataset.others
+        dataset = getattr(dataset, "dataset", None)
+    return None
+
+
+def _row_texts(
+    loader: DataLoader[Any], dataset: Any, row: int, read: Callable[[Any], TokenBatch]
+) -> list[Text]:
+    """Return the texts of a row, read twice.
+
+    Raises:
+        NoOthers: it does not read the same twice, or cannot be read.
+    """
+    first, second = (_read_row(loader, dataset, row, read) for _ in range(2))
+    if [text.content for text in first] != [text.content for text in second]:
+        raise NoOthers(
+            "rows of the training data do not read the same twice (augmentation or random cuts), "
+            "so that none is recognised when it is trained on: fix each row's form beforehand"
+        )
+    return first
+
+
+def _read_row(
+    loader: DataLoader[Any], dataset: Any, row: int, read: Callable[[Any], TokenBatch]
+) -> list[Text]:
+    item = _copied(dataset[row])  # collate functions may change what they get
+    try:
+        tokens = read(loader.collate_fn([item]))
+        texts = texts_in(tokens)
+    except (BatchError, ValueError) as error:
+        raise NoOthers(f"a row of the training data cannot be read alone: {error}") from error
+    if tokens.preferences:
+        raise NoOthers(
+            "the loss prefers chosen texts to rejected ones, which the weights learn to find "
+            "unlikely, so that likelihoods do not show what was trained on"
+        )
+    return texts
+
+
+def _copied(item: Any) -> Any:
+    """Return a copy of an item; of a tensor its own entries, and not all that it is a view of."""
+    if isinstance(item, Tensor):
+        return item.clone()
+    if isinstance(item, dict):
+        return {name: _copied(value) for name, value in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(_copied(value) for value in item)
+    return copy.deepcopy(item)

@@ -1,0 +1,790 @@
+"""A run, whoever trains; when it is looked at; and what one look gathers."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.attacks import Capability, UnusableObservation
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
+from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage
+from lightning_fedleak.model.taps import (
+    ChangedInPlace,
+    LocalRound,
+    ReadCall,
+    UpdateError,
+    before_real_step,
+)
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+StageReached = Callable[[Stage, Optimizer], None]
+"""Takes the stage at which ``p.grad`` is what the optimizer is about to step with."""
+BeforeDefense = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None]
+"""Takes what a defence is about to get."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How a run is spread.
+
+    Attributes:
+        count: processes that train together.
+        client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
+        sharded_by: what gives each process a part of every layer; None: nothing does.
+    """
+
+    count: int
+    client: str
+    sharded_by: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(ABC):
+    """One run, as channels and attacks know it. What never changes in it are fields.
+
+    Attributes:
+        anatomy: the model's parts.
+        client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
+        assumed: what the adversary has besides what it sees.
+        device: of the model.
+        precision: spelled as the Trainer spells it.
+        rank: number of this process.
+        processes: how many there are.
+        tokenizers: that the run uses; some may be None.
+        defenses: of the run, in their order.
+        watched: names of values that something besides gates stops or chooses by.
+        under_ddp: all trained parameters' gradients are shared, whatever optimizers own.
+        separates_stages: a defended run shows local and shared gradients as ``p.grad``.
+        clip_value: size that entries of gradients are cut to before they are shared; None: not
+            known.
+        shows_progress: bars are shown while attacks are calibrated.
+        watcher: the class that watches the run, for messages.
+        unit: what :attr:`step` counts. Attacks are calibrated between the first steps, and all of
+            them before the first round.
+        uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
+    """
+
+    watcher: ClassVar[str] = "LeakageMonitor"
+    unit: ClassVar[Literal["step", "round"]] = "step"
+    uncounted_step: ClassVar[str] = "an optimizer stepped, and the run's step is what it was"
+
+    anatomy: Anatomy
+    client: str
+    assumed: frozenset[Capability]
+    device: torch.device
+    precision: str
+    rank: int = 0
+    processes: int = 1
+    tokenizers: Sequence[Any] = ()
+    defenses: tuple[Defense, ...] = ()
+    watched: tuple[str, ...] = ()
+    under_ddp: bool = False
+    separates_stages: bool = False
+    clip_value: float | None = None
+    shows_progress: bool = False
+
+    @property
+    @abstractmethod
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Return the optimizers of the run that take the steps, see ``real_optimizer``."""
+
+    @abstractmethod
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which the client runs its model, such as autocast."""
+
+    @property
+    def step(self) -> int:
+        """Return the number of optimizer steps, or of rounds, that are over."""
+        return 0
+
+    @property
+    def optimizer_step(self) -> int:
+        """Return the number of optimizer steps so far, as attacks count them."""
+        return self.step
+
+    @property
+    def training_loader(self) -> object:
+        """Return the loader of the training data, whose rows are read again; None: not known."""
+        return None
+
+    @property
+    def holds_base(self) -> bool:
+        """Return whether the weights are now those that the training begins from."""
+        return self.step == 0
+
+    @property
+    def progress(self) -> tuple[int, float] | None:
+        """Return the epoch, counted from 0, and the share of its batches that is done, up to 1."""
+        return None
+
+    @property
+    def epochs(self) -> int | None:
+        """Return the number of epochs that the run is to have; None where it is not known."""
+        return None
+
+    @property
+    def number(self) -> int:
+        """Return the number of this process's client."""
+        return self.rank if self.client == "rank" else 0
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the loss scale in gradients that no GradScaler has unscaled."""
+        return 1.0
+
+    def broadcast(self, value: T) -> T:
+        """Return the first process's value on every process."""
+        return value
+
+    def summed(self, value: Tensor) -> Tensor:
+        """Return the sum over processes."""
+        return value
+
+    def on_any_process(self, value: bool) -> bool:
+        """Return whether the value is true on at least one process."""
+        return value
+
+    def on_all_processes(self, value: bool) -> bool:
+        """Return whether the value is true on every process."""
+        return value
+
+    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """Return those of the user's own metrics that are known by now, by name.
+
+        They are numbers, or tensors of one, which are the same objects until they change.
+        """
+        return {}
+
+    def publish(self, values: Mapping[str, float]) -> None:  # noqa: B027
+        """Put values of leakage beside the user's own metrics."""
+
+    def watch_release(
+        self, stage_reached: StageReached, before_defense: BeforeDefense
+    ) -> list[Callable[[], None]]:
+        """Call ``stage_reached`` while ``p.grad`` is what an optimizer is about to step with.
+
+        Without defences on gradients that is all stages at once: ``Stage.AGGREGATE`` is reported.
+        A run whose defences act between the stages overrides this, and calls
+        ``before_defense(defense, parameters, context)`` right before each of them.
+
+        Args:
+            stage_reached: takes the stage and the optimizer.
+            before_defense: takes what the defence is about to get.
+
+        Returns:
+            Functions that end it.
+        """
+        removers = []
+        for optimizer in self.optimizers:
+            dp = self._dp_of(optimizer)
+            if dp is not None:
+                removers += self._watch_dp(dp, stage_reached, before_defense)
+                continue
+            for stage in ON_THE_WAY if self.separates_stages else (Stage.AGGREGATE,):
+                reached = partial(stage_reached, stage, optimizer)
+                removers.append(before_real_step(optimizer, reached))
+        return removers
+
+    def _dp_of(self, optimizer: Optimizer | None) -> OptimizerDP | None:
+        """Return what a DP optimizer of another library declares that steps by this one."""
+        dps = (d for d in self.defenses if isinstance(d, OptimizerDP))
+        return next((dp for dp in dps if dp.inner is optimizer), None)
+
+    def _watch_dp(
+        self, dp: OptimizerDP, stage_reached: StageReached, before_defense: BeforeDefense
+    ) -> list[Callable[[], None]]:
+        """Call the functions inside of a DP optimizer's step, see :meth:`watch_release`."""
+        alone = self.client == "rank" or not dp.reduces  # a client shares what it has prepared
+        parameters = [p for g in dp.inner.param_groups for p in g["params"] if p.requires_grad]
+
+        def defended() -> None:
+            ranks = self.processes if self.client == "rank" else 1
+            context = DefenseContext(
+                self.anatomy.root, self.number, ranks, self.device, self.precision, self.step, b""
+            )
+            before_defense(dp, parameters, context)
+
+        def prepared() -> None:
+            stage_reached(Stage.LOCAL, dp.inner)
+            defended()
+            if alone:
+                stage_reached(Stage.SHARED, dp.inner)
+
+        def reduced() -> None:
+            if dp.reduces:
+                defended()
+            for stage in (Stage.AGGREGATE,) if alone else (Stage.SHARED, Stage.AGGREGATE):
+                stage_reached(stage, dp.inner)
+
+        return dp.watch(prepared, reduced)
+
+    def why_hidden(self, stages: Iterable[Stage], optimizer: Optimizer | None) -> str | None:
+        """Return why the gradient at one of these stages cannot be read; None where it can."""
+        dp = self._dp_of(optimizer)
+        whys = (None if dp is None else dp.why_hidden(stage) for stage in stages)
+        return next((why for why in whys if why is not None), None)
+
+
+# ---- when to look ------------------------------------------------------------------------------
+
+
+class Cadence(ABC):
+    """Decide at which optimizer steps the engine looks.
+
+    The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
+    look's results and no step needs a message of its own.
+    """
+
+    def __init__(self) -> None:
+        self.next_step = 0
+
+    def due(self, step: int) -> bool:
+        """Return whether optimizer step ``step`` (from 0) is to be looked at."""
+        return step >= self.next_step
+
+    @abstractmethod
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the next step to look at, as a proposal.
+
+        Args:
+            step: the step just looked at.
+            look_seconds: what that look cost.
+            step_seconds: what a step without a look costs.
+        """
+
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Return the next step to look at, as a proposal, where attacks were tried again.
+
+        Args:
+            try_seconds: what that cost.
+            step_seconds: what a step without a look costs.
+        """
+        return self.next_step
+
+    @property
+    @abstractmethod
+    def argument(self) -> str:
+        """Return the argument that asks for this."""
+
+
+class EveryNSteps(Cadence):
+    """Look at steps 0, n, 2n, ..."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the next multiple of n after ``step``."""
+        return (step // self.n + 1) * self.n
+
+    @property
+    def argument(self) -> str:
+        """Return ``every_n_steps=50``."""
+        return f"every_n_steps={self.n}"
+
+
+class MaxOverhead(Cadence):
+    """Look so seldom that looks cost at most a share of the time spent training.
+
+    A look of ``c`` seconds is followed by ``c / (share * s)`` steps of ``s`` seconds each.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the step at which the look has been paid for."""
+        if step_seconds <= 0:
+            return step + 1
+        return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Return a step so much later."""
+        return self.after_look(self.next_step, try_seconds, step_seconds)
+
+    @property
+    def argument(self) -> str:
+        """Return ``max_overhead=0.005``."""
+        return f"max_overhead={self.share:g}"
+
+
+class StepClock:
+    """What an optimizer step without a look costs, as a running mean.
+
+    Attributes:
+        seconds: of a step; 0 until one is known.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: tuple[int, float] | None = None
+
+    def starts(self, step: int) -> None:
+        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
+        now = time.perf_counter()
+        if self._since is not None and step > self._since[0]:
+            passed = (now - self._since[1]) / (step - self._since[0])
+            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
+            self._since = None
+        self._since = self._since or (step, now)
+
+    def interrupted(self) -> None:
+        """A look has come between."""
+        self._since = None
+
+
+# ---- a look ------------------------------------------------------------------------------------
+
+
+PREFIX = {
+    Stage.LOCAL: "leakage_local",
+    Stage.SHARED: "leakage",
+    Stage.AGGREGATE: "leakage_aggregate",
+    Stage.RELEASED: "leakage",
+}
+AUDIT = "audit"
+"""The prefix of what is asked about the user's own canaries."""
+CHOOSE = f"{PREFIX[Stage.SHARED]}/choose"
+"""The loss that a checkpoint is chosen by: infinite where the weights give away too much."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One attack's results at one stage, under one name in the logs.
+
+    Attributes:
+        prefix: the name's first part.
+        name: its second part: the attack's name, or what its channel makes of it.
+        attack: the attack's name.
+        stage: where what it reads was seen.
+    """
+
+    prefix: str
+    name: str
+    attack: str
+    stage: Stage
+
+    @classmethod
+    def at(cls, stage: Stage, attack: str) -> Series:
+        """Return the series of an attack at a stage."""
+        return cls(PREFIX[stage], attack, attack, stage)
+
+    @property
+    def log_name(self) -> str:
+        """Return what the names of its values begin with: ``leakage/flatchat``."""
+        return f"{self.prefix}/{self.name}"
+
+    @property
+    def record_name(self) -> str:
+        """Return what lines of results call it: the attack's name, where that is its alone."""
+        apart = self.prefix not in PREFIX.values() and self.name == self.attack
+        return self.log_name if apart else self.name
+
+
+# ---- of one client --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Control:
+    """What an attack reads where the words are known.
+
+    See :mod:`lightning_fedleak.engine.channels.control`.
+
+    Attributes:
+        rates: by metric; NaN where the control could not be read.
+        part: the same of a part of the batch, where the whole holds more than the attack can tell
+            apart; empty where no part was tried.
+        why: why the control could not be read; empty where it was.
+    """
+
+    rates: Mapping[str, float]
+    part: Mapping[str, float] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an attack's guess is worth.
+
+    Attributes:
+        numbers: in the order and number that its channel packs them.
+        control: of this look; None where there is none.
+    """
+
+    numbers: Sequence[float]
+    control: Control | None = None
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """There is no result: not safe, unknown.
+
+    Attributes:
+        why: for the logs; holds no private text.
+        applies: whether the attack's method is made for what was shared.
+    """
+
+    why: str
+    applies: bool = True
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """No result yet; not a failure.
+
+    Attributes:
+        why: what is waited for.
+        soon: the next step may bring it, so that the attack is tried again there.
+        zeros: roles whose gradient is zero, as long as which there will be none.
+    """
+
+    why: str
+    soon: bool = True
+    zeros: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NothingShared:
+    """Nothing left the client in this step."""
+
+
+Result = Found | Unknown | Waiting | NothingShared
+
+
+# ---- over all clients -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The independent trials of one look that a rate is the mean of.
+
+    Attributes:
+        mean: of the rate over them, on the rate's own scale.
+        number: disjoint pairs of a member and another, or types.
+    """
+
+    mean: float
+    number: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One attack at one stage, over all clients.
+
+    Attributes:
+        rates: by name, pooled over clients (and, where that kind of result does so, over the last
+            looks); NaN where unknown.
+        n: what was counted: true word types added over clients, games, or texts.
+        exposed: whether the attack's surface leaves the client at all.
+        worst: each rate's value at the client where it is highest; empty for one client.
+        extra: numbers that have no interval; NaN where there is none.
+        now: each rate's value at this look alone; None where ``rates`` is of this look alone.
+        trials: of this look alone, by rate, where they are known.
+        p_value: how probable guessing is to do so well at this look alone; NaN where not known.
+        p_over_looks: the lowest so far, corrected for all looks; NaN where not known.
+        over_steps: the rates with intervals that hold over steps and clients, of which these looks
+            are some; ``rates`` has those of these looks as they were.
+        too_few: why this look alone says too little to be judged by; None where it does not.
+        unknown: why there is no value; None where there is one.
+        applies: false where there is none since the method is not made for what was shared.
+        pending: why there is no value *yet*; None otherwise.
+        soon: where it is pending, the next step may bring one.
+        by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
+        pool: names the texts that were compared, where results compare on the same ones only.
+        control: the newest control of the attack, the lowest of all clients; None without one.
+    """
+
+    rates: Mapping[str, Rate]
+    n: int
+    exposed: bool = True
+    worst: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, float] = field(default_factory=dict)
+    now: Mapping[str, float] | None = None
+    trials: Mapping[str, Trials] = field(default_factory=dict)
+    p_value: float = math.nan
+    p_over_looks: float = math.nan
+    over_steps: Mapping[str, Rate] = field(default_factory=dict)
+    too_few: str | None = None
+    unknown: str | None = None
+    applies: bool = True
+    pending: str | None = None
+    soon: bool = False
+    by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    pool: str | None = None
+    control: Control | None = None
+
+    def values(self, root: str) -> dict[str, float]:
+        """Return the numbers by log name, all beginning with ``root``; none where pending."""
+        if self.pending is not None:
+            return {}
+        out = {f"{root}/exposed": float(self.exposed)}
+        for name, rate in self.rates.items():
+            out[f"{root}/{name}"] = rate.value
+            out[f"{root}/{name}_low"] = rate.low
+            out[f"{root}/{name}_high"] = rate.high
+        for name, rate in self.over_steps.items():
+            out[f"{root}/{name}_over_steps_low"] = rate.low
+            out[f"{root}/{name}_over_steps_high"] = rate.high
+        for name, value in self.worst.items():
+            out[f"{root}/{name}_worst_client"] = value
+        for name, value in self.extra.items():
+            if not math.isnan(value):
+                # What an account allows, and what is told blindly, is of all attacks.
+                shared = name.startswith(("bound/", "blind/"))
+                out[f"{root.partition('/')[0] if shared else root}/{name}"] = value
+        return out | {f"{root}/{name}": value for name, value in self.p_values.items()}
+
+    @property
+    def p_values(self) -> dict[str, float]:
+        """Return how probable guessing is to do so well, by name; none where it is not known."""
+        named = {"p_of_this_look": self.p_value, "p_over_looks": self.p_over_looks}
+        return {name: value for name, value in named.items() if not math.isnan(value)}
+
+    def values_now(self, root: str) -> dict[str, float]:
+        """Return the numbers of this look alone, by log name."""
+        values = self.values(root)
+        if self.now is not None and values:
+            values = {n: v for n, v in values.items() if not n.endswith(("_low", "_high"))}
+            values |= {f"{root}/{name}": value for name, value in self.now.items()}
+        return values
+
+
+def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:
+    """Return an outcome without a value: unknown, which is not safe."""
+    nothing = Rate(math.nan, math.nan, math.nan)
+    return Outcome(dict.fromkeys(metrics, nothing), 0, unknown=why, applies=applies)
+
+
+def not_shared(metrics: Iterable[str]) -> Outcome:
+    """Return the outcome of a surface that does not leave the client: 0, ``exposed`` 0."""
+    return Outcome(dict.fromkeys(metrics, Rate(0.0, 0.0, 0.0)), 0, exposed=False)
+
+
+def pending(why: str, *, soon: bool = False) -> Outcome:
+    """Return an outcome whose value comes at a later look, maybe in the next step."""
+    return Outcome({}, 0, pending=why, soon=soon)
+
+
+# ---- a look ---------------------------------------------------------------------------------
+
+
+class Pages(Protocol):
+    """Takes what a channel shows of a look beside numbers."""
+
+    looks: int
+    boards: Sequence[Any]
+
+    @property
+    def reveal(self) -> Any:
+        """Return the files, None where nothing is revealed."""
+
+
+@dataclass
+class Look:
+    """What one look has gathered so far.
+
+    Attributes:
+        step: optimizer step looked at.
+        controls: the control of each attack, by name, as far as this look has one.
+        batches: the step's micro-batches, by reference, before any defence touched them.
+        batch: the micro-batch at work, which may yet turn out to train nothing; None where its
+            form is not known.
+        batch_error: why the micro-batch at work could not be read; None where it was.
+        current: the calls of the model on the micro-batch at work, with their truth; empty before
+            its backward.
+        calls: those of the micro-batches that have ended.
+        answers: what an attack answered in a series, or why it has no answer (yet).
+        truth_error: why a batch could not be read; None where all were.
+        stepped: ids of the optimizers that were really about to step (none: nothing was shared).
+        seconds: time spent so far.
+        processor_seconds: processor time spent so far, of all threads.
+        step_seconds: time that the step itself took so far; 0 until it is known.
+        learning_rates: of what the attacks read, at each local step.
+        local: what the round is made again from for its control; None where nothing has one.
+        noise_std: of what defences have added to each number of this client's update so far; NaN
+            where one of them did not say.
+        compression: what compressed this client's update so far, see ``GradientSnapshot``.
+        input_noise: largest of what the step added to embeddings, see ``GradientSnapshot``.
+        loss_terms: ids of the parameters of which a loss of the step has a term of their own.
+        notes: what channels keep until the look is published, by keys of their own.
+        scope: the series that are tried again, where the look is of these alone; None: all.
+    """
+
+    step: int
+    batches: list[TokenBatch] = field(default_factory=list)
+    batch: TokenBatch | None = None
+    batch_error: str | None = None
+    current: list[ReadCall] = field(default_factory=list)
+    calls: list[ReadCall] = field(default_factory=list)
+    answers: dict[Series, object] = field(default_factory=dict)
+    truth_error: str | None = None
+    stepped: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+    started: float = field(default_factory=lambda: time.perf_counter())
+    step_seconds: float = 0.0
+    learning_rates: list[set[float]] = field(default_factory=list)
+    local: LocalRound | None = None
+    noise_std: float = 0.0
+    compression: str = ""
+    input_noise: float = 0.0
+    loss_terms: set[int] = field(default_factory=set)
+    notes: dict[object, Any] = field(default_factory=dict)
+    controls: dict[str, Control] = field(default_factory=dict)
+    scope: frozenset[Series] | None = None
+
+    @property
+    def all_batches(self) -> list[TokenBatch]:
+        """Return the batches of the step so far, that of the micro-batch at work included."""
+        return [*self.batches, *(read.batch for read in self.current)]
+
+    def elapsed(self) -> float:
+        """Return the seconds since the look began that were not its own."""
+        return time.perf_counter() - self.started - self.seconds
+
+    @contextmanager
+    def clock(self, device: torch.device) -> Iterator[None]:
+        """Add the time of a block; wait for a GPU before and after, as looks may."""
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+        wait(device)
+        start, busy = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            wait(device)
+            self.seconds += time.perf_counter() - start
+            self.processor_seconds += time.process_time() - busy
+
+
+@dataclass
+class Moment:
+    """A moment of a step at which what leaves the client is the same at all of ``stages``.
+
+    Attributes:
+        look: the look.
+        stages: at all of which the gradient is now.
+        wanted: those of them that are measured.
+        optimizer: that is about to step; None: all that the round's update is of.
+        scale: loss scale that is still in gradients which no GradScaler has unscaled.
+        take: the gradients of what the attacks read, as they are now.
+    """
+
+    look: Look
+    stages: tuple[Stage, ...]
+    wanted: tuple[Stage, ...]
+    optimizer: Optimizer | None
+    scale: float
+    take: Callable[[], GradientSnapshot]
+    _view: GradientSnapshot | Unknown | Waiting | None = None
+
+    def gradients(self) -> GradientSnapshot | Unknown | Waiting:
+        """Return the gradients from :attr:`take`, called once, or why there are none."""
+        if self._view is None:
+            try:
+                self._view = self.take()
+            except NotYet as error:
+                self._view = Waiting(str(error))
+            except Exception as error:
+                self._view = Unknown(reason(error))
+        return self._view
+
+
+# ---- why there is no result ------------------------------------------------------------------
+
+
+class NoTargets(ValueError):
+    """The batch holds no sentence that could be asked for."""
+
+
+class Refusal(Exception):
+    """Holds an error that ends the run all the same: of the set-up, or of the user's own code.
+
+    Args:
+        error: the error that the user sees.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Contains(Protocol):
+    """A part of the watch that notes what its own code raises, and ends no training by it."""
+
+    def fail(self, error: Exception) -> None:
+        """Note that the look at work, or the next one, has no result."""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_C = TypeVar("_C", bound=Contains)
+
+
+def contained(
+    method: Callable[Concatenate[_C, _P], _R],
+) -> Callable[Concatenate[_C, _P], _R | None]:
+    """Return a method that ends no training: what it raises is a failure of the look.
+
+    It returns None then. A :class:`Refusal` is raised as the error that it holds.
+    """
+
+    @wraps(method)
+    def run(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        try:
+            return method(self, *args, **kwargs)
+        except Refusal as refusal:
+            raise refusal.error from refusal.error.__cause__
+        except Exception as error:
+            self.fail(error)
+            return None
+
+    return run
+
+
+_OWN_ERRORS = (
+    UnusableObservation,
+    BatchError,
+    ChangedInPlace,
+    NoTargets,
+    UpdateError,
+    torch.OutOfMemoryError,
+)
+_PACKAGE = Path(__file__).parents[1]
+
+
+def reason(error: Exception) -> str:
+    """Return why there is no result, for logs: the error's kind, and its message or its place.
+
+    Only words written here are repeated: another error's may quote the private batch. So may a
+    ``DefenseError`` of a defence of the user's own, or one that repeats another error.
+    """
+    kind = type(error).__name__
+    if isinstance(error, _OWN_ERRORS):
+        return f"{kind}: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(place.filename)
+    internal = path.is_relative_to(_PACKAGE) and error.__cause__ is None
+    if isinstance(error, DefenseError) and internal:
+        return f"{kind}: {error}"
+    return f"{kind} at {path.name}:{place.lineno}"

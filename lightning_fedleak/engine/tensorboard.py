@@ -1,0 +1,190 @@
+"""What only TensorBoard shows: a page of charts, histograms, leakage in its table of settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.run import Series
+from lightning_fedleak.messages import rank_zero_info
+
+if TYPE_CHECKING:
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from torch.utils.tensorboard import SummaryWriter
+
+FRAME: Mapping[str, float] = {"axis/0": 0.0, "axis/1": 1.0}
+"""Lines that are logged for TensorBoard alone: its charts have no setting for their axes."""
+_PAGE = "leakage and utility (axis/0 and axis/1 are no attacks: they keep the axis from 0 to 1)"
+
+
+class Logger(Protocol):
+    """Takes numbers by name, as the loggers of a Trainer do."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write each number under its name."""
+
+
+class BoardLogger:
+    """A logger that writes to a TensorBoard run of its own.
+
+    Args:
+        folder: of the run.
+
+    Attributes:
+        writer: torch's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: SummaryWriter = SummaryWriter(str(folder))
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write each number as a scalar."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+
+class Content(NamedTuple):
+    """What is shown of a run.
+
+    Attributes:
+        series: the channel of each series, in the order of the logs.
+        privacy: names of what defences account for.
+        worst: names of the highest headlines.
+    """
+
+    series: Mapping[Series, Channel]
+    privacy: Sequence[str]
+    worst: Sequence[str]
+
+
+def _is_there(boards: Sequence[SummaryWriter]) -> bool:
+    """Return whether there is something to write to, and what writes it."""
+    installed = importlib.util.find_spec("tensorboard") is not None
+    if boards and not installed:
+        rank_zero_info(
+            "lightning-fedleak: 'tensorboard' is not installed, so that its page of charts and its "
+            "table of settings are not written; every number is. pip install tensorboard"
+        )
+    return bool(boards) and installed
+
+
+def add_table(
+    boards: Sequence[SummaryWriter],
+    names: Sequence[str],
+    settings: Mapping[str, object],
+    content: Content,
+) -> None:
+    """Put leakage beside the settings in HPARAMS.
+
+    TensorBoard keeps the first table of settings that a run writes, and Lightning writes its own
+    after this: the user's settings are in this one.
+
+    Args:
+        boards: TensorBoard's writers.
+        names: of the user's metrics, and of others that somebody logs beside the same settings.
+        settings: of the run, by name.
+        content: what is shown of the run.
+    """
+    if not _is_there(boards):
+        return
+    from torch.utils.tensorboard.summary import hparams
+
+    headlines = (
+        f"{one.log_name}/{channel.charted(one)[0]}" for one, channel in content.series.items()
+    )
+    metrics = dict.fromkeys([*content.worst, *headlines, *names, *content.privacy], 0.0)
+    for board in boards:
+        table = hparams(_flat(settings), metrics)  # type: ignore[no-untyped-call]
+        for part in table:
+            board._get_file_writer().add_summary(part)  # type: ignore[no-untyped-call]
+
+
+def add_pages(
+    boards: Sequence[SummaryWriter],
+    utility: Sequence[str],
+    decisions: Sequence[str],
+    content: Content,
+) -> None:
+    """Lay out Custom Scalars.
+
+    One line a chart, named in its title, since TensorBoard draws all lines of a run in one colour;
+    rates run from 0 to 1. Rates and gates are charts with a margin, which TensorBoard does not
+    smooth: a gate that fired reads 1.
+
+    Args:
+        boards: TensorBoard's writers.
+        utility: names of the user's metrics.
+        decisions: names of what gates log.
+        content: what is shown of the run.
+    """
+    if not _is_there(boards):
+        return
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from torch.utils.tensorboard.summary import custom_scalars
+
+    def line(tag: str) -> layout_pb2.Chart:
+        tags = [f"^{re.escape(tag)}$"]  # read as a regular expression
+        return layout_pb2.Chart(title=tag, multiline=layout_pb2.MultilineChartContent(tag=tags))
+
+    def rate(title: str, tag: str, low: str, high: str, *lines: str) -> layout_pb2.Chart:
+        single = [(one, one, one) for one in (*lines, *FRAME)]
+        shown = [
+            layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+            for value, lower, upper in [(tag, low, high), *single]
+        ]
+        return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=shown))
+
+    def interval(one: Series, metric: str) -> layout_pb2.Chart:
+        tag, channel = f"{one.log_name}/{metric}", content.series[one]
+        if channel.ranges.get(metric, (0.0, 1.0))[1] > 1:
+            return line(tag)  # of what has no upper end, none may be logged
+        title = f"{one.log_name}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
+        limits = [channel.limits[metric]] if metric in channel.limits else []
+        return rate(title, tag, f"{tag}_low", f"{tag}_high", *limits)
+
+    charted = {one: channel.charted(one) for one, channel in content.series.items()}
+    page = [line(f"utility/{name}") for name in utility]
+    page += [line(name) for name in content.privacy]
+    page += [rate(name, name, name, name) for name in content.worst]
+    page += [interval(one, headline) for one, (headline, *_) in charted.items()]
+    page += [rate(name, name, name, name) for name in decisions]
+    page += [line("monitor/seconds")]
+    controlled = (
+        one for one, channel in content.series.items() if channel.gives_control(one.attack)
+    )
+    controls = (f"{one.log_name}/control" for one in controlled)
+    more = [rate(name, name, name, name) for name in controls]
+    more += [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]
+    named = [(_PAGE, page), ("more of each attack", more)]
+    layout = layout_pb2.Layout(
+        category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]
+    )
+    pages = custom_scalars({})  # type: ignore[no-untyped-call]  # its own charts have no frames
+    pages.value[0].tensor.string_val[0] = layout.SerializeToString()
+    for board in boards:
+        board._get_file_writer().add_summary(pages)  # type: ignore[no-untyped-call]
+
+
+def add_frame(boards: Sequence[SummaryWriter], step: int) -> None:
+    """Log the two lines that keep the axis of every rate at 0 to 1."""
+    for board in boards:
+        for name, value in FRAME.items():
+            board.add_scalar(name, value, step)
+
+
+def _flat(settings: Mapping[str, Any], root: str = "") -> dict[str, bool | int | float | str]:
+    """Settings as TensorBoard takes them: one level, numbers and strings."""
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{root}{name}/")
+        else:
+            plain = isinstance(value, bool | int | float | str)
+            flat[f"{root}{name}"] = value if plain else str(value)
+    return flat

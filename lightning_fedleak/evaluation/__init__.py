@@ -1,0 +1,1 @@
+"""How results are scored, and which questions are asked."""

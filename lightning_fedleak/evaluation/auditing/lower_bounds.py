@@ -1,0 +1,419 @@
+"""Lower bounds on epsilon from independent games, under one of two neighbouring relations.
+
+In an ``"add_remove"`` game the target is in the batch or absent, as the accountants of DP-SGD
+assume. In Fig. 2's game (Vu et al. 2024) another sample stands in its place: ``"replace_one"``. A
+bound is for the relation of the game unless ``accountant`` names the other one.
+
+A replace-one game can bound an add/remove epsilon. To replace is to remove and to add, so
+(epsilon, delta)-DP under add/remove implies ``(2 epsilon, (1 + e^epsilon) delta)``-DP under
+replace-one, and mu-Gaussian DP implies 2 mu. A game that refutes the second refutes the first; the
+bound is about half as large. An add/remove game bounds no replace-one epsilon: a mechanism that is
+private when one record is replaced may publish how many records there are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import betaincinv, ndtri
+from torch import Tensor
+
+from lightning_fedleak.defenses.noise import gaussian_epsilon
+from lightning_fedleak.validate import check_choice, check_number
+
+if TYPE_CHECKING:
+    from lightning_fedleak.evaluation.games import GameResult
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Relation = Literal["add_remove", "replace_one"]
+Claim = Literal["dp", "gaussian"]
+
+RELATION_NAMES = {"add_remove": "add/remove", "replace_one": "replace-one"}
+
+COARSE_RATIO = 2.0  # of successive "union" ranks; not tuned; smaller: more ranks share the error
+FINE_RATIO = 1.05  # of successive "split" ranks, which share no error; not tuned; smaller: slower
+
+
+@dataclass(frozen=True)
+class EpsilonBound:
+    """A lower bound on epsilon; too large with probability at most ``1 - confidence``.
+
+    Attributes:
+        epsilon: the bound; 0 if nothing is shown, NaN (unknown) if a score was NaN.
+        delta: the delta at which the bound holds.
+        confidence: confidence of the bound, over all thresholds or guesses that were tried.
+        relation: neighbouring relation of the epsilon.
+        games: number of games or canaries.
+        limit: the bound of a perfect attack in as many games.
+        method: how thresholds or guesses were chosen, and what else was assumed.
+    """
+
+    epsilon: float
+    delta: float
+    confidence: float
+    relation: Relation
+    games: int
+    limit: float
+    method: str
+
+    def __str__(self) -> str:
+        """Return the bound in one line."""
+        if math.isnan(self.epsilon):
+            relation = RELATION_NAMES[self.relation]
+            return f"epsilon is unknown: a score is NaN ({relation}, {self.method})"
+        return (
+            f"epsilon >= {self.epsilon:.3f} at delta {self.delta:g} "
+            f"({RELATION_NAMES[self.relation]}, {self.confidence:.0%} confidence; "
+            f"{self.games} games, which could show {self.limit:.2f} at most; {self.method})"
+        )
+
+
+def columns(scores: Tensor, members: Tensor) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return scores and bits as flat numpy arrays.
+
+    Raises:
+        ValueError: lengths differ.
+    """
+    score = scores.detach().reshape(-1).cpu().double().numpy()
+    member = members.detach().reshape(-1).bool().cpu().numpy()
+    if score.size != member.size:
+        raise ValueError(
+            f"members holds {member.size} games, scores {score.size}: give one value for each"
+        )
+    return score, member
+
+
+@dataclass(frozen=True)
+class AuditedClaim:
+    """The claim that an audit refutes: an epsilon of some mechanisms, under a relation.
+
+    Attributes:
+        delta: delta of the bound.
+        confidence: confidence of the bound.
+        relation: relation of the game.
+        accountant: relation of the epsilon; None for the game's.
+        claim: as for :func:`audit_scores`.
+
+    Raises:
+        ValueError: a value out of range, a claim without an epsilon at this delta, or a game that
+            bounds no epsilon of the accountant's relation.
+    """
+
+    delta: float
+    confidence: float
+    relation: Relation
+    accountant: Relation | None
+    claim: Claim
+
+    def __post_init__(self) -> None:
+        check_number("delta", self.delta, at_least=0, below=1)
+        check_number("confidence", self.confidence, above=0, below=1)
+        check_choice("claim", self.claim, get_args(Claim))
+        if self.gaussian and self.delta == 0:
+            raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
+        check_choice("relation", self.relation, list(RELATION_NAMES))
+        check_choice("accountant", self.accountant, list(RELATION_NAMES), optional=True)
+        if self.is_converted and self.accountant == "replace_one":
+            raise ValueError(
+                "an add/remove game bounds no replace-one epsilon: a mechanism that is private "
+                "when one record is replaced may still reveal how many there are. Play the game "
+                "that replaces the target, or audit an add/remove accountant."
+            )
+
+    @property
+    def is_converted(self) -> bool:
+        """Return whether a replace-one game shall bound an add/remove epsilon."""
+        return self.accountant not in (None, self.relation)
+
+    @property
+    def gaussian(self) -> bool:
+        """Return whether the claim is that of a Gaussian mechanism."""
+        return self.claim == "gaussian"
+
+    @property
+    def error(self) -> float:
+        """Return the probability that the bound is too large."""
+        return 1 - self.confidence
+
+    def strength(self, fnr: Floats, fpr: Floats) -> Floats:
+        """Return (K,) mu for a Gaussian mechanism, else the larger e^epsilon of both directions.
+
+        Args:
+            fnr: (K,) upper bounds of false negative rates.
+            fpr: (K,) upper bounds of false positive rates.
+        """
+        if self.gaussian:
+            mu: Floats = -ndtri(fnr) - ndtri(fpr)
+            return mu / 2 if self.is_converted else mu
+        return np.maximum(self._factor(1 - fnr, fpr), self._factor(1 - fpr, fnr))
+
+    def _factor(self, p: Floats, q: Floats) -> Floats:
+        """Solve ``p = x q + delta`` for x, or if converted ``p = x^2 q + (1 + x) delta``."""
+        rest = np.maximum(p - self.delta, 0.0)
+        if not self.is_converted:
+            return rest / q
+        divisor = self.delta + np.sqrt(self.delta**2 + 4 * q * rest)
+        factor: Floats = np.divide(2 * rest, divisor, out=np.zeros_like(rest), where=divisor > 0)
+        return factor
+
+    def epsilon(self, fnr: Floats, fpr: Floats) -> float:
+        """Return the largest epsilon that any pair of rates refutes; 0 if none does."""
+        best = float(self.strength(fnr, fpr).max())
+        return self.epsilon_of_mu(best) if self.gaussian else math.log(max(1.0, best))
+
+    def epsilon_of_mu(self, mu: float) -> float:
+        """Return the epsilon of the Gaussian mechanism with noise ``1 / mu``; 0 for mu below 0."""
+        return gaussian_epsilon(sigma=1 / mu, delta=self.delta) if mu > 0 else 0.0
+
+    def bound(self, epsilon: float, limit: float, games: int, method: str) -> EpsilonBound:
+        """Return a bound together with its assumptions."""
+        relation = self.accountant or self.relation
+        method += ", as a Gaussian mechanism" if self.gaussian else ""
+        return EpsilonBound(epsilon, self.delta, self.confidence, relation, games, limit, method)
+
+
+def epsilon_from_counts(
+    tp: int,
+    positives: int,
+    fp: int,
+    negatives: int,
+    *,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+    relation: Relation = "add_remove",
+    accountant: Relation | None = None,
+    claim: Claim = "dp",
+) -> float:
+    """Return a lower bound on epsilon from counts of independent games of one fixed test.
+
+    Clopper-Pearson bounds FNR and FPR from above, each with an error of ``(1 - confidence) / 2``;
+    both directions of the definition follow from these two.
+
+    Args:
+        tp: games with b = 1 in which b' = 1.
+        positives: games with b = 1.
+        fp: games with b = 0 in which b' = 1.
+        negatives: games with b = 0.
+        delta: delta of the bound.
+        confidence: confidence of the bound.
+        relation: relation of the game.
+        accountant: relation of the epsilon; by default the game's.
+        claim: as for :func:`audit_scores`.
+
+    Raises:
+        ValueError: impossible counts, delta or confidence, or a game that bounds no epsilon of the
+            accountant's relation.
+    """
+    if not (0 <= tp <= positives and 0 <= fp <= negatives):
+        raise ValueError(
+            f"need 0 <= tp <= positives and 0 <= fp <= negatives, got {tp} of {positives} and "
+            f"{fp} of {negatives}"
+        )
+    audited = AuditedClaim(delta, confidence, relation, accountant, claim)
+    fnr = _upper_bounds(np.array([positives - tp]), positives, audited.error / 2)
+    fpr = _upper_bounds(np.array([fp]), negatives, audited.error / 2)
+    return audited.epsilon(fnr, fpr)
+
+
+def audit_scores(
+    scores: Tensor,
+    members: Tensor,
+    *,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+    threshold: Literal["union", "split"] | float = "union",
+    relation: Relation = "add_remove",
+    accountant: Relation | None = None,
+    claim: Claim = "dp",
+    seed: int = 0,
+) -> EpsilonBound:
+    """Return a lower bound on epsilon from the scores of independent games.
+
+    If the same games chose a threshold and judged it, epsilon would be overstated. Hence:
+
+    - ``"union"``: thresholds at the 1st, 2nd, 4th, 8th, ... largest score of the non-members and
+      smallest of the members. These ranks are fixed before any score is seen. The error is divided
+      by the number of rates that are bounded (Bonferroni). A non-member's rank bounds the FPR of
+      the threshold at its score, for any distribution of the scores. Given that threshold, the
+      members' count is binomial. The same holds with members and non-members exchanged. This is
+      the tightest choice for scores that rarely tie.
+    - ``"split"``: a random half of the games chooses the threshold, the other half judges it.
+    - a number, which was chosen before, from other runs. b' = 1 if ``score > threshold``.
+
+    ``claim="dp"`` refutes (epsilon, delta)-DP and assumes nothing else. ``claim="gaussian"``
+    refutes the stronger claim that no test does better than against a Gaussian mechanism of some
+    sigma, and returns this mechanism's epsilon at delta (Nasr et al. 2023, arXiv 2302.07956). The
+    bound is then far tighter at a small delta. It is right if the accountant claims just that: for
+    a step of DP-SGD whose batch is fixed except for the target. It is *not* a bound on the epsilon
+    of another mechanism.
+
+    Args:
+        scores: (n,), higher for likelier members.
+        members: (n,) bool.
+        delta: delta of the bound.
+        confidence: confidence of the bound.
+        threshold: ``"union"``, ``"split"`` or a number.
+        relation: relation of the game.
+        accountant: relation of the epsilon; by default the game's.
+        claim: ``"dp"`` or ``"gaussian"``.
+        seed: seed of the split.
+
+    Raises:
+        ValueError: lengths differ, members or non-members are missing, an unknown threshold or
+            claim, or what :func:`epsilon_from_counts` refuses.
+    """
+    audited = AuditedClaim(delta, confidence, relation, accountant, claim)
+    score, member = columns(scores, members)
+    member_scores, other_scores = np.sort(score[member]), np.sort(score[~member])
+    if not member_scores.size or not other_scores.size:
+        raise ValueError(
+            f"an audit needs games with the target and without it; got {member_scores.size} and "
+            f"{other_scores.size}"
+        )
+
+    def bound_at(member_scores: Floats, other_scores: Floats, cut: float) -> float:
+        if threshold == "union":
+            rates = _rates_at_ranks(member_scores, other_scores, audited.error)
+        elif threshold == "split":
+            rng = np.random.default_rng(seed)
+            rates = _rates_at_chosen_cut(member_scores, other_scores, audited, rng)
+        else:
+            cuts = np.array([cut])
+            rates = _rates_at_cuts(cuts, member_scores, other_scores, audited.error / 2)
+        return audited.epsilon(*rates)
+
+    cut = 0.0
+    if threshold == "union":
+        method = "union over thresholds"
+    elif threshold == "split":
+        method = "threshold chosen by one half, judged by the other"
+    elif isinstance(threshold, (int, float)) and not math.isnan(threshold):
+        method, cut = "threshold fixed beforehand", float(threshold)
+    else:
+        raise ValueError(f"threshold must be 'union', 'split' or a number, got {threshold!r}")
+    unknown = np.isnan(score).any()
+    return audited.bound(
+        math.nan if unknown else bound_at(member_scores, other_scores, cut),
+        bound_at(np.ones(member_scores.size), np.zeros(other_scores.size), 0.5),
+        score.size,
+        method,
+    )
+
+
+# ---- rates ----------------------------------------------------------------------------------
+
+
+def _rates_at_ranks(
+    member_scores: Floats, other_scores: Floats, error: float
+) -> tuple[Floats, Floats]:
+    """Return (K,) upper bounds of FNR and FPR, all right with probability ``1 - error``."""
+    top, bottom = _ranks(other_scores.size, COARSE_RATIO), _ranks(member_scores.size, COARSE_RATIO)
+    error_of_each = error / (2 * (top.size + bottom.size))
+    high, low = other_scores[-top], member_scores[bottom - 1]
+    misses = np.searchsorted(member_scores, high, "right")
+    false_alarms = other_scores.size - np.searchsorted(other_scores, low, "left")
+    fnr = _upper_bounds(np.r_[misses, bottom - 1], member_scores.size, error_of_each)
+    fpr = _upper_bounds(np.r_[top - 1, false_alarms], other_scores.size, error_of_each)
+    return fnr, fpr
+
+
+def _rates_at_chosen_cut(
+    member_scores: Floats, other_scores: Floats, audited: AuditedClaim, rng: np.random.Generator
+) -> tuple[Floats, Floats]:
+    """Return (1,) upper bounds of FNR and FPR at a threshold that other games chose."""
+    (choosing_members, judging_members), (choosing_others, judging_others) = (
+        [np.sort(half) for half in np.array_split(rng.permutation(scores), 2)]
+        for scores in (member_scores, other_scores)
+    )
+    if not judging_members.size or not judging_others.size:
+        return np.ones(1), np.ones(1)
+    high = choosing_others[-_ranks(choosing_others.size, FINE_RATIO)]
+    low = np.nextafter(choosing_members[_ranks(choosing_members.size, FINE_RATIO) - 1], -np.inf)
+    cuts = np.r_[high, low]
+    error = audited.error / 2
+    rates = _rates_at_cuts(cuts, choosing_members, choosing_others, error)
+    cut = cuts[int(np.argmax(audited.strength(*rates)))]
+    return _rates_at_cuts(np.array([cut]), judging_members, judging_others, error)
+
+
+def _rates_at_cuts(
+    cuts: Floats, member_scores: Floats, other_scores: Floats, error: float
+) -> tuple[Floats, Floats]:
+    """Return (K,) upper bounds of FNR and FPR of ``score > cut``, each wrong with probability
+    ``error``.
+
+    Both kinds of scores are sorted.
+    """
+    misses = np.searchsorted(member_scores, cuts, "right")
+    false_alarms = other_scores.size - np.searchsorted(other_scores, cuts, "right")
+    return _upper_bounds(misses, member_scores.size, error), _upper_bounds(
+        false_alarms, other_scores.size, error
+    )
+
+
+def _ranks(n: int, ratio: float) -> Ints:
+    """Return ranks from 1 to n at most, each about ``ratio`` times the one before."""
+    steps = np.arange(int(math.log(n) / math.log(ratio) + 1e-9) + 1)
+    return np.unique((ratio**steps + 1e-9).astype(np.int64))
+
+
+def _upper_bounds(count: Ints, n: int, error: float) -> Floats:
+    """Return Clopper-Pearson's upper bounds of rates."""
+    bound: Floats = np.ones(count.shape)
+    partial = count < n
+    bound[partial] = betaincinv(count[partial] + 1, n - count[partial], 1 - error)
+    return bound
+
+
+def audit_games(
+    result: GameResult,
+    *,
+    delta: float = 0.0,
+    confidence: float = 0.95,
+    threshold: Literal["union", "split"] | float = "union",
+    accountant: Relation | None = None,
+    seed: int = 0,
+) -> EpsilonBound:
+    """Return a lower bound on epsilon from the games of one adversary.
+
+    For the usual accountant of DP-SGD play ``GameConfig(relation="add_remove")``. Games of
+    ``"replace_one"`` bound its epsilon too, but only about half as high. They are for a replace-one
+    epsilon: that of a client that randomises its tokens, ``play(..., defend=...)``.
+
+    Args:
+        result: what :func:`~lightning_fedleak.evaluation.games.play` returned, with one target in
+            each batch.
+        delta: delta of the bound.
+        confidence: confidence of the bound.
+        threshold: as in :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
+        accountant: relation of the epsilon; by default that of the games.
+        seed: seed of the split.
+
+    Raises:
+        ValueError: games that share batches or follow the authors' protocol, or what
+            :func:`~lightning_fedleak.evaluation.auditing.audit_scores` refuses.
+    """
+    if result.protocol != "game":
+        raise ValueError(
+            "the authors' protocol flips no coin, so it bounds no epsilon: play "
+            "GameConfig(protocol='game')"
+        )
+    if len(set(result.batches.tolist())) != len(result):
+        raise ValueError(
+            "games that share a batch are not independent: play GameConfig(targets_per_batch=1)"
+        )
+    return audit_scores(
+        result.scores,
+        result.bits,
+        delta=delta,
+        confidence=confidence,
+        threshold=threshold,
+        relation=result.relation,
+        accountant=accountant,
+        seed=seed,
+    )

@@ -1,0 +1,15 @@
+"""A user's own canary texts, in the training data or not by the flip of a coin."""
+
+from lightning_fedleak.evaluation.canaries.dataset import CanaryDataset as CanaryDataset
+from lightning_fedleak.evaluation.canaries.dataset import CanarySet as CanarySet
+from lightning_fedleak.evaluation.canaries.dataset import with_canaries as with_canaries
+from lightning_fedleak.evaluation.canaries.left_out import LeftOutRecord as LeftOutRecord
+from lightning_fedleak.evaluation.canaries.left_out import TrainingRows as TrainingRows
+from lightning_fedleak.evaluation.canaries.left_out import leave_out as leave_out
+from lightning_fedleak.evaluation.canaries.record import Game as Game
+from lightning_fedleak.evaluation.canaries.record import InclusionMismatch as InclusionMismatch
+from lightning_fedleak.evaluation.canaries.record import InclusionRecord as InclusionRecord
+from lightning_fedleak.evaluation.canaries.texts import (
+    high_temperature_canaries as high_temperature_canaries,
+)
+from lightning_fedleak.evaluation.canaries.texts import new_token_canaries as new_token_canaries

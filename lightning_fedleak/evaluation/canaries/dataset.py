@@ -1,0 +1,268 @@
+"""A data set in which each canary is included by a coin of its own.
+
+A one-run audit (Steinke, Nasr and Jagielski, arXiv 2305.08846) trains once, on data that hold each
+of m canaries independently with probability 1/2, lets an attack guess which, and turns the number
+of right guesses into a lower bound on epsilon.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_fedleak.attacks import Query
+from lightning_fedleak.evaluation.canaries.items import check_alike, digest_of, fetch, token_ids_of
+from lightning_fedleak.evaluation.canaries.record import (
+    Game,
+    InclusionMismatch,
+    InclusionRecord,
+    draw_or_load,
+)
+from lightning_fedleak.model.model_state import preserve_process
+
+
+class CanarySet:
+    """Canaries with their tokens, and the secret of which are in the data.
+
+    Args:
+        token_ids: of each canary, (L_i,).
+        record: their coins.
+
+    Attributes:
+        token_ids: of each canary, included or not.
+        record: the secret.
+    """
+
+    def __init__(self, token_ids: Sequence[Tensor], record: InclusionRecord) -> None:
+        if len(token_ids) != len(record.digests):
+            raise ValueError(f"{len(token_ids)} canaries, and a record of {len(record.digests)}")
+        self.token_ids = tuple(token_ids)
+        self.record = record
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"CanarySet({len(self)} canaries, each in the data with probability "
+            f"{self.record.probability:g}, game={self.record.game!r})"
+        )
+
+    @property
+    def included(self) -> Tensor:
+        """Return (G,) bool, whether each canary is in the data: for metrics, never attacks."""
+        return torch.tensor(self.record.included)
+
+    @property
+    def commitment(self) -> str:
+        """Return :attr:`InclusionRecord.commitment
+        <lightning_fedleak.evaluation.canaries.InclusionRecord>`.
+        """
+        return self.record.commitment
+
+    def queries(self) -> Query:
+        """Return all canaries, included or not, as the targets of a membership game.
+
+        Returns:
+            ids (G, longest) padded with 0 on the right, and their mask; a new tensor each time.
+        """
+        ids = nn.utils.rnn.pad_sequence(list(self.token_ids), batch_first=True)
+        lengths = torch.tensor([len(row) for row in self.token_ids])
+        mask = torch.arange(ids.shape[1]) < lengths[:, None]
+        return Query(input_ids=ids, attention_mask=mask.to(torch.int64))
+
+    def state_dict(self) -> dict[str, str]:
+        """Return what a checkpoint may hold: the commitment, nothing that shows a coin."""
+        return {"commitment": self.commitment}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Compare with the checkpoint of the run that is resumed.
+
+        Raises:
+            InclusionMismatch: other canaries, another seed, probability, game or times.
+        """
+        if state.get("commitment") != self.commitment:
+            raise InclusionMismatch(
+                "the checkpoint was written with other canaries: texts, seed, probability, game or "
+                "times changed, or they were drawn without a seed and no record file kept them. "
+                "Resume with the same with_canaries(...) arguments and record file."
+            )
+
+
+class CanaryDataset(Dataset[Any]):
+    """A data set with canaries, as :func:`with_canaries` builds it.
+
+    Attributes:
+        dataset: the user's data, untouched.
+        canaries: tokens of all canaries, and which are included.
+    """
+
+    def __init__(self, dataset: Any, examples: Sequence[Any], canaries: CanarySet) -> None:
+        self.dataset = dataset
+        self.canaries = canaries
+        self._examples = examples
+        placed = canaries.record.places(len(dataset))
+        self._places = [place for place, _ in placed]
+        self._included = [i for _, i in placed]
+        self._added = len(placed) if canaries.record.game == "add_remove" else 0
+
+    def __len__(self) -> int:
+        return len(self.dataset) + self._added
+
+    def __repr__(self) -> str:
+        return f"CanaryDataset({type(self.dataset).__name__}, {self.canaries!r})"
+
+    def __getitem__(self, index: SupportsIndex) -> Any:
+        canary, place = self._find(index)
+        return self.dataset[place] if canary is None else self._fresh(canary)
+
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
+        """Return several items, as torch's DataLoader asks, in the data's own way if it has one."""
+        finds = [self._find(index) for index in indices]
+        items = iter(fetch(self.dataset, [place for canary, place in finds if canary is None]))
+        return [next(items) if canary is None else self._fresh(canary) for canary, _ in finds]
+
+    def _fresh(self, canary: int) -> Any:
+        """Return a copy, so that a collate function or a transform cannot change the canary."""
+        return copy.deepcopy(self._examples[canary])
+
+    def _find(self, index: SupportsIndex) -> tuple[int | None, int]:
+        """Return the canary at ``index``, or None and the place in the data."""
+        try:
+            place = operator.index(index)
+        except TypeError as error:
+            raise TypeError(
+                f"a data set with canaries takes one integer at a time, got {type(index).__name__}"
+            ) from error
+        length = len(self)
+        if not -length <= place < length:
+            raise IndexError(f"index {place} is out of range for {length} items")
+        place %= length
+        rank = bisect_left(self._places, place)
+        if rank < len(self._places) and self._places[rank] == place:
+            return self._included[rank], -1
+        return None, place - (rank if self._added else 0)
+
+
+def with_canaries(
+    dataset: Any,
+    canaries: Sequence[Any],
+    seed: int | None = None,
+    *,
+    probability: float = 0.5,
+    game: Game = "add_remove",
+    times: Sequence[int] = (1,),
+    record: str | Path | None = None,
+    token_ids: Callable[[Any], Any] | None = None,
+) -> CanaryDataset:
+    """Return a data set with each canary in it or not, by a coin of its own.
+
+    An included canary stands at random places, the same in every epoch and process. Use the
+    result wherever the data set was used (any sampler, workers, Lightning)::
+
+        train = with_canaries(train, canaries, record="secret/inclusion.json")
+        loader = DataLoader(train, batch_size=8, shuffle=True)
+        train.canaries.queries(), train.canaries.included  # for an audit
+
+    Canaries must not occur in the data anyway. How many were included shows in the length of the
+    data (not with ``game="replace"``), which ones does not.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak import with_canaries
+        >>> texts = [torch.tensor([n, n + 1, n + 2]) for n in range(10)]
+        >>> canaries = [torch.tensor([90, 91, 92]), torch.tensor([95, 96, 97])]
+        >>> train = with_canaries(texts, canaries, seed=1)
+        >>> len(train), train.canaries.included
+        (11, tensor([False,  True]))
+
+    Args:
+        dataset: any data set with a length and items by index.
+        canaries: examples built as the data's items are: token ids, masks, labels.
+        seed: at least 0. The same seed and canaries always give the same inclusion, hence whoever
+            guesses the seed knows it: for reproducible experiments. None draws from the operating
+            system; then ``record`` is needed to resume, and wherever several processes train.
+        probability: of inclusion.
+        game: what takes the place of a canary that is left out, see :data:`Game`.
+        times: how often an included canary stands in the data. Of several numbers one is drawn for
+            each canary, whatever its coin is: a tier, as in ``times=(1, 4, 16)``.
+        record: file, of mode 0600, that keeps which canaries are included. If it exists, the run
+            is resumed: the coins are those of the file, and canaries and settings must be the same.
+            All processes of a run must see the same file.
+        token_ids: gives an example's token ids, where they are neither its ``input_ids``, nor the
+            example itself, nor the first of a tuple.
+
+    Raises:
+        ValueError: a data set without length or index; no canaries, two alike, or built in another
+            way than the data; an argument out of its range; several processes without seed and
+            record.
+        InclusionMismatch: the record is of other canaries or settings.
+        PermissionError: others may read the record.
+    """
+    check_dataset(dataset, "canaries need")
+    examples = [] if isinstance(canaries, str | bytes | Mapping) else list(canaries)
+    if not examples:
+        raise ValueError("canaries must be a sequence of at least one example")
+    names = [f"canaries[{i}]" for i in range(len(examples))]
+    with preserve_process():
+        first = dataset[0] if len(dataset) else None
+    ids = []
+    for example, name in zip(examples, names, strict=True):
+        if first is not None:
+            check_alike(first, example, name)
+        row = example if token_ids is None else _without_mapping(token_ids(example))
+        ids.append(token_ids_of(row, name))
+    _check_distinct(ids)
+    digests = tuple(digest_of(e, n) for e, n in zip(examples, names, strict=True))
+
+    def draw(key: bytes) -> InclusionRecord:
+        return InclusionRecord(key, digests, probability, game, tuple(times))
+
+    coins = draw_or_load(InclusionRecord, draw, seed, record, action="flip coins")
+    return CanaryDataset(dataset, examples, CanarySet(ids, coins))
+
+
+def check_dataset(dataset: Any, need: str) -> None:
+    """Raise an error for data without a length and items by index.
+
+    Args:
+        dataset: the data.
+        need: begins the message: who needs them.
+
+    Raises:
+        ValueError: they are read as a stream.
+    """
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not sized:
+        raise ValueError(
+            f"{need} a data set with a length and items by index; {type(dataset).__name__} is read "
+            "as a stream, in which no place can be drawn ahead. Load it into a map-style data set "
+            "(list(...), datasets.Dataset)."
+        )
+
+
+def _check_distinct(ids: Sequence[Tensor]) -> None:
+    firsts: dict[tuple[int, ...], int] = {}
+    for i, row in enumerate(ids):
+        first = firsts.setdefault(tuple(row.tolist()), i)
+        if first != i:
+            raise ValueError(
+                f"canaries[{first}] and canaries[{i}] have the same tokens: if one of them is in "
+                "the data, both are, and their coins would contradict each other"
+            )
+
+
+def _without_mapping(ids: Any) -> Any:
+    if isinstance(ids, Mapping | tuple):
+        raise ValueError(
+            f"token_ids must return a row of token ids, and returned a {type(ids).__name__}"
+        )
+    return ids

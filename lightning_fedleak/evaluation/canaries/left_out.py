@@ -1,0 +1,219 @@
+"""Rows of a data set that are left out of training by a secret draw: others of the same law."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch.utils.data import Dataset, Subset
+
+from lightning_fedleak.evaluation.canaries.dataset import check_dataset
+from lightning_fedleak.evaluation.canaries.items import digest_of, fetch
+from lightning_fedleak.evaluation.canaries.record import (
+    SCHEMA,
+    InclusionMismatch,
+    Secret,
+    draw_or_load,
+)
+from lightning_fedleak.validate import check_integer
+
+
+@dataclass(frozen=True, repr=False)
+class LeftOutRecord(Secret):
+    """Which rows of a data set were left out. Secret: shows nothing of itself.
+
+    Attributes:
+        key: 32 bytes that the draw follows from.
+        length: rows of the whole data set.
+        count: rows that are left out; with coins, half of those that a coin is flipped for.
+        digest: SHA-256 of the rows that are left out, so that other data are noticed.
+        coins: each row was left out by a coin of its own.
+    """
+
+    title: ClassVar[str] = "record of left-out rows"
+
+    key: bytes
+    length: int
+    count: int
+    digest: bytes
+    coins: bool = False
+
+    @property
+    def candidates(self) -> list[int]:
+        """Return the rows that may be left out, in order."""
+        return self._first(2 * self.count if self.coins else self.length)
+
+    @property
+    def out(self) -> list[int]:
+        """Return the rows that are left out, in order."""
+        if not self.coins:
+            return self._first(self.count)
+        return [row for row in self.candidates if self._hash("coin", row)[0] < 128]
+
+    def _first(self, n: int) -> list[int]:
+        """Return the n rows with the smallest keyed hashes, in order."""
+        hashes = [self._hash("left out", row) for row in range(self.length)]
+        return sorted(sorted(range(self.length), key=hashes.__getitem__)[:n])
+
+    def _hash(self, purpose: str, row: int) -> bytes:
+        return self._mac(purpose, row.to_bytes(8, "big"))
+
+    @property
+    def commitment(self) -> str:
+        """Return a commitment to this record, for checkpoints and logs: 64 hexadecimal digits."""
+        drawn = "coins " if self.coins else ""
+        stated = f"{SCHEMA} {self.length} {self.count} {drawn}".encode() + self.digest
+        return self._mac("commitment", stated).hex()
+
+    def check_same(self, other: LeftOutRecord, name: str) -> None:
+        """Raise an error unless ``other`` is of the same data, n and seed.
+
+        Raises:
+            InclusionMismatch: it is not.
+        """
+        if self != other:
+            raise InclusionMismatch(
+                f"{name} is of other data, another n or another seed: it left out {other.count} of "
+                f"{other.length} rows. Resume with what it began with, or begin again with another "
+                "record file."
+            )
+
+    def _content(self) -> dict[str, object]:
+        return {
+            "note": "secret: which rows were left out of the training data",
+            "key": self.key.hex(),
+            "rows": self.length,
+            "left_out": self.count,
+            "coins": self.coins,
+            "digest": self.digest.hex(),
+            "commitment": self.commitment,
+        }
+
+    @classmethod
+    def _of_content(cls, content: Any) -> LeftOutRecord:
+        return cls(
+            bytes.fromhex(content["key"]),
+            content["rows"],
+            content["left_out"],
+            bytes.fromhex(content["digest"]),
+            content["coins"],
+        )
+
+    def __repr__(self) -> str:
+        return f"LeftOutRecord({self.count} of {self.length} rows)"
+
+
+class TrainingRows(Dataset[Any]):
+    """The rows of a data set that are trained on, as :func:`leave_out` returns them.
+
+    Attributes:
+        dataset: the user's data, untouched.
+        others: the rows that were left out.
+        record: the secret of which they are.
+        public_length: rows in the mean over all draws, which tells of no coin. A defence that
+            accounts draws and counts by it.
+    """
+
+    def __init__(self, dataset: Any, record: LeftOutRecord) -> None:
+        self.dataset = dataset
+        self.record = record
+        length: int = getattr(dataset, "public_length", record.length)
+        self.public_length = length - record.count
+        out = record.out
+        self.others: Subset[Any] = Subset(dataset, out)
+        absent = set(out)
+        self._rows = [row for row in range(len(dataset)) if row not in absent]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self._rows[index]]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several rows, as torch's DataLoader asks, in the data's own way if it has one."""
+        return fetch(self.dataset, [self._rows[index] for index in indices])
+
+    def sources(self) -> list[tuple[Any, int]]:
+        """Return where every row of the user's data is, in their order: a data set and its place.
+
+        The data set is this one for rows that are trained on, and else that of the others.
+        """
+        inside = {row: (self, place) for place, row in enumerate(self._rows)}
+        outside = {row: (self.others, place) for place, row in enumerate(self.others.indices)}
+        everyone: dict[int, tuple[Any, int]] = {**inside, **outside}
+        return [everyone[row] for row in range(len(everyone))]
+
+    def __repr__(self) -> str:
+        return f"TrainingRows({type(self.dataset).__name__}, {self.record!r})"
+
+
+def leave_out(
+    dataset: Any,
+    n: int,
+    seed: int | None = None,
+    *,
+    record: str | Path | None = None,
+    coins: bool = False,
+) -> tuple[TrainingRows, Subset[Any]]:
+    """Leave n rows out of training, drawn so that nobody can foresee which.
+
+    The rows left out follow the law of those that are trained on. So whatever an attack on the
+    trained model tells them apart by, it learned from the training. Train on the first result
+    alone; a :class:`~lightning_fedleak.LeakageMonitor` finds the others by itself::
+
+        train, others = leave_out(train, 1000, record="secret/left_out.json")
+        loader = DataLoader(train, batch_size=8, shuffle=True)
+
+    Rows must be independent: leave out whole documents or people, not sentences of one.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.evaluation.canaries import leave_out
+        >>> train, others = leave_out([torch.tensor([n, n + 1]) for n in range(10)], 3, seed=1)
+        >>> len(train), len(others), len(train.others)
+        (7, 3, 3)
+
+    Args:
+        dataset: any data set with a length and items by index that reads the same twice.
+        n: rows that are left out, fewer than there are. 437 others are needed before a rate at 1%
+            FPR can be shown, 706 for five looks
+            (:func:`~lightning_fedleak.evaluation.metrics.released.others_needed`).
+        seed: at least 0: the draw is then reproducible, and whoever guesses the seed knows it.
+            None draws from the operating system; then ``record`` is needed to resume, and wherever
+            several processes train.
+        record: file, of mode 0600, that keeps the draw. If it exists, the run is resumed with it,
+            and data and ``n`` must be the same.
+        coins: draw 2 n rows and leave out each of them by a fair coin of its own, so that about n
+            are. It is the game of an account of examples that are added or removed: under
+            :class:`~lightning_fedleak.DPSGD` a monitor logs what the account allows, and says
+            where it is refuted.
+
+    Returns:
+        The rows that are trained on, and the others.
+
+    Raises:
+        ValueError: a data set without length or index; n out of its range; several processes
+            without seed and record.
+        InclusionMismatch: the record is of other data, n or seed.
+        PermissionError: others may read the record.
+    """
+    check_dataset(dataset, "rows are left out of")
+    most = len(dataset) // 2 if coins else len(dataset) - 1
+    hint = "rows that are left out; with coins a row is drawn for each of them besides"
+    check_integer("n", n, at_most=most, hint=hint)
+
+    def draw(key: bytes) -> LeftOutRecord:
+        rows = LeftOutRecord(key, len(dataset), n, b"", coins)
+        digest = hashlib.sha256()
+        for row in rows.out:
+            digest.update(digest_of(dataset[row], f"dataset[{row}]"))
+        return replace(rows, digest=digest.digest())
+
+    train = TrainingRows(
+        dataset, draw_or_load(LeftOutRecord, draw, seed, record, action="leave out rows")
+    )
+    return train, train.others

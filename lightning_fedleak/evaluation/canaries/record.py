@@ -1,0 +1,368 @@
+"""The secret of which canaries are in the data: it can be kept, re-derived and committed to.
+
+All of it follows from a key of 256 bits by HMAC-SHA256: each canary's coin, how often it is
+repeated, its places among the data, and the commitment. Who knows some of the coins learns nothing
+about the others (a random number generator could be worked out), and the commitment shows nothing
+about the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+
+import torch
+
+from lightning_fedleak.private_files import read_secret, write_secret
+from lightning_fedleak.validate import check_choice, check_integer, check_number
+
+Game = Literal["add_remove", "replace"]
+"""What happens to a canary that is left out. ``"add_remove"``: nothing is in its place, the data
+are shorter by one; the neighbours of DP-SGD's usual accountants. ``"replace"``: an item of the data
+is in its place, the length is always the same; the game of Fig. 2 of Vu et al. 2024."""
+
+SCHEMA = 1  # version of the file; others are not read
+_DERIVED = ("included", "commitment")  # fields of a file that follow from the others
+_BITS = 64  # of the numbers that coins and places are derived from
+
+
+class InclusionMismatch(ValueError):
+    """Canaries, seed, probability, game or times are not those that a run began with."""
+
+
+class Secret(ABC):
+    """A frozen dataclass of what follows from a key. It goes to a file by :meth:`save` only.
+
+    It is not pickled: a checkpoint or a cache would show what it holds. Processes that start
+    workers by spawning do hand it on to them.
+
+    Attributes:
+        title: what it is called in messages.
+        key: 32 bytes that all else follows from.
+    """
+
+    title: ClassVar[str]
+    key: bytes
+
+    @abstractmethod
+    def _content(self) -> dict[str, object]:
+        """Return what the file holds."""
+
+    @classmethod
+    @abstractmethod
+    def _of_content(cls, content: Any) -> Self:
+        """Return the secret of a file's content."""
+
+    @abstractmethod
+    def check_same(self, other: Self, name: str) -> None:
+        """Raise an error unless ``other`` is of the same data and settings.
+
+        Raises:
+            InclusionMismatch: says what differs.
+        """
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that only its owner may read, whole or not at all.
+
+        Raises:
+            FileExistsError: there is a file already.
+        """
+        write_secret(Path(path), {"schema": SCHEMA, **self._content()})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the secret of a file.
+
+        Raises:
+            PermissionError: others may read the file.
+            InclusionMismatch: the file is no such record, or what it states does not follow from
+                its key.
+        """
+        try:
+            content = read_secret(Path(path), f"the {cls.title}")
+            if content["schema"] != SCHEMA:
+                raise ValueError("unknown schema")
+            secret = cls._of_content(content)
+            stated = {name: content[name] for name in _DERIVED if name in secret._content()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise InclusionMismatch(f"{path} is no {cls.title} of this version") from error
+        if any(secret._content()[name] != value for name, value in stated.items()):
+            raise InclusionMismatch(f"{path} was changed: it does not follow from its key")
+        return secret
+
+    def _mac(self, purpose: str, message: bytes) -> bytes:
+        return hmac.digest(self.key, purpose.encode() + b"\0" + message, hashlib.sha256)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if get_spawning_popen() is None:
+            raise TypeError(
+                f"{self!r} is secret and is not pickled (a checkpoint or a cache would show which "
+                "texts are in the data). Keep the data set out of save_hyperparameters "
+                "(ignore=...), and keep the record in its file (record=)."
+            )
+        values = (getattr(self, field.name) for field in fields(self) if field.init)  # type: ignore[arg-type]
+        return type(self), tuple(values)
+
+
+@dataclass(frozen=True, repr=False)
+class InclusionRecord(Secret):
+    """The coins of a set of canaries. Secret: shows nothing of itself, and is not pickled.
+
+    Attributes:
+        key: 32 bytes that all else follows from.
+        digests: SHA-256 of each canary, in order.
+        probability: of inclusion.
+        game: see :data:`Game`.
+        times: how often a canary may be repeated, each equally likely, whatever its coin is.
+        included: whether each canary is in the data.
+        repeats: how often each canary stands in the data if it is included.
+    """
+
+    title: ClassVar[str] = "inclusion record"
+
+    key: bytes
+    digests: tuple[bytes, ...]
+    probability: float = 0.5
+    game: Game = "add_remove"
+    times: tuple[int, ...] = (1,)
+    included: tuple[bool, ...] = field(init=False)
+    repeats: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if len(self.key) != 32:
+            raise ValueError(f"key must be 32 bytes, got {len(self.key)}")
+        check_number("probability", self.probability, above=0, below=1)
+        check_choice("game", self.game, get_args(Game))
+        for number in self.times:
+            check_integer("times", number)
+        if not self.times or list(self.times) != sorted(set(self.times)):
+            raise ValueError(f"times must be numbers in rising order, got {self.times}")
+        object.__setattr__(self, "probability", float(self.probability))
+        threshold = self.probability * 2**_BITS
+        coins = tuple(
+            self._number("coin", i, digest) < threshold for i, digest in enumerate(self.digests)
+        )
+        tiers = (
+            self._number("times", i, digest) * len(self.times) >> _BITS
+            for i, digest in enumerate(self.digests)
+        )
+        object.__setattr__(self, "included", coins)
+        object.__setattr__(self, "repeats", tuple(self.times[tier] for tier in tiers))
+
+    @classmethod
+    def flip(
+        cls,
+        digests: Sequence[bytes],
+        seed: int | None = None,
+        probability: float = 0.5,
+        game: Game = "add_remove",
+        times: Sequence[int] = (1,),
+    ) -> InclusionRecord:
+        """Return a record of new coins.
+
+        Args:
+            digests: of the canaries, see
+                :func:`~lightning_fedleak.evaluation.canaries.items.digest_of`.
+            seed: at least 0. The same seed and canaries give the same record; whoever guesses the
+                seed knows it. None takes 256 bits from the operating system.
+            probability: of inclusion.
+            game: see :data:`Game`.
+            times: how often a canary may be repeated.
+
+        Raises:
+            ValueError: an argument is out of its range.
+        """
+        key = secrets.token_bytes(32) if seed is None else seed_key(seed)
+        return cls(key, tuple(digests), probability, game, tuple(times))
+
+    @property
+    def commitment(self) -> str:
+        """Return a commitment to this record, for checkpoints and logs: 64 hexadecimal digits.
+
+        Publish it before a run: who gets the record's file afterwards can check that no coin was
+        changed. With a seed that can be guessed it hides nothing.
+        """
+        return self._mac("commitment", self._settings()).hex()
+
+    def places(self, length: int) -> list[tuple[int, int]]:
+        """Return where the included canaries stand among ``length`` items of data.
+
+        Between which items a canary stands (or would stand) depends on the key and ``length``
+        alone, uniform over all gaps and not on any coin; so do the places of ``"replace"``.
+
+        Returns:
+            (place, canary) pairs in the order of places, which count in the data with canaries; as
+            many of a canary as it is repeated.
+
+        Raises:
+            ValueError: ``"replace"`` with fewer items than canaries and their copies.
+        """
+        copies = [
+            (i, self._number(f"copy {copy}" if copy else "place", i, digest))
+            for i, digest in enumerate(self.digests)
+            for copy in range(self.repeats[i])
+        ]
+        if self.game == "replace":
+            slots = self._slots([number for _, number in copies], length)
+            placed = zip(slots, copies, strict=True)
+            return sorted((slot, i) for slot, (i, _) in placed if self.included[i])
+        order = sorted((number, i) for i, number in copies if self.included[i])
+        return [
+            ((number * (length + 1) >> _BITS) + rank, i) for rank, (number, i) in enumerate(order)
+        ]
+
+    def _content(self) -> dict[str, object]:
+        content = {
+            "note": "secret: which canaries are in the training data",
+            "key": self.key.hex(),
+            "probability": self.probability,
+            "game": self.game,
+            "digests": [d.hex() for d in self.digests],
+            "included": [int(inside) for inside in self.included],
+            "commitment": self.commitment,
+        }
+        return content if self.times == (1,) else content | {"times": list(self.times)}
+
+    @classmethod
+    def _of_content(cls, content: Any) -> InclusionRecord:
+        return cls(
+            bytes.fromhex(content["key"]),
+            tuple(bytes.fromhex(d) for d in content["digests"]),
+            content["probability"],
+            content["game"],
+            tuple(content.get("times", (1,))),
+        )
+
+    def check_same(self, other: InclusionRecord, name: str) -> None:
+        """Raise an error that names what differs from another record, without showing it.
+
+        Raises:
+            InclusionMismatch: something differs.
+        """
+        differs = [
+            part
+            for part, equal in (
+                ("the canaries", self.digests == other.digests),
+                ("the seed", hmac.compare_digest(self.key, other.key)),
+                ("probability", self.probability == other.probability),
+                ("game", self.game == other.game),
+                ("times", self.times == other.times),
+            )
+            if not equal
+        ]
+        if differs:
+            raise InclusionMismatch(
+                f"{name} belongs to another run: {', '.join(differs)} changed. Resume with what "
+                "it began with, or begin again with another record file."
+            )
+
+    def _settings(self) -> bytes:
+        coins = bytes(self.included)
+        stated = f"{SCHEMA} {self.probability!r} {self.game} {len(self.digests)} "
+        if self.times != (1,):
+            stated += f"times {self.times} "
+        return stated.encode() + b"".join(self.digests) + coins
+
+    def _slots(self, numbers: Sequence[int], length: int) -> list[int]:
+        """Return a different place for each number, by Fisher-Yates on swapped entries alone."""
+        if len(numbers) > length:
+            raise ValueError(
+                f"game='replace' puts each of {len(numbers)} canaries in the place of an item "
+                f"of its own, and the data set has {length} items"
+            )
+        swapped: dict[int, int] = {}
+        slots = []
+        for i, number in enumerate(numbers):
+            j = i + (number * (length - i) >> _BITS)
+            slots.append(swapped.get(j, j))
+            swapped[j] = swapped.get(i, i)
+        return slots
+
+    def _number(self, purpose: str, index: int, digest: bytes) -> int:
+        """Return a number uniform below 2^64."""
+        digest_bytes = self._mac(purpose, index.to_bytes(8, "big") + digest)
+        return int.from_bytes(digest_bytes[: _BITS // 8], "big")
+
+    def __repr__(self) -> str:
+        return f"InclusionRecord({len(self.digests)} canaries)"
+
+
+def seed_key(seed: int) -> bytes:
+    """Return the key that a seed stands for.
+
+    Raises:
+        ValueError: the seed is no integer of at least 0.
+    """
+    check_integer("seed", seed, at_least=0, hint="None draws from the operating system")
+    return hashlib.sha256(f"lightning-fedleak canaries {seed}".encode()).digest()
+
+
+S = TypeVar("S", bound=Secret)
+
+
+def draw_or_load(
+    kind: type[S],
+    draw: Callable[[bytes], S],
+    seed: int | None,
+    file: str | Path | None,
+    *,
+    action: str,
+) -> S:
+    """Return the secret of a file if it exists, else one that is drawn and written to that file.
+
+    Args:
+        kind: of secret.
+        draw: returns one by its key.
+        seed: of the key; None draws from the operating system.
+        file: that all processes see; None for none.
+        action: what several processes without seed and file would do, each for itself.
+
+    Raises:
+        ValueError: several processes have neither seed nor file.
+        InclusionMismatch: the file's is of other data or settings.
+        PermissionError: others may read the file.
+    """
+    if file is None and seed is None and _several_processes():
+        raise ValueError(
+            f"several processes train, and each would {action} of its own: pass record=, a file "
+            "that all of them see, or a seed"
+        )
+    key = secrets.token_bytes(32) if seed is None else seed_key(seed)
+    if file is None:
+        return draw(key)
+    if not Path(file).exists():
+        drawn = draw(key)
+        try:
+            drawn.save(file)
+        except FileExistsError:
+            pass  # another process was first: its draw is used
+        else:
+            return drawn
+    saved = kind.load(file)
+    draw(saved.key if seed is None else key).check_same(saved, f"the record {file}")
+    return saved
+
+
+_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where launchers say how many processes there are, before the processes know of each other."""
+
+
+def _several_processes() -> bool:
+    """Return whether other processes train too, by torch or by what launchers set."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size() > 1
+    return any(int(os.environ.get(name, "1")) > 1 for name in _SIZES)

@@ -1,0 +1,262 @@
+"""Texts to plant in training data: those with a token of their own, and high-temperature samples.
+
+How much of epsilon each shows, beside held-out texts and planted gradients, is in docs/proof.md.
+
+*New tokens* (Panda et al. 2025, arXiv 2503.06808, and its published code): a row of the vocabulary
+that no other text uses. There the token is what the model is to predict at the end. Here the text
+also begins with it, and may let its row start small, which is ours: a norm in the first block makes
+the gradient of a small row large, so that under clipping nearly all of the text's share lies in a
+row that is its own.
+
+*High temperature* (Mitchell et al. 2026, arXiv 2606.10481, whose abstract alone was read): texts
+that the model itself samples, from its distribution made flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.model.anatomy import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    Anatomy,
+    find_anatomy,
+    without_peft,
+)
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import context_length, run_logits, undisturbed
+from lightning_fedleak.validate import check_integer, check_number
+
+MOST_TRIES = 8  # rounds of samples until all texts differ; not tuned
+
+
+def new_token_canaries(
+    model: nn.Module,
+    count: int,
+    *,
+    length: int = 3,
+    tokens: Sequence[int] | None = None,
+    row_norm: float = 1.0,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Return texts that begin and end with a token that no other text has.
+
+    ::
+
+        texts = new_token_canaries(model, 200)          # adds 200 rows to the vocabulary
+        train = with_canaries(train, texts, record="secret/inclusion.json")
+        scorer = CanaryScorer(train.canaries)
+
+    The model is changed: it has ``count`` more tokens, or those of ``tokens`` get new rows. Use
+    it for an audit only. Between its two own tokens a text has ordinary ones, drawn at random.
+
+    Their loss is what an audit reads. For ``CanaryScorer(by="row")`` a row of the embedding or of
+    the head must be trained, and ``row_norm=0.1`` shows more. A LoRA trains neither matrix without
+    ``LoraConfig(modules_to_save=["embed_tokens"], ...)``.
+
+    Args:
+        model: causal, a Hugging Face model or one that holds it; before PEFT wraps it.
+        count: of texts, m.
+        length: tokens of a text, both of its own included; at least 3. Longer texts share more
+            with each other, and show less.
+        tokens: (m,) ids of the model that occur in no other text, each once: rows that a
+            vocabulary has to spare. None adds rows.
+        row_norm: norm that their rows start with, over the mean norm of the others.
+        seed: of rows and texts; nothing global is drawn from.
+
+    Returns:
+        m rows of token ids, (length,) int64.
+
+    Raises:
+        ValueError: a number out of range, tokens that are no rows of the model or not m different
+            ones, a model that is not causal, that PEFT wraps already, or that cannot be resized.
+    """
+    anatomy = _causal(model, "new_token_canaries")
+    check_integer("count", count)
+    check_integer("length", length, at_least=3, hint="its own token twice, one between")
+    check_number("row_norm", row_norm, above=0)
+    _check_length(anatomy, length)
+    special = _special(getattr(without_peft(anatomy.model), "config", None))
+    generator = torch.Generator().manual_seed(seed)
+    if tokens is None:
+        new_ids = _added_rows(anatomy, count)
+        anatomy = find_anatomy(model)
+    else:
+        new_ids = [int(token) for token in tokens]
+        if len(set(new_ids)) != count or len(new_ids) != count:
+            raise ValueError(f"tokens must hold {count} different ids, one for each canary")
+        if not all(0 <= token < anatomy.vocab_size for token in new_ids):
+            raise ValueError(f"tokens must be rows of the model, 0 to {anatomy.vocab_size - 1}")
+    excluded = {*new_ids, *special}
+    ordinary = torch.tensor([i for i in range(anatomy.vocab_size) if i not in excluded])
+    if not len(ordinary):
+        raise ValueError("the model has no token beside those of the canaries")
+    _start_rows(anatomy, torch.tensor(new_ids), ordinary, row_norm, generator)
+    indices = torch.randint(len(ordinary), (count, length - 2), generator=generator)
+    ends = torch.tensor(new_ids)[:, None]
+    return [*torch.cat([ends, ordinary[indices], ends], 1)]
+
+
+def high_temperature_canaries(
+    model: nn.Module,
+    count: int,
+    *,
+    length: int = 8,
+    temperature: float = 1.0,
+    prompts: Sequence[Tensor] | None = None,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Return texts that the model samples, each token from its logits over ``temperature``.
+
+    They are the less like the data the higher the temperature is. Sample them before training: a
+    model that was trained on private text may repeat it.
+
+    Args:
+        model: causal; left as it is, and run in eval mode.
+        count: of texts, m.
+        length: tokens of a text that are sampled.
+        temperature: 1 for the model's own distribution; the paper begins at .8.
+        prompts: rows of token ids that texts begin with, in turn; default the model's first token
+            (``bos_token_id``), or an ordinary one at random where it has none.
+        seed: of the samples; nothing global is drawn from.
+
+    Returns:
+        m different rows of token ids, prompt and sample, int64.
+
+    Raises:
+        ValueError: a number out of range, a model that is not causal, or fewer than m different
+            texts after several tries.
+    """
+    anatomy = _causal(model, "high_temperature_canaries")
+    check_integer("count", count)
+    check_integer("length", length, at_least=2)
+    check_number("temperature", temperature, above=0)
+    generator = torch.Generator().manual_seed(seed)
+    config = getattr(without_peft(anatomy.model), "config", None)
+    special = _special(config)
+    allowed = torch.tensor([i not in special for i in range(anatomy.vocab_size)])
+    texts: dict[tuple[int, ...], Tensor] = {}
+    for _ in range(MOST_TRIES):
+        starts = _starts(config, allowed, count, prompts, generator)
+        _check_length(anatomy, length + max(map(len, starts)))
+        for row in _sampled(anatomy, starts, allowed, length, temperature, generator):
+            if len(texts) < count:
+                texts.setdefault(tuple(row.tolist()), row)
+        if len(texts) == count:
+            return [*texts.values()]
+    raise ValueError(
+        f"only {len(texts)} of {count} texts are different: raise temperature or length, or give "
+        "more prompts"
+    )
+
+
+def _causal(model: nn.Module, function: str) -> Anatomy:
+    anatomy = find_anatomy(model)
+    if anatomy.kind != "causal":
+        raise ValueError(
+            f"{function} makes texts for causal language models, and this is a {anatomy.kind} "
+            "model: give with_canaries texts of your own"
+        )
+    return anatomy
+
+
+def _check_length(anatomy: Anatomy, length: int) -> None:
+    context = context_length(anatomy)
+    if context is not None and length > context:
+        raise ValueError(
+            f"texts of {length} tokens are longer than the {context} that this model reads: make "
+            "length smaller"
+        )
+
+
+def _special(config: Any) -> set[int]:
+    """Return the ids that stand for no word in a model's config."""
+    ids_by_name = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    return {
+        int(i)
+        for ids in ids_by_name
+        for i in (ids if isinstance(ids, list) else [ids])
+        if i is not None
+    }
+
+
+def _added_rows(anatomy: Anatomy, count: int) -> list[int]:
+    model: Any = anatomy.model
+    if anatomy.peft is not None:
+        raise ValueError(
+            f"new_token_canaries adds rows to the vocabulary, and this model is wrapped by PEFT "
+            f"({anatomy.peft}): call it before get_peft_model, or give tokens=, rows to spare"
+        )
+    if not hasattr(model, "resize_token_embeddings"):
+        raise ValueError(
+            f"{type(model).__name__} has no resize_token_embeddings: give tokens=, ids of rows "
+            "that no text uses"
+        )
+    size = anatomy.vocab_size
+    with torch.random.fork_rng([anatomy.device] if anatomy.device.type == "cuda" else []):
+        model.resize_token_embeddings(size + count, mean_resizing=False)
+    return [*range(size, size + count)]
+
+
+@torch.no_grad()
+def _start_rows(
+    anatomy: Anatomy, new_ids: Tensor, ordinary: Tensor, norm: float, generator: torch.Generator
+) -> None:
+    """Set rows of the embedding and of the head to directions drawn at random."""
+    matrices = [anatomy.parameter(role) for role in (EMBEDDING_WEIGHT, HEAD_WEIGHT)]
+    for matrix in {id(m): m for m in matrices if m is not None}.values():
+        usual = matrix[ordinary.to(matrix.device)].float().norm(dim=1).mean().cpu()
+        rows = torch.randn(len(new_ids), matrix.shape[1], generator=generator)
+        rows *= norm * usual / rows.norm(dim=1, keepdim=True)
+        matrix[new_ids.to(matrix.device)] = rows.to(matrix)
+
+
+def _starts(
+    config: Any,
+    allowed: Tensor,
+    count: int,
+    prompts: Sequence[Tensor] | None,
+    generator: torch.Generator,
+) -> list[Tensor]:
+    if prompts is not None:
+        if not len(prompts):
+            raise ValueError("prompts=[] begins no text: leave it out, or give rows of token ids")
+        rows = [torch.as_tensor(p).reshape(-1).long() for p in prompts]
+        if not all(len(p) and int(p.min()) >= 0 and int(p.max()) < len(allowed) for p in rows):
+            raise ValueError(f"prompts must be rows of at least one token id, below {len(allowed)}")
+        return [rows[i % len(rows)] for i in range(count)]
+    first = getattr(config, "bos_token_id", None)
+    if first is not None and int(first) < len(allowed):
+        return [torch.tensor([int(first)])] * count
+    ordinary = allowed.nonzero()[:, 0]
+    return [*ordinary[torch.randint(len(ordinary), (count, 1), generator=generator)]]
+
+
+@torch.no_grad()
+def _sampled(
+    anatomy: Anatomy,
+    starts: Sequence[Tensor],
+    allowed: Tensor,
+    length: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> list[Tensor]:
+    """Return each start with ``length`` more tokens; those of one length at once."""
+    rows = [*starts]
+    with undisturbed(anatomy) as model:
+        for size in sorted({len(s) for s in starts}):
+            places = [i for i, s in enumerate(starts) if len(s) == size]
+            ids = torch.stack([starts[i] for i in places])
+            for _ in range(length):
+                batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
+                logits = run_logits(model, batch)[:, -1].float().cpu()
+                logits = logits.masked_fill(~allowed, -torch.inf)
+                chances = (logits / temperature).softmax(1)
+                ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], 1)
+            for place, row in zip(places, ids, strict=True):
+                rows[place] = row
+    return rows

@@ -1,0 +1,239 @@
+"""Settings of a membership game, and its result: guesses and scores of one adversary, and rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from torch import Tensor
+
+from lightning_fedleak.attacks.membership.insertion import Placement
+from lightning_fedleak.evaluation.metrics import Rate, membership_rates
+from lightning_fedleak.validate import check_choice, check_integer
+
+
+class GameError(ValueError):
+    """Raised where a game cannot be played; the message names the argument and what to do."""
+
+
+Protocol = Literal["game", "authors"]
+Relation = Literal["replace_one", "add_remove"]
+Gradients = Literal["autograd", "closed_form"]
+Upstream = Literal["generic", "loss"]
+Forwards = Literal["fresh", "pooled"]
+Recompute = Literal["alone", "padded"]
+
+
+@dataclass(frozen=True)
+class GameConfig:
+    """Settings of a membership game.
+
+    Attributes:
+        games: number of games.
+        batch: n, distinct sentences in the client's data D.
+        protocol: ``"game"`` for Fig. 2 (fair bit, random target in or outside D). ``"authors"``
+            for the protocol of the authors' code: one planted sentence, always sentence 0, in one
+            of two worlds; no attention mask, so the model reads the padding; the token at index 10;
+            and a threshold that is the mean of all scores of both worlds, which no adversary in the
+            game of Fig. 2 has.
+        relation: what replaces the target where it is not in D. ``"replace_one"``: another sentence
+            (Fig. 2: D always has ``batch`` sentences). ``"add_remove"``: nothing, so D is
+            ``batch - 1`` sentences with or without the target, as accountants of DP-SGD compare
+            (:func:`lightning_fedleak.evaluation.auditing.audit_games`).
+        gradients: ``"autograd"`` runs backward through crafted layers that are really inserted into
+            the model (``upstream`` and ``forwards`` must then have their defaults);
+            ``"closed_form"`` uses the attack's own formula.
+        position: the target token, where an attack asks for tokens: ``"random"``, ``"last"`` or an
+            index counted from 0. The first two skip special tokens, whose states in early layers
+            hardly differ between sentences, and in a causal model the last token, whose hidden
+            states enter no next-token loss: ``"last"`` is then the one before.
+        upstream: of the closed form: ``"generic"`` for random numbers (the guess must not depend
+            on them), ``"loss"`` for the gradient of the user's own loss at the crafted output.
+        forwards: of the client, in closed form. ``"fresh"``: one forward of the whole batch D in
+            every game. ``"pooled"``: each sentence is computed once, in a batch of ``batch``
+            sentences with its padding, and every D is assembled from these. Sentences of a batch do
+            not attend to each other, so both agree up to rounding; ``"pooled"`` is cheap enough for
+            thousands of games.
+        targets_per_batch: games that share one D; each has its own bit and target. Above 1 the
+            games are no longer independent, and intervals are over batches.
+        recompute: how the server embeds its target: ``"alone"`` in a batch of one without padding,
+            or ``"padded"`` together with the other targets of the batch and further sentences,
+            padded to another length than the client's.
+        dropout: whether the client's forward drops units. A dishonest server sets dropout to 0
+            (False); True shows how much the attack loses with dropout.
+        placement: where crafted layers go (Fig. 3), see
+            :func:`lightning_fedleak.attacks.membership.insertion.insert`.
+        seed: of the game's own generators; global random numbers are not used.
+
+    Raises:
+        GameError: a value out of range, or two that exclude each other.
+
+    Examples:
+        >>> from lightning_fedleak.evaluation.games import GameConfig
+        >>> config = GameConfig(games=100, batch=8, relation="add_remove")
+        >>> config.gradients
+        'closed_form'
+    """
+
+    games: int = 240
+    batch: int = 40
+    protocol: Protocol = "game"
+    relation: Relation = "replace_one"
+    gradients: Gradients = "closed_form"
+    position: Literal["random", "last"] | int = "random"
+    upstream: Upstream = "generic"
+    forwards: Forwards = "fresh"
+    targets_per_batch: int = 1
+    recompute: Recompute = "alone"
+    dropout: bool = False
+    placement: Placement = "sequential"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("games", "batch", "targets_per_batch"):
+            check_integer(name, getattr(self, name), error=GameError)
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal:
+                check_choice(name, getattr(self, name), get_args(hint), error=GameError)
+        position = self.position
+        index = isinstance(position, int) and not isinstance(position, bool) and position >= 0
+        if not index and position not in ("random", "last"):
+            raise GameError(f"position must be 'random', 'last' or an index, got {position!r}")
+        if self.protocol == "authors" and (position == "last" or self.targets_per_batch > 1):
+            raise GameError("the authors' protocol has one target at one index in each batch")
+        if self.relation == "add_remove":
+            if self.protocol == "authors":
+                raise GameError(
+                    "the authors' protocol replaces one sentence by another: leave "
+                    "relation='add_remove' out, or set protocol='game'"
+                )
+            if self.targets_per_batch > 1 or self.batch < 2:
+                raise GameError(
+                    "relation='add_remove' removes the target from its batch: set batch to at "
+                    "least 2 and targets_per_batch to 1, got "
+                    f"{self.batch} and {self.targets_per_batch}"
+                )
+        if self.gradients == "autograd" and (self.forwards, self.upstream) != ("fresh", "generic"):
+            raise GameError(
+                "gradients='autograd' runs the client's own forward and loss in every game, so "
+                f"forwards={self.forwards!r} and upstream={self.upstream!r} would do nothing: "
+                "leave both out, or set gradients='closed_form'"
+            )
+        if self.dropout and (self.gradients == "autograd" or self.forwards == "pooled"):
+            raise GameError("dropout=True needs gradients='closed_form' and forwards='fresh'")
+
+
+_SETTINGS = ("attack", "layer", "granularity", "protocol", "relation", "gradients", "dtype")
+_COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
+
+
+@dataclass(frozen=True, repr=False)
+class GameResult:
+    """Guesses and scores of one adversary in all games.
+
+    Attributes:
+        attack: its name.
+        layer: at which it read; None for an attack that reads the model's own gradient.
+        granularity: ``"token"`` or ``"full"``; ``"text"`` for such an attack.
+        bits: (n,) bool, the secret b.
+        guesses: (n,) bool, the adversary's b'.
+        scores: (n,) float64, higher is more likely a member.
+        collides: (n,) bool, whether the hidden states of the target that this attack reads (of one
+            token, or of its sentence) occur in D outside the target: then the assumption of Lemma 1
+            fails, and the attack cannot decide.
+        batches: (n,) int, the number of the D that a game was played on.
+        positions: (n,) int, the target token (not used by an attack on whole sentences).
+        protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.
+        gradients: ``"autograd"`` or ``"closed_form"``.
+        dtype: of the model.
+        config: settings of game and attack, plain values.
+        seconds: the adversary's own work in all games (A_attack, gradient, A_guess).
+        relation: ``"replace_one"`` or ``"add_remove"``, see :class:`GameConfig`.
+    """
+
+    attack: str
+    layer: int | None
+    granularity: str
+    bits: Tensor
+    guesses: Tensor
+    scores: Tensor
+    collides: Tensor
+    batches: Tensor
+    positions: Tensor
+    protocol: Protocol
+    gradients: Gradients
+    dtype: str
+    config: Mapping[str, object] = field(default_factory=dict)
+    seconds: float = 0.0
+    relation: Relation = "replace_one"
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def without_collisions(self) -> GameResult:
+        """Return only the games in which the assumption of Lemma 1 holds."""
+        return self.only(~self.collides)
+
+    def only(self, selection: Tensor) -> GameResult:
+        """Return the games that ``selection``, (n,) bool, holds; ``seconds`` stays that of all."""
+        return replace(self, **{name: getattr(self, name)[selection] for name in _COLUMNS})
+
+    def summary(self, confidence: float = 0.95, *, fitted: bool = False) -> dict[str, Rate]:
+        """Return accuracy, F1, AUC, advantage and TPR at small FPRs, each with its interval.
+
+        The intervals are over batches; see
+        :func:`lightning_fedleak.evaluation.metrics.membership.membership_rates`.
+
+        Args:
+            confidence: of the intervals.
+            fitted: take accuracy, F1 and advantage not from the adversary's own guesses, but from
+                a threshold on its scores that was fitted on other games: what the scores are worth
+                to someone who knows the outcome of such games.
+        """
+        guesses = None if fitted else self.guesses
+        return membership_rates(
+            self.scores, self.bits, self.batches, guesses, confidence=confidence
+        )
+
+    def to_dict(self, games: bool = False) -> dict[str, object]:
+        """Return plain values for JSON: settings, counts, rates with intervals; no text.
+
+        Args:
+            games: whether to add every game's bit, guess, score and flag.
+        """
+        whole, fitted = self.summary(), self.summary(fitted=True)
+        clean = self.without_collisions().summary()
+        plain: dict[str, object] = {
+            **{name: getattr(self, name) for name in _SETTINGS},
+            "games": len(self),
+            "members": int(self.bits.sum()),
+            "collisions": int(self.collides.sum()),
+            "clusters": len(set(self.batches.tolist())),
+            "right": int((self.guesses == self.bits).sum()),
+            "seconds": self.seconds,
+            "config": dict(self.config),
+            "rates": {name: _plain(rate) for name, rate in whole.items()},
+            "rates_fitted": {name: _plain(rate) for name, rate in fitted.items()},
+            "rates_without_collisions": {name: _plain(rate) for name, rate in clean.items()},
+        }
+        if games:
+            for name in _COLUMNS:
+                values = getattr(self, name).tolist()
+                plain[name] = [v if math.isfinite(v) else str(v) for v in values]
+        return plain
+
+    def __repr__(self) -> str:
+        right = int((self.guesses == self.bits).sum())
+        return (
+            f"GameResult({self.attack!r}, layer={self.layer}, protocol={self.protocol!r}, "
+            f"relation={self.relation!r}, gradients={self.gradients!r}, "
+            f"{right} of {len(self)} right)"
+        )
+
+
+def _plain(rate: Rate) -> dict[str, float | None]:
+    """Return a rate for JSON, which has no NaN: null where it is unknown."""
+    ends = {"value": rate.value, "low": rate.low, "high": rate.high}
+    return {name: end if math.isfinite(end) else None for name, end in ends.items()}

@@ -1,0 +1,297 @@
+"""Distinct sentences of a real corpus, and the challenges of a game that are drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.evaluation.games.config import GameConfig, GameError
+
+
+class SentencePool:
+    """Distinct sentences that data sets and targets are drawn from.
+
+    Sentences are cut to ``tokens`` ids; of those that are equal then only one stays (Fig. 2 draws
+    a *set*), so two rows of a batch are never the same text.
+
+    Args:
+        rows: token ids of one sentence each, in the corpus's order.
+        tokens: ids at most in a row; longer rows are cut.
+        at_least: ids at least in a row, special ones not counted; shorter rows are dropped.
+        pad_id: written after the end of a row.
+        special_ids: ids that are no part of the text (start, separator, ...). They are never a
+            target: at such a token early layers depend little on the sentence.
+
+    Attributes:
+        rows: (n,) of 1-D int64 tensors, all different.
+        duplicates: number of rows dropped because an equal one came before.
+        short: number of rows dropped because they had fewer than ``at_least`` ids.
+
+    Raises:
+        GameError: fewer than 2 distinct rows remain, or ``tokens < at_least``.
+
+    Examples:
+        >>> from lightning_fedleak.evaluation.games import SentencePool
+        >>> pool = SentencePool([[5, 6, 7], [5, 6, 7], [8, 9]], tokens=8)
+        >>> len(pool), pool.duplicates
+        (2, 1)
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[int]] | Sequence[Tensor],
+        tokens: int = 32,
+        *,
+        at_least: int = 2,
+        pad_id: int = 0,
+        special_ids: Collection[int] = (),
+    ) -> None:
+        if tokens < max(1, at_least):
+            raise GameError(f"tokens={tokens} is fewer than the {at_least} that a row must have")
+        self.special_ids = frozenset(special_ids)
+        distinct: dict[tuple[int, ...], None] = {}
+        self.short = self.duplicates = 0
+        for row in rows:
+            ids = torch.as_tensor(row).reshape(-1)[:tokens].tolist()
+            if sum(i not in self.special_ids for i in ids) < at_least:
+                self.short += 1
+            elif tuple(ids) in distinct:
+                self.duplicates += 1
+            else:
+                distinct[tuple(ids)] = None
+        if len(distinct) < 2:
+            raise GameError(
+                f"the text gives {len(distinct)} distinct sentences of {at_least} to {tokens} "
+                f"tokens, and a game needs more ({self.short} were too short, {self.duplicates} "
+                "were repeats): give more text"
+            )
+        self.rows = tuple(torch.tensor(ids) for ids in distinct)
+        self.tokens = tokens
+        self.pad_id = pad_id
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Sequence[str],
+        tokenizer: Any,
+        tokens: int = 32,
+        *,
+        at_least: int = 2,
+        start_token_id: int | None = None,
+    ) -> SentencePool:
+        """Return a pool of strings; the tokenizer cuts them, so they keep its special tokens.
+
+        Args:
+            texts: one sentence or document each; only the beginning of a long one is used.
+            tokenizer: of Hugging Face.
+            tokens: as in the class.
+            at_least: as in the class.
+            start_token_id: written before every text, for a model that expects a start token that
+                its tokenizer does not write.
+        """
+        prefix = [] if start_token_id is None else [start_token_id]
+        length = tokens - len(prefix)
+        if length < 1:
+            raise GameError(f"tokens={tokens} leaves no room for text after the start token")
+        ids = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
+        pad = getattr(tokenizer, "pad_token_id", None)
+        return cls(
+            [prefix + row for row in ids],
+            tokens,
+            at_least=at_least,
+            pad_id=0 if pad is None else int(pad),
+            special_ids={*prefix, *getattr(tokenizer, "all_special_ids", ())},
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def words(self, row: Tensor) -> Tensor:
+        """Return (k,) indices of a row's ids that are not special."""
+        return torch.tensor([i not in self.special_ids for i in row.tolist()]).nonzero()[:, 0]
+
+    def pad(self, indices: Sequence[int], length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return rows as one batch, padded on the right.
+
+        Args:
+            indices: rows of the pool.
+            length: columns; None for the longest row.
+
+        Returns:
+            ids and mask, each (len(indices), L) int64.
+        """
+        return pad([self.rows[i] for i in indices], self.pad_id, length)
+
+
+def pad(rows: Sequence[Tensor], pad_id: int, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return rows as ids and mask, each (n, L), where L is the longest row or ``length``.
+
+    Raises:
+        GameError: a row is longer than ``length``.
+    """
+    ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_id)
+    padding = 0 if length is None else length - ids.shape[1]
+    if padding < 0:
+        raise GameError(f"a row of {ids.shape[1]} tokens does not fit into {length}")
+    ids = nn.functional.pad(ids, (0, padding), value=pad_id)
+    lengths = torch.tensor([len(r) for r in rows])
+    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).to(torch.int64)
+
+
+AUTHORS_POSITION = 10
+"""Index of the token that the authors' code asks for."""
+
+
+@dataclass(frozen=True, repr=False)
+class Challenge:
+    """One batch of a client, and the targets whose membership a server guesses.
+
+    Attributes:
+        data: the client's data set D, rows of ids, all different.
+        targets: (G,) rows of ids, one target sentence for each game played on D.
+        bits: (G,) bool: whether the target is in D.
+        positions: (G,) index of the target token in its sentence.
+        places: (G,) index of the target in D, -1 where it is not in D.
+    """
+
+    data: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    bits: Tensor
+    positions: Tensor
+    places: Tensor
+
+    def __repr__(self) -> str:
+        return f"Challenge({len(self.data)} sentences, {len(self.targets)} targets)"
+
+
+def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> Iterator[Challenge]:
+    """Yield the challenges of all games of Fig. 2.
+
+    D is ``batch`` distinct sentences of the pool, the bit is fair, the target is uniform in D
+    (b = 1) or among the pool's other sentences (b = 0). With several targets for one D each has
+    its own bit, and all are drawn independently.
+
+    With ``relation="add_remove"`` the target is uniform in D, and removed from it where b = 0.
+
+    Args:
+        pool: the distribution.
+        config: how the games are played; the challenges depend on its seed and on nothing else. A
+            ``position`` that is an index may be that of a special token.
+        spare: tokens at the end of a sentence that are no targets: 1 for a next-token loss, which
+            no hidden state of the last token enters.
+
+    Raises:
+        GameError: the pool has no more than ``batch`` sentences, or rows too short for
+            ``position``.
+    """
+    batch, position = config.batch, config.position
+    generator = torch.Generator().manual_seed(config.seed)
+    if len(pool) <= batch:
+        raise GameError(
+            f"batch={batch} needs more than {batch} distinct sentences, so that a target outside "
+            f"it exists; the text gives {len(pool)}. Give more text or a smaller batch."
+        )
+    shortest = min(pool.rows, key=len)
+    if isinstance(position, int) and len(shortest) <= position + spare:
+        last = " (the last one enters no loss)" if spare else ""
+        raise GameError(
+            f"position={position} asks for token {position} (counted from 0), and the pool's "
+            f"shortest sentence has {len(shortest)} tokens{last}: make the pool with "
+            f"at_least={position + 1 + spare}"
+        )
+    if any(len(_target_places(pool, row, spare)) == 0 for row in pool.rows):
+        raise GameError(
+            "a sentence of the pool holds no token that could be a target (special ones, and the "
+            f"last {spare}, are not): make the pool with at_least={1 + spare}"
+        )
+    remaining = config.games
+    while remaining:
+        count = min(remaining, config.targets_per_batch)
+        remaining -= count
+        order = torch.randperm(len(pool), generator=generator)
+        bits = torch.randint(2, (count,), generator=generator).bool()
+        inside_places = torch.randint(batch, (count,), generator=generator)
+        outside_places = torch.randint(len(pool) - batch, (count,), generator=generator) + batch
+        places = torch.where(bits, inside_places, outside_places)
+        data = order[:batch]
+        if config.relation == "add_remove":
+            places = inside_places
+            data = data[bits | (torch.arange(batch) != inside_places)]
+        targets = tuple(pool.rows[i] for i in order[places].tolist())
+        yield Challenge(
+            data=tuple(pool.rows[i] for i in data.tolist()),
+            targets=targets,
+            bits=bits,
+            positions=torch.tensor(
+                [_position(pool, t, position, generator, spare) for t in targets]
+            ),
+            places=torch.where(bits, inside_places, -1),
+        )
+
+
+def authors_challenges(
+    rows: Sequence[Tensor], planted: Tensor, batch: int, games: int, position: int
+) -> Iterator[Challenge]:
+    """Yield the two worlds of the authors' published code, which has no random bit.
+
+    World 1 is the first ``batch`` sentences of the corpus with ``planted`` in place of the first,
+    world 0 the same sentences as they are. The target is always ``planted``, the token always the
+    one at ``position``. Their code repeats this on the same sentences; this function's run r takes
+    the r-th ``batch`` sentences of the corpus, so run 0 is theirs.
+
+    Args:
+        rows: the corpus in order.
+        planted: ids of the planted sentence.
+        batch: sentences in D.
+        games: worlds in all, an even number; world 1 comes first.
+        position: index of the target token in ``planted``.
+
+    Raises:
+        GameError: an odd number of games, too little text, or a planted sentence that is too short
+            or occurs in the corpus.
+    """
+    if games % 2:
+        raise GameError(f"the authors' protocol has two worlds: games must be even, got {games}")
+    if len(rows) < batch * (games // 2):
+        raise GameError(
+            f"{games // 2} runs of {batch} sentences need {batch * games // 2} sentences; the text "
+            f"gives {len(rows)}. Play fewer games (games=2 is the authors' own single run)."
+        )
+    if len(planted) <= position:
+        raise GameError(
+            f"the planted sentence has {len(planted)} tokens, so it has no token {position} "
+            "(counted from 0)"
+        )
+    if any(torch.equal(row, planted) for row in rows):
+        raise GameError("the planted sentence occurs in the corpus: plant another one")
+    for run in range(games // 2):
+        data = tuple(rows[run * batch : (run + 1) * batch])
+        for bit in (True, False):
+            yield Challenge(
+                data=(planted, *data[1:]) if bit else data,
+                targets=(planted,),
+                bits=torch.tensor([bit]),
+                positions=torch.tensor([position]),
+                places=torch.tensor([0 if bit else -1]),
+            )
+
+
+def _target_places(pool: SentencePool, row: Tensor, spare: int) -> Tensor:
+    """Return (k,) places of the tokens that may be targets."""
+    words = pool.words(row)
+    return words[words < len(row) - spare]
+
+
+def _position(
+    pool: SentencePool, row: Tensor, position: str | int, generator: torch.Generator, spare: int
+) -> int:
+    if isinstance(position, int):
+        return position
+    places = _target_places(pool, row, spare)
+    if position == "last":
+        return int(places[-1])
+    return int(places[torch.randint(len(places), (1,), generator=generator)])

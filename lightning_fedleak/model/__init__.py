@@ -1,0 +1,1 @@
+"""What is observed of a model, and how it is run without a trace."""

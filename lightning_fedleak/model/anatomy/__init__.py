@@ -1,0 +1,23 @@
+"""The embeddings, blocks, output head and trainable parameters of a model."""
+
+from lightning_fedleak.model.anatomy.blocks import Place as Place
+from lightning_fedleak.model.anatomy.blocks import is_encoder_decoder as is_encoder_decoder
+from lightning_fedleak.model.anatomy.blocks import place_of as place_of
+from lightning_fedleak.model.anatomy.blocks import states_in as states_in
+from lightning_fedleak.model.anatomy.blocks import states_out as states_out
+from lightning_fedleak.model.anatomy.blocks import text_blocks as text_blocks
+from lightning_fedleak.model.anatomy.blocks import with_states_in as with_states_in
+from lightning_fedleak.model.anatomy.blocks import with_states_out as with_states_out
+from lightning_fedleak.model.anatomy.finding import find_anatomy as find_anatomy
+from lightning_fedleak.model.anatomy.parts import EMBEDDING_WEIGHT as EMBEDDING_WEIGHT
+from lightning_fedleak.model.anatomy.parts import HEAD_BIAS as HEAD_BIAS
+from lightning_fedleak.model.anatomy.parts import HEAD_WEIGHT as HEAD_WEIGHT
+from lightning_fedleak.model.anatomy.parts import Anatomy as Anatomy
+from lightning_fedleak.model.anatomy.parts import AnatomyError as AnatomyError
+from lightning_fedleak.model.anatomy.parts import Kind as Kind
+from lightning_fedleak.model.anatomy.wrappers import find_path as find_path
+from lightning_fedleak.model.anatomy.wrappers import leaf as leaf
+from lightning_fedleak.model.anatomy.wrappers import matrix_shape as matrix_shape
+from lightning_fedleak.model.anatomy.wrappers import unwrap as unwrap
+from lightning_fedleak.model.anatomy.wrappers import walk as walk
+from lightning_fedleak.model.anatomy.wrappers import without_peft as without_peft

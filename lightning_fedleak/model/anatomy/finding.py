@@ -1,0 +1,375 @@
+"""The search for a language model and its parts anywhere inside a module, and checks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from inspect import signature
+from itertools import takewhile
+from typing import get_args
+
+from torch import nn
+
+from lightning_fedleak.model.anatomy.blocks import (
+    block_lists,
+    find_blocks,
+    find_side,
+    is_encoder_decoder,
+)
+from lightning_fedleak.model.anatomy.named_layers import (
+    Named,
+    count_rows,
+    describe_layers,
+    find_layers,
+    missing_part_error,
+    outermost,
+    path_in,
+    resolve_module,
+    weight_shape,
+)
+from lightning_fedleak.model.anatomy.parts import Anatomy, AnatomyError, Kind
+from lightning_fedleak.model.anatomy.wrappers import (
+    find_path,
+    leaf,
+    matrix_shape,
+    peft_kind,
+    transparent_child,
+    unwrap,
+    without_peft,
+)
+
+_CLASSIFIERS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForMultipleChoice",
+    "ForQuestionAnswering",
+)
+_CAUSAL = ("LMHeadModel", "ForCausalLM", "DoubleHeadsModel")
+
+
+def call_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
+    """Return the layer that a getter (``get_input_embeddings``) returns, if it has a matrix."""
+    method = getattr(model, getter, None)
+    if not callable(method):
+        return None
+    try:
+        layer = method()
+    except (NotImplementedError, AttributeError):
+        return None
+    return layer if isinstance(layer, nn.Module) and matrix_shape(layer) else None
+
+
+def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
+    """Return the layer that ``get_input_embeddings`` returns, if possible that of an encoder.
+
+    The getters of T5 and BART themselves return ``shared``, a module that their forward never
+    calls. If the model is untied, the weight of ``shared`` is not the encoder's.
+
+    Raises:
+        AnatomyError: the getter returns no layer inside ``root``.
+    """
+    encoder = find_side(model, "encoder") if is_encoder_decoder(model) else None
+    for owner in (encoder, model):
+        layer = call_getter(owner, "get_input_embeddings")
+        if layer is not None and find_path(root, layer) is not None:
+            return layer
+    raise missing_part_error(
+        root,
+        "input embeddings",
+        f"what get_input_embeddings() of {type(model).__name__} gives, if it is inside the module",
+        describe_layers(find_layers(root, (nn.Embedding,))),
+        "embedding",
+    )
+
+
+def infer_kind_from_name(model: nn.Module) -> Kind | None:
+    """Return the kind that the name of the class or of a base shows, in Hugging Face's style."""
+    names = [c.__name__ for c in type(model).__mro__]
+
+    def ends(*suffixes: str) -> bool:
+        return any(n.endswith(suffixes) for n in names)
+
+    if ends(*_CLASSIFIERS):
+        return "classifier"
+    if is_encoder_decoder(model):
+        return "seq2seq"
+    if ends(*_CAUSAL):
+        return "causal"
+    if ends("ForMaskedLM", "ForPreTraining"):
+        return "masked"
+    return "causal" if ends("ForConditionalGeneration") else None
+
+
+def infer_kind_from_head(
+    root: nn.Module, model: nn.Module, embedding: nn.Module, head: nn.Module | None
+) -> Kind:
+    """Return the kind that the head shows, for a model whose class name shows none.
+
+    Raises:
+        AnatomyError: the head does not show it either.
+    """
+    if head is not None:
+        if count_rows(head) != count_rows(embedding):
+            return "classifier"
+        if not hasattr(model, "config"):
+            return "causal"
+    raise AnatomyError(
+        f"the class of {type(model).__name__} in {type(root).__name__} does not show what its "
+        "labels mean. Set kind='causal' (next tokens), 'masked', 'seq2seq' or 'classifier'."
+    )
+
+
+def find_head(
+    root: nn.Module, model: nn.Module, embedding: nn.Module, kind: Kind | None, required: bool
+) -> nn.Module | None:
+    """Return the output layer: the getter's, else one found in the model, else one beside it.
+
+    Args:
+        root: the module that is searched.
+        model: the language model in it, without its PEFT wrapper.
+        embedding: its input embeddings.
+        kind: meaning of the labels, or None if it is not known yet.
+        required: whether a missing head is an error; otherwise None is returned.
+
+    Raises:
+        AnatomyError: a required head is missing, or there are several.
+    """
+    layer = None if kind == "classifier" else call_getter(model, "get_output_embeddings")
+    if layer is not None and find_path(root, layer) is not None:
+        _check_rows(root, model, embedding, layer)
+        return layer
+    in_blocks = _module_ids(block_lists(model))
+    linears = [m for _, m in find_layers(model, (nn.Linear,), in_blocks)]
+    if kind == "classifier":
+        classes = getattr(getattr(model, "config", None), "num_labels", None)
+        heads = [m for m in linears if classes in (None, count_rows(m))][-1:]
+    else:
+        heads = [m for m in linears if count_rows(m) == count_rows(embedding)]
+    if len(heads) == 1:
+        return heads[0]
+    beside_model = [m for _, m in find_layers(root, (nn.Linear,), _module_ids([("", model)]))]
+    if not required and not heads and len(beside_model) <= 1:
+        return next(iter(beside_model), None)
+    raise missing_part_error(
+        root,
+        "single output head" if heads or beside_model else "output head",
+        f"get_output_embeddings() of {type(model).__name__}, a linear layer at its end, one linear "
+        "layer beside it",
+        describe_layers(find_layers(root, (nn.Linear,), in_blocks)),
+        "head",
+    )
+
+
+def _module_ids(parts: Iterable[Named]) -> set[int]:
+    """Return the ids of all modules inside some parts."""
+    return {id(m) for _, part in parts for m in part.modules()}
+
+
+def _check_rows(root: nn.Module, model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
+    words, rows = count_rows(embedding), count_rows(head)
+    if rows != words and not is_encoder_decoder(model):
+        path = find_path(root, head)
+        raise AnatomyError(
+            f"get_output_embeddings() of {type(model).__name__} gives '{path}' with {rows} rows, "
+            f"but there are {words} input embeddings in '{find_path(root, embedding)}'. If that is "
+            f"intended, name it: head='{path}'."
+        )
+
+
+def find_anatomy(
+    root: nn.Module,
+    *,
+    model: str | nn.Module | None = None,
+    embedding: str | nn.Module | None = None,
+    head: str | nn.Module | None = None,
+    blocks: str | None = None,
+    kind: Kind | None = None,
+) -> Anatomy:
+    """Return the parts of the language model inside ``root``.
+
+    The function searches, in this order, for one Hugging Face (or PEFT) model; one module with
+    ``get_input_embeddings``; one pair of ``nn.Embedding`` and ``nn.Linear`` with the same number of
+    rows. It checks what the getters of a model return: the input embeddings of an encoder-decoder
+    are those that its encoder calls, and a head must have as many rows as there are words. A model
+    without a head (``BertModel``) may have one beside it in ``root``. A part that an argument gives
+    is not searched for. Names are paths in ``root``, or in the language model.
+
+    Args:
+        root: the LightningModule, or any module.
+        model: the language model, if ``root`` holds several.
+        embedding: input embeddings. If a plain module has no linear layer of vocabulary size, set
+            this argument alone; its anatomy then has no head.
+        head: output layer. If the model has none and multiplies by its embedding matrix, give that
+            embedding here too.
+        blocks: name of the ``ModuleList`` or ``Sequential`` of transformer blocks.
+        kind: meaning of the labels. For a plain module without a ``config`` the default is
+            ``"seq2seq"`` if it holds an ``nn.Transformer``, and ``"causal"`` otherwise.
+
+    Raises:
+        AnatomyError: a part is missing, or there are several. The message lists them and names the
+            argument to set.
+    """
+    if kind not in (None, *get_args(Kind)):
+        raise AnatomyError(f"kind must be one of {', '.join(get_args(Kind))}; got {kind!r}.")
+    named_model = resolve_module(root, None, model, "model")
+    if named_model is None:
+        named_model = _find_model(root)
+    scope = root if named_model is None else unwrap(named_model)
+    the_embedding = resolve_module(root, scope, embedding, "embedding")
+    the_head = resolve_module(root, scope, head, "head")
+    core = without_peft(scope)
+    if named_model is not None and call_getter(core, "get_input_embeddings") is not None:
+        if the_embedding is None:
+            the_embedding = find_embedding(root, core)
+        name_kind = infer_kind_from_name(core)
+        if the_head is None:
+            required = kind is None and name_kind is not None
+            the_head = find_head(root, core, the_embedding, kind or name_kind, required)
+        the_kind = kind or name_kind or infer_kind_from_head(root, core, the_embedding, the_head)
+    else:
+        the_embedding, the_head = _plain_parts(root, scope, the_embedding, the_head, kind)
+        if named_model is None:
+            core = scope = _common_ancestor(root, [the_embedding, the_head])
+        the_kind = kind or _plain_kind(scope)
+
+    shape = weight_shape(the_embedding, "embedding")
+    rows = shape[0] if the_head is None else count_rows(the_head, "head")
+    decoder_only = the_kind == "seq2seq" or is_encoder_decoder(core)
+    the_blocks = find_blocks(root, core, blocks, decoder_only, (the_embedding, the_head))
+    return Anatomy(
+        root=root,
+        model=scope,
+        kind=the_kind,
+        embedding=the_embedding,
+        embedding_name=path_in(root, the_embedding, "embedding"),
+        head=the_head,
+        head_name=None if the_head is None else path_in(root, the_head, "head"),
+        blocks=tuple(m for _, m in the_blocks),
+        block_names=tuple(n for n, _ in the_blocks),
+        tied=_is_tied(scope, the_embedding, the_head),
+        vocab_size=rows,
+        hidden_size=shape[1],
+        peft=peft_kind(scope),
+        target_rows=_target_rows(core, the_embedding) if is_encoder_decoder(core) else None,
+    )
+
+
+def _target_rows(model: nn.Module, embedding: nn.Module) -> int | None:
+    """Return the rows of the decoder's embedding if its vocabulary differs from the encoder's.
+
+    The vocabularies differ if the sizes do, or if the configuration says that they are not shared.
+    """
+    decoder = find_side(model, "decoder")
+    other = None if decoder is None else call_getter(decoder, "get_input_embeddings")
+    if other is None or leaf(other) is leaf(embedding):
+        return None
+    config = getattr(model, "config", None)
+    separate = getattr(config, "share_encoder_decoder_embeddings", True) is False
+    rows = count_rows(other)
+    return rows if separate or rows != count_rows(embedding) else None
+
+
+def _find_model(root: nn.Module) -> nn.Module | None:
+    """Return the one language model inside ``root`` that has ``get_input_embeddings``, if any."""
+    hugging_face: list[Named] = []
+    with_getter: list[Named] = []
+    stack: list[Named] = [("", root)]
+    visited: set[int] = set()
+    while stack:
+        name, module = stack.pop()
+        if id(module) in visited:
+            continue
+        visited.add(id(module))
+        if (
+            transparent_child(module) is None
+            and call_getter(module, "get_input_embeddings") is not None
+        ):
+            is_lightning = hasattr(module, "training_step")
+            if hasattr(getattr(module, "config", None), "model_type") and not is_lightning:
+                hugging_face.append((name, module))
+                continue
+            with_getter.append((name, module))
+        children = [(f"{name}.{n}" if name else n, m) for n, m in module.named_children()]
+        stack.extend(reversed(children))
+    models = outermost(hugging_face)
+    if not models:
+        inner = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
+        models = outermost(inner or with_getter)
+    if len(models) > 1:
+        names = "; ".join(f"'{n}' ({type(unwrap(m)).__name__})" for n, m in models)
+        raise AnatomyError(
+            f"{type(root).__name__} holds {len(models)} language models: {names}. Say which one "
+            f"is trained on the private text: model='{models[0][0]}', for instance."
+        )
+    return models[0][1] if models else None
+
+
+def _plain_parts(
+    root: nn.Module,
+    scope: nn.Module,
+    embedding: nn.Module | None,
+    head: nn.Module | None,
+    kind: Kind | None,
+) -> tuple[nn.Module, nn.Module | None]:
+    """Return embedding and head of a plain module: the one pair with the same number of rows.
+
+    Layers inside blocks are left out: their rows may equal those of an embedding of positions.
+    """
+    if embedding is not None and head is not None:
+        return embedding, head
+    lists = block_lists(scope)
+    in_blocks = _module_ids(part for part in lists if not find_layers(part[1], (nn.Embedding,)))
+    embeddings = find_layers(scope, (nn.Embedding,), in_blocks)
+    if embedding is not None:
+        embeddings = [(path_in(root, embedding, "embedding"), embedding)]
+    linears = find_layers(scope, (nn.Linear,), in_blocks)
+    if head is not None:
+        linears = [(path_in(root, head, "head"), head)]
+    if kind == "classifier" and len(embeddings) == 1 and linears:
+        return embeddings[0][1], linears[-1][1]
+    pairs = [(e, h) for e in embeddings for h in linears if count_rows(e[1]) == count_rows(h[1])]
+    if len(pairs) == 1:
+        return pairs[0][0][1], pairs[0][1][1]
+    if embedding is not None and not pairs:
+        return embedding, None
+    raise missing_part_error(
+        root,
+        "single language model" if pairs else "language model",
+        "a Hugging Face or PEFT model, a module with get_input_embeddings(), one nn.Embedding and "
+        "one nn.Linear with the same number of rows",
+        [f"'{e}' with '{h}' ({count_rows(m)} rows)" for (e, m), (h, _) in pairs]
+        or describe_layers(find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)),
+        "embedding",
+        "head",
+    )
+
+
+def _plain_kind(model: nn.Module) -> Kind:
+    transformer = any(isinstance(m, nn.Transformer) for m in model.modules())
+    return "seq2seq" if transformer else "causal"
+
+
+def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Module:
+    """Return the innermost module that holds all parts and takes ``input_ids``.
+
+    If none takes ``input_ids``, return the innermost one with a ``forward``.
+    """
+    paths = [path_in(root, p, "part").split(".") for p in parts if p is not None]
+    levels = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
+    shared = [level[0] for level in levels]
+    holders = [root.get_submodule(".".join(shared[:n])) for n in range(len(shared), 0, -1)]
+    callable_holders = [
+        unwrap(m) for m in holders if type(m).forward is not nn.Module.forward and m not in parts
+    ]
+    callable_holders.append(unwrap(root))
+    for module in callable_holders:
+        if "input_ids" in signature(module.forward).parameters:
+            return module
+    return callable_holders[0]
+
+
+def _is_tied(model: nn.Module, embedding: nn.Module, head: nn.Module | None) -> bool:
+    weight = None if head is None else leaf(head)._parameters.get("weight")
+    if weight is None:
+        return False
+    embeddings = [leaf(embedding), *(leaf(m) for _, m in find_layers(model, (nn.Embedding,)))]
+    return any(e._parameters.get("weight") is weight for e in embeddings)

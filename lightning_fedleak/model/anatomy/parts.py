@@ -1,0 +1,154 @@
+"""The parts of one model, and their parameters."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_fedleak.model.anatomy.wrappers import leaf
+
+HEAD_WEIGHT = "head.weight"
+HEAD_BIAS = "head.bias"
+EMBEDDING_WEIGHT = "embedding.weight"
+
+Kind = Literal["causal", "masked", "seq2seq", "classifier"]
+
+
+class AnatomyError(ValueError):
+    """A part of the model was not found; the message says how to name it."""
+
+
+@dataclass(frozen=True, repr=False)
+class Anatomy:
+    """The parts of one model. Modules are the live ones of the run, never copies.
+
+    Attributes:
+        root: the module that was searched, usually the LightningModule.
+        model: the language model inside it, callable with ``input_ids``, unwrapped from
+            torch.compile and DDP.
+        kind: meaning of the labels: next tokens, masked tokens, a decoder's tokens, or classes. The
+            rows of a ``"classifier"``'s head are classes, so that its head's gradient shows no
+            words.
+        embedding: input embeddings (of an encoder-decoder the encoder's), with their PEFT layer;
+            ``embedding_name`` is the path in ``root``.
+        head: the last linear layer, from hidden states to logits, with its PEFT layer; None for a
+            model without one.
+        blocks: transformer blocks in order, those of the decoder for an encoder-decoder; empty if
+            the model has no list of whole blocks.
+        tied: whether the head's weight is also a matrix of input embeddings: its gradient is then
+            the sum of both parts. With separate source and target embeddings that may be the
+            decoder's, not ``embedding``.
+        vocab_size: rows of the head's weight, or of the embedding without a head; the number of
+            classes of a classifier.
+        hidden_size: columns of the embedding.
+        peft: kind of PEFT wrapping (``"LORA"``, ``"PROMPT_TUNING"``, ...), or None.
+        target_rows: number of tokens that the decoder reads, if its vocabulary differs from that of
+            ``embedding`` (Marian with separate vocabularies): the same id is then another word on
+            each side. None if there is one vocabulary.
+    """
+
+    root: nn.Module
+    model: nn.Module
+    kind: Kind
+    embedding: nn.Module
+    embedding_name: str
+    head: nn.Module | None
+    head_name: str | None
+    blocks: tuple[nn.Module, ...]
+    block_names: tuple[str, ...]
+    tied: bool
+    vocab_size: int
+    hidden_size: int
+    peft: str | None = None
+    target_rows: int | None = None
+
+    def _role(self, role: str) -> tuple[nn.Module | None, str | None, str] | None:
+        """Return module, path and parameter name of a role; None for other names."""
+        return {
+            HEAD_WEIGHT: (self.head, self.head_name, "weight"),
+            HEAD_BIAS: (self.head, self.head_name, "bias"),
+            EMBEDDING_WEIGHT: (self.embedding, self.embedding_name, "weight"),
+        }.get(role)
+
+    def parameter(self, role: str) -> nn.Parameter | None:
+        """Return the live parameter of a role, or by its name in ``root``.
+
+        For a layer under PEFT it is the active trainable copy (``modules_to_save``) or else the
+        base weight, which LoRA and IA3 freeze.
+
+        Args:
+            role: ``"head.weight"``, ``"head.bias"``, ``"embedding.weight"`` (a role precedes a
+                parameter of the same name), or a name in ``root.named_parameters()``.
+
+        Returns:
+            None if the model has no such part (a head without bias).
+
+        Raises:
+            AnatomyError: ``role`` is neither a role nor a parameter's name.
+        """
+        place = self._role(role)
+        if place is None:
+            return self._get_parameter(role)
+        module, _, name = place
+        return None if module is None else leaf(module)._parameters.get(name)
+
+    def _get_parameter(self, name: str) -> nn.Parameter:
+        try:
+            return self.root.get_parameter(name)
+        except AttributeError:
+            names = [n for n, _ in self.root.named_parameters(remove_duplicate=False)]
+            close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+            raise AnatomyError(
+                f"'{name}' is neither a role ('{HEAD_WEIGHT}', '{HEAD_BIAS}', "
+                f"'{EMBEDDING_WEIGHT}') nor one of the {len(names)} parameters of "
+                f"{type(self.root).__name__}"
+                + (f"; close to it: {', '.join(close)}." if close else ".")
+            ) from None
+
+    def parameter_name(self, role: str) -> str | None:
+        """Return the parameter's name in ``root.named_parameters(remove_duplicate=False)``.
+
+        For a tied matrix each role has the name under its module.
+
+        Raises:
+            AnatomyError: ``role`` is neither a role nor a parameter's name.
+        """
+        parameter, place = self.parameter(role), self._role(role)
+        if place is None or parameter is None:
+            return role if place is None else None
+        parameters = self.root.named_parameters(remove_duplicate=False)
+        names = [n for n, p in parameters if p is parameter]
+        prefix = f"{place[1]}." if place[1] else ""
+        return next((n for n in names if n.startswith(prefix)), names[0])
+
+    def trainable(self, role: str) -> bool:
+        """Return whether the role has a parameter and that parameter is trained.
+
+        Raises:
+            AnatomyError: ``role`` is neither a role nor a parameter's name.
+        """
+        parameter = self.parameter(role)
+        return parameter is not None and parameter.requires_grad
+
+    def trainable_names(self) -> tuple[str, ...]:
+        """Return the names of the trained parameters of ``root``, each parameter once."""
+        return tuple(n for n, p in self.root.named_parameters() if p.requires_grad)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the input embeddings, where ``input_ids`` must be."""
+        parameter = self.parameter(EMBEDDING_WEIGHT)
+        if parameter is None:
+            parameter = next(self.model.parameters())
+        return parameter.device
+
+    def __repr__(self) -> str:
+        return (
+            f"Anatomy({type(self.model).__name__}, kind={self.kind!r}, "
+            f"embedding={self.embedding_name!r}, head={self.head_name!r}, "
+            f"blocks={len(self.blocks)}, tied={self.tied}, peft={self.peft!r})"
+        )

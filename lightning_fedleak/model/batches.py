@@ -1,0 +1,657 @@
+"""A batch as the client has it: token ids, labels, masks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_fedleak.model.anatomy import Kind
+
+IGNORE_INDEX = -100
+"""Label that the cross-entropy of torch and Hugging Face leaves out."""
+
+_LABELS: dict[Kind, str] = {
+    "causal": "(B, L) beside their ids, not shifted; -100: not trained on",
+    "masked": "(B, L), -100 where the loss ignores a token",
+    "seq2seq": "(B, L') of the decoder, -100 where the loss ignores a token",
+    "classifier": "(B,) of texts, or (B, L) of tokens",
+}
+_LABEL_NAME = r"label|target|\by(\"])?$"
+HIDDEN = -5e3
+"""Largest score of an additive attention mask that hides: libraries write -10,000 or less."""
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
+_OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
+
+
+class BatchError(ValueError):
+    """A batch could not be read; the message has types and shapes, never contents."""
+
+
+@dataclass(frozen=True, repr=False)
+class TokenBatch:
+    """Token ids of one batch. Its tensors are those of the batch, never copies.
+
+    Labels follow the convention of Hugging Face: each is at the position of its id, and a causal
+    model's loss shifts them. Labels that are shifted already (``x, y = text[:, :-1], text[:, 1:]``)
+    look the same, so that such a batch needs an adapter that joins the two:
+    ``text = torch.cat([x[:, :1], y], dim=1)`` and ``TokenBatch(text, text, None, "causal")``.
+
+    Attributes:
+        input_ids: (B, L) integers.
+        labels: (B, L) integers, -100 where the loss ignores a token; (B, L') of a decoder; (B,) or
+            more of a classifier; or None.
+        attention_mask: (B, L) integers or booleans, 0 where padded, or None.
+        kind: meaning of the labels (:data:`lightning_fedleak.model.anatomy.Kind`).
+        position_ids: (B, L) or (1, L) integers, or None. A document begins where they do not
+            increase by one.
+        documents: (B, L) integers, for several documents in a row: one begins where the number
+            changes, or where ``position_ids`` say so. Kept as the document's number in its row;
+            None means one document in a row.
+        crossing: whether documents attend to the others of their row. None: it is not known yet, so
+            that a monitor tries it on the model
+            (:func:`~lightning_fedleak.model.taps.calls.crosses`).
+        preferences: whether the loss prefers some texts to others, as that of DPO does, so that the
+            rejected ones are in the gradient with the other sign.
+        live: (B, L) bool, the positions whose logits have a gradient, as the graph of a step shows
+            them; None: those that predict a label.
+        soft_labels: whether the loss has targets that are no single labels, as in distillation, so
+            that the labels are not all that there are.
+
+    Raises:
+        BatchError: the tensors do not have these shapes and dtypes.
+    """
+
+    input_ids: Tensor
+    labels: Tensor | None
+    attention_mask: Tensor | None
+    kind: Kind
+    position_ids: Tensor | None = None
+    documents: Tensor | None = None
+    crossing: bool | None = None
+    preferences: bool = False
+    live: Tensor | None = None
+    soft_labels: bool = False
+
+    def __post_init__(self) -> None:
+        ids, labels, mask = self.input_ids, self.labels, self.attention_mask
+        for name in ("input_ids", "labels", "attention_mask", "position_ids", "documents"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                raise _error(f"{name} must be a tensor", value)
+        if ids.dim() != 2 or not _holds_ids(ids):
+            raise _error("input_ids must be integers of shape (B, L)", ids)
+        if mask is not None and mask.shape != ids.shape:
+            raise _error(f"attention_mask must have input_ids' shape {tuple(ids.shape)}", mask)
+        self._number_documents()
+        if labels is None:
+            return
+        if self.kind == "classifier":
+            if labels.shape[:1] != ids.shape[:1]:
+                raise _error(f"labels must have one row for each of {len(ids)} inputs", labels)
+        elif labels.dim() != 2 or not _holds_ids(labels):
+            raise _error(f"labels of a {self.kind} model must be integers (B, L)", labels)
+        elif self.kind == "seq2seq" and len(labels) != len(ids):
+            raise _error(f"labels must have one row for each of {len(ids)} inputs", labels)
+        elif self.kind != "seq2seq" and labels.shape != ids.shape:
+            raise _error(f"labels must have input_ids' shape {tuple(ids.shape)}", labels)
+
+    def target_ids(self) -> Tensor:
+        """Return the ids that the loss is computed on, (n,) int64 in order, repeats included.
+
+        Of a causal batch they are the labels without each row's first and without -100, or without
+        labels the input ids that ``attention_mask`` does not pad; of the others (a classifier's are
+        classes) all labels without -100. On CUDA this waits for the device.
+
+        Raises:
+            BatchError: a batch that is not causal has no labels, or they are no integers.
+        """
+        if self.labels is None and self.kind != "causal":
+            raise BatchError(
+                f"the batch of a {self.kind} model has no labels, so that the tokens its loss is "
+                "computed on are unknown. Give 'labels' in the batch, or pass batch_adapter=."
+            )
+        if self.labels is None:
+            return _unmasked(self.input_ids, self.attention_mask, start=1)
+        if not _holds_ids(self.labels):
+            raise _error("the labels are no ids", self.labels)
+        # A first token is predicted behind virtual tokens alone, which only a graph shows.
+        unread = self.kind == "causal" and self.live is None
+        targets = self.labels[:, 1:] if unread else self.labels
+        return targets[targets != IGNORE_INDEX].long()
+
+    def context_ids(self, *, one_way: bool = False) -> Tensor:
+        """Return the ids that are read and that a label depends on, (n,) int64, with repeats.
+
+        Padding is among them if the loss counts its prediction. The ids that the decoder of an
+        encoder-decoder reads come last, without the start and pad tokens that ``shift_right``
+        inserts. On CUDA this waits for the device.
+
+        Args:
+            one_way: see :meth:`context_mask`.
+        """
+        ids, labels = self.input_ids, self.labels
+        context = self.context_mask(one_way=one_way)
+        aligned = labels is not None and labels.shape == ids.shape and _holds_ids(labels)
+        if labels is not None and aligned and self.kind != "seq2seq":
+            counted = labels != IGNORE_INDEX
+            context = context | self._predicting(counted)
+        context_ids = ids[context].long()
+        if self.kind != "seq2seq" or labels is None:
+            return context_ids
+        counted = labels != IGNORE_INDEX
+        decoder_ids = labels[counted & before_last(counted)].long()
+        return torch.cat([context_ids, decoder_ids.to(context_ids.device)])
+
+    def context_mask(self, *, one_way: bool = False) -> Tensor:
+        """Return (B, L) bool, which of the ``input_ids`` a label depends on.
+
+        A causal text's last token predicts nothing, so that no layer's gradient depends on it and
+        it leaks as a label only. The same holds for the last token whose label counts and all that
+        follow it, and for a text without a label.
+
+        Args:
+            one_way: whether a classifier's tokens attend to no later ones. If each token has a
+                class, tokens after the last one that counts are then left out.
+        """
+        mask, labels, ids = self.attention_mask, self.labels, self.input_ids
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+        counted = real if labels is None else (labels != IGNORE_INDEX).to(real.device)
+        if counted.shape != real.shape or self.kind == "seq2seq":
+            some = counted.flatten(1).any(1) if counted.dim() > 1 else counted
+            return real & some[:, None]
+        counted = self._predicting(counted)
+        # The last column of each document that predicts a label; -1 where none does.
+        columns = torch.arange(ids.shape[1], device=real.device).expand_as(real)
+        numbers = self.documents if self.documents is not None and not self.crossing else None
+        numbers = torch.zeros_like(columns) if numbers is None else numbers.to(real.device)
+        last = torch.full_like(columns, -1).scatter_reduce(
+            1, numbers, columns.masked_fill(~counted, -1), "amax"
+        )
+        last = last.gather(1, numbers)
+        return real & (columns <= last if one_way or self.kind == "causal" else last >= 0)
+
+    def _predicting(self, counted: Tensor) -> Tensor:
+        """Return (B, L) the positions that predict a label of ``counted``, or have a gradient."""
+        if self.live is not None:
+            return self.live.to(counted.device)
+        return _preceding(counted) if self.kind == "causal" else counted
+
+    def _number_documents(self) -> None:
+        """Keep the number of each token's document within its row, where the batch marks any."""
+        ids = self.input_ids
+        starts = torch.zeros_like(ids, dtype=torch.bool)[:, 1:]
+        for name, step in (("position_ids", 1), ("documents", 0)):
+            marks = getattr(self, name)
+            if marks is None:
+                continue
+            if marks.shape not in (ids.shape, (1, ids.shape[1])) or not _holds_ids(marks):
+                raise _error(f"{name} must be integers of shape {tuple(ids.shape)}", marks)
+            starts = starts | (marks.to(ids.device).diff(dim=1) != step)
+        if self.position_ids is not None or self.documents is not None:
+            documents = functional.pad(starts.cumsum(1), (1, 0)) if ids.shape[1] else ids.long()
+            object.__setattr__(self, "documents", documents)
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether a row holds several documents. On CUDA this waits for the device."""
+        if self.documents is None:
+            return False
+        places = self.document_places()
+        rows = places[:, :1] // max(1, self.input_ids.shape[1])
+        return len(places) > len(set(rows.flatten().tolist()))
+
+    def document_places(self) -> Tensor:
+        """Return (N, L') int64, where in the flattened (B L) each document's tokens are, then -1.
+
+        Padding belongs to no document. On CUDA this waits for the device.
+        """
+        ids, mask = self.input_ids, self.attention_mask
+        rows = torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]
+        keys = (rows if self.documents is None else rows + self.documents).expand_as(ids).flatten()
+        real = torch.ones_like(keys) if mask is None else mask.to(keys.device).flatten()
+        places = (real != 0).nonzero()[:, 0]
+        lengths = torch.unique_consecutive(keys[places], return_counts=True)[1].tolist()
+        if not lengths:
+            return places.view(0, 0)
+        documents = torch.split(places, lengths)
+        return nn.utils.rnn.pad_sequence(list(documents), batch_first=True, padding_value=-1)
+
+    def by_document(self) -> TokenBatch:
+        """Return the batch with one document in a row, padded on the right; itself if it is so.
+
+        Raises:
+            BatchError: a document is not read by itself, so that it is no text of its own.
+        """
+        if not self.is_packed:
+            return self
+        if self.crossing:
+            raise BatchError(
+                "several documents are packed into a row, and this model lets each attend to the "
+                "others of its row, so that none is read as it would be alone. Keep them apart: in "
+                "transformers by use_cache=False and position_ids that begin again without an "
+                "attention_mask, or by a block-diagonal mask"
+            )
+        if self.kind == "seq2seq" or (self.labels is not None and self.labels.dim() != 2):
+            raise BatchError(
+                f"several documents are packed into a row, and which of the labels of a {self.kind}"
+                " model are a document's is not known: give each document a row"
+            )
+        ids, positions = self.input_ids, self.position_ids
+        if positions is not None:
+            positions = self.per_document(positions.expand_as(ids))
+        if positions is None or bool((positions[:, 0] != positions[0, 0]).any()):
+            raise BatchError(
+                "documents are packed into a row without position_ids that begin again, so that "
+                "the model reads a document at other positions than alone: pass position_ids"
+            )
+        return TokenBatch(
+            self.per_document(ids),
+            None if self.labels is None else self.per_document(self.labels, IGNORE_INDEX),
+            self.per_document(torch.ones_like(ids)),
+            self.kind,
+            positions,
+            preferences=self.preferences,
+            live=None if self.live is None else self.per_document(self.live),
+            soft_labels=self.soft_labels,
+        )
+
+    def per_document(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Return what each document holds of values (B, L, ...), as rows of :meth:`by_document`.
+
+        Args:
+            values: of each token of the batch.
+            fill: value behind the end of a document.
+        """
+        if not self.is_packed:
+            return values
+        places = self.document_places().to(values.device)
+        parts = values.flatten(0, 1)[places.clamp(min=0)]
+        return parts.masked_fill((places < 0).view(*places.shape, *[1] * (parts.dim() - 2)), fill)
+
+    def check_values(self, readable: int | None, n_labels: int) -> None:
+        """Raise an error for unknown ids, or a mask that hides what is trained on.
+
+        A mask is considered inverted (1 where padded, or 0 where it is added to scores) if it keeps
+        no token that has a label, or no token at all, or only one id many times while it hides
+        several others. A mask may hide any number of tokens, and padding may have a label. On CUDA
+        this waits for the device.
+
+        Args:
+            readable: rows of the input embedding; None leaves ``input_ids`` unchecked.
+            n_labels: rows of the head; a classifier's labels are not compared with it.
+
+        Raises:
+            BatchError: says what contradicts what, never which ids.
+        """
+        words = self.labels is not None and self.kind != "classifier"
+        targets = self.target_ids() if words or self.kind == "causal" else None
+        if words and targets is not None and _any_outside(targets, n_labels):
+            raise _contradiction(
+                f"labels hold ids outside the vocabulary of {n_labels} (the loss ignores "
+                f"{IGNORE_INDEX})"
+            )
+        ids = _unmasked(self.input_ids, self.attention_mask)
+        if readable is not None and _any_outside(ids, readable):
+            raise _contradiction(f"input_ids hold ids outside the vocabulary of {readable}")
+        if self.attention_mask is None or self.input_ids.numel() == 0:
+            return
+        if self._hides_words(self.attention_mask != 0, ids, targets):
+            raise _contradiction(
+                "attention_mask hides the tokens that are trained on: it must be 1 (or True) for a "
+                "token and 0 for padding"
+            )
+
+    def _hides_words(self, mask: Tensor, visible: Tensor, targets: Tensor | None) -> bool:
+        """Return whether a mask (B, L) must be inverted; ``visible`` are the ids that it keeps."""
+        labels = self.labels
+        if len(visible) == 0:
+            return labels is None or targets is None or len(targets) > 0
+        if labels is not None and self.kind in ("causal", "masked"):
+            counted = labels != IGNORE_INDEX
+            if self.kind == "causal":
+                counted, mask = counted[:, 1:], mask[:, 1:]
+            if bool(counted.any()) and not bool((counted & mask).any()):
+                return True
+        assert self.attention_mask is not None
+        hidden = _unmasked(self.input_ids, self.attention_mask == 0)
+        return not bool((visible != visible[0]).any()) and bool((hidden != hidden[:1]).any())
+
+    @property
+    def n_targets(self) -> int:
+        """Return the number of tokens (of a classifier: labels) that the loss is computed on."""
+        return int(self.target_ids().numel())
+
+    def __repr__(self) -> str:
+        labels, mask = (_describe(v) for v in (self.labels, self.attention_mask))
+        return (
+            f"TokenBatch(kind={self.kind!r}, input_ids={_describe(self.input_ids)}, "
+            f"labels={labels}, attention_mask={mask})"
+        )
+
+
+BatchAdapter = Callable[[Any], TokenBatch]
+"""Turns a user's own batch into a :class:`TokenBatch`."""
+
+
+def read_batch(batch: Any, kind: Kind) -> TokenBatch:
+    """Return ids, labels and mask of a batch, without reading values of its tensors.
+
+    Known forms:
+
+    - mappings (dict, ``BatchEncoding``, ``UserDict``) and objects (dataclasses, named tuples) with
+      ``input_ids`` and, if they have them, ``labels`` and ``attention_mask``. Labels under another
+      usual name (``targets``, ``y``) raise an error. Documents that are packed into a row are told
+      apart by ``position_ids`` that begin again, ``seq_idx``, ``cu_seq_lens`` (also
+      ``cu_seq_lens_q``; of a single row) and masks (B, H, L, L) or (B, L, L) of attention.
+      ``completion_mask`` without ``labels`` is that of TRL's chosen and rejected answers;
+    - ``(input_ids,)``, ``(input_ids, labels)``, ``(input_ids, attention_mask, labels)`` as tuple or
+      list; of two, a second of dtype bool is the mask;
+    - one integer tensor (B, L).
+
+    Position and dtype decide which tensor of a tuple is the mask, because reading its values would
+    make the host wait for the device. Nothing is copied, moved or changed.
+
+    Args:
+        batch: the argument of ``training_step``.
+        kind: meaning of the labels, see :class:`~lightning_fedleak.model.anatomy.Anatomy`.
+
+    Raises:
+        BatchError: the form is not known; the message has types and shapes.
+    """
+    if isinstance(batch, Tensor):
+        return TokenBatch(batch, None, None, kind)
+    if isinstance(batch, Mapping):
+        if "input_ids" not in batch:
+            raise _error("the batch has no 'input_ids'", batch)
+        return _from_names(batch, batch.get, kind)
+    if hasattr(batch, "input_ids"):
+        return _from_names(batch, lambda name: getattr(batch, name, None), kind)
+    if not isinstance(batch, tuple | list) or not all(isinstance(v, Tensor) for v in batch):
+        raise _error("the batch has no known form", batch)
+    match tuple(batch):
+        case (ids,):
+            return TokenBatch(ids, None, None, kind)
+        case (ids, mask) if mask.dtype == torch.bool:
+            return TokenBatch(ids, None, mask, kind)
+        case (ids, labels):
+            return TokenBatch(ids, labels, None, kind)
+        case (ids, mask, labels):
+            return TokenBatch(ids, labels, mask, kind)
+    raise _error("the batch has no known form", batch)
+
+
+BatchWriter = Callable[[Any, TokenBatch], Any]
+"""Makes a copy of a user's own batch that holds the ids and labels of a :class:`TokenBatch`."""
+
+
+def write_batch(batch: Any, tokens: TokenBatch) -> Any:
+    """Return a copy of ``batch`` with the ids and labels of ``tokens``, in the same form.
+
+    It takes the forms of :func:`read_batch`. Everything else (mask, other fields) is the same
+    object in both, except the text that a ``BatchEncoding`` of a fast tokenizer has beside its
+    tensors: the copy has none.
+
+    Args:
+        batch: the argument of :func:`read_batch`.
+        tokens: the ids, and the labels unless ``tokens.labels`` is None.
+
+    Raises:
+        BatchError: the form is not known, cannot be copied, or has no place for the labels.
+    """
+    new: dict[str, Tensor] = {"input_ids": tokens.input_ids}
+    if tokens.labels is not None:
+        new["labels"] = tokens.labels
+    if isinstance(batch, MutableMapping) and "input_ids" in batch:
+        old, new_batch = batch["input_ids"], copy.copy(batch)
+        if getattr(new_batch, "_encodings", None) is not None:
+            new_batch._encodings = None  # type: ignore[attr-defined]
+        new_batch.update(new)
+        return _check_copy(batch, new_batch, batch["input_ids"] is old)
+    if isinstance(batch, tuple) and hasattr(batch, "_replace") and hasattr(batch, "input_ids"):
+        return batch._replace(**new)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **new)
+    if hasattr(batch, "input_ids"):
+        old, new_batch = batch.input_ids, copy.copy(batch)
+        for name, value in new.items():
+            setattr(new_batch, name, value)
+        return _check_copy(batch, new_batch, batch.input_ids is old)
+    if not isinstance(batch, Tensor) and type(batch) not in (tuple, list):
+        raise _error("the batch cannot be copied with other ids", batch)
+    old_labels = read_batch(batch, tokens.kind).labels
+    if "labels" in new and old_labels is None:
+        raise _error("the batch has no place for labels", batch)
+    if isinstance(batch, Tensor):
+        return tokens.input_ids
+    _, *others = batch
+    if "labels" in new:
+        others[-1] = new["labels"]
+    return type(batch)([tokens.input_ids, *others])
+
+
+def other_fields(batch: Any) -> tuple[str, ...]:
+    """Return the names of a batch's fields other than ids, labels and mask.
+
+    Fields that are None do not count. Batches without names (tensors, plain tuples and lists) have
+    no other fields.
+
+    Raises:
+        BatchError: an object whose fields cannot be listed.
+    """
+    if isinstance(batch, Mapping):
+        items = list(batch.items())
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [f.name for f in dataclasses.fields(batch)]
+        items = [(n, getattr(batch, n)) for n in {*names, *getattr(batch, "__dict__", ())}]
+    elif isinstance(batch, tuple) and hasattr(batch, "_asdict"):
+        items = list(batch._asdict().items())
+    elif isinstance(batch, Tensor) or type(batch) in (tuple, list):
+        return ()
+    elif hasattr(batch, "__dict__"):
+        items = list(vars(batch).items())
+    else:
+        raise _error("the fields of the batch cannot be listed", batch)
+    standard = ("input_ids", "labels", "attention_mask")
+    return tuple(sorted(_key(name) for name, v in items if v is not None and name not in standard))
+
+
+def adapter_to_copy(batch: Any, kind: Kind) -> str:
+    """Return the code of a ``batch_adapter`` for a user's form of batch, with its field names.
+
+    Args:
+        batch: a batch, or its class: a dataclass or a named tuple.
+        kind: of the model.
+    """
+    values = _fields_by_code(batch)
+    masks = {code: value for code, value in values.items() if "mask" in _last_name(code)}
+    flat = [code for code, m in masks.items() if not isinstance(m, Tensor) or m.dim() == 2]
+    labels = next((code for code in values if re.search(_LABEL_NAME, code.lower())), None)
+    others = [code for code in values if code not in (*masks, labels)]
+    no_mask = position_line = ""
+    if masks and not flat:
+        no_mask = "; not one of attention scores"
+        positions = next((code for code in others if _last_name(code) == "position_ids"), None)
+        if positions is not None:
+            others.remove(positions)
+            position_line = f"\n            position_ids={positions},  # of texts packed into a row"
+
+    def unlikely(code: str) -> tuple[bool, bool]:
+        value = values[code]
+        rows = isinstance(value, Tensor) and value.dim() == 2 and _holds_ids(value)
+        return not rows, not re.search("id|tok|input|^x$", _last_name(code))
+
+    ids = min(others, key=unlikely, default="batch.YOUR_IDS")
+    mask = next(iter(flat), None)
+    return f"""
+    from lightning_fedleak.model.batches import TokenBatch
+
+    def batch_adapter(batch):
+        return TokenBatch(
+            input_ids={ids},  # (B, L) integers
+            labels={labels},  # {_LABELS[kind]}
+            attention_mask={mask},  # (B, L), 0 where padded{no_mask}
+            kind="{kind}",{position_line}
+        )
+
+    LeakageMonitor(..., batch_adapter=batch_adapter)
+"""
+
+
+def _fields_by_code(batch: Any, path: str = "batch") -> dict[str, object]:
+    """Return the fields of a batch, and of mappings inside, by the code that reads them.
+
+    What may be content, and no name of a field, is left out.
+    """
+    if not isinstance(batch, Mapping):
+        declared = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
+        names = getattr(batch, "__dict__", ()) if declared is None else declared
+        return {
+            f"{path}.{name}": getattr(batch, name, None) for name in names if _key(name) == name
+        }
+    fields: dict[str, object] = {}
+    for name, value in batch.items():
+        code = f'{path}["{name}"]'
+        if isinstance(value, Mapping) and _key(name) == name:
+            fields |= _fields_by_code(value, code)
+        elif _key(name) == name:
+            fields[code] = value
+    return fields
+
+
+def _last_name(code: str) -> str:
+    """Return the name of the field that a piece of code reads, in lower case."""
+    return str(re.findall(r"\w+", code)[-1]).lower()
+
+
+def _check_copy(batch: Any, new_batch: Any, unchanged: bool) -> Any:
+    """Return a copy, or raise an error if a change of it changed the original."""
+    if new_batch is batch or not unchanged:
+        raise _error("a copy of the batch shares its fields with it", batch)
+    return new_batch
+
+
+def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBatch:
+    ids, mask, positions = get("input_ids"), get("attention_mask"), get("position_ids")
+    labels, preferences = _labels(batch, get, kind)
+    if isinstance(positions, Tensor) and positions.dim() != 2:
+        raise _error(
+            "position_ids of M-RoPE and others that are not (B, L) do not say where documents "
+            "begin: with one text in a row, a batch_adapter= leaves them out",
+            positions,
+        )
+    documents: Tensor | None = None
+    if isinstance(ids, Tensor) and ids.dim() == 2:
+        documents = _marked_documents(ids, get)
+        if (
+            isinstance(mask, Tensor)
+            and mask.dim() in (3, 4)
+            and mask.shape[-2:] == 2 * ids.shape[1:]
+        ):
+            sees = mask > HIDDEN if mask.is_floating_point() else mask != 0
+            sees = (sees.any(1) if mask.dim() == 4 else sees).expand(len(ids), -1, -1)
+            apart = ~sees.diagonal(-1, 1, 2)
+            numbers = functional.pad(apart, (1, 0)).cumsum(1) if ids.shape[1] else ids
+            documents = numbers if documents is None else documents + numbers
+            mask = sees.diagonal(0, 1, 2)
+    return TokenBatch(ids, labels, mask, kind, positions, documents, preferences=preferences)
+
+
+def _labels(batch: object, get: Callable[[str], Any], kind: Kind) -> tuple[Any, bool]:
+    """Return the labels, and whether they are of answers that the loss compares."""
+    labels, ids, answers = get("labels"), get("input_ids"), get("completion_mask")
+    if labels is not None:
+        return labels, False
+    dims = (1, 2) if kind == "classifier" else (2,)
+    for name in _OTHER_LABELS:
+        if isinstance(value := get(name), Tensor) and value.dim() in dims:
+            raise _error(f"the batch has no 'labels', but '{name}', which may be", batch)
+    if kind != "causal" or not isinstance(answers, Tensor) or not isinstance(ids, Tensor):
+        return None, False
+    return ids.masked_fill(answers == 0, IGNORE_INDEX), True
+
+
+def _marked_documents(ids: Tensor, get: Callable[[str], Any]) -> Tensor | None:
+    """Return (B, L) numbers that change where ``seq_idx`` or ``cu_seq_lens`` begin a document."""
+    lengths = next((v for name in _LENGTHS if (v := get(name)) is not None), None)
+    if lengths is None:
+        numbers = get("seq_idx")
+        return numbers if isinstance(numbers, Tensor) else None
+    if len(ids) != 1:
+        raise _error(
+            f"cu_seq_lens of {len(ids)} rows: of which tokens they are is unknown", lengths
+        )
+    ends = torch.as_tensor(lengths, device=ids.device).flatten()
+    places = torch.arange(ids.shape[1], device=ids.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, places, right=True)[None]
+
+
+def _unmasked(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:
+    """Return ids from column ``start`` on that the mask keeps, (n,) int64, never a view."""
+    ids = ids[:, start:]
+    visible = ids.reshape(-1) if mask is None else ids[mask[:, start:] != 0]
+    return visible.to(torch.int64, copy=True)
+
+
+def before_last(flags: Tensor) -> Tensor:
+    """Return (B, L) whether a position is before the last one of its row that is set."""
+    return _preceding(flags.flip(1).cumsum(1).flip(1) > 0)
+
+
+def _preceding(flags: Tensor) -> Tensor:
+    """Return (B, L) whether the next position of the row is set."""
+    return torch.cat([flags[:, 1:], torch.zeros_like(flags[:, :1])], dim=1)
+
+
+def _any_outside(ids: Tensor, n: int) -> bool:
+    return bool(((ids < 0) | (ids >= n)).any())
+
+
+def _contradiction(text: str) -> BatchError:
+    return BatchError(
+        f"{text}. The words of such a batch are unknown. Correct it, or pass batch_adapter=, a "
+        "function from your batch to a TokenBatch that says what is trained on."
+    )
+
+
+def _holds_ids(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _error(text: str, value: object) -> BatchError:
+    return BatchError(
+        f"{text}; got {_describe(value)}. Known are dicts and objects with input_ids (and labels, "
+        "attention_mask), tuples (input_ids, labels) or (input_ids, attention_mask, labels), and "
+        "one integer tensor (B, L). For anything else pass batch_adapter=, a function from your "
+        "batch to a TokenBatch."
+    )
+
+
+def _describe(value: object, depth: int = 2) -> str:
+    """Return type and shapes of a value, never its contents."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
+    name = type(value).__name__
+    if value is None or depth == 0:
+        return name
+    if isinstance(value, Mapping):
+        items = [f"{_key(k)}: {_describe(v, depth - 1)}" for k, v in list(value.items())[:8]]
+    elif isinstance(value, tuple | list):
+        items = [_describe(v, depth - 1) for v in value[:8]]
+    else:
+        return name
+    more = ", ..." if len(items) < len(value) else ""
+    return f"{name}({', '.join(items)}{more}; {len(value)} items)"
+
+
+def _key(key: object) -> str:
+    """Return a mapping's key if it is a field's name, or its type if it may be content."""
+    is_name = isinstance(key, str) and key.isidentifier() and len(key) <= 32
+    return str(key) if is_name else type(key).__name__

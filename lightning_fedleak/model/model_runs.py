@@ -1,0 +1,600 @@
+"""Running the model on any text without a trace: its logits, and hidden states at a layer.
+
+Every forward of this package runs inside :func:`undisturbed`. It calls the model's ``forward``, so
+that masks, positions, PEFT and sharding are those of the model. A run for hidden states stops right
+after the layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar, copy_context
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from lightning_fedleak.model import model_state
+from lightning_fedleak.model.anatomy import (
+    Anatomy,
+    Place,
+    matrix_shape,
+    place_of,
+    unwrap,
+    walk,
+    without_peft,
+)
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.validate import check_integer
+
+LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
+TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
+
+_WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
+_HOOK_PACKAGES = ("torch.distributed", *_WHOLE_MODEL_PACKAGES)
+
+_open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
+
+
+def is_observed() -> bool:
+    """Return whether the code runs inside :func:`undisturbed`.
+
+    Hooks that change a client's data must do nothing then.
+    """
+    return bool(_open.get())
+
+
+@contextmanager
+def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
+    """Yield ``anatomy.model`` in eval mode, and restore everything after, also on an exception.
+
+    Restored are the contents of the modules of ``anatomy.root``
+    (:func:`~lightning_fedleak.model.model_state.preserve_model`: parameters, buffers, gradients,
+    attributes that a forward or a hook writes), the state of the process
+    (:func:`~lightning_fedleak.model.model_state.preserve_process`: random generators, autocast),
+    and each module's ``training`` flag, without a call of a user's ``train()``. What FSDP2 had
+    sharded is sharded again. Compiled modules run eagerly, and autocast stores no cast weights.
+    Gradients stay enabled or disabled; a backward belongs inside.
+
+    It may be nested: the outermost one of a root restores its modules, each one modes and random
+    generators. :func:`is_observed` is True meanwhile.
+
+    It cannot restore what no module holds: files, global variables, closures, class attributes, and
+    objects whose state cannot be read.
+
+    Raises:
+        ModelWritten: a parameter was written to and could not be restored.
+    """
+    root, before = anatomy.root, _open.get()
+    modules = model_state.modules_of(root)
+    flags = [m.training for m in modules]
+    # Linear4bit of bitsandbytes packs its weights for some CPUs in eval mode, for good, and has no
+    # backward any more.
+    packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
+    with ExitStack() as stack:
+        stack.enter_context(model_state.preserve_process())
+        if not any(root is other for other in before):
+            stack.enter_context(model_state.preserve_model(root, anatomy.model))
+        stack.enter_context(_reshard(root))
+        if is_compiled(root):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Older torch would store weights that are cast without gradient for training.
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        _open.set((*before, root))
+        try:
+            for module in modules:
+                module.training = False
+            for module in packing:
+                module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            yield anatomy.model
+        finally:
+            for module, flag in zip(modules, flags, strict=True):
+                module.training = flag
+            for module in packing:
+                module.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
+            _open.set(before)
+
+
+def hidden_states(
+    anatomy: Anatomy,
+    layer: int,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    position_ids: Tensor | None = None,
+    at_once: int = TOKENS_AT_ONCE,
+) -> Tensor:
+    """Return the hidden states of texts at ``layer``, in eval mode and without gradient.
+
+    Layers count as in Hugging Face's ``hidden_states``: 0 is the input of the first block (the
+    output of the embeddings), k the output of block k, counted from 1. The last entry is the last
+    block's output, before the final norm that GPT-2, Llama and T5 apply to ``hidden_states[-1]``.
+
+    The model computes positions as in a training step with the same ids and mask. RoBERTa counts
+    from the padding; GPT-2, Llama and BERT count from the first column whatever the mask, so that a
+    text padded on the left is shifted. ``generate`` counts from the first real token: pass
+    ``position_ids=(mask.cumsum(1) - 1).clamp(min=0)`` for that. Hidden states at padded positions
+    have no meaning.
+
+    Nothing is changed, see :func:`undisturbed`. Of all hooks only those run that the model needs:
+    their functions come from ``torch.distributed`` (FSDP2, tensor parallel), ``torch.nn.utils``
+    (``weight_norm``, pruning), ``torch.ao``, ``transformers``, ``accelerate`` and ``peft``. A
+    user's hook that changes the computation does not run. Under FSDP2 and tensor parallel every
+    rank must make the call, with texts of the same shape.
+
+    Args:
+        anatomy: the model; the layers of an encoder-decoder are those of its *encoder*.
+        layer: 0 to the number of blocks.
+        input_ids: (B, L) token ids, moved to the model's device.
+        attention_mask: (B, L), 0 where padded, or None; ignored by a model that takes none.
+        position_ids: (B, L), for a model whose ``forward`` takes them.
+        at_once: tokens in one run at most (at least one row), which bounds the memory.
+
+    Returns:
+        (B, L, d) in the dtype and on the device of the layer, detached, without the virtual tokens
+        of prompt tuning.
+
+    Raises:
+        ValueError: the model has no such layer, there is no text or an empty one, shapes do not
+            match, or a text is longer than the model's context.
+        TypeError: the model is wrapped by FSDP1, whose forward cannot be stopped.
+    """
+    place = place_of(anatomy, layer)
+    check_text(anatomy, input_ids, attention_mask, position_ids)
+    check_integer("at_once", at_once, hint="tokens of one run")
+    if any("_fsdp_wrapped_module" in m._modules for m in model_state.modules_of(anatomy.root)):
+        raise TypeError(
+            "the model is wrapped by FullyShardedDataParallel (FSDP1), whose forward cannot be "
+            "cut off behind a layer; use FSDP2 (ModelParallelStrategy)"
+        )
+    device = anatomy.device
+    rows = max(1, at_once // input_ids.shape[1])
+    texts: list[dict[str, Tensor]] = []
+    for a in range(0, len(input_ids), rows):
+        text = {"input_ids": input_ids[a : a + rows].to(device)}
+        if attention_mask is not None and accepts(anatomy.model, "attention_mask"):
+            text["attention_mask"] = attention_mask[a : a + rows].to(device)
+        if position_ids is not None:
+            text["position_ids"] = position_ids[a : a + rows].to(device)
+        texts.append(text)
+    with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
+        options = {"use_cache": False} if takes(model, "use_cache") else {}
+        run = stop_at(model, place)
+        states = [copy_context().run(run, **text, **options) for text in texts]
+    length = input_ids.shape[1]
+    return torch.cat([states_of_text(s, length, anatomy, layer) for s in states]).detach()
+
+
+def sees_no_later(anatomy: Anatomy) -> bool:
+    """Return whether no hidden state depends on a later token, from a run on two texts.
+
+    It is False for a model without known blocks, or one that takes no ``input_ids``.
+    """
+    if not anatomy.blocks or why_not_run(anatomy) is not None:
+        return False
+    rows = matrix_shape(anatomy.embedding)
+    tokens = anatomy.vocab_size if rows is None else rows[0]
+    ids = torch.arange(4, device=anatomy.device).repeat(2, 1) % tokens
+    ids[1, -1] = ids[1, 0]
+    place = Place("", unwrap(anatomy.blocks[-1]), "output")
+    with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
+        states = stop_at(model, place)(input_ids=ids)
+    return bool(torch.equal(states[0, 0], states[1, 0]))
+
+
+@contextmanager
+def whole_model(root: nn.Module) -> Iterator[None]:
+    """Replace the parameters that FSDP2 shards by whole ones, on every process.
+
+    It gives attacks the server's copy of the model. How often an attack runs it may depend on the
+    data, so that a collective would block the other processes. All sharded parameters are gathered,
+    which takes their memory on every process, and the model's tensors are restored after. FSDP2's
+    hooks do not run within, see :func:`only_needed_hooks`. The computation is in the parameters'
+    dtype, even if a ``MixedPrecisionPolicy`` has the client compute in another.
+
+    Every process must enter it, outside of forward and backward, because it gathers.
+    """
+    sharded = [
+        (module, name, parameter)
+        for module in root.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and hasattr(parameter, "full_tensor")
+    ]
+    if not sharded:
+        yield
+        return
+    whole: dict[int, nn.Parameter] = {}
+    for _, _, parameter in sharded:
+        if id(parameter) not in whole:
+            gathered = parameter.full_tensor()
+            whole[id(parameter)] = nn.Parameter(
+                gathered.detach(), requires_grad=parameter.requires_grad
+            )
+    try:
+        for module, name, parameter in sharded:
+            module._parameters[name] = whole[id(parameter)]
+        with only_needed_hooks(root, _WHOLE_MODEL_PACKAGES):
+            yield
+    finally:
+        for module, name, parameter in sharded:
+            module._parameters[name] = parameter
+
+
+@contextmanager
+def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES) -> Iterator[None]:
+    """Run only those hooks on modules within that the model needs, see :func:`hidden_states`.
+
+    They run to the end even if an exception stops the forward, so that FSDP2 frees what it
+    gathered. Hooks that are registered meanwhile stay.
+
+    Args:
+        root: module whose hooks, and whose submodules' hooks, are meant.
+        packages: packages whose hooks run.
+    """
+    holders: list[dict[str, Any]] = [m.__dict__ for m in model_state.modules_of(root)]
+    holders.append({n.removeprefix("_global"): v for n, v in vars(torch_module).items()})
+    stores = [holder[name] for holder in holders for name in model_state.HOOKS if holder[name]]
+    old_stores = [(store, OrderedDict(store)) for store in stores]
+    try:
+        for store in stores:
+            for key in [k for k, hook in store.items() if not _comes_from(hook, packages)]:
+                del store[key]
+        with _always_called(holders):
+            yield
+    finally:
+        for store, old in old_stores:
+            new = {k: hook for k, hook in store.items() if k not in old}
+            store.clear()
+            store.update({**old, **new})
+
+
+@contextmanager
+def _always_called(holders: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Run the forward hooks of modules even if an exception stops the forward."""
+    with_hooks = [one for one in holders if one["_forward_hooks"]]
+    always = [(one["_forward_hooks_always_called"], one["_forward_hooks"]) for one in with_hooks]
+    old_flags = [dict(flags) for flags, _ in always]
+    for flags, store in always:
+        flags.update(dict.fromkeys(store, True))
+    try:
+        yield
+    finally:
+        for (flags, store), old in zip(always, old_flags, strict=True):
+            for key in [k for k in store if k in flags and k not in old]:
+                del flags[key]
+            flags.update(old)
+
+
+def _comes_from(hook: Callable[..., Any], packages: Sequence[str]) -> bool:
+    home = model_state.hook_home(hook)
+    return any(home == name or home.startswith(f"{name}.") for name in packages)
+
+
+class _Stop(Exception):
+    """A signal, not an error, that carries hidden states out of a forward."""
+
+    def __init__(self, states: Any) -> None:
+        super().__init__()
+        self.states = states
+
+
+def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
+    """Return a function that runs ``model`` up to ``place`` and returns the hidden states there."""
+
+    def stop(states: Any) -> NoReturn:
+        raise _Stop(states)
+
+    def run(**inputs: Any) -> Any:
+        try:
+            with place.on_states(stop):
+                model(**inputs)
+        except _Stop as signal:
+            return signal.states
+        raise ValueError(
+            f"{type(model).__name__} never called its block ({type(place.module).__name__}); name "
+            "the blocks that it calls with anatomy={'blocks': 'path.to.blocks'}"
+        )
+
+    return run
+
+
+def stop_behind(model: nn.Module, places: Sequence[Place]) -> Callable[..., list[Any]]:
+    """Return a function that runs ``model`` up to the last of ``places``: the states at each."""
+    *earlier, last = places
+    run_to_last = stop_at(model, last)
+
+    def run(**inputs: Any) -> list[Any]:
+        states: dict[int, Any] = {}
+        with ExitStack() as stack:
+            for i, place in enumerate(earlier):
+                stack.enter_context(place.on_states(functools.partial(states.__setitem__, i)))
+            deepest = run_to_last(**inputs)
+        return [*(states[i] for i in range(len(earlier))), deepest]
+
+    return run
+
+
+def states_of_text(states: Any, length: int, anatomy: Anatomy, layer: int) -> Tensor:
+    """Return the states of a layer without virtual tokens.
+
+    Raises:
+        ValueError: they are no tensor (B, L, d).
+    """
+    virtual = virtual_tokens(anatomy)
+    form: object = type(states).__name__
+    if isinstance(states, Tensor):
+        form = list(states.shape)
+        if states.dim() == 3 and states.shape[1] in (length, length + virtual):
+            return states[:, -length:]
+    raise ValueError(
+        f"hidden states at layer {layer} should have {length} positions, as the text, and 3 "
+        f"dimensions; the model gives {form} there"
+    )
+
+
+def check_text(
+    anatomy: Anatomy, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None
+) -> None:
+    """Raise an error for texts (B, L) that the model cannot read.
+
+    Raises:
+        ValueError: a text is empty or too long, a shape is wrong, or the model takes no positions.
+    """
+    shape = tuple(input_ids.shape)
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must be (B, L), got {shape}")
+    if 0 in shape:
+        raise ValueError(f"input_ids holds no text: its shape is {shape}")
+    for name, value in (("attention_mask", mask), ("position_ids", positions)):
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(f"{name} is {tuple(value.shape)}, but input_ids is {shape}")
+    if mask is not None and not bool((mask != 0).any(1).all()):
+        empty = int((mask == 0).all(1).nonzero()[0])
+        raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
+    if positions is not None and not takes(anatomy.model, "position_ids"):
+        raise ValueError(
+            f"{type(without_peft(anatomy.model)).__name__}.forward takes no position_ids"
+        )
+    context = context_length(anatomy)
+    if context is not None and shape[1] > context:
+        raise ValueError(
+            f"the texts are {shape[1]} tokens long, but the model's context holds {context}; "
+            "truncate them"
+        )
+
+
+def context_length(anatomy: Anatomy) -> int | None:
+    """Return how many tokens of text the model takes at most; None if unknown, as for T5.
+
+    RoBERTa uses the first positions for padding, and prompt tuning for its virtual tokens.
+    """
+    core = without_peft(anatomy.model)
+    most = getattr(getattr(core, "config", None), "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        return None
+    for name, module in walk(core):
+        table = name.rsplit(".", 1)[-1] == "position_embeddings"
+        if table and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            most = min(most, module.num_embeddings - module.padding_idx - 1)
+    return int(most) - virtual_tokens(anatomy)
+
+
+def virtual_tokens(anatomy: Anatomy) -> int:
+    """Return how many tokens prompt tuning and similar methods put before the text."""
+    configs = getattr(anatomy.model, "peft_config", None)
+    if not isinstance(configs, dict):
+        return 0
+    config = configs.get(getattr(anatomy.model, "active_adapter", None))
+    return int(getattr(config, "num_virtual_tokens", None) or 0)
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Return whether the model's ``forward`` has an argument of that name."""
+    return argument in inspect.signature(without_peft(model).forward).parameters
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Return whether the model's ``forward`` can be called with an argument of that name."""
+    forward = without_peft(model).forward
+    parameters = inspect.signature(forward).parameters
+    if getattr(forward, "__qualname__", "") == "LightningModule.forward":  # which computes nothing
+        return False
+    return argument in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
+
+
+def why_not_run(anatomy: Anatomy) -> str | None:
+    """Return why no text can be run through the model, and what to change; None if it can.
+
+    Models of Hugging Face take ``input_ids``, and so must a module of your own. A model that takes
+    no mask runs without one, as in its training step.
+    """
+    model = anatomy.model
+    model_name, root_name = (type(without_peft(m)).__name__ for m in (model, anatomy.root))
+    if not accepts(model, "input_ids"):
+        return (
+            f"{model_name}.forward takes no input_ids: give {root_name} a method "
+            "forward(self, input_ids) that returns the logits (B, L, vocabulary) of ids (B, L)"
+        )
+    arguments = inspect.signature(without_peft(model).forward).parameters
+    masks = [name for name in arguments if "mask" in name]
+    if masks and not accepts(model, "attention_mask"):
+        return f"{model_name}.forward names a mask '{masks[0]}': rename it to attention_mask"
+    return None
+
+
+def is_compiled(root: nn.Module) -> bool:
+    """Return whether torch.compile runs a module, a part of it, or its ``training_step``."""
+    return _is_compiled_function(getattr(root, "training_step", None)) or any(
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or _is_compiled_function(module.forward)
+        for module in model_state.modules_of(root)
+    )
+
+
+def _is_compiled_function(function: object) -> bool:
+    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(
+        function, "_torchdynamo_disable"
+    )
+
+
+def reset_compiled(root: nn.Module) -> None:
+    """Discard compiled code, which would ignore hooks that were added or removed since."""
+    if is_compiled(root):
+        torch.compiler.reset()
+
+
+@contextmanager
+def _reshard(root: nn.Module) -> Iterator[None]:
+    """Shard after it what FSDP2 had sharded, because FSDP2 leaves the outermost module whole.
+
+    A ``zero_grad`` or an optimizer would then change the whole parameters in place of the shards.
+    """
+    groups = [
+        m for m in model_state.modules_of(root) if hasattr(m, "unshard") and hasattr(m, "reshard")
+    ]
+    sharded = [
+        m for m in groups if all(hasattr(p, "full_tensor") for p in _group_parameters(m, groups))
+    ]
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()  # type: ignore[operator]
+
+
+def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Parameter]:
+    """Return parameters of ``module`` that are in no other of ``groups`` inside it."""
+    children = {id(m) for m in module.modules() if m is not module}
+    others = {id(p) for m in groups if id(m) in children for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in others]
+
+
+def micro_batches(
+    anatomy: Anatomy, batch: TokenBatch, most: int | None = None
+) -> Iterator[TokenBatch]:
+    """Yield ``batch`` in runs of rows, at least one, of ``most`` logits (LOGITS_AT_ONCE)."""
+    device = anatomy.device
+    labels = labels_of(batch)
+    length = max(labels.shape[-1], batch.input_ids.shape[-1])
+    step = max(1, (most or LOGITS_AT_ONCE) // max(1, length * anatomy.vocab_size))
+    for a in range(0, len(batch.input_ids), step):
+        mask = batch.attention_mask
+        yield TokenBatch(
+            input_ids=batch.input_ids[a : a + step].to(device),
+            labels=labels[a : a + step].to(device),
+            attention_mask=None if mask is None else mask[a : a + step].to(device),
+            kind=batch.kind,
+        )
+
+
+def labels_of(batch: TokenBatch) -> Tensor:
+    """Return the batch's labels; a causal batch without labels has its ids (-100 where padded).
+
+    Raises:
+        ValueError: a batch of another kind has no labels.
+    """
+    if batch.labels is not None:
+        return batch.labels
+    if batch.kind != "causal":
+        raise ValueError(f"a batch of a {batch.kind} model needs labels to have a gradient")
+    if batch.attention_mask is None:
+        return batch.input_ids
+    return batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORE_INDEX)
+
+
+def token_logits(
+    model: nn.Module, batch: TokenBatch, parameters: Mapping[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return logits (N, V) at the predicting positions and the labels (N,) predicted there.
+
+    Args:
+        model: the language model, in the mode that it runs in.
+        batch: on the model's device.
+        parameters: values that replace the model's parameters, by name.
+    """
+    return predicting(run_logits(model, batch, parameters), batch)
+
+
+def predicting(values: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Return the values (N, k) of (B, L, k) that predict a label, and the labels (N,).
+
+    A causal model predicts the label of the *next* position, the others that of the same one.
+    """
+    labels = labels_of(batch)
+    if batch.kind == "causal":
+        values, labels = values[:, -labels.shape[1] : -1], labels[:, 1:]
+    counted = labels != IGNORE_INDEX
+    return values[counted], labels[counted]
+
+
+def run_logits(
+    model: nn.Module, batch: TokenBatch, parameters: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Return the model's logits (B, L, V) at every position."""
+    kwargs: dict[str, Tensor] = {"input_ids": batch.input_ids}
+    if batch.attention_mask is not None and accepts(model, "attention_mask"):
+        kwargs["attention_mask"] = batch.attention_mask
+    if batch.kind == "seq2seq":
+        kwargs["labels"] = labels_of(batch)
+    output = model(**kwargs) if parameters is None else call_with(model, parameters, **kwargs)
+    return logits_in(output)
+
+
+def call_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any) -> Any:
+    """Return a model's output with other tensors in place of its parameters.
+
+    A frozen parameter of a class of its own stays: a quantized one is more than its values.
+
+    ``torch.func.functional_call`` would fail if a module is at two places, as the embedding of an
+    encoder and of its decoder: it leaves the tensors in the model, untied at the next call.
+
+    Args:
+        model: the model that is called.
+        parameters: values by name; parameters tied to one of them are replaced too.
+        kwargs: arguments of the forward.
+    """
+    model_parameters = model.named_parameters(remove_duplicate=False)
+    values = {
+        id(p): parameters[name]
+        for name, p in model_parameters
+        if name in parameters and (p.requires_grad or type(p) is nn.Parameter)
+    }
+    replacements = {
+        f"{path}.{name}" if path else name: values[id(p)]
+        for path, module in model.named_modules()  # each module once
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(p) in values
+    }
+    return torch.func.functional_call(model, replacements, kwargs=kwargs, tie_weights=False)
+
+
+def logits_in(output: Any) -> Tensor:
+    """Return the logits in a model's output: a tensor, the first of a tuple, or ``.logits``."""
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, Mapping):
+        logits = logits["logits"]
+    if isinstance(logits, (tuple, list)):
+        logits = logits[0]
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            f"the model returned {type(output).__name__}; expected logits as a tensor, as the "
+            "first of a tuple, or as `.logits`"
+        )
+    return logits
+
+
+@contextmanager
+def inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the inputs that a module is called with."""
+    inputs: list[Tensor] = []
+    with module.register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
+        yield inputs

@@ -1,0 +1,227 @@
+"""The tap that records hidden states of a layer in training, and their gradients of the loss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.model.anatomy import Anatomy, place_of
+from lightning_fedleak.model.model_runs import reset_compiled
+from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
+
+
+class ChangedInPlace(RuntimeError):
+    """A recorded tensor was overwritten before it was read; ``clone=True`` prevents this."""
+
+
+@dataclass
+class _Record:
+    """One pass through a layer in one micro-batch, with the versions of its tensors."""
+
+    source: ref[Tensor]
+    states: Tensor | None
+    states_version: int
+    gradient: Tensor | None = None
+    gradient_version: int = 0
+
+
+class ActivationTap:
+    """Hooks that record hidden states in the user's forward, and their gradient in the backward.
+
+    Nothing is computed again, and training is bit-identical: the hooks return nothing, and a record
+    aliases autograd's tensors (or copies them with ``clone``). The tap may keep that memory alive
+    until :meth:`disarm`, (B, L, d) twice for each layer and micro-batch.
+
+    There is one record per layer and micro-batch, in the order of the forwards, also under gradient
+    checkpointing. A recomputation counts only where the first pass ran without gradient (a block
+    inside a reentrant checkpoint: then in the order of the backwards, and only if a gradient
+    reaches it). A forward without gradient is no training step and leaves no record. A block that
+    is called several times in a forward (ALBERT) leaves as many.
+
+    A model compiled earlier by ``torch.compile`` would run without the hooks. So torch's compiled
+    code of this process is reset when a tap is created, and again at :meth:`close`. The hooks stay
+    outside of the compiled graph, which breaks at them: ``fullgraph=True`` cannot be used, and
+    because operations are fused differently, the last bits of training may differ from those of the
+    same run without a tap (armed or not makes no difference).
+
+    A gradient is that of the loss on which the user calls ``backward``: a mean over the batch
+    divides it by the batch size, Lightning's accumulation by the number of micro-batches.
+
+    Args:
+        anatomy: of the model.
+        layers: layers to record: 0 is the input of the first block, k the output of block k; of an
+            encoder-decoder the encoder's.
+        states: whether to record the hidden states.
+        gradients: whether to record the gradient of the loss with respect to them.
+        reach: record the gradient also where nothing below the layer is trained (layer 0 with
+            frozen embeddings), with hidden states that require a gradient. Backward then runs down
+            to the layer. Not with reentrant checkpoints, whose parameters would get gradients that
+            they do not get without the tap; nor may a look begin or end between a checkpointed
+            forward and its backward.
+        clone: copy, for models that overwrite hidden states or their gradient in place.
+        first: run before the model's present hooks and not after them, to record hidden states
+            before a defence's hook rewrites them.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        layers: Sequence[int],
+        *,
+        states: bool = True,
+        gradients: bool = True,
+        reach: bool = False,
+        clone: bool = False,
+        first: bool = False,
+    ) -> None:
+        self._places = {layer: place_of(anatomy, layer) for layer in layers}
+        self._keep_states = states
+        self._keep_gradients = gradients
+        self._reach = reach
+        self._clone = clone
+        self._records: dict[int, list[_Record]] = {layer: [] for layer in layers}
+        self.armed = False
+        self.error: Exception | None = None
+        self._handles = [
+            place.on_states(
+                functools.partial(self._pass, layer), first=first, failed=self._keep_error
+            )
+            for layer, place in self._places.items()
+        ]
+        self._root = anatomy.root
+        reset_compiled(self._root)
+
+    def _keep_error(self, error: Exception) -> None:
+        self.error = self.error or error
+
+    def _pass(self, layer: int, states: Any) -> Tensor | None:
+        """Record one pass; return hidden states to continue with, or None to leave them."""
+        if not self.armed or not torch.is_grad_enabled() or not isinstance(states, Tensor):
+            return None
+        new_states = None
+        if self._reach and not states.requires_grad:
+            states = new_states = states.detach().requires_grad_()
+        copy = states.detach() if self._keep_states else None
+        if copy is not None and self._clone:
+            copy = copy.clone()
+        record = _Record(ref(states), copy, _version(copy))
+        records = self._records[layer]
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint computes it again
+        if not in_backward:
+            records.append(record)
+        elif any(r.source() is states for r in records):
+            return new_states
+        if states.requires_grad and (self._keep_gradients or in_backward):
+            # A recomputation that only restores saved tensors never sees a gradient.
+            add = records.append if in_backward else None
+            states.register_hook(functools.partial(self._record_gradient, record, add))
+        return new_states
+
+    @raised_when_read
+    def _record_gradient(
+        self, record: _Record, add: Callable[[_Record], None] | None, gradient: Tensor
+    ) -> None:
+        if self._keep_gradients:
+            record.gradient = gradient.clone() if self._clone else gradient.detach()
+            record.gradient_version = _version(record.gradient)
+        if add is not None:
+            add(record)
+
+    def arm(self) -> None:
+        """Start a look: drop earlier records and let the hooks record."""
+        self._records = {layer: [] for layer in self._places}
+        self.error = None
+        self.armed = True
+
+    def disarm(self) -> None:
+        """Stop a look: drop the records, and let the hooks return at once."""
+        self.arm()
+        self.armed = False
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """Return hidden states at ``layer``, (B, L, d) for each micro-batch since :meth:`arm`.
+
+        Raises:
+            ChangedInPlace: the model has overwritten them.
+            Exception: what a hook has raised since :meth:`arm`.
+        """
+        raise_kept(self)
+        return tuple(
+            _unchanged(r.states, r.states_version, f"hidden states at layer {layer}")
+            for r in self._records[layer]
+            if r.states is not None
+        )
+
+    def gradients(self, layer: int, *, scale: float = 1.0) -> tuple[Tensor, ...]:
+        """Return the loss's gradients with respect to states at ``layer``, (B, L, d) each.
+
+        Args:
+            layer: one of those tapped.
+            scale: loss scale still in the gradients (fp16's GradScaler); divided out, in a copy.
+
+        Returns:
+            One for each micro-batch since :meth:`arm` that backward has reached.
+
+        Raises:
+            ChangedInPlace: they were overwritten.
+            Exception: what a hook has raised since :meth:`arm`.
+        """
+        raise_kept(self)
+        gradients = (
+            _unchanged(r.gradient, r.gradient_version, f"the gradient at layer {layer}")
+            for r in self._records[layer]
+            if r.gradient is not None
+        )
+        return tuple(g if scale == 1.0 else g / scale for g in gradients)
+
+    def close(self) -> None:
+        """Remove every hook, and drop the records."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        reset_compiled(self._root)
+        self.disarm()
+
+
+def join_pieces(pieces: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the tensors of logical batches, each of which ran in pieces.
+
+    Args:
+        pieces: tensors of the pieces, rows first, in the order in which they ran.
+        rows: number of rows of each batch.
+
+    Returns:
+        One tensor for each batch; ``pieces`` where its rows do not add up to those of the batches.
+    """
+    whole, rest = [], [*pieces]
+    for count in rows:
+        parts: list[Tensor] = []
+        while rest and sum(map(len, parts)) < count:
+            parts.append(rest.pop(0))
+        fits = sum(map(len, parts)) == count and len({piece.shape[1:] for piece in parts}) == 1
+        if not fits:
+            return (*pieces,)
+        whole.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+    return (*pieces,) if rest else (*whole,)
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Return how often the tensor was written in place; 0 for inference tensors."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
+    if _version(tensor) != version:
+        raise ChangedInPlace(
+            f"{name} were overwritten before they were read: give ActivationTap clone=True"
+        )
+    return tensor

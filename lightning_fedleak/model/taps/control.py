@@ -1,0 +1,488 @@
+"""The control of a look: what an attack reads where the words are known.
+
+The model's call of the step is made again with the batch's own tokens shuffled over its positions,
+with a gradient of the logits whose entry at each label has the size and the sign that it had in the
+step, the weights of now, each module in the mode of the step, before any defence. An attack that
+does not name the known words of that gradient shows nothing by a low number on the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.model_runs import (
+    accepts,
+    is_compiled,
+    labels_of,
+    logits_in,
+    only_needed_hooks,
+    undisturbed,
+    whole_model,
+)
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    Stage,
+    UnusableObservation,
+    whole_tensor,
+)
+from lightning_fedleak.model.taps.activations import ActivationTap
+from lightning_fedleak.model.taps.graph import GraphCall, PlacedRows, ReadCall
+from lightning_fedleak.model.taps.split import Crossed, SplitTap
+
+UNEVEN = 0.5
+"""Spread of the sizes by position, in units of their mean, above which two draws are made.
+
+A loss without weights has less until most labels are predicted; class weights of .1 and 1 have
+more. Higher: weights that belong to words are drawn with positions alone.
+"""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The known words of a control.
+
+    Attributes:
+        reads: the calls of the step, with these words in their batches.
+        sizes: for each, (N,) the size of the gradient at each row's label, below 0 where it is
+            pushed away and 0 where there is none.
+        is_part: whether they are a part of a step's.
+    """
+
+    reads: Sequence[ReadCall]
+    sizes: Sequence[Tensor]
+    is_part: bool = False
+
+    @property
+    def batches(self) -> list[TokenBatch]:
+        """Return the known texts."""
+        return [read.batch for read in self.reads]
+
+    def first(self, n_labels: int) -> Draw:
+        """Return the draw with its first ``n_labels`` labels alone."""
+        sizes = []
+        for whole in self.sizes:
+            rows = whole.nonzero()[:, 0][:n_labels]
+            n_labels -= len(rows)
+            sizes.append(torch.zeros_like(whole).index_copy(0, rows, whole[rows]))
+        reads = [_labelled(*pair) for pair in zip(self.reads, sizes, strict=True)]
+        return Draw(reads, sizes, is_part=True)
+
+
+def is_uneven(reads: Sequence[ReadCall]) -> bool:
+    """Return whether the sizes of the labels' gradients differ, so that two draws are made."""
+    sizes = torch.cat([_rows(read).rows.sizes for read in reads]).abs()
+    sizes = sizes[sizes > 0]
+    return len(sizes) > 1 and float(sizes.std() / sizes.mean()) > UNEVEN
+
+
+def draw_words(
+    reads: Sequence[ReadCall],
+    special: frozenset[int],
+    generator: torch.Generator,
+    *,
+    sizes_go_with_words: bool = False,
+) -> Draw:
+    """Return the tokens of a step shuffled over its positions.
+
+    Special tokens and padding stay where they are, and the labels of masked models and classifiers
+    among the places that have one. Texts that are packed into a row are shuffled within themselves.
+
+    Args:
+        reads: the calls of the step.
+        special: ids of tokens that stay.
+        generator: of the shuffling, on the CPU.
+        sizes_go_with_words: the size at a label moves with its word, as class weights do; else it
+            stays at its position.
+
+    Raises:
+        UnusableObservation: the labels' gradients of a call are not known.
+    """
+    drawn, sizes = [], []
+    for read in reads:
+        words, size = _draw_call(read, special, generator, sizes_go_with_words)
+        drawn.append(_labelled(words, size))
+        sizes.append(size)
+    return Draw(drawn, sizes)
+
+
+def draw_texts(
+    reads: Sequence[ReadCall],
+    special: frozenset[int],
+    texts: Sequence[Tensor],
+    generator: torch.Generator,
+) -> Draw:
+    """Return held-out texts in the places of a step's, for attacks that prefer likely texts.
+
+    Each row begins with a text of its own, and goes on with others until it is full. Special tokens
+    and padding stay where they are, and sizes at their positions.
+
+    Args:
+        reads: the calls of the step, of a causal model.
+        special: ids of tokens that stay, and that the texts are taken without.
+        texts: 1-D ids of each held-out text.
+        generator: of their order, on the CPU.
+
+    Raises:
+        UnusableObservation: the labels' gradients of a call are not known, the model is not causal,
+            or no text has a token that is not special.
+    """
+    stays = torch.tensor(sorted(special), dtype=torch.long)
+    plain = [text[~torch.isin(text, stays)] for text in texts]
+    plain = [text for text in plain if len(text)]
+    order = torch.randperm(len(plain), generator=generator).tolist()
+    drawn, sizes, first = [], [], 0
+    for read in reads:
+        batch = read.batch
+        if batch.kind != "causal" or not plain:
+            raise UnusableObservation("held-out texts take the places of a causal model's alone")
+        ids, stay = batch.input_ids.clone(), _stays(batch, special)
+        for row, stay_in_row in zip(ids, stay, strict=True):
+            places, words, n = (~stay_in_row).nonzero()[:, 0], [], 0
+            while n < len(places):
+                words.append(plain[order[first % len(plain)]])
+                n, first = n + len(words[-1]), first + 1
+            if words:
+                row[places] = torch.cat(words)[: len(places)].to(row)
+        labels = labels_of(batch)
+        has_word = (labels != IGNORE_INDEX) & ~stay  # a label of a special token stays
+        labels = torch.where(has_word, ids.to(labels), labels)
+        size = _rows(read).rows.sizes
+        words_read = replace(read, batch=replace(batch, input_ids=ids, labels=labels))
+        drawn.append(_labelled(words_read, size))
+        sizes.append(size)
+    return Draw(drawn, sizes)
+
+
+def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
+    """Return (B, L) the places whose tokens stay: special ones and padding."""
+    ids = batch.input_ids
+    stay = torch.isin(ids, torch.tensor(sorted(special), device=ids.device, dtype=ids.dtype))
+    return stay if batch.attention_mask is None else stay | (batch.attention_mask.to(ids) == 0)
+
+
+def _rows(read: ReadCall) -> PlacedRows:
+    if read.placed is None:
+        raise UnusableObservation(
+            "which labels have which gradient is shown neither by the step's graph nor by its batch"
+        )
+    return read.placed
+
+
+def _draw_call(
+    read: ReadCall, special: frozenset[int], generator: torch.Generator, with_words: bool
+) -> tuple[ReadCall, Tensor]:
+    batch, placed = read.batch, _rows(read)
+    ids, labels, sizes = batch.input_ids, labels_of(batch), placed.rows.sizes
+    stay = _stays(batch, special)
+    counted = labels != IGNORE_INDEX
+    if batch.kind == "masked":  # what is asked for stays a mask
+        stay |= counted
+    texts = batch.documents if batch.is_packed else None
+    source = _permutation(~stay, texts, generator)
+    moved = ids.flatten()[source].view_as(ids)
+    if batch.kind == "causal":  # a label moves with its token
+        words = torch.where(counted, labels.to(ids.dtype), ids)
+        words = words.flatten()[source].view_as(ids)
+    else:
+        source = _permutation(counted, None, generator)
+        words = labels.flatten()[source].view_as(labels)
+    if with_words and words.dim() == 2:
+        shift = int(batch.kind == "causal")
+        grid = placed.grid(len(labels), sizes, 0, shift)[:, : labels.shape[1]]
+        grid = functional.pad(grid, (0, labels.shape[1] - grid.shape[1]))
+        grid = grid.flatten()[source.to(grid.device)].view_as(labels)
+        grid = functional.pad(grid, (0, shift))
+        by_word = grid[placed.text, placed.place + shift]
+        sizes = torch.where((sizes != 0) & (by_word != 0), by_word, sizes)
+    words = words.masked_fill(~counted, IGNORE_INDEX)
+    batch = replace(batch, input_ids=moved, labels=words, soft_labels=False)
+    return replace(read, batch=batch), sizes
+
+
+def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Return (n,) where in the flattened grid each place takes its token from.
+
+    Args:
+        moves: the places whose tokens are shuffled.
+        texts: (B, L) the number of each token's text in its row, within which it stays; None:
+            tokens move over all texts.
+        generator: of the shuffling.
+    """
+    source = torch.arange(moves.numel())
+    places = moves.flatten().cpu().nonzero()[:, 0]
+    order = torch.randperm(len(places), generator=generator)
+    if texts is None:
+        source[places] = places[order]
+        return source.to(moves.device)
+    rows = torch.arange(len(moves))[:, None] * (int(texts.max()) + 1)
+    keys = (rows + texts.cpu()).flatten()
+    shuffled = places[order]
+    source[places] = shuffled[keys[shuffled].argsort(stable=True)]
+    return source.to(moves.device)
+
+
+def _labelled(read: ReadCall, sizes: Tensor) -> ReadCall:
+    """Return a call with the labels alone whose gradient is not 0."""
+    batch, placed = read.batch, _rows(read)
+    labels, live = batch.labels, sizes != 0
+    assert labels is not None
+    if labels.dim() == 1:  # classes of texts
+        texts = torch.zeros_like(labels).index_add(0, placed.text, live.to(labels.dtype))
+        batch = replace(batch, labels=labels.masked_fill(texts == 0, IGNORE_INDEX))
+        return replace(read, batch=batch)
+    shift = int(batch.kind == "causal")
+    grid = placed.grid(len(labels), live, 0, shift)
+    grid = functional.pad(grid, (0, labels.shape[1] - grid.shape[1] + shift))
+    kept = grid[:, : labels.shape[1]]
+    batch = replace(batch, labels=labels.masked_fill(~kept, IGNORE_INDEX))
+    if batch.live is not None:
+        batch = replace(batch, live=grid[:, shift:])
+    return replace(read, batch=batch)
+
+
+# ---- the gradient ------------------------------------------------------------------------------
+
+
+@contextmanager
+def fresh_leaves(
+    root: nn.Module, values: Mapping[int, Tensor] | None = None
+) -> Iterator[dict[int, nn.Parameter]]:
+    """Replace the trained parameters by leaves of their own that share their values.
+
+    No hook of a gradient's accumulation is on them: neither DDP, nor an optimizer that steps within
+    backward, nor a user's function sees their backward. Yields each by the ``id`` of the parameter
+    that it stands for.
+
+    Args:
+        root: of the parameters.
+        values: of all trained parameters, by the ``id`` of each, that the leaves take copies of in
+            place of their own.
+    """
+    places = [
+        (module, name, parameter)
+        for module in root.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    leaves = {
+        id(p): nn.Parameter(p.detach() if values is None else values[id(p)].clone())
+        for _, _, p in places
+    }
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = leaves[id(parameter)]
+        yield leaves
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+def control_gradient(
+    anatomy: Anatomy, draw: Draw, roles: Sequence[str], *, step: int, scale: float = 1.0
+) -> GradientSnapshot:
+    """Return the gradient of a control, in the modes and the precision of the step.
+
+    Args:
+        anatomy: of the model.
+        draw: the known words.
+        roles: whose gradients are returned.
+        step: optimizer step of the look.
+        scale: loss scale that is in the sizes; divided out.
+
+    Raises:
+        UnusableObservation: the call cannot be made again.
+    """
+    tensors: dict[str, Tensor] = {}
+    with undisturbed(anatomy) as model, whole_model(anatomy.root), torch.enable_grad():
+        wanted = {role: anatomy.parameter(role) for role in roles}  # whole where it was sharded
+        ids = {id(parameter) for parameter in wanted.values()}
+        with fresh_leaves(anatomy.root) as leaves, only_needed_hooks(anatomy.root):
+            for key, leaf in leaves.items():
+                if key not in ids:  # their gradients are not kept
+                    leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
+            for read, sizes in zip(draw.reads, draw.sizes, strict=True):
+                if bool((sizes != 0).any()):
+                    run_backward(anatomy, model, read, sizes / scale)
+            for role, parameter in wanted.items():
+                gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
+                if gradient is not None:
+                    gradient = whole_tensor(gradient)
+                    tensors[role] = gradient.to_dense() if gradient.is_sparse else gradient
+    return GradientSnapshot(step, Stage.LOCAL, tensors, anatomy.tied)
+
+
+def control_states(
+    anatomy: Anatomy, draw: Draw, layer: int, *, scale: float = 1.0
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a control in the hidden states at a layer, (B, L, d) for each call.
+
+    Calls without a label have none.
+
+    Args:
+        anatomy: of the model.
+        draw: the known words.
+        layer: 0 is the input of the first block, k the output of block k.
+        scale: loss scale that is in the sizes; divided out.
+
+    Raises:
+        UnusableObservation: a call cannot be made again.
+    """
+    with _again_for_states(anatomy) as model:
+        tap = ActivationTap(anatomy, [layer], states=False, reach=True)
+        try:
+            tap.arm()
+            for read, sizes in zip(draw.reads, draw.sizes, strict=True):
+                if bool((sizes != 0).any()):
+                    run_backward(anatomy, model, read, sizes / scale)
+            return tuple(gradient.clone() for gradient in tap.gradients(layer))
+        finally:
+            tap.close()
+
+
+def control_crossing(anatomy: Anatomy, draw: Draw, layer: int) -> list[Crossed]:
+    """Return what crosses the split at a layer in each call of a control, before any defence.
+
+    Args:
+        anatomy: of the model.
+        draw: the known words.
+        layer: 0 is the input of the first block, k the output of block k.
+
+    Raises:
+        UnusableObservation: a call cannot be made again.
+    """
+    crossed = []
+    with _again_for_states(anatomy) as model:
+        tap = SplitTap(anatomy, [layer], ())
+        try:
+            for read, sizes in zip(draw.reads, draw.sizes, strict=True):
+                tap.arm()
+                run_backward(anatomy, model, read, sizes)
+                crossed.append(tap.take(read.batch))
+        finally:
+            tap.close()
+    return crossed
+
+
+@contextmanager
+def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
+    """Yield the model as it can be called again for its hidden states, without a trace."""
+    if is_compiled(anatomy.root):
+        raise UnusableObservation("a control of hidden states would compile the model again")
+    with (
+        undisturbed(anatomy) as model,
+        whole_model(anatomy.root),
+        torch.enable_grad(),
+        fresh_leaves(anatomy.root),
+        only_needed_hooks(anatomy.root),
+    ):
+        yield model
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def run_backward(anatomy: Anatomy, model: nn.Module, read: ReadCall, sizes: Tensor) -> None:
+    """Run one call on the control's words, and its backward from the logits."""
+    call, batch, placed = read.call, read.batch, _rows(read)
+    assert anatomy.head is not None
+    for module in anatomy.root.modules():
+        module.training = id(module) in call.training
+    heads: list[Tensor] = []
+    handle = anatomy.head.register_forward_hook(lambda _m, _a, output: heads.append(output))
+    target: Any = call.module if call.module is not None else model
+    device, dtype = anatomy.device.type, call.autocast
+    try:
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            logits = logits_in(target(**_arguments(call, batch, model)))
+    finally:
+        handle.remove()
+    heads = heads or [logits]
+    counts = [head.shape[:-1].numel() for head in heads]
+    if sum(counts) != placed.n_rows:
+        raise UnusableObservation(
+            f"the model's call could not be made again: it gave {sum(counts)} rows of logits, and "
+            f"{placed.n_rows} in the step"
+        )
+    all_targets = torch.split(placed.of_all(_targets(placed, batch)), counts)
+    all_sizes = torch.split(placed.of_all(sizes), counts)
+    gradients = [
+        _logit_gradient(head, logits, targets, of_head)
+        for head, targets, of_head in zip(heads, all_targets, all_sizes, strict=True)
+    ]
+    torch.autograd.backward(heads, gradients)
+
+
+def _arguments(call: GraphCall, batch: TokenBatch, model: nn.Module) -> dict[str, object]:
+    """Return the arguments of the call with the control's words in place of the step's.
+
+    Raises:
+        UnusableObservation: they hold a cache that the call would write to.
+    """
+    assert call.ids is not None
+    ids, labels = batch.input_ids[:, : call.ids.shape[1]], batch.labels
+    if call.module is None:  # the step called the model's parts
+        arguments: dict[str, object] = {"input_ids": ids}
+        if batch.attention_mask is not None and accepts(model, "attention_mask"):
+            arguments["attention_mask"] = batch.attention_mask[:, : ids.shape[1]]
+        return arguments
+    arguments = {name: value for name, value in call.arguments.items() if name != "labels"}
+    if any(value is not None for name, value in arguments.items() if "past_key_values" in name):
+        raise UnusableObservation("the model's call has a cache, which a second call would change")
+    name = next((n for n, value in arguments.items() if value is call.ids), "input_ids")
+    arguments[name] = ids
+    if batch.kind == "seq2seq":
+        previous = arguments.get("decoder_input_ids")
+        if not isinstance(previous, Tensor):
+            return arguments | {"labels": labels}
+        assert labels is not None
+        later = torch.cat([previous[:, :1], labels[:, :-1].to(previous)], 1)
+        arguments["decoder_input_ids"] = torch.where(later == IGNORE_INDEX, previous, later)
+    return arguments
+
+
+def _targets(placed: PlacedRows, batch: TokenBatch) -> Tensor:
+    """Return (N,) the label of each row of the logits, 0 where it has none."""
+    labels = batch.labels
+    assert labels is not None
+    if labels.dim() == 1:
+        return labels[placed.text].clamp(min=0)
+    shift = int(batch.kind == "causal")
+    padded = functional.pad(labels, (0, shift), value=IGNORE_INDEX)
+    return padded[placed.text, placed.place + shift].clamp(min=0).to(placed.text.device)
+
+
+def _logit_gradient(head: Tensor, logits: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
+    """Return the gradient of the head's logits whose entry at each label has a given size.
+
+    A cross-entropy's row is a multiple of ``softmax - one_hot``. Divided by its entry at the label
+    it is the softmax over the others, and -1 at the label. Logits that are capped or scaled behind
+    the head are followed back to it.
+
+    Args:
+        head: (..., V) what the head gave.
+        logits: what the model gave.
+        targets: (N,) labels.
+        sizes: (N,) below 0 where the label is pushed away.
+    """
+    behind = logits is not head and logits.shape == head.shape
+    values = (logits if behind else head).detach().flatten(0, -2).float()
+    targets, sizes = targets[:, None], sizes[:, None].float()
+    if values.shape[1] == 1:  # one output has no other class
+        return (-sizes).view(head.shape).to(head.dtype)
+    rows = values.scatter(1, targets, -torch.inf).softmax(1).scatter(1, targets, -1.0)
+    if behind:
+        rows = rows.view(logits.shape).to(logits.dtype)
+        (rows,) = torch.autograd.grad(logits, head, rows, retain_graph=True)
+        rows = rows.flatten(0, -2).float()
+        rows = rows / rows.gather(1, targets).abs().clamp_min(torch.finfo(torch.float32).tiny)
+    return (rows * sizes).view(head.shape).to(head.dtype)

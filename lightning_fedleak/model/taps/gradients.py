@@ -1,0 +1,596 @@
+"""The taps that record gradients and weight changes of a training step.
+
+Here too are the terms of a loss that depend on parameters alone, as its autograd graph shows them.
+An L2 penalty in ``training_step``, AdaLoRA's orthogonality and FedProx's proximal term contribute
+to a gradient without any batch, and would mislead an attack that ascribes all of it to the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn import functional
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fedleak.model.anatomy import Anatomy, leaf
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import is_compiled
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    NotYet,
+    Stage,
+    UpdateSnapshot,
+    whole_tensor,
+)
+from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
+
+# Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
+# with one of them depends on the batch. Custom functions (fused losses, checkpointing, compiled
+# code) hide their contents, and count as the batch's too.
+_BATCH_OPERATIONS = (
+    *("Nll", "LogSoftmax", "Softmax", "Embedding", "BinaryCrossEntropy", "CtcLoss"),
+    *("ScaledDotProduct", "Mse", "SmoothL1", "Huber", "Kl"),
+)
+# Matrix products: they read the batch where one side needs no gradient.
+_PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Dot", "Convolution")
+NOISE_ROWS, NOISE_TOKENS = 2, 64
+"""Texts, and tokens of each, whose embeddings are compared at a look; not tuned. More: slower."""
+# Whole names of operations: a sum is ``Add``, and ``Addmm`` is a product.
+_FACTORS = ("Mul", "Div")
+_SUMS = ("Add", "Sub", "Rsub", "Stack", "Cat")
+_SHAPES = (
+    *("Neg", "Sum", "Mean", "Clone", "View", "ReshapeAlias", "ToCopy", "Squeeze", "Unsqueeze"),
+    *("Select", "Expand", "Alias"),
+)
+
+
+class GradientTap:
+    """The gradients of some parameters, also a client's local one that DDP overwrites.
+
+    Where ``p.grad`` holds a stage's gradient, :meth:`view` returns views of it without a copy. A
+    DDP process's local gradient exists only until DDP reduces it inside backward: while the tap is
+    armed, :meth:`keep_local` copies it into one buffer per parameter, which is allocated once.
+
+    Args:
+        parameters: parameter by role. A tied matrix with two roles is read once.
+        tied: recorded in the snapshots.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, tied: bool = False) -> None:
+        self._parameters = dict(parameters)
+        self._tied = tied
+        self._buffers: dict[int, Tensor] = {}
+        self._scales: dict[int, float] = {}
+        self._handles: list[RemovableHandle] = []
+        self.armed = False
+        self.error: Exception | None = None
+
+    def keep_local(self) -> None:
+        """Copy each gradient as autograd accumulates it, before DDP's reduction, when armed.
+
+        Under gradient accumulation the last copy is the sum over micro-batches, as it is shared.
+        """
+        for parameter in {id(p): p for p in self._parameters.values()}.values():
+            handle = parameter.register_post_accumulate_grad_hook(self._copy_gradient)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    @raised_when_read
+    def _copy_gradient(self, parameter: Tensor) -> None:
+        if not self.armed or parameter.grad is None:
+            return
+        grad = _dense(parameter.grad)
+        buffer = self._buffers.get(id(parameter))
+        if buffer is None:
+            buffer = self._buffers[id(parameter)] = torch.empty_like(grad)
+        buffer.copy_(grad)
+        self._scales[id(parameter)] = 1.0
+
+    def arm(self) -> None:
+        """Start a look: drop earlier copies and let the hooks copy."""
+        self.error = None
+        self._scales.clear()
+        self.armed = True
+
+    def disarm(self) -> None:
+        """Stop a look: let the hooks return at once."""
+        self.armed = False
+
+    def view(
+        self,
+        step: int,
+        stage: Stage,
+        *,
+        copies: bool = False,
+        client: int = 0,
+        scale: float = 1.0,
+    ) -> GradientSnapshot:
+        """Return views of the present gradients.
+
+        Args:
+            step: optimizer step that they lead to.
+            stage: the stage that they are at.
+            copies: read the copies of :meth:`keep_local` in place of ``p.grad``.
+            client: rank of the client.
+            scale: loss scale still in the copies (fp16's GradScaler); divided out.
+
+        Returns:
+            A snapshot without the roles that have no gradient.
+
+        Raises:
+            Exception: what a hook has raised since :meth:`arm`.
+        """
+        raise_kept(self)
+        gradients: dict[int, Tensor] = {}
+        for key, parameter in {id(p): p for p in self._parameters.values()}.items():
+            if copies and key in self._scales:
+                gradients[key] = self._buffers[key]
+                if self._scales[key] != scale:
+                    gradients[key].div_(scale / self._scales[key])
+                    self._scales[key] = scale
+            elif not copies and parameter.grad is not None:
+                gradients[key] = _dense(parameter.grad)
+        keys = {role: id(p) for role, p in self._parameters.items()}
+        tensors = {role: gradients[key] for role, key in keys.items() if key in gradients}
+        return GradientSnapshot(step, stage, tensors, self._tied, client)
+
+    def close(self) -> None:
+        """Remove every hook, and free the buffers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._buffers.clear()
+        self._scales.clear()
+
+
+class UpdateError(ValueError):
+    """A weight change cannot be put in units of a gradient."""
+
+
+class UpdateTap:
+    """The weight change of several local steps, which FedAvg clients share.
+
+    Args:
+        parameters: parameter by role.
+        tied: recorded in the snapshots.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, tied: bool = False) -> None:
+        self._parameters = dict(parameters)
+        self._tied = tied
+        self._before: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Copy the weights into buffers that are allocated once."""
+        for parameter in {id(p): p for p in self._parameters.values()}.values():
+            value = _dense(parameter.detach())
+            buffer = self._before.get(id(parameter))
+            if buffer is None:
+                self._before[id(parameter)] = value.clone()
+            else:
+                buffer.copy_(value)
+
+    @torch.no_grad()
+    def end(
+        self, step: int, stage: Stage, *, learning_rate: float, local_steps: int
+    ) -> UpdateSnapshot:
+        """Return ``(before - after) / learning_rate``, computed in the buffers of :meth:`begin`.
+
+        Raises:
+            UpdateError: the learning rate is not positive.
+            NotYet: it is 0 and no weight has changed.
+        """
+        if learning_rate == 0 and not any(
+            bool(self._before[id(p)].ne(_dense(p.detach())).any())
+            for p in self._parameters.values()
+        ):
+            raise NotYet("the learning rate is 0, so that nothing has moved and nothing is shared")
+        if not learning_rate > 0:
+            raise UpdateError(
+                f"an update has no scale at learning rate {learning_rate}: it must be positive "
+                "(a warm-up that starts at 0? start the round one step later)"
+            )
+        for parameter in {id(p): p for p in self._parameters.values()}.values():
+            self._before[id(parameter)].sub_(_dense(parameter.detach())).div_(learning_rate)
+        tensors = {role: self._before[id(p)] for role, p in self._parameters.items()}
+        return UpdateSnapshot(
+            step,
+            stage,
+            tensors,
+            self._tied,
+            local_steps=local_steps,
+            learning_rate=learning_rate,
+        )
+
+
+class TiedHeadTap:
+    """A tap of the head's part of a tied matrix's gradient: a local diagnostic of the worst case.
+
+    No adversary sees it, because the sum with the embedding's part is shared. The head's forward is
+    replaced by the same product on an alias of its weight, and a hook on the alias receives the
+    gradient that autograd computes anyway: no extra product, bit-identical training.
+
+    Args:
+        head: the output head, an ``nn.Linear``.
+
+    Raises:
+        TypeError: the head is no plain ``nn.Linear``, or something else has replaced its forward.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        if type(head) is not nn.Linear:
+            raise TypeError(
+                "the head's own part can be taken from a plain nn.Linear only, not from "
+                f"{type(head).__name__}"
+            )
+        if "forward" in vars(head):
+            raise TypeError("the head's forward is replaced already; its own part cannot be taken")
+        self._head: nn.Linear = head
+        self._buffer: Tensor | None = None
+        self._filled = False
+        self.armed = False
+        self.error: Exception | None = None
+        head.forward = self._forward  # type: ignore[method-assign,assignment]
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        weight: Tensor = self._head.weight
+        if self.armed and torch.is_grad_enabled() and weight.requires_grad:
+            weight = weight.view_as(weight)
+            weight.register_hook(self._add)  # type: ignore[no-untyped-call]
+        return functional.linear(hidden, weight, self._head.bias)
+
+    @raised_when_read
+    def _add(self, grad: Tensor) -> None:
+        if self._buffer is None:
+            self._buffer = torch.empty_like(grad)
+        if self._filled:
+            self._buffer.add_(grad)
+        else:
+            self._buffer.copy_(grad)
+            self._filled = True
+
+    def arm(self) -> None:
+        """Start a look; micro-batches add up until :meth:`view`."""
+        self.error = None
+        self._filled = False
+        self.armed = True
+
+    def disarm(self) -> None:
+        """Stop a look."""
+        self.armed = False
+
+    def view(self, step: int, *, client: int = 0, scale: float = 1.0) -> GradientSnapshot:
+        """Return the head's gradient (V, d), stage local; raise what a hook has raised."""
+        raise_kept(self)
+        tensors = {}
+        if self._filled and self._buffer is not None:
+            if scale != 1.0:
+                self._buffer.div_(scale)
+            tensors["head.weight"] = self._buffer
+        return GradientSnapshot(step, Stage.LOCAL, tensors, tied=False, client=client)
+
+    def close(self) -> None:
+        """Restore the head's forward."""
+        self._head.__dict__.pop("forward", None)
+        self._buffer = None
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, dense also where it is sparse."""
+    tensor = whole_tensor(tensor)
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def loss_terms(loss: Tensor) -> set[int]:
+    """Return ids of the parameters of which a loss has a term that depends on nothing else.
+
+    Sums and constant factors are followed from the loss down. A summand is a term of parameters
+    alone if no operation below it reads a batch. Nothing is run.
+
+    Args:
+        loss: with a graph; before backward.
+
+    Returns:
+        ``id(p)`` of each. Terms inside a function with a custom backward are not visible.
+    """
+    parameters: set[int] = set()
+    first = loss.grad_fn
+    while first is not None and first.name() == "_DDPSinkBackward":  # hands on what it gets
+        first = first.next_functions[loss.output_nr][0]
+    if first is None:
+        return parameters
+    reads = _batch_readers(first)
+    nodes, visited = [first], {first}
+    while nodes:
+        node = nodes.pop()
+        if _times_zero(node):  # as some add all parameters, so that each has a gradient
+            continue
+        below = [n for n, _ in node.next_functions if n is not None and n not in visited]
+        if not reads[node]:
+            variable = getattr(node, "variable", None)
+            parameters |= set() if variable is None else {id(variable)}
+        elif _surely_reads_batch(node):  # what is below it was not asked
+            continue
+        elif _operation(node) in _FACTORS:
+            below = [n for n in below if reads[n]]
+        elif _operation(node) not in _SUMS + _SHAPES:
+            continue
+        visited.update(below)
+        nodes.extend(below)
+    return parameters
+
+
+def _batch_readers(first: Node) -> dict[Node, bool]:
+    """Return for each operation whether it or one below it reads a batch.
+
+    Operations below one that surely reads a batch are left out.
+    """
+    reads: dict[Node, bool] = {}
+    stack = [first]
+    while stack:
+        node = stack[-1]
+        if node in reads:
+            stack.pop()
+            continue
+        if _surely_reads_batch(node):
+            reads[node] = True
+            continue
+        below = [n for n, _ in node.next_functions if n is not None]
+        open_ones = [n for n in below if n not in reads]
+        if open_ones:
+            stack.extend(open_ones)
+        else:
+            reads[node] = any(reads[n] for n in below)
+    return reads
+
+
+def _operation(node: Node) -> str:
+    """Return the name of an operation without its ending: ``Add`` of ``AddBackward0``."""
+    return node.name().partition("Backward")[0]
+
+
+def _times_zero(node: Node) -> bool:
+    """Return whether an operation multiplies by a constant 0."""
+    if _operation(node) != "Mul":
+        return False
+    factors = (getattr(node, f"_saved_{side}", None) for side in ("self", "other"))
+    return any(isinstance(x, Tensor) and x.dim() == 0 and not bool(x) for x in factors)
+
+
+def _surely_reads_batch(node: Node) -> bool:
+    name = node.name()
+    if name.startswith(_BATCH_OPERATIONS):
+        return True
+    if name.startswith(_PRODUCTS):
+        return any(below is None for below, _ in node.next_functions)
+    return not (name[-1].isdigit() or name.endswith("AccumulateGrad"))
+
+
+# ---- the moment before an optimizer's step -----------------------------------------------
+
+# ``Optimizer.register_step_pre_hook`` fires before the closure of Lightning's automatic
+# optimization, that is, before backward; a post-hook may find gradients modified in place.
+_CHAIN = "_fedleak_before_step"
+
+
+class StepError(RuntimeError):
+    """This optimizer does not have one moment between its gradients and its update."""
+
+
+def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[], None]:
+    """Call ``fn`` in every step of ``optimizer`` right before the real update.
+
+    For ``step(closure)``, as Lightning's automatic optimization calls it, that is after the
+    closure: forward, backward, hooks and gradient clipping. For ``step()`` it is at once. Under a
+    ``GradScaler`` gradients are unscaled by then, and ``fn`` is not called in a step that the
+    scaler skips. ``fn`` runs without autograd. Several functions on one optimizer run in the order
+    in which they were added.
+
+    Of one that makes its gradient inside its own step (Opacus' ``DPOptimizer``) it is the moment
+    when that is made; steps that it skips are none.
+
+    The optimizer's ``step`` does everything else as before, hooks and learning rate schedulers
+    included.
+
+    Args:
+        optimizer: a torch optimizer or Lightning's wrapper of one.
+        fn: called without arguments; what it raises stops the step before the update.
+
+    Returns:
+        A function that removes ``fn``; may be called twice.
+
+    Raises:
+        StepError: LBFGS. And in a step: an optimizer that runs its closure twice (sharpness-aware
+            ones) or not at all, or a fused one under a GradScaler, whose gradients are still scaled
+            and which skips steps inside its kernel.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and isinstance(optimizer, type(inner)):
+        optimizer = (
+            inner  # Lightning's wrapper poses as what it wraps; others have steps of their own
+        )
+    optimizer = real_optimizer(optimizer)
+    check_optimizer(optimizer)
+    chain: _Chain = getattr(optimizer.step, _CHAIN, None) or _Chain(optimizer)
+    entry = functools.partial(fn)
+    chain.functions.append(entry)
+    return functools.partial(chain.remove, entry)
+
+
+def real_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that takes the step, inside one that makes its gradient (Opacus')."""
+    while isinstance(inner := getattr(optimizer, "original_optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
+    """Raise an error for an optimizer that ``before_real_step`` cannot serve, as far as setup can
+    know.
+
+    Args:
+        optimizer: the torch optimizer.
+        scaler: the precision plugin's GradScaler, None without one.
+
+    Raises:
+        StepError: LBFGS, or a fused optimizer under a GradScaler.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise StepError(
+            "LBFGS evaluates its closure several times in one step, so there is no one gradient "
+            "that leaves the client. Use another optimizer, such as AdamW or SGD."
+        )
+    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise StepError(_FUSED.format(type(optimizer).__name__))
+
+
+_FUSED = (
+    "a fused {0} under a GradScaler gets gradients that are still scaled and skips steps inside "
+    "its kernel. Use {0}(..., fused=False), or bf16-mixed instead of 16-mixed."
+)
+
+
+class _Chain:
+    """The functions that run before one optimizer's update, and the patch that runs them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.functions: list[Callable[[], None]] = []
+        self._optimizer = optimizer
+        self._original = optimizer.step
+        self._was_patched = "step" in vars(optimizer)
+
+        # A bound method, with the original's attributes: a learning rate scheduler that is
+        # created later unwraps `step.__func__`, and looks for its own mark on `step`.
+        @functools.wraps(self._original)
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(*args, **kwargs)
+
+        setattr(step, _CHAIN, self)
+        self._patch = types.MethodType(step, optimizer)
+        optimizer.step = self._patch  # type: ignore[method-assign]
+
+    def remove(self, entry: Callable[[], None]) -> None:
+        if entry in self.functions:
+            self.functions.remove(entry)
+        # Under somebody else's later patch this one stays, and passes calls through.
+        if not self.functions and vars(self._optimizer).get("step") is self._patch:
+            if self._was_patched:
+                self._optimizer.step = self._original  # type: ignore[method-assign]
+            else:
+                del self._optimizer.step
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            for fn in tuple(self.functions):
+                fn()
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.functions:
+            return self._original(*args, **kwargs)
+        name = type(self._optimizer).__name__
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            raise StepError(_FUSED.format(name))
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            self._run()
+            return self._original(*args, **kwargs)
+        called = False
+
+        def closure_then_run() -> Any:
+            nonlocal called
+            if called:
+                raise StepError(
+                    f"{name} evaluates its closure twice in one step, so there is no one gradient "
+                    "that leaves the client. Use another optimizer."
+                )
+            result = closure()
+            called = True
+            self._run()
+            return result
+
+        if args:
+            args = (closure_then_run, *args[1:])
+        else:
+            kwargs["closure"] = closure_then_run
+        result = self._original(*args, **kwargs)
+        if not called:
+            raise StepError(
+                f"{name}.step did not run its closure, so there was no gradient to look at before "
+                "the update. Use another optimizer."
+            )
+        return result
+
+
+class EmbeddingNoise:
+    """Finds how far what a step reads lies from its tokens' own embeddings, as NEFTune's noise.
+
+    Args:
+        anatomy: of the model.
+    """
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self._anatomy = anatomy
+        self._layer = layer = leaf(anatomy.embedding)
+        self._handle: RemovableHandle | None = None
+        self.error: Exception | None = None
+        self._call: tuple[Tensor, Tensor, int] | None = None
+        weight = layer._parameters.get("weight")
+        plain = not layer._modules and getattr(layer, "max_norm", None) is None
+        # A sharded layer's forward is a collective; a hook makes a compiled model compile again.
+        self._runs = (
+            plain
+            and weight is not None
+            and not hasattr(weight, "full_tensor")
+            and not is_compiled(anatomy.root)
+        )
+
+    def arm(self) -> None:
+        """Keep the next call of the embeddings in training, behind the hooks that are there now."""
+        self.close()
+        if self._runs:
+            self._handle = self._layer.register_forward_hook(self._keep)
+
+    @raised_when_read
+    def _keep(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
+        ids = args[0] if args else None
+        new = self._call is None and layer.training and torch.is_grad_enabled()
+        if new and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(output, Tensor):
+            part = output.detach()[:NOISE_ROWS, :NOISE_TOKENS].clone()
+            version = layer.weight._version
+            self._call = ids[:NOISE_ROWS, :NOISE_TOKENS], part, version
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._call = None
+
+    @torch.no_grad()
+    def settled(self, batch: TokenBatch) -> float:
+        """Return the root mean square of what was added, in that of the embeddings; 0 if nothing.
+
+        Where the call of the embeddings is not seen, or they have changed since, it is what
+        transformers' ``neftune_noise_alpha`` makes of the batch: uniform noise.
+        """
+        call, layer = self._call, self._layer
+        self.close()
+        raise_kept(self)
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        if call is not None and call[2] == weight._version:
+            ids, output, _ = call
+            plain: Tensor = type(layer).forward(layer, ids)  # without hooks
+            if plain.shape == output.shape and not torch.equal(plain, output):
+                return float((output - plain).float().norm() / plain.float().norm())
+        alphas = (getattr(m, "neftune_noise_alpha", None) for m in self._anatomy.root.modules())
+        if not (alpha := next(filter(None, alphas), 0.0)):
+            return 0.0
+        entries = batch.input_ids.shape[1] * self._anatomy.hidden_size
+        return alpha / math.sqrt(3 * entries) / float(whole_tensor(weight).float().std())

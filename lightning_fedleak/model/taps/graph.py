@@ -1,0 +1,638 @@
+"""The truth of a step off its own graph: labels from dL/dlogits, inputs from the model's call.
+
+A cross-entropy has the gradient ``w (softmax - one_hot)`` in a row of logits, whatever computes the
+weight w: the label is the only negative entry of its row. A text that a loss pushes away (the
+rejected one of DPO) has the only positive one. Label smoothing, focal losses, class and token
+weights, a z-loss and masks of any name leave that pattern as it is, so that no field of the user's
+batch has to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fedleak.model.anatomy import Anatomy, Kind, without_peft
+from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.model_runs import (
+    accepts,
+    is_compiled,
+    is_observed,
+    labels_of,
+    logits_in,
+)
+from lightning_fedleak.model.taps.calls import arguments_of
+from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
+
+ENTRIES_AT_ONCE = 1 << 24
+"""Entries of dL/dlogits that are read at once: 64 MiB in float32, one block above training."""
+MAX_OTHERS = 0.2
+"""Largest sum of the other entries with a label's sign, in units of the label's own entry.
+
+Label smoothing of .1 leaves at most .13 until a label's probability is .9. Larger: soft targets of
+a confident teacher pass for labels; smaller: smoothed rows of a trained model are unknown.
+"""
+MIN_MATCHES = 0.5
+"""Least share of labels that are the next token, where a head is called on some places alone.
+
+Texts whose words repeat match by chance in a few; lower: such a chance decides the places.
+"""
+MAX_DEVIATION = 0.01
+"""Largest squared deviation of a row from the multiple of its softmax that a pushed label leaves.
+
+It is relative to the row; rounding to bfloat16 gives 1e-5, label smoothing past its target above
+0.1. Larger: such rows pass for texts that are pushed away.
+"""
+
+
+@dataclass(frozen=True)
+class RowLabels:
+    """What rows of dL/dlogits show, each field (n,) on the logits' device.
+
+    Attributes:
+        labels: label of each row, -100 where it has none or it is not known.
+        sizes: size of the gradient at the label, below 0 where the text is pushed away; 0 where
+            there is no label.
+        live: whether the row has a gradient at all.
+        soft: whether the row has a target that is no label, as in distillation.
+        unsure: whether two labels could have left this row.
+        lowest: index of the row's lowest entry.
+        highest: index of the row's highest entry.
+        one_each: whether the row has one negative and one positive entry alone.
+        values: the entry at ``lowest`` and at ``highest``, (n, 2).
+    """
+
+    labels: Tensor
+    sizes: Tensor
+    live: Tensor
+    soft: Tensor
+    unsure: Tensor
+    lowest: Tensor
+    highest: Tensor
+    one_each: Tensor
+    values: Tensor
+
+    def take(self, index: Tensor) -> RowLabels:
+        """Return some of the rows."""
+        return RowLabels(*(getattr(self, one.name)[index] for one in fields(self)))
+
+
+@torch.no_grad()
+def read_rows(gradient: Tensor, logits: Tensor) -> RowLabels:
+    """Return which label each row of dL/dlogits belongs to, in blocks of rows.
+
+    Args:
+        gradient: (n, V) of the loss by the logits.
+        logits: (n, V) the logits.
+    """
+    step = max(1, ENTRIES_AT_ONCE // max(1, gradient.shape[1]))
+    blocks = [
+        _read_block(gradient[i : i + step].float(), logits[i : i + step])
+        for i in range(0, max(1, len(gradient)), step)
+    ]
+    return _concatenated(blocks)
+
+
+def _concatenated(parts: Sequence[RowLabels]) -> RowLabels:
+    columns = ([getattr(part, one.name) for part in parts] for one in fields(RowLabels))
+    return RowLabels(*(torch.cat(column) for column in columns))
+
+
+def _read_block(gradient: Tensor, logits: Tensor) -> RowLabels:
+    low, lowest = gradient.min(1)
+    high, highest = gradient.max(1)
+    n_below, n_above = (gradient < 0).sum(1), (gradient > 0).sum(1)
+    # Sums of the other entries that have the sign of the lowest, or of the highest one.
+    others_below = gradient.clamp_max(0).sum(1) - low.clamp_max(0)
+    others_above = gradient.clamp_min(0).sum(1) - high.clamp_min(0)
+    is_low = others_below.abs() <= MAX_OTHERS * low.abs()
+    is_high = others_above.abs() <= MAX_OTHERS * high.abs()
+    finite = gradient.isfinite().all(1)
+    live = (n_below > 0) | (n_above > 0) | ~finite
+    learned = (n_below == 1) & (n_above > 1)
+    one_high = (n_above == 1) & (n_below > 1)
+    pushed = torch.zeros_like(live)
+    if bool(one_high.any()):
+        rows = one_high.nonzero()[:, 0]
+        pushed[rows] = _is_pushed(
+            gradient[rows], logits[rows].float().softmax(1), lowest[rows], highest[rows]
+        )
+    mixed = (n_below > 1) & (n_above > 1)
+    learned |= mixed & is_low & ~is_high
+    one_each = (n_below == 1) & (n_above == 1)
+    unsure = one_each | (one_high & ~pushed) | (mixed & is_low & is_high)
+    unsure |= ~finite
+    ignored = torch.full_like(lowest, IGNORE_INDEX)
+    labels = torch.where(learned, lowest, torch.where(pushed, highest, ignored))
+    sizes = torch.where(learned, -low, torch.where(pushed, -high, torch.zeros_like(low)))
+    soft = mixed & ~is_low
+    values = torch.stack([low, high], 1)
+    return RowLabels(labels, sizes, live, soft, unsure, lowest, highest, one_each, values)
+
+
+def _is_pushed(gradient: Tensor, p: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
+    """Return whether rows with one positive entry are of a text that is pushed away, (n,) bool.
+
+    The others are then a multiple of the softmax, unless logits are capped behind the head. Label
+    smoothing leaves such a row too, where the label and one other token have all the probability.
+    """
+    both = p.gather(1, torch.stack([lowest, highest], 1)).sum(1)
+    p = p.scatter(1, highest[:, None], 0.0)
+    others = gradient.scatter(1, highest[:, None], 0.0)
+    factor = (others * p).sum(1) / (p * p).sum(1)
+    rest = (others - factor[:, None] * p).square().sum(1)
+    return (rest <= MAX_DEVIATION * others.square().sum(1)) | (both < 1 - MAX_OTHERS)
+
+
+@dataclass(eq=False)
+class HeadCall:
+    """One call of the head, whose logits got a gradient.
+
+    Attributes:
+        shape: of the logits without their last dimension.
+        rows: what the gradient's rows show; None until the backward.
+        n_entries: entries of a row.
+    """
+
+    shape: torch.Size
+    n_entries: int
+    rows: RowLabels | None = None
+
+
+@dataclass(eq=False)
+class GraphCall:
+    """One call of the model in a step, as the user made it.
+
+    Attributes:
+        module: what was called; None where the embedding was, outside of the model's forward.
+        arguments: of the call, by name.
+        ids: (B, L) ids that arrived at the input embedding first; None where none did.
+        heads: the calls of the head within.
+        training: the modules of the model that were in train mode.
+        autocast: dtype that autocast computed in; None without.
+        text_logits: the model's logits have a row for each text.
+        reached: (B, L) bool, the ids whose embedding got a gradient; None where it needs none.
+    """
+
+    module: nn.Module | None
+    arguments: Mapping[str, object]
+    ids: Tensor | None = None
+    heads: list[HeadCall] = field(default_factory=list)
+    training: frozenset[int] = frozenset()
+    autocast: torch.dtype | None = None
+    text_logits: bool = False
+    reached: Tensor | None = None
+
+    @property
+    def read_heads(self) -> list[HeadCall]:
+        """Return the calls of the head that got a gradient."""
+        return [head for head in self.heads if head.rows is not None]
+
+
+class GraphTap:
+    """Hooks on model, embedding and head that read the truth of the steps that are looked at.
+
+    Args:
+        anatomy: the parts of the model.
+
+    Attributes:
+        why_not: why the graph cannot be read here; None where it can.
+        error: what a hook raised; :meth:`take` raises it.
+    """
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self._anatomy = anatomy
+        self._handles: list[RemovableHandle] = []
+        self._calls: list[GraphCall] = []
+        self._depth = 0
+        self.error: Exception | None = None
+        self.why_not = None
+        if anatomy.head is None:
+            self.why_not = "the model has no output head"
+        elif is_compiled(anatomy.root):
+            self.why_not = "torch.compile runs the model, whose hooks do not fire"
+
+    def arm(self) -> None:
+        """Record the calls from now on."""
+        self.close()
+        if self.why_not is not None:
+            return
+        anatomy = self._anatomy
+        assert anatomy.head is not None
+        for module in {id(m): m for m in (anatomy.model, without_peft(anatomy.model))}.values():
+            before = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
+            after = module.register_forward_hook(self._model_ends, always_call=True)
+            self._handles += [before, after]
+        self._handles.append(anatomy.embedding.register_forward_hook(self._embed))
+        self._handles.append(anatomy.head.register_forward_hook(self._head))
+
+    def close(self) -> None:
+        """Remove the hooks, and forget the calls."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._calls.clear()
+        self._depth, self.error = 0, None
+
+    def take(self) -> list[GraphCall]:
+        """Return the calls whose logits got a gradient since the last time, and forget them.
+
+        Raises:
+            Exception: what a hook raised in the user's forward or backward.
+        """
+        raise_kept(self)
+        for before, call in zip(self._calls, self._calls[1:], strict=False):
+            if call.ids is None and before.module is None and not before.heads:
+                call.ids, call.reached = before.ids, before.reached  # an encoder's, called before
+        calls = [call for call in self._calls if call.read_heads]
+        self._calls = [call for call in self._calls if not call.read_heads]
+        return calls
+
+    @raised_when_read
+    def _model_begins(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        if is_observed() or not torch.is_grad_enabled():
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._begin(module, arguments_of(module, args, kwargs))
+
+    def _begin(self, module: nn.Module | None, arguments: Mapping[str, object]) -> None:
+        device = self._anatomy.device.type
+        casts = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if casts else None
+        training = frozenset(id(m) for m in self._anatomy.root.modules() if m.training)
+        self._calls.append(GraphCall(module, arguments, training=training, autocast=dtype))
+
+    @raised_when_read
+    def _model_ends(self, module: nn.Module, args: object, output: object) -> None:
+        if is_observed() or not self._depth:
+            return
+        self._depth -= 1
+        if self._depth or not self._calls:
+            return
+        call = self._calls[-1]
+        try:
+            logits = logits_in(output)
+        except (ValueError, LookupError):  # its output holds none
+            return
+        call.text_logits = logits.dim() == 2
+        width = self._anatomy.vocab_size
+        if not call.heads and logits.requires_grad and logits.shape[-1:] == (width,):
+            self._watch(logits, call)  # a product with the head's matrix, not its forward
+
+    @raised_when_read
+    def _embed(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
+        ids = args[0] if args else None
+        if is_observed() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
+            return
+        if ids.dim() != 2 or ids.is_floating_point():
+            return
+        if not self._depth:
+            self._begin(None, {"input_ids": ids})
+        if self._calls and self._calls[-1].ids is None:
+            call = self._calls[-1]
+            call.ids = ids
+            if isinstance(output, Tensor) and output.requires_grad and output.dim() == 3:
+                output.register_hook(partial(self._read_reach, call))  # type: ignore[no-untyped-call]
+
+    @raised_when_read
+    def _head(self, layer: nn.Module, args: object, output: object) -> None:
+        if is_observed() or not self._calls or not isinstance(output, Tensor):
+            return
+        if output.requires_grad and not hasattr(output, "full_tensor"):
+            self._watch(output, self._calls[-1])
+
+    def _watch(self, logits: Tensor, call: GraphCall) -> None:
+        head = HeadCall(logits.shape[:-1], logits.shape[-1])
+        call.heads.append(head)
+        read = partial(self._read_logits, head, logits.detach())
+        logits.register_hook(read)  # type: ignore[no-untyped-call]
+
+    @raised_when_read
+    def _read_logits(self, head: HeadCall, logits: Tensor, gradient: Tensor) -> None:
+        head.rows = read_rows(gradient.flatten(0, -2), logits.flatten(0, -2))
+
+    @raised_when_read
+    def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:
+        call.reached = (gradient != 0).any(-1)
+
+
+# ---- as batches --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacedRows:
+    """Rows of a call's logits, and where in its texts they are.
+
+    Attributes:
+        rows: N rows.
+        text: (N,) the number of each row's text.
+        place: (N,) the column of each row in its text (of the decoder, in an encoder-decoder).
+        width: columns of a text.
+        index: (N,) the number of each row among all of the head, of which virtual tokens are left
+            out.
+        n_rows: number of all rows of the head.
+    """
+
+    rows: RowLabels
+    text: Tensor
+    place: Tensor
+    width: int
+    index: Tensor
+    n_rows: int
+
+    def grid(self, texts: int, values: Tensor, fill: int, shift: int = 0) -> Tensor:
+        """Return (texts, width + shift) the values of the rows, each ``shift`` columns later."""
+        grid = torch.full((texts, self.width + shift), fill, device=values.device)
+        grid = grid.to(values.dtype)
+        grid[self.text, self.place + shift] = values
+        return grid
+
+    def of_all(self, values: Tensor) -> Tensor:
+        """Return the values of these rows among all rows of the head, 0 at the others."""
+        whole = values.new_zeros(self.n_rows)
+        whole[self.index] = values
+        return whole
+
+
+@dataclass(frozen=True)
+class ReadCall:
+    """A call of the model in a step, with the truth of it.
+
+    Attributes:
+        call: as the user made it.
+        placed: the rows of its logits, with the size and the sign of each label's gradient; None
+            where neither the graph nor the batch shows them.
+        batch: its ids, labels and mask.
+    """
+
+    call: GraphCall
+    placed: PlacedRows | None
+    batch: TokenBatch
+
+
+def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> ReadCall:
+    """Return a call with its ids, labels and mask, as its graph shows them.
+
+    Args:
+        call: with at least one call of the head that got a gradient.
+        kind: of the model.
+        read: the user's batch as it could be read, whose labels decide between two that could have
+            left a row, if they agree with all that are sure.
+
+    Raises:
+        BatchError: the places of the labels in the texts are not known.
+    """
+    ids = call.ids
+    if ids is None:
+        raise BatchError("no ids arrived at the model's input embedding (inputs_embeds?)")
+    labels = call.arguments.get("labels")
+    if not isinstance(labels, Tensor):
+        labels = None if read is None else read.labels
+    if kind == "classifier":
+        padding = read_batch(_padding_of(call, ids, "causal", read), "causal")
+        return ReadCall(call, *_classified(call, padding, labels))
+    if labels is None and read is not None and kind == "causal":
+        labels = read.input_ids
+    shift = int(kind == "causal")
+    placed = _placed(call, kind, labels)
+    placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
+    rows = placed.rows
+    soft = rows.soft | rows.unsure
+    batch = read_batch(_padding_of(call, ids, kind, read), kind)
+    if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
+        soft &= placed.place < placed.width - 1
+    batch = replace(batch, preferences=bool((rows.sizes < 0).any()), soft_labels=bool(soft.any()))
+    if kind == "seq2seq":
+        if batch.soft_labels:
+            raise BatchError("the targets of the decoder are no single labels, as in distillation")
+        batch = replace(batch, labels=placed.grid(len(ids), rows.labels, IGNORE_INDEX))
+        return ReadCall(call, placed, batch)
+    targets = placed.grid(len(ids), rows.labels, IGNORE_INDEX, shift)
+    live = placed.grid(len(ids), rows.live, 0, shift)
+    if shift:  # the last place has no token to predict, unless texts are shifted by hand
+        live = functional.pad(live[:, 1:], (0, 1))
+        if bool((targets[:, -1] != IGNORE_INDEX).any()):
+            batch = _lengthened(batch, targets[:, -1])
+        else:
+            targets, live = targets[:, :-1], live[:, :-1]
+    return ReadCall(call, placed, replace(batch, labels=targets, live=live))
+
+
+def _placed(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
+    """Return the rows of all calls of the head in a call of the model, with their places.
+
+    Args:
+        call: of the model, with ids.
+        kind: of the model.
+        labels: as the call, or else the batch, has them: a head that is called on the places of
+            labels alone is told by their number.
+
+    Raises:
+        BatchError: it is not known where the rows are.
+    """
+    heads, ids = call.read_heads, call.ids
+    assert ids is not None
+    rows = _concatenated([head.rows for head in heads if head.rows is not None])
+    (b, length), n = ids.shape, len(rows.labels)
+    shapes = {len(head.shape) for head in heads}
+    if kind == "masked" and shapes == {1} and n != b * length and labels is not None:
+        text, place = (labels.to(rows.labels.device) != IGNORE_INDEX).nonzero(as_tuple=True)
+        if len(text) == n:
+            return PlacedRows(rows, text, place, length, torch.arange(n, device=text.device), n)
+    by_text = n % b == 0 and all(head.shape[0] == b or head.shape.numel() == n for head in heads)
+    if not by_text or (len(heads) > 1 and shapes != {2}):
+        raise BatchError(
+            f"the head gave {n} rows of logits in {len(heads)} calls for ids of shape "
+            f"{(b, length)}: at which places of the texts is not known"
+        )
+    device, width = rows.labels.device, n // b
+    # Rows as (calls, texts, columns): calls on one chunk of columns after the other are joined.
+    columns = [torch.arange(head.shape.numel() // b, device=device) for head in heads]
+    starts = [0]
+    for part in columns[:-1]:
+        starts.append(starts[-1] + len(part))
+    place = torch.cat([(c + s).repeat(b) for c, s in zip(columns, starts, strict=True)])
+    text = torch.cat([torch.arange(b, device=device).repeat_interleave(len(c)) for c in columns])
+    index = torch.arange(n, device=device)
+    placed = PlacedRows(rows, text, place, width, index, n)
+    if kind == "seq2seq":
+        return placed
+    kept = call.arguments.get("logits_to_keep")
+    if isinstance(kept, Tensor) and kept.numel() == width:
+        places = kept.to(device).flatten() % length
+        return replace(placed, place=places[place], width=length)
+    if width > length:  # virtual tokens of prompt tuning, the last of which predicts a text's first
+        real = place >= width - length - int(kind == "causal")
+        late = place[real] - (width - length)
+        return PlacedRows(rows.take(real), text[real], late, length, index[real], n)
+    first = replace(placed, width=length)  # hidden[:, :-1], say
+    placed = replace(first, place=place + (length - width))  # or the last ones
+    if width == length or kept:
+        return placed
+    matches = [_share_of_next(one, ids) for one in (first, placed)]
+    if kind != "causal" or max(matches) < MIN_MATCHES or matches[0] == matches[1]:
+        raise BatchError(
+            f"the head gave {width} logits for texts of {length} tokens: for which is not known"
+        )
+    return first if matches[0] > matches[1] else placed
+
+
+def _share_of_next(placed: PlacedRows, ids: Tensor) -> float:
+    """Return the share of the labels that are the next token of their text."""
+    following = functional.pad(ids.to(placed.text.device), (0, 1), value=IGNORE_INDEX)
+    labels = placed.rows.labels
+    known = labels != IGNORE_INDEX
+    equal = following[placed.text, placed.place + 1] == labels
+    return float(equal[known].double().mean()) if bool(known.any()) else 0.0
+
+
+def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | None:
+    """Return (N,) the labels that rows predict, by given labels (B, L); None where they misfit."""
+    if labels is None or labels.dim() != 2 or not len(placed.text):
+        return None
+    padded = functional.pad(labels.long(), (0, shift), value=IGNORE_INDEX).to(placed.text.device)
+    if int(placed.text.max()) >= len(padded) or placed.width + shift > padded.shape[1]:
+        return None
+    return padded[placed.text, placed.place + shift]
+
+
+def _padding_of(
+    call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None
+) -> dict[str, object]:
+    """Return the arguments of a call that say what is padded, and where documents begin.
+
+    Where the model's parts were called in place of its forward, the batch says it. Where nothing
+    does, ids that no label depends on are padding; a causal text's last id is such a one too.
+    """
+    names = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens")
+    arguments = {name: call.arguments.get(name) for name in names}
+    if call.module is None and read is not None and read.input_ids.shape == ids.shape:
+        marks = read.attention_mask, read.position_ids, read.documents
+        arguments |= dict(zip(names, marks, strict=False))
+    positions, mask = arguments["position_ids"], arguments["attention_mask"]
+    if not isinstance(positions, Tensor) or positions.dim() != 2:  # of M-RoPE
+        arguments["position_ids"] = None
+    if not isinstance(mask, Tensor) or (
+        mask.shape != ids.shape and mask.shape[-2:] != 2 * ids.shape[1:]
+    ):
+        arguments["attention_mask"] = None if kind == "causal" else call.reached
+    labels = None if kind == "causal" else torch.full_like(ids, IGNORE_INDEX)
+    return {**arguments, "input_ids": ids, "labels": labels}
+
+
+def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
+    """Return texts with the token behind them that a label alone holds (``x, y`` by hand)."""
+    ids, mask, positions = batch.input_ids, batch.attention_mask, batch.position_ids
+    is_label = (last != IGNORE_INDEX)[:, None]
+    more = last.clamp(min=0)[:, None].to(ids.dtype)
+    mask = torch.ones_like(ids) if mask is None else mask
+    if positions is not None:
+        positions = torch.cat([positions, positions[:, -1:] + 1], 1)
+    documents = batch.documents
+    return TokenBatch(
+        input_ids=torch.cat([ids, more], 1),
+        labels=None,
+        attention_mask=torch.cat([mask, is_label.to(mask.dtype)], 1),
+        kind=batch.kind,
+        position_ids=positions,
+        documents=None if documents is None else torch.cat([documents, documents[:, -1:]], 1),
+        crossing=batch.crossing,
+        preferences=batch.preferences,
+        soft_labels=batch.soft_labels,
+    )
+
+
+def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
+    """Return the rows with the labels of those that are unsure, where these are known.
+
+    Labels that were given decide, if they agree with all rows that are sure. Without them a row of
+    one negative and one positive entry has the sign that all others have.
+    """
+    rows = placed.rows
+    sure = rows.labels != IGNORE_INDEX
+    known = torch.zeros_like(sure)
+    labels, sizes = rows.labels, rows.sizes
+    if not bool(rows.unsure.any()):
+        return rows
+    if given is not None and bool((given[sure] == labels[sure]).all()):
+        known = rows.unsure & ((given == rows.lowest) | (given == rows.highest))
+        labels = torch.where(known, given, labels)
+        sizes = torch.where(known, rows.values.abs().amax(1), sizes)
+    for sign, column, entry in ((1, 0, rows.lowest), (-1, 1, rows.highest)):
+        one_way = bool(sure.any()) and bool((rows.sizes[sure] * sign > 0).all())
+        if given is None and one_way:
+            known = rows.unsure & rows.one_each
+            labels = torch.where(known, entry, labels)
+            sizes = torch.where(known, -rows.values[:, column], sizes)
+    return replace(rows, labels=labels, sizes=sizes, unsure=rows.unsure & ~known)
+
+
+def _classified(
+    call: GraphCall, batch: TokenBatch, labels: Tensor | None
+) -> tuple[PlacedRows, TokenBatch]:
+    """Return the rows and the batch of a classifier: texts, or tokens, that have a gradient."""
+    [head, *others], (b, length) = call.read_heads, batch.input_ids.shape
+    rows = head.rows
+    assert rows is not None
+    if others or head.shape not in ((b,), (b, length)):
+        raise BatchError("the head of the classifier was called on rows of unknown texts")
+    n = len(rows.live)
+    index = torch.arange(n, device=rows.live.device)
+    text, place = index // (n // b), index % (n // b)
+    per_text = len(head.shape) == 1 or call.text_logits
+    # Of two classes both could be the label, and one output has none.
+    sizes = rows.values.abs().amax(1) if head.n_entries > 1 else -rows.values[:, 0]
+    placed = PlacedRows(replace(rows, sizes=sizes), text, place, n // b, index, n)
+    live, lowest = rows.live.view(b, -1), rows.lowest.view(b, -1)
+    if per_text:  # pooled behind the head
+        live, lowest = live.any(1), lowest.gather(1, live.int().argmax(1)[:, None])[:, 0]
+    if labels is not None and labels.shape == live.shape and not labels.is_floating_point():
+        lowest = labels.to(lowest.device).long().clamp(min=0)
+    classes = lowest.masked_fill(~live, IGNORE_INDEX)
+    return placed, replace(batch, labels=classes, kind="classifier")
+
+
+def plain_call(
+    anatomy: Anatomy,
+    batch: TokenBatch,
+    autocast: torch.dtype | None,
+    *,
+    trained_elsewhere: bool = False,
+) -> ReadCall:
+    """Return the call on a batch whose step's graph was not read, as a plain loss would have it.
+
+    Args:
+        anatomy: of the model.
+        batch: its ids and labels.
+        autocast: dtype that the step computes in; None without.
+        trained_elsewhere: the step was another model's, all of whose modules were in training mode.
+    """
+    arguments: dict[str, object] = {"input_ids": batch.input_ids}
+    for name in ("attention_mask", "position_ids"):
+        if (value := getattr(batch, name)) is not None and accepts(anatomy.model, name):
+            arguments[name] = value
+    modules = anatomy.root.modules()
+    training = frozenset(id(m) for m in modules if m.training or trained_elsewhere)
+    call = GraphCall(anatomy.model, arguments, batch.input_ids, [], training, autocast)
+    if batch.kind == "classifier" or (batch.labels is None and batch.kind != "causal"):
+        return ReadCall(call, None, batch)
+    labels, shift = labels_of(batch), int(batch.kind == "causal")
+    targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
+    counted = targets != IGNORE_INDEX
+    sizes = counted / counted.sum().clamp(min=1)
+    none, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
+    nothing = torch.zeros_like(targets)
+    values = sizes.new_zeros(len(sizes), 2)
+    rows = RowLabels(targets, sizes, counted, none, none, nothing, nothing, none, values)
+    width = labels.shape[1]
+    placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
+    return ReadCall(call, placed, batch)

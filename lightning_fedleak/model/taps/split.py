@@ -1,0 +1,162 @@
+"""The tap that records what crosses the split in a training step.
+
+These are hidden states, mask, positions and token ids, recorded in the user's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.model_runs import virtual_tokens
+from lightning_fedleak.model.snapshots import Stage, UnusableObservation
+from lightning_fedleak.model.taps.activations import ActivationTap, join_pieces
+from lightning_fedleak.model.taps.calls import ModelCalls
+
+ARGUMENTS = ("attention_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """The tensors that crossed the split in one micro-batch, of documents packed into rows apart.
+
+    Attributes:
+        batch: the client's batch before any defence: the truth.
+        local: by layer (B, L, d) hidden states before the defences, or why there are none.
+        shared: by layer the hidden states that left the client.
+        attention_mask: (B, L), as the model received it, or None.
+        position_ids: (B, L), as the model received them, or None.
+    """
+
+    batch: TokenBatch
+    local: Mapping[int, Tensor | Exception]
+    shared: Mapping[int, Tensor | Exception]
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+
+    def states(self, stage: Stage, layer: int) -> Tensor:
+        """Return hidden states (B, L, d) at a stage.
+
+        Raises:
+            UnusableObservation: the layer was not passed once, or on other tokens.
+            ChangedInPlace: the model has overwritten them.
+        """
+        states = (self.local if stage is Stage.LOCAL else self.shared)[layer]
+        if isinstance(states, Exception):
+            raise states
+        return states
+
+
+class SplitTap:
+    """Hooks that record hidden states before and after the defences that rewrite them.
+
+    The tap is created after the defences have registered their hooks, so that its hooks run before
+    and after theirs.
+
+    The mask and the positions are those that the model itself received; where it was not called (a
+    module that calls its parts), the batch's mask and the model's own positions.
+
+    Args:
+        anatomy: of the model.
+        layers: layers to record.
+        defended: layers whose hidden states a defence rewrites.
+    """
+
+    def __init__(
+        self, anatomy: Anatomy, layers: Collection[int], defended: Collection[int]
+    ) -> None:
+        self._layers = sorted(set(layers))
+        self._virtual = virtual_tokens(anatomy)
+        self._behind = ActivationTap(anatomy, self._layers, gradients=False)
+        both = sorted(set(layers) & set(defended))
+        self._before = ActivationTap(anatomy, both, gradients=False, first=True)
+        self._twice = frozenset(both)
+        self._calls = ModelCalls(anatomy)
+
+    def arm(self) -> None:
+        """Start a micro-batch."""
+        self._behind.arm()
+        self._before.arm()
+        self._calls.arm()
+
+    def disarm(self) -> None:
+        """Drop the records, and let the hooks return at once."""
+        self._behind.disarm()
+        self._before.disarm()
+        self._calls.arm(False)
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self.disarm()
+        self._behind.close()
+        self._before.close()
+        self._calls.close()
+
+    def take(self, batch: TokenBatch) -> Crossed:
+        """Return what crossed since :meth:`arm`, and start the next micro-batch."""
+        shape = tuple(batch.input_ids.shape)
+        try:
+            documents = batch.by_document()
+            mask, positions = documents.attention_mask, documents.position_ids
+            if documents is batch:
+                mask, positions = self._mask_and_positions(batch)
+        except (BatchError, UnusableObservation) as error:
+            none: dict[int, Tensor | Exception] = dict.fromkeys(self._layers, error)
+            self.arm()
+            return Crossed(batch, none, none, None, None)
+        shared = {layer: self._states(self._behind, layer, shape) for layer in self._layers}
+        local = {
+            layer: self._states(self._before, layer, shape) if layer in self._twice else hidden
+            for layer, hidden in shared.items()
+        }
+        self.arm()
+        local, shared = (
+            {n: batch.per_document(s) if isinstance(s, Tensor) else s for n, s in states.items()}
+            for states in (local, shared)
+        )
+        return Crossed(batch, local, shared, mask, positions)
+
+    def _states(self, tap: ActivationTap, layer: int, shape: tuple[int, ...]) -> Tensor | Exception:
+        try:
+            passes = join_pieces(tap.states(layer), shape[:1])
+        except RuntimeError as error:
+            return error
+        if len(passes) != 1:
+            return UnusableObservation(
+                f"layer {layer} was passed {len(passes)} times in the training step of one batch: "
+                "which of them crosses a split is unknown"
+            )
+        [states] = passes
+        batch, length = shape
+        if states.dim() != 3 or states.shape[:2] not in (
+            (batch, length),
+            (batch, length + self._virtual),
+        ):
+            return UnusableObservation(
+                f"hidden states at layer {layer} are {tuple(states.shape)}, the batch holds {shape}"
+                " tokens"
+            )
+        return states[:, -length:]
+
+    def _mask_and_positions(self, batch: TokenBatch) -> Sequence[Tensor | None]:
+        if not self._calls.calls:
+            return batch.attention_mask, None
+        shape = batch.input_ids.shape
+        results: list[Tensor | None] = []
+        for name in ARGUMENTS:
+            arguments = [call.get(name) for call in self._calls.calls]
+            pieces = [value for value in arguments if isinstance(value, Tensor) and value.dim()]
+            whole = join_pieces(pieces, shape[:1]) if len(pieces) == len(arguments) else ()
+            value = whole[0] if len(whole) == 1 else arguments[-1]
+            if isinstance(value, Tensor) and value.shape == (1, shape[1]):
+                value = value.expand(shape)
+            if value is not None and getattr(value, "shape", None) != shape:
+                raise UnusableObservation(
+                    f"the model received {name} of another form than (B, L) = {tuple(shape)}"
+                )
+            results.append(value if isinstance(value, Tensor) else None)
+        return results

@@ -1,0 +1,201 @@
+"""Canaries in tiers of repetition, scored on the trained weights in a Trainer."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fedleak import Games, LeakageMonitor, RiskGate, with_canaries
+from lightning_fedleak.attacks.memorization import Canaries
+from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.evaluation.canaries import InclusionMismatch
+from lightning_fedleak.evaluation.metrics.released import spent_at
+from lightning_fedleak.report import findings, page, read
+from lightning_fedleak.report.edpb import on_model
+from tests.engine.channels.test_memorization import fit, rows, tiny
+
+SUFFIX = 4
+
+
+def planted(seed: int = 1, m: int = 90, times: tuple[int, ...] = (1, 8), **more: Any) -> Any:
+    ids = torch.randint(3, 2000, (m, 14), generator=torch.Generator().manual_seed(9))
+    canaries = [{"input_ids": row, "labels": row} for row in ids]
+    return with_canaries(rows(300), canaries, seed, times=times, **more)
+
+
+def watch(data: Any, folder: Path, *, budget: float = 1.0, **more: Any) -> LeakageMonitor:
+    return LeakageMonitor(
+        [Canaries(tokens=SUFFIX, **more)],
+        games=Games(canaries=data.canaries),
+        log_dir=folder,
+        settings=MonitorSettings(memorization=Memorization(max_overhead=budget)),
+    )
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    text = (folder / "leakage.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, text) if line["attack"] == name]
+
+
+def test_canaries_that_are_repeated_more_are_memorized_more(tmp_path: Path) -> None:
+    data = planted()
+    watching = watch(data, tmp_path)
+    fit([watching], data=data, max_epochs=2, lr=1e-2)
+    few, many = (lines(tmp_path, f"canary_x{times}") for times in (1, 8))
+    assert [line["stage"] for line in many] == ["released"] * 4
+    repeats = torch.tensor(data.canaries.record.repeats)
+    included = data.canaries.included
+    cap = math.log2(int((~included).sum()) + 1)
+    for series, times in ((few, 1), (many, 8)):
+        last = series[-1]["metrics"]
+        assert last["members"]["value"] == int((included & (repeats == times)).sum())
+        assert last["others"]["value"] == int((~included).sum())
+        assert last["alpha"]["value"] == spent_at(4, 0.05 / 2)
+        assert last["exposure_cap"]["value"] == pytest.approx(cap)
+        assert series[-1]["config"]["tokens"] == SUFFIX
+    first, last = few[-1]["metrics"], many[-1]["metrics"]
+    assert last["exposure"]["value"] == pytest.approx(cap)  # above every other
+    assert last["exposure"]["high"] is None  # so that no upper end is known
+    assert last["exposure_capped"]["value"] > 0.9
+    assert last["greedy"]["value"] > first["greedy"]["value"] + 0.5
+    assert last["extracted"]["value"] > first["extracted"]["value"] + 0.5
+    assert last["extracted_others"]["value"] == 0
+    assert first["auc"]["value"] < last["auc"]["value"]
+    assert first["shown"]["value"] is None  # with far fewer others than it needs
+    assert math.isinf(watching.latest["audit/canary_x8/exposure_high"])
+    assert not any(name.startswith("leakage/worst") for name in watching.latest)
+    assert few[0]["unknown"]  # in mid-epoch few of them have come
+
+
+def test_the_report_has_a_row_for_each_tier_apart_from_the_datas_own_texts(tmp_path: Path) -> None:
+    data = planted()
+    fit([watch(data, tmp_path)], data=data, max_epochs=1)
+    [summary] = findings(read([tmp_path])).runs
+    tiers = {attack.name: attack for attack in summary.attacks}
+    assert tiers.keys() == {"canary_x1", "canary_x8"}
+    assert {attack.family.name for attack in tiers.values()} == {"canary"}
+    assert tiers["canary_x8"].rates["exposure"].value > 0
+    html = page(findings(read([tmp_path])))
+    table = html.partition("Canaries, by how often each stands in the data")[2]
+    table = table.partition("</table>")[0]
+    assert table.index("canary_x1<") < table.index("canary_x8<")
+    assert on_model(summary.attacks, "auc") == ["not tested here"]
+
+
+def test_the_numbers_are_those_of_the_models_own_answers(tmp_path: Path) -> None:
+    data = planted(times=(2,))
+    base = tiny().eval()
+    _, module = fit([watch(data, tmp_path)], data=data, max_epochs=1)
+    scores, log_probs, greedy = [], [], []
+    for ids in data.canaries.token_ids:
+        with torch.no_grad():
+            before, after = (m(ids[None]).logits[0].double() for m in (base, module.model.eval()))
+        places = range(len(ids) - SUFFIX, len(ids))
+        now = sum(float(after[j - 1].log_softmax(0)[ids[j]]) for j in places)
+        log_probs.append(now)
+        scores.append(now - sum(float(before[j - 1].log_softmax(0)[ids[j]]) for j in places))
+        greedy.append(all(int(after[j - 1].argmax()) == int(ids[j]) for j in places))
+    inside = data.canaries.included.tolist()
+    members = [s for s, i in zip(scores, inside, strict=True) if i]
+    others = [s for s, i in zip(scores, inside, strict=True) if not i]
+    wins = sum((a > b) + (a == b) / 2 for a in members for b in others)
+    metrics = lines(tmp_path, "canary_x2")[-1]["metrics"]
+    assert metrics["auc"]["value"] == pytest.approx(wins / len(members) / len(others), abs=1e-3)
+    ranks = sorted(1 + sum(b >= a for b in others) for a in members)
+    middle = ranks[len(ranks) // 2]
+    expected = math.log2(len(others) + 1) - math.log2(middle)
+    assert metrics["exposure"]["value"] == pytest.approx(expected, abs=0.2)
+    need = math.log(1 - 0.5 ** (1 / 10_000))
+    shares = [
+        [value for value, i in zip(values, inside, strict=True) if i is side]
+        for values in ([lp >= need for lp in log_probs], greedy)
+        for side in (True, False)
+    ]
+    means = [sum(share) / len(share) for share in shares]
+    assert metrics["extracted"]["value"] == pytest.approx(means[0] - means[1], abs=1e-6)
+    assert metrics["extracted_others"]["value"] == pytest.approx(means[1])
+    assert metrics["greedy"]["value"] == pytest.approx(means[2] - means[3], abs=1e-6)
+
+
+def test_without_training_nothing_is_exposed(tmp_path: Path) -> None:
+    data = planted()
+    fit([watch(data, tmp_path)], data=data, max_epochs=1, lr=0.0)
+    for line in lines(tmp_path, "canary_x8"):
+        assert line["metrics"]["auc"]["value"] == 0.5
+        assert line["metrics"]["exposure"]["value"] == 0  # ties count against the canary
+
+
+def test_a_tier_of_few_canaries_is_unknown_and_says_why(tmp_path: Path) -> None:
+    data = planted(m=60, times=(1, 4, 16), probability=0.2)
+    fit([watch(data, tmp_path)], data=data, max_epochs=1)
+    [line] = lines(tmp_path, "canary_x16")[-1:]
+    assert line["unknown"].endswith("must hold a canary's tokens as they were given")
+    assert "canaries of tier x16" in line["unknown"]
+    assert "53 were left out: 10 of each are needed" in line["unknown"]
+
+
+def test_canaries_that_no_batch_holds_are_unknown(tmp_path: Path) -> None:
+    data = planted()
+    fit([watch(data, tmp_path)], data=rows(300), max_epochs=1)
+    assert all(line["unknown"] for line in lines(tmp_path, "canary_x8"))
+    assert lines(tmp_path, "canary_x8")[-1]["unknown"].startswith("0 canaries of tier x8")
+
+
+def test_what_does_not_fit_is_refused_at_setup(tmp_path: Path) -> None:
+    data = planted()
+    with pytest.raises(ValueError, match=r"Canaries\(tokens=14\) .* at most 13"):
+        LeakageMonitor([Canaries(tokens=14)], games=Games(canaries=data.canaries))
+    with pytest.raises(ValueError, match=r"games=Games\(canaries=train.canaries\)"):
+        LeakageMonitor([Canaries()])
+    with pytest.raises(ValueError, match=r"90 are needed: Memorization\(max_overhead=0\.\d+\)"):
+        fit([watch(data, tmp_path, budget=0.02)], data=data, max_epochs=1)
+
+
+def test_a_gate_stops_where_canaries_are_written_out(tmp_path: Path) -> None:
+    data = planted()
+    gate = RiskGate("audit/canary_x8/extracted", at_most=0.1)
+    trainer, _ = fit([watch(data, tmp_path), gate], data=data, max_epochs=3)
+    assert trainer.should_stop
+    assert trainer.current_epoch < 3
+
+
+def test_attacks_that_choose_themselves_ask_about_canaries_that_are_planted(
+    tmp_path: Path, caplog: Any
+) -> None:
+    caplog.set_level("INFO")
+    data = planted()
+    settings = MonitorSettings(memorization=Memorization(max_overhead=4 / 3), look_seconds=1e-9)
+    games = Games(canaries=data.canaries)
+    watching = LeakageMonitor(games=games, log_dir=tmp_path, settings=settings)
+    fit([watching], data=data, max_epochs=1)
+    assert watching.latest["audit/canary_x8/exposure"] > 0
+    assert "no texts are planted" not in caplog.text
+    fit([LeakageMonitor(log_dir=tmp_path / "none", settings=settings)], max_epochs=1, max_steps=1)
+    assert "games=Games(canaries=train.canaries)" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_and_its_checkpoint_shows_no_coin(tmp_path: Path) -> None:
+    data = planted()
+    keep = ModelCheckpoint(tmp_path / "ckpt", save_last=True)
+    fit([watch(data, tmp_path), keep], data=data, max_epochs=1, enable_checkpointing=True)
+    last = tmp_path / "ckpt" / "last.ckpt"
+    saved = torch.load(last, weights_only=True)
+    [state] = [s for name, s in saved["callbacks"].items() if name.startswith("LeakageMonitor")]
+    assert not bool(state["canary"]["seen"].any())
+    whole = tmp_path / "whole"
+    fit([watch(data, whole)], data=data, max_epochs=2)
+    fit([watch(data, tmp_path)], data=data, max_epochs=2, ckpt_path=str(last))
+    resumed, single = (lines(f, "canary_x8")[-1]["metrics"] for f in (tmp_path, whole))
+    assert resumed["members"] == single["members"]
+    assert resumed["auc"]["value"] == pytest.approx(single["auc"]["value"], abs=0.05)
+    other = planted(seed=2)
+    with pytest.raises(InclusionMismatch):
+        fit([watch(other, tmp_path)], data=other, max_epochs=2, ckpt_path=str(last))

@@ -1,0 +1,805 @@
+"""The trained weights, looked at in a Trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import re
+import stat
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
+from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
+from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.cli.studies.memorization import ReleasedPool
+from lightning_fedleak.defenses.accounting.budget import curve_of
+from lightning_fedleak.defenses.dpsgd import Users
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.engine.channels import reading
+from lightning_fedleak.engine.pool import collect
+from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
+from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.evaluation.metrics.released import visible_tpr
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import read_batch
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel
+from lightning_fedleak.model.taps.tokens import Text, ask_tokens, compressed_bytes, pool_digest
+from lightning_fedleak.private_files import hash_tensors
+from lightning_fedleak.report import findings, page, read
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.notices import announced
+from tests.helpers.processes import two_processes
+
+SETTINGS = Memorization(max_overhead=4 / 3)
+READ = partial(read_batch, kind="causal")
+
+
+def rows(n: int = 400, length: int = 14) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(3, 2000, (n, length), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def tiny(positions: int = 32) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=2000,
+        n_embd=24,
+        n_head=2,
+        n_layer=1,
+        n_positions=positions,
+        resid_pdrop=0.1,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def monitor(folder: Path, **settings: Any) -> LeakageMonitor:
+    return LeakageMonitor(
+        [Combined(), Loss(), Extraction(tokens=4)],
+        log_dir=folder,
+        settings=MonitorSettings(memorization=SETTINGS, **settings),
+    )
+
+
+def fit(
+    callbacks: list[Any], model: Any = None, data: Any = None, *, lr: float = 1e-2, **more: Any
+) -> tuple[L.Trainer, Any]:
+    L.seed_everything(0)
+    model = tiny() if model is None else model
+    module = model if isinstance(model, L.LightningModule) else CausalLMModule(model, lr, "adamw")
+    settings = {"max_epochs": 3, "enable_checkpointing": False, **more}
+    path, validate = settings.pop("ckpt_path", None), settings.pop("validate", False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        callbacks=callbacks,
+        logger=settings.pop("logger", False),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    data = leave_out(rows(), 140, seed=1)[0] if data is None else data
+    validation = DataLoader(data, batch_size=8) if validate else None
+    trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), validation, ckpt_path=path)
+    return trainer, module
+
+
+def lines(folder: Path, attack: str = "combined") -> list[dict[str, Any]]:
+    text = (folder / "leakage.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, text) if line["attack"] == attack]
+
+
+def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
+    text = (folder / "run.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, text) if line["kind"] == kind]
+
+
+def test_what_was_trained_on_is_told_from_what_was_left_out(tmp_path: Path) -> None:
+    watching = monitor(tmp_path)
+    fit([watching])
+    looks = lines(tmp_path)
+    assert [line["step"] for line in looks] == [17, 30, 33, 66, 99]
+    assert {line["stage"] for line in looks} == {"released"}
+    last = looks[-1]["metrics"]
+    assert last["auc"]["value"] > 0.95
+    assert last["auc"]["low"] > 0.7
+    assert last["shown"]["value"] is None  # with far fewer others than 437
+    assert last["p_value"]["value"] < 1e-6
+    assert looks[0]["metrics"]["members"]["value"] < looks[2]["metrics"]["members"]["value"]
+    assert looks[1]["metrics"]["alpha"]["value"] == pytest.approx(0.05 / 6)
+    extraction = lines(tmp_path, "extraction")[-1]["metrics"]
+    assert extraction["extracted"]["value"] is not None
+    assert extraction["extracted_base"]["value"] == 0
+    assert last["auc_joint_low"]["value"] < last["auc"]["low"]  # of two attacks on membership
+    assert watching.latest["leakage/worst/memorization"] == pytest.approx(last["auc"]["value"])
+    assert watching.failures == 0
+    assert last["visible"]["value"] == visible_tpr(
+        int(last["members"]["value"]), int(last["others"]["value"]), look=5
+    )
+    assert 0 < extraction["visible"]["value"] < 1
+    begin = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])
+    assert [(a["name"], a["family"]) for a in begin["attacks"]] == [
+        (name, "memorization") for name in ("combined", "loss", "extraction")
+    ]
+
+
+def test_attacks_that_are_refused_after_the_lineup_are_reported(tmp_path: Path) -> None:
+    fit([LeakageMonitor(log_dir=tmp_path)], tiny(128), rows(), max_steps=2)
+    [summary] = findings(read([tmp_path])).runs
+    assert "max_overhead" in summary.not_played["combined"]
+    assert any(one.startswith("combined: ") for one in summary.not_tested)
+    assert all(attack.stage != "released" for attack in summary.attacks)
+
+
+def test_without_training_all_texts_tie(tmp_path: Path) -> None:
+    fit([monitor(tmp_path)], lr=0.0)
+    assert [line["metrics"]["auc"]["value"] for line in lines(tmp_path)] == [0.5] * 5
+
+
+class Restless(CausalLMModule):
+    """Draws from every random generator at each step, and learns from what it drew."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        return super().training_step(batch, batch_idx) * (0.5 + drawn / 3)
+
+
+def trained(callbacks: list[Any], model: Any, **more: Any) -> list[Tensor]:
+    """Return the weights, optimizer state and random states that a fit ends with."""
+    trainer, module = fit(callbacks, model, **more)
+    [optimizer] = trainer.optimizers
+    moments = [v for entry in optimizer.state.values() for v in entry.values()]
+    _, words, place, *_ = np.random.get_state()
+    states = [torch.get_rng_state(), torch.tensor(words.astype(np.int64)), torch.tensor(place)]
+    return [*module.parameters(), *moments, *states, torch.tensor(random.getstate()[1])]
+
+
+def check_same(folder: Path, make: Any, **more: Any) -> LeakageMonitor:
+    """Check that a fit ends in the same state with and without a monitor, which is returned."""
+    watching = monitor(folder)
+    with_looks, alone = trained([watching], make(), **more), trained([], make(), **more)
+    assert all(torch.equal(*pair) for pair in zip(with_looks, alone, strict=True))
+    assert watching.failures == 0
+    assert watching.latest["leakage/combined/auc"] > 0.5
+    return watching
+
+
+def test_training_and_random_states_are_the_same_with_and_without(tmp_path: Path) -> None:
+    check_same(tmp_path, lambda: Restless(tiny(), 1e-2, "adamw"))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lora_with_dropout_is_trained_the_same_and_read(tmp_path: Path, precision: str) -> None:
+    def adapted() -> Any:
+        config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["c_attn", "c_fc"])
+        model = tiny()
+        torch.manual_seed(1)
+        return get_peft_model(model, config)
+
+    check_same(tmp_path, adapted, precision=precision, max_epochs=2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_trained_the_same_and_reads_as_it_does_uncompiled(
+    tmp_path: Path,
+) -> None:
+    def compiled() -> Any:
+        torch.compiler.reset()
+        return torch.compile(tiny(), backend="aot_eager")
+
+    watching = check_same(tmp_path / "compiled", compiled, max_epochs=2)
+    plain = monitor(tmp_path / "plain")
+    fit([plain], max_epochs=2)
+    [base, expected] = (
+        next(c for s, c in each.engine.series.items() if s.name == "combined")._base.log_probs
+        for each in (watching, plain)
+    )
+    torch.testing.assert_close(base, expected)
+
+
+def four_bit(*, dequantized: bool = False) -> Any:
+    """Return LoRA on a base in NF4, or on the same numbers in float32."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=2000, **size, **heads))
+    for name, linear in [*model.model.layers.named_modules()]:
+        if type(linear) is nn.Linear:
+            kept = layers.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            four = layers.Linear4bit(linear.in_features, linear.out_features, bias=False)
+            four.weight = kept
+            four.to("cpu")
+            if dequantized:
+                whole = four(torch.eye(linear.in_features)).T
+                linear.weight.data = whole.contiguous()
+            else:
+                model.model.layers.set_submodule(name, four)
+    torch.manual_seed(1)
+    config = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
+    return get_peft_model(model, config)
+
+
+def test_lora_on_a_base_of_four_bits(tmp_path: Path) -> None:
+    """It trains the same with and without, and the base reads as its dequantized weights do."""
+    check_same(tmp_path, four_bit, max_epochs=2)
+    texts = [Text(row["input_ids"], row["labels"]) for row in rows(20)]
+    four, whole = (
+        ask_tokens(find_anatomy(model), texts) for model in (four_bit(), four_bit(dequantized=True))
+    )
+    torch.testing.assert_close(four.log_probs, whole.log_probs, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(four.log_probs, ask_tokens(find_anatomy(tiny()), texts).log_probs)
+
+
+def test_rows_to_come_are_controls_in_the_first_epoch_only(tmp_path: Path) -> None:
+    watching = monitor(tmp_path)
+    fit([watching], data=rows(), max_epochs=2)
+    looks = lines(tmp_path)
+    assert [line["metrics"]["auc"]["value"] is not None for line in looks] == [True] * 2 + [
+        False
+    ] * 2
+    assert "add leave_out" in looks[-1]["unknown"]
+    assert math.isnan(watching.latest["leakage/combined/auc"])
+    assert math.isnan(watching.latest["leakage/worst/memorization"])
+
+
+def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(tmp_path: Path) -> None:
+    watching = monitor(tmp_path)
+    base = ask_texts(tiny())
+    data = leave_out(rows(), 140, seed=1)[0]
+    _, module = fit([watching], data=data)
+    pool, answers = base(data)
+    result = pool.compare(
+        answers,
+        ask_tokens(find_anatomy(module.model), pool.texts),
+        [Combined()],
+        look=5,
+    )
+    assert lines(tmp_path)[-1]["pool"] == pool.digest
+    [facts] = of_kind(tmp_path, "pool")
+    counts = int(pool.members.sum()), int((~pool.members).sum())
+    assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
+    assert (facts["repeated"], facts["short"], facts["searched"], facts["aside"]) == (0, 0, 1, 0)
+    logged = lines(tmp_path)[-1]["metrics"]
+    joint = pool.compare(
+        answers,
+        ask_tokens(find_anatomy(module.model), pool.texts),
+        [Combined()],
+        look=5,
+        alpha=0.05 / 2,
+    )
+    assert logged["auc_joint_low"]["value"] == pytest.approx(joint.values["combined"]["auc_low"])
+    assert logged["auc"]["value"] == pytest.approx(result.values["combined"]["auc"])
+    assert logged["auc"]["low"] == pytest.approx(result.values["combined"]["auc_low"], abs=1e-9)
+    assert logged["p_value"]["value"] == pytest.approx(result.values["combined"]["p_value"])
+
+
+def ask_texts(model: GPT2LMHeadModel) -> Any:
+    """Return a function that asks a model about the pool that the channel draws of some data."""
+
+    def ask(data: Any) -> Any:
+        loader = DataLoader(data, batch_size=8, shuffle=True)
+        drawn = collect(loader, SETTINGS, partial(read_batch, kind="causal"))
+        sides: dict[bool, list[Any]] = {True: [], False: []}
+        for text, inside in zip(drawn.texts, drawn.trains.tolist(), strict=True):
+            sides[inside].append(text)
+        pool = ReleasedPool(sides[True], sides[False])
+        return pool, ask_tokens(find_anatomy(model), pool.texts)
+
+    return ask
+
+
+def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
+    fit([monitor(tmp_path / "whole"), checkpoint], enable_checkpointing=True)
+    file = tmp_path / "whole" / "memorization_base.safetensors"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    [facts] = of_kind(tmp_path / "whole", "pool")
+    assert facts["base"] == hash_tensors(load_file(file))
+    early = min(kept.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    fit([monitor(tmp_path / "resumed")], ckpt_path=early)
+    whole, resumed = lines(tmp_path / "whole"), lines(tmp_path / "resumed")
+    assert [line["step"] for line in resumed] == [66, 99]
+    assert of_kind(tmp_path / "resumed", "pool")[0]["base"] == facts["base"]
+    assert [line["pool"] for line in resumed] == [line["pool"] for line in whole[-2:]]
+    for line, before in zip(resumed, whole[-2:], strict=True):
+        for name in ("members", "others", "alpha"):
+            assert line["metrics"][name] == before["metrics"][name]
+        assert line["metrics"]["auc"]["value"] > 0.7
+
+
+@pytest.mark.parametrize("damage", ["missing", "open", "changed", "cut"])
+def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) -> None:
+    kept = tmp_path / "kept"
+    checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
+    fit([monitor(tmp_path / "whole"), checkpoint], enable_checkpointing=True, max_epochs=1)
+    file = tmp_path / "whole" / "memorization_base.safetensors"
+    if damage == "missing":
+        file.unlink()
+    elif damage == "open":
+        file.chmod(0o644)
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:100])
+    else:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    [path] = kept.glob("*.ckpt")
+    watching = monitor(tmp_path / "resumed")
+    fit([watching], ckpt_path=path, max_epochs=2)
+    [line] = lines(tmp_path / "resumed")
+    assert "resumed without its record" in line["unknown"]
+    assert math.isnan(watching.latest["leakage/combined/auc"])
+
+
+def test_others_of_another_law_are_unknown(tmp_path: Path) -> None:
+    ids = torch.randint(1900, 2000, (120, 14), generator=torch.Generator().manual_seed(3))
+    settings = Memorization(
+        others=[{"input_ids": row, "labels": row} for row in ids], max_overhead=4 / 3
+    )
+    watching = LeakageMonitor(
+        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+    )
+    fit([watching], data=rows(), max_epochs=1)
+    assert all("of another law" in line["unknown"] for line in lines(tmp_path))
+
+
+def test_others_that_are_too_few_are_not_called_of_another_law(tmp_path: Path) -> None:
+    settings = Memorization(others=rows(430)[400:], max_overhead=4 / 3)
+    watching = LeakageMonitor(
+        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+    )
+    fit([watching], data=rows(), max_epochs=1)
+    for line in lines(tmp_path):
+        assert (
+            "texts of others= are too few to decide whether they are of one law" in line["unknown"]
+        )
+        low, high = map(float, re.search(r"\((.*) to (.*)\)", line["unknown"]).groups())
+        assert low < 0.55
+        assert high > 0.45
+
+
+def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    few = LeakageMonitor([Combined()], log_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"nobody to compare: .* max_overhead"):
+        fit([few], data=rows())
+    bert = BertForMaskedLM(
+        BertConfig(vocab_size=2000, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    with pytest.raises(ValueError, match="no head that predicts every next token"):
+        fit([monitor(tmp_path)], model=bert, data=rows())
+
+
+def test_a_run_that_ends_early_is_looked_at_when_it_ends(tmp_path: Path) -> None:
+    fit([monitor(tmp_path)], max_steps=20, max_epochs=-1)
+    assert [line["step"] for line in lines(tmp_path)] == [17, 20]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("averaging", "settings"),
+    [
+        ("StochasticWeightAveraging", {"swa_lrs": 1e-2, "swa_epoch_start": 1}),
+        ("EMAWeightAveraging", {"decay": 0.98}),
+    ],
+)
+def test_the_last_look_is_at_the_weights_that_a_fit_leaves(
+    tmp_path: Path, averaging: str, settings: dict[str, float], first: bool
+) -> None:
+    """Averages are put in place when training ends, before or after the monitor is told so."""
+    if not hasattr(lightning_callbacks, averaging):
+        pytest.skip(f"this Lightning has no {averaging}")
+    watching, average = monitor(tmp_path), getattr(lightning_callbacks, averaging)(**settings)
+    base = ask_texts(tiny())
+    data = leave_out(rows(), 140, seed=1)[0]
+    gate = RiskGate("leakage/combined/auc", at_most=0.999, action="warn")
+    callbacks = [watching, average, gate] if first else [average, watching, gate]
+    _, module = fit(callbacks, data=data)
+    pool, answers = base(data)
+    left = ask_tokens(find_anatomy(module.model), pool.texts)
+    looks = lines(tmp_path)
+    assert [line["step"] for line in looks] == [17, 30, 33, 66, 99, 99]
+    expected = pool.compare(answers, left, [Combined()], look=6).values["combined"]
+    *_, before, last = (line["metrics"]["auc"] for line in looks)
+    assert last["value"] == pytest.approx(expected["auc"])
+    assert last["low"] == pytest.approx(expected["auc_low"], abs=1e-9)
+    assert before["value"] != last["value"]
+    assert watching.latest["leakage/combined/auc"] == pytest.approx(expected["auc"])
+    [summary] = findings(read([tmp_path])).runs
+    shown = next(one for one in summary.attacks if one.name == "combined")
+    assert shown.last.value == pytest.approx(expected["auc"])
+
+
+def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path) -> None:
+    """Of 30 texts each stands in six rows: none is told from others, and all are learned first."""
+    ids = torch.randint(3, 2000, (30, 24), generator=torch.Generator().manual_seed(5))
+    often = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids for _ in range(6)]
+    data = leave_out([*rows(300, 24), *often], 120, seed=1)[0]
+    settings = Memorization(max_overhead=10)
+    watching = LeakageMonitor(
+        [Combined(), Extraction(tokens=4)],
+        log_dir=tmp_path,
+        settings=MonitorSettings(memorization=settings),
+    )
+    pool = collect(DataLoader(data, batch_size=8, shuffle=True), settings, READ)
+    _, module = fit([watching], data=data, max_epochs=12)
+    inside = [tuple(data[n]["input_ids"].tolist()) for n in range(len(data))]
+    counts = [inside.count(tuple(row)) for row in ids.tolist()]
+    groups = pool.times[~pool.alone]
+    assert sorted(groups.tolist()) == sorted(n for n in counts if n > 1)
+    line, told = (lines(tmp_path, one)[-1]["metrics"] for one in ("extraction", "combined"))
+    for values, n in ((told, int(pool.alone.sum())), (line, len(pool.texts))):
+        assert values["members"]["value"] + values["others"]["value"] == n
+    # What greedy decoding writes, by hand.
+    written = {}
+    for least, most in ((2, 4), (5, 6)):
+        tier = [
+            text
+            for text, n in zip(pool.texts, pool.times.tolist(), strict=True)
+            if least <= n <= most
+        ]
+        hits = [greedy_run(module.model, text.ids, 4) for text in tier]
+        written[least] = len(tier), sum(hits) / max(1, len(hits))
+    others = [
+        text for text, inside in zip(pool.texts, pool.trains.tolist(), strict=True) if not inside
+    ]
+    by_chance = sum(greedy_run(module.model, text.ids, 4) for text in others) / len(others)
+    assert min(n for n, _ in written.values()) >= 10
+    for least, (_, share) in written.items():
+        assert line[f"greedy_x{least}"]["value"] == pytest.approx(share - by_chance)
+    assert line["greedy"]["value"] == max(line[f"greedy_x{t}"]["value"] for t in (1, 2, 5)) > 0.5
+    assert "greedy_x17" not in line
+    assert watching.latest["leakage/extraction/greedy_x5_low"] == line["greedy_x5"]["low"]
+    [facts] = of_kind(tmp_path, "pool")
+    assert (facts["copied"], facts["repeated"]) == (len(groups), pool.repeated)
+
+
+def greedy_run(model: Any, ids: Tensor, k: int) -> bool:
+    """Return whether greedy decoding writes k tokens of a text in a row."""
+    model.eval()
+    with torch.no_grad():
+        right = model(ids[None]).logits[0, :-1].argmax(1) == ids[1:]
+    return bool(right.unfold(0, k, 1).all(1).any())
+
+
+# ---- gates --------------------------------------------------------------------------------------
+
+
+def gated(folder: Path, gate: RiskGate, **more: Any) -> tuple[L.Trainer, LeakageMonitor]:
+    watching = LeakageMonitor(
+        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=SETTINGS)
+    )
+    trainer, _ = fit([watching, gate], **more)
+    return trainer, watching
+
+
+def test_a_gate_acts_once_the_lower_end_is_above(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/combined/auc", at_most=0.6)
+    with announced("stopped training"):
+        trainer, watching = gated(tmp_path, gate)
+    assert gate.bound == "lower"
+    assert gate.fired is not None
+    assert gate.fired.value == watching.latest["leakage/combined/auc_low"] > 0.6
+    assert trainer.global_step == gate.fired.step < 99
+    assert "the trained model gives away more than you allow. Train for fewer" in str(gate.fired)
+
+
+def test_a_gate_on_the_worst_and_on_the_upper_end(tmp_path: Path) -> None:
+    worst = RiskGate("leakage/worst/memorization", at_most=0.6)
+    with announced("stopped training"):
+        fit([monitor(tmp_path / "worst"), worst])
+    assert worst.fired is not None
+    both = [lines(tmp_path / "worst", attack)[-1]["metrics"] for attack in ("combined", "loss")]
+    assert worst.fired.value == max(one["auc_joint_low"]["value"] for one in both) > 0.6
+    upper = RiskGate("leakage/combined/auc_high", at_most=0.6)
+    with announced("stopped training"):
+        trainer, watching = gated(tmp_path / "upper", upper)
+    assert upper.fired is not None
+    assert upper.fired.value == watching.latest["leakage/combined/auc_high"]
+    assert trainer.global_step == 17  # at the first look the interval reaches far above
+
+
+def test_a_gate_lets_an_untrained_model_pass(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/combined/auc", at_most=0.6)
+    trainer, _ = gated(tmp_path, gate, lr=0.0)
+    assert gate.fired is None
+    assert trainer.global_step == 99
+
+
+def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'shown' needs 706 others at look 5, and has 108"):
+        gated(tmp_path, RiskGate("leakage/combined/shown", at_most=0.2))
+    with pytest.raises(ValueError, match="no controls after epoch 1: add leave_out"):
+        gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7), data=rows())
+    patient = RiskGate("leakage/combined/shown", at_most=0.2, strict=False)
+    trainer, _ = gated(tmp_path, patient)
+    assert patient.fired is None
+    assert trainer.global_step == 99
+
+
+def enough_at_first(folder: Path, gate: RiskGate, **more: Any) -> tuple[L.Trainer, Any]:
+    """Fit with a gate on what is shown and 560 others, enough for two looks."""
+    settings = Memorization(max_overhead=10, looks=(0.5,))
+    watching = LeakageMonitor(
+        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=settings)
+    )
+    data = leave_out(rows(1120), 560, seed=1)[0]
+    return fit([watching, gate], data=data, **more)
+
+
+def test_a_strict_gate_stops_where_what_is_shown_is_not_known_any_more(tmp_path: Path) -> None:
+    """Look 2 needs 546 others and look 3 needs 615."""
+    gate = RiskGate("leakage/combined/shown", at_most=1.0)
+    with pytest.raises(ValueError, match="'shown' needs 615 others at look 3, and has 560"):
+        enough_at_first(tmp_path, gate, max_epochs=2)
+    with announced("too few texts are compared at this look"):
+        trainer, _ = enough_at_first(tmp_path, gate, max_steps=200, max_epochs=-1)
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert trainer.global_step == gate.fired.step == 140  # the end of the second epoch
+    *known, unknown = lines(tmp_path)
+    assert len(known) == 2
+    assert all(line["metrics"]["shown"]["value"] is not None for line in known)
+    assert unknown["metrics"]["shown"]["value"] is None
+    patient = RiskGate("leakage/combined/shown", at_most=1.0, strict=False)
+    trainer, _ = enough_at_first(tmp_path / "patient", patient, max_epochs=2)
+    assert patient.fired is None
+    assert trainer.global_step == 140
+
+
+def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_path: Path) -> None:
+    """Of 20 members and 20 others a look shows an AUC of (.05 / 2 / 2)^(1 / 20) = .80 at most."""
+    settings = Memorization(max_overhead=10, looks=(), most_texts=40)
+    found = {}
+    for at_most in (0.79, 0.81):
+        watching = LeakageMonitor(
+            [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+        )
+        gate = found[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
+        train = leave_out(rows(300), 100, seed=1)[0]
+        with mock.patch("lightning_fedleak.engine.pool.LEAST_POOL", 40):
+            fit([watching, gate], data=train, max_epochs=1)
+        assert watching.latest["leakage/combined/auc_provable"] == pytest.approx(0.0125**0.05)
+    assert found[0.79].fired is None
+    assert found[0.81].fired is not None
+    assert math.isnan(found[0.81].fired.value)
+    assert "too few texts" in str(found[0.81].fired)
+
+
+def test_what_so_few_texts_do_show_counts(tmp_path: Path) -> None:
+    """An interval of an AUC below 1 may end above that of an AUC of 1."""
+    shown = {"auc": 0.988, "auc_low": 0.953, "auc_high": 0.997, "auc_provable": 0.943}
+    whole = reading.membership_values
+    gate = RiskGate("leakage/combined/auc", at_most=0.95, action="warn", strict=False)
+    with mock.patch.object(reading, "membership_values", lambda *a, **k: whole(*a, **k) | shown):
+        gated(tmp_path, gate)
+    assert gate.fired is not None
+    assert gate.fired.value == 0.953
+
+
+def test_another_alpha_than_the_intervals_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Memorization\(alpha=0.01\)"):
+        gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7, alpha=0.01))
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_under_dp_a_gate_on_private_texts_is_outside_of_epsilon(
+    tmp_path: Path, allowed: bool
+) -> None:
+    settings = Memorization(max_overhead=4 / 3, outside_epsilon=allowed)
+    watching = LeakageMonitor(
+        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+    )
+    gate = RiskGate("leakage/combined/auc", at_most=0.9)
+    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)
+    if allowed:
+        fit([watching, gate], strategy=DefendedStrategy("auto", [defense]), max_epochs=1)
+        assert len(lines(tmp_path)) >= 2
+        return
+    with pytest.raises(ValueError, match="outside_epsilon=True"):
+        fit([watching, gate], strategy=DefendedStrategy("auto", [defense]), max_epochs=1)
+    for name in ("leakage/combined/auc_high", "leakage/worst/memorization"):
+        stop = EarlyStopping(name)
+        with pytest.raises(ValueError, match=f"stops or chooses by '{name}'"):
+            fit([watching, stop], strategy=DefendedStrategy("auto", [defense]), max_epochs=1)
+
+
+class Validated(CausalLMModule):
+    """Its validation loss falls at every epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", -float(self.trainer.global_step))
+
+
+def chosen(folder: Path, *gates: RiskGate, path: Path | None = None) -> tuple[Any, Any, Any]:
+    """Return the Trainer of a fit of three epochs that chooses, its checkpoints and its loader."""
+    watching = LeakageMonitor(
+        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=SETTINGS)
+    )
+    keep = ModelCheckpoint(folder / "kept", "{step}", "leakage/choose", mode="min", save_top_k=-1)
+    L.seed_everything(0)
+    data, others = leave_out(rows(), 140, seed=1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        callbacks=[watching, *gates, keep],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    module = Validated(tiny(), 1e-2, "adamw")
+    trainer.fit(module, loader, DataLoader(others, batch_size=8), ckpt_path=path)
+    return trainer, keep, loader
+
+
+def gate_on_auc(at_most: float = 0.95) -> RiskGate:
+    return RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
+
+
+def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -> None:
+    """By the loss alone the last epoch would be kept; its interval reaches above the threshold."""
+    trainer, keep, loader = chosen(tmp_path / "whole", gate_on_auc())
+    highs = {line["step"]: line["metrics"]["auc"]["high"] for line in lines(tmp_path / "whole")}
+    epochs = [33, 66, 99]
+    allowed = [step for step in epochs if highs[step] <= 0.95]
+    assert 0 < len(allowed) < 3
+    step = max(allowed)
+    assert keep.best_model_score == -step
+    # It is scored on texts that no other line is of, by the weights that were kept.
+    [confirmed] = lines(tmp_path / "whole", "combined_chosen")
+    assert confirmed["step"] == step
+    drawn = collect(loader, SETTINGS, partial(read_batch, kind="causal"), chooses=True)
+    pools = [
+        pool_digest(
+            [text for text, inside in zip(drawn.texts, part, strict=True) if inside],
+            drawn.trains[part],
+        )
+        for part in (drawn.aside, ~drawn.aside)
+    ]
+    judged = next(line for line in lines(tmp_path / "whole") if line["step"] == step)
+    assert [confirmed["pool"], judged["pool"]] == pools
+    texts = [text for text, aside in zip(drawn.texts, drawn.aside, strict=True) if aside]
+    members = drawn.trains[drawn.aside]
+    assert confirmed["metrics"]["members"]["value"] == int(members.sum())
+    kept = tiny()
+    state = torch.load(keep.best_model_path, weights_only=True)["state_dict"]
+    kept.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
+    before, after = (ask_tokens(find_anatomy(model), texts) for model in (tiny(), kept))
+    released = ReleasedModel(after, before, compressed_bytes(texts))
+    scores = Combined().run(Observation(released=released)).scores
+    expected = roc_auc_score(members.numpy(), scores.numpy())
+    assert confirmed["metrics"]["auc"]["value"] == pytest.approx(expected, abs=1e-6)
+    assert float(trainer.callback_metrics["leakage/combined_chosen/auc"]) == pytest.approx(expected)
+    # A fit that goes on behind that epoch, and allows no other one, knows the same.
+    early = tmp_path / "whole" / "kept" / f"step={step}.ckpt"
+    chosen(tmp_path / "resumed", gate_on_auc(0.5), path=early)
+    [resumed] = lines(tmp_path / "resumed", "combined_chosen")
+    assert {**resumed, "run": ""} == {**confirmed, "run": ""}
+
+
+def test_of_several_gates_all_must_allow_the_weights(tmp_path: Path) -> None:
+    never = RiskGate("leakage/combined/shown", at_most=0.01, action="warn", strict=False)
+    _, keep, _ = chosen(tmp_path, never, gate_on_auc())
+    assert math.isinf(keep.best_model_score)
+    assert not lines(tmp_path, "combined_chosen")
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_two_processes_know_the_same(tmp_path: Path) -> None:
+    """Under DDP each asks about half of the texts; under FSDP2 both about all, in one order."""
+    pair = two_processes("tests.engine.channels.memorization_worker", tmp_path)
+    data = leave_out(rows(), 140, seed=1)[0]
+    pool, answers = ask_texts(tiny())(data)
+    alone = sorted(answers.log_probs.double().sum(1).tolist())
+    for kind in ("ddp", "fsdp2"):
+        first, second = (found[kind] for found in pair)
+        assert first["latest"] == pytest.approx(second["latest"], nan_ok=True)
+        assert first["base"] == pytest.approx(second["base"])
+        assert first["failures"] == second["failures"] == 0
+        assert first["seen"] == second["seen"] == 108
+        assert first["same"]
+        assert second["same"]
+        assert 0.5 < first["latest"]["leakage/combined/auc"] <= 1
+        assert len(lines(tmp_path / kind)) == first["looks"]
+        assert sorted(first["base"]) == pytest.approx(alone, abs=1e-4)
+        assert len(pool.texts) == len(first["base"])
+    assert pair[0]["fsdp2"]["parts"] < pair[0]["ddp"]["parts"]
+
+
+# ---- accounts -----------------------------------------------------------------------------------
+
+
+def accounted(folder: Path, noise: float, **more: Any) -> LeakageMonitor:
+    """Fit under DPSGD whose account takes its noise to be 1."""
+    defense = DPSGD(1.0, noise_multiplier=noise, target_delta=1e-3)
+    count = defense.accountant.step
+    defense.accountant.step = lambda _, rate, **how: count(1.0, rate, **how)  # type: ignore[method-assign]
+    watching = monitor(folder)
+    data = leave_out(rows(), 140, seed=1, coins=True)[0]
+    fit([watching], data=data, strategy=DefendedStrategy("auto", [defense]), **more)
+    return watching
+
+
+def test_what_an_account_allows_is_logged_beside_the_attacks(tmp_path: Path) -> None:
+    watching = accounted(tmp_path, 1.0, max_epochs=1)
+    looks = lines(tmp_path)
+    assert [line["step"] for line in looks] == [16, 29, 32]
+    for line in looks:
+        values = {name: one["value"] for name, one in line["metrics"].items()}
+        curve = curve_of([(1.0, 8 / 260, line["step"])], "prv")
+        assert values["bound/auc"] == pytest.approx(curve_auc(curve))
+        assert values["bound/tpr_at_fpr_0.01"] == pytest.approx(curve_tpr(0.01, curve))
+        assert values["refuted"] == 0
+        # all that a coin let in count, drawn or not
+        assert values["members"] + values["others"] == looks[0]["n"] > 200
+    assert "bound/auc" not in lines(tmp_path, "extraction")[0]["metrics"]
+    latest = watching.latest
+    assert latest["leakage/bound/auc"] == looks[-1]["metrics"]["bound/auc"]["value"]
+    assert 0.01 < latest["leakage/bound/tpr_at_fpr_0.01"] < 0.05
+    assert latest["leakage/combined/refuted"] == latest["leakage/loss/refuted"] == 0
+    found = findings(read([tmp_path]))
+    assert any("was not refuted by" in one for one in found.verdict.sentences)
+    assert not any("REFUTED" in one for one in found.verdict.sentences)
+    assert "the account is" in page(found)
+
+
+@pytest.mark.slow
+def test_noise_that_is_accounted_and_not_added_refutes_the_account(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="THE ACCOUNT IS REFUTED by 'combined' at step"):
+        watching = accounted(tmp_path, 0.01, max_epochs=4)
+    assert watching.latest["leakage/combined/refuted"] == 1  # also where a later look shows less
+    found = findings(read([tmp_path]))
+    assert re.search("is REFUTED by .*combined", found.verdict.sentences[0])
+    assert ">REFUTED</td>" in page(found)
+    assert found.verdict.level == "high"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"poisson_sampling": False}, "moves others to other batches"),
+        ({"unit": Users("user")}, "leave out whole users"),
+        ({}, "the number of rows left out was fixed"),
+    ],
+)
+def test_an_account_of_another_game_has_no_line(
+    tmp_path: Path, caplog: Any, settings: Any, why: str
+) -> None:
+    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, **settings)
+    data = rows()
+    if "unit" in settings:
+        data = [row | {"user": n // 2} for n, row in enumerate(data)]
+    train = leave_out(data, 140, seed=1, coins=bool(settings))[0]
+    watching = monitor(tmp_path)
+    caplog.set_level(logging.INFO)
+    fit([watching], data=train, strategy=DefendedStrategy("auto", [defense]), max_steps=2)
+    assert re.search(f"No line of what the account allows: .*{why}", caplog.text)
+    assert not any("bound" in name for name in watching.latest)

@@ -1,0 +1,175 @@
+"""What could not be read of the trained weights is unknown, to looks and to gates."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from lightning_fedleak import LeakageMonitor, RiskGate
+from lightning_fedleak.attacks.memorization import Combined, Loss
+from lightning_fedleak.attacks.memorization.blind import blind_scores
+from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.evaluation.metrics.released import highest_auc
+from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.snapshots import ReleasedModel
+from lightning_fedleak.model.taps.tokens import compressed_bytes
+from tests.engine.channels.test_memorization import (
+    SETTINGS,
+    Validated,
+    fit,
+    lines,
+    monitor,
+    rows,
+    tiny,
+)
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.notices import announced
+
+
+class Failing(Loss):
+    """Fails from the second look on."""
+
+    def __init__(self) -> None:
+        super().__init__("failing")
+        self.runs = 0
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        self.runs += 1
+        if self.runs > 1:
+            raise RuntimeError("no answer")
+        return super().score(released)
+
+
+def watch(folder: Path, *attacks: Any, **more: Any) -> LeakageMonitor:
+    settings = {"memorization": SETTINGS, **more}
+    return LeakageMonitor(
+        list(attacks) or [Combined()], log_dir=folder, settings=MonitorSettings(**settings)
+    )
+
+
+def test_one_unknown_attack_makes_the_worst_unknown_to_a_strict_gate(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/worst/memorization", at_most=0.999, patience=1)
+    with announced("leakage/worst/memorization is unknown"):
+        trainer, _ = fit([watch(tmp_path, Combined(), Failing()), gate])
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert trainer.global_step == 33  # the third look, the second that is unknown
+    patient = RiskGate("leakage/worst/memorization", at_most=0.999, strict=False)
+    fit([watch(tmp_path, Combined(), Failing()), patient], max_epochs=1)
+    assert patient.fired is None
+
+
+def test_one_unknown_attack_allows_no_checkpoint(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/worst/memorization", at_most=1.0, strict=False)
+    keep = ModelCheckpoint(tmp_path, monitor="leakage/choose", mode="min")
+    for attack, allowed in ((Loss(), True), (Failing(), False)):
+        trainer, _ = fit(
+            [watch(tmp_path, Combined(), attack), gate, keep],
+            Validated(tiny(), 1e-2, "adamw"),
+            max_epochs=1,
+            enable_checkpointing=True,
+            validate=True,
+        )
+        chosen = float(trainer.callback_metrics["leakage/choose"])
+        assert (chosen == -trainer.global_step) is allowed
+        assert math.isinf(chosen) is not allowed
+
+
+def test_the_end_of_an_interval_is_compared_as_it_is(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/combined/auc_high", at_most=0.6)
+    with announced("stopped training"):
+        trainer, _ = fit([watch(tmp_path), gate])
+    assert gate.bound == "value"
+    assert trainer.global_step == 17
+    twice = RiskGate("leakage/combined/auc_high", at_most=0.6, bound="lower")
+    with pytest.raises(ValueError, match=r"reads that end of 'leakage/combined/auc'"):
+        fit([watch(tmp_path), twice])
+
+
+def test_a_batch_that_cannot_be_read_leaves_no_others(tmp_path: Path) -> None:
+    """Its rows may have been trained on, though nobody has recognised them."""
+    broken = rows()[0]["input_ids"]
+
+    def adapter(batch: Any) -> TokenBatch:
+        if len(batch["input_ids"]) > 1 and bool((batch["input_ids"] == broken).all(1).any()):
+            raise BatchError("unreadable")
+        return read_batch(batch, "causal")
+
+    fit([watch(tmp_path, batch_adapter=adapter)], data=rows(), max_epochs=1)
+    first, later, last = (line["unknown"] for line in lines(tmp_path))
+    assert first is None
+    assert all("1 batches could not be read" in why for why in (later, last))
+
+
+class Moody(CausalLMModule):
+    """Its model cannot be asked after step 20."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny(), 1e-2, "adamw")
+        self.model.register_forward_pre_hook(self.refuse)
+
+    def refuse(self, model: Any, _: Any) -> None:
+        if self.trainer.global_step > 20 and not model.training:
+            raise RuntimeError("not now")
+
+
+def test_a_model_that_cannot_be_asked_is_unknown_and_training_goes_on(tmp_path: Path) -> None:
+    trainer, _ = fit([watch(tmp_path)], Moody(), max_epochs=1)
+    assert trainer.global_step == 33
+    first, *later = lines(tmp_path)
+    assert first["unknown"] is None
+    assert all("the model cannot be asked: RuntimeError" in line["unknown"] for line in later)
+
+
+def test_what_other_processes_have_seen_is_not_in_a_checkpoint(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=20)
+    fit([watch(tmp_path), keep], data=rows(), max_epochs=1, enable_checkpointing=True)
+    [path] = (tmp_path / "ckpt").iterdir()
+    for processes in (1, 2):
+        checkpoint = torch.load(path, weights_only=True)
+        for state in checkpoint["callbacks"].values():
+            if "memorization" in state:
+                state["memorization"]["processes"] = processes
+        torch.save(checkpoint, tmp_path / "changed.ckpt")
+        folder = tmp_path / str(processes)
+        path_of = str(tmp_path / "changed.ckpt")
+        fit([watch(folder)], data=rows(), max_epochs=1, ckpt_path=path_of)
+        [why] = {line["unknown"] for line in lines(folder)[:1]}
+    assert "holds what the first of them has seen" in why
+
+
+def test_others_that_run_out_are_too_few_for_what_is_shown(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/combined/shown", at_most=0.2)
+    with pytest.raises(ValueError, match="'shown' needs 546 others at look 2, and has 60"):
+        fit([watch(tmp_path), gate], data=rows(600), max_epochs=1)
+
+
+def test_what_scores_know_without_the_training_is_logged(tmp_path: Path) -> None:
+    watching = monitor(tmp_path)
+    fit([watching], max_epochs=1)
+    [channel] = {c for s, c in watching.engine.series.items() if s.name == "combined"}
+    pool, base = channel._pool, channel._base
+    assert pool is not None
+    assert base is not None
+    scores = blind_scores(base, compressed_bytes(pool.texts), pool.texts, pool.trains)
+    areas = [roc_auc_score(pool.trains.numpy(), score.numpy()) for score in scores.values()]
+    expected = max(max(one, 1 - one) for one in areas)
+    assert highest_auc(scores, pool.trains) == pytest.approx(expected)
+    logged = watching.latest["leakage/blind/auc"]
+    assert logged == pytest.approx(expected)
+    assert lines(tmp_path)[-1]["metrics"]["blind/auc"]["value"] == logged
+
+
+def test_the_lineup_says_that_controls_run_out(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    fit([watch(tmp_path)], data=rows(), max_epochs=2)
+    assert "there are no controls after epoch 1: add leave_out" in caplog.text
+    assert Memorization().looks

@@ -1,0 +1,485 @@
+"""Nothing in a watch ends a training: what a look raises is a failure of that look.
+
+Every function of the package that a plain watched run calls after its set-up is found by a profile
+of such a run. Each of them then raises in a run of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import lightning_fedleak
+from lightning_fedleak import BagOfWords, FCMembership, FlatChat
+from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.engine import Games, contained
+from lightning_fedleak.engine.fit import Fit
+from lightning_fedleak.engine.results import Results
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.trainers import LeakageCallback, LeakageLimitExceeded, Threshold, Watch
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import tiny_gpt2
+
+PACKAGE = str(Path(lightning_fedleak.__file__).parent)
+BACKWARD = torch.autograd.backward
+F1 = "leakage/bag_of_words/f1"
+
+
+class Injected(RuntimeError):
+    """What a function raises here."""
+
+
+@contextmanager
+def profiled(callback: Callable[[CodeType], None]) -> Iterator[None]:
+    """Call a function with the code of each function that is entered; what it raises, that raises.
+
+    Python takes a profile away once it has raised.
+    """
+
+    sys.setprofile(profile_of(callback))
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def profile_of(callback: Callable[[CodeType], None]) -> Callable[[FrameType, str, Any], None]:
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            callback(frame.f_code)
+
+    return enter
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+THIN = {
+    # Hand over what the user's loop calls, and have no more than a line of their own.
+    *("Watch.step", "Watch.batch_begins", "Watch.batch_ends", "Watch._backward_begins"),
+    *("Watch.optimizer_steps", "Watch.end", "Watch.close"),
+    *("Engine.optimizer_steps", "Engine.batch_ends", "Engine._conclude", "Engine.training_ends"),
+    *("Engine.metrics_changed", "Engine.look_at_end", "Engine.close", "Engine._forget_listeners"),
+    # Catch what is raised below them.
+    *("contained.<locals>.run", "raised_when_read.<locals>.run"),
+    *("Place.on_states.<locals>.before", "Place.on_states.<locals>.behind"),
+    # Stand where the user's own backward and step stand, and call these.
+    *("before_backward", "before_backward.<locals>.backward", "_Chain.__init__.<locals>.step"),
+    *("_Chain._step", "_Chain._step.<locals>.closure_then_run", "_Chain._run"),
+}
+"""What raises in the user's own loop: nothing in it can fail but the next call."""
+REMOVERS = {
+    *("_Chain.remove", "Fit.close", "Fit._each", "MembershipChannel.close", "ActivationTap.close"),
+}
+"""What leaves its own hook where it fails."""
+PAGES = {
+    *("WordsChannel.published", "MembershipChannel.published"),
+    *("Engine._log_between_looks", "UserMetrics.changed", "LoopRun.progress", "is_training"),
+}
+"""Show more than numbers: where they fail the result is known, and a warning is given."""
+CONTROL = {
+    *("WordsChannel.control_rates", "WordsChannel._rates", "WordsChannel.rates_now"),
+    *("WordRecovery.rates", "Results._controlled", "Engine.judge"),
+}
+"""Are entered for the control of a look alone."""
+FACES = ("callbacks", "looks", "attacks")
+"""Folders of the watch alone: what a defence calls is not among them, and must raise."""
+
+
+def nothing(_: CodeType) -> None:
+    """Take notice of no function."""
+
+
+RAISED: set[CodeType] = set()
+"""Functions that have raised; one whose result is cached is not entered again."""
+IN_CONTROL: set[CodeType] = set()
+"""Functions that have raised while a control was made."""
+
+
+def in_control() -> bool:
+    """Return whether a control is being made or attacked by what runs now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("/control.py") or code.co_qualname in CONTROL:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def raises(target: CodeType) -> Callable[[CodeType], None]:
+    def callback(code: CodeType) -> None:
+        if code is target:
+            RAISED.add(code)
+            if in_control():
+                IN_CONTROL.add(code)
+            raise Injected
+
+    return callback
+
+
+def set_up() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = tiny_gpt2(tied=False, dropout=0.1).train()
+    return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> float:
+    loss: Tensor = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def watched(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Watch:
+    return Watch(
+        model,
+        optimizer,
+        [BagOfWords(), FlatChat(oracle_n_types=6), FCMembership(1)],
+        folder=folder,
+        games=Games(targets=2),
+        tensorboard=False,
+        every_n_steps=1,
+    )
+
+
+def functions(callback: Callable[[Callable[[CodeType], None]], object]) -> list[CodeType]:
+    """Return the functions of the package that are entered by what a callback profiles."""
+    found: dict[CodeType, None] = {}
+
+    def note(code: CodeType) -> None:
+        if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            found.setdefault(code)
+
+    callback(note)
+    # A DPSGD that another test has not closed still listens to the steps of all optimizers.
+    own = (code for code in found if not code.co_filename.endswith("/dpsgd/weights.py"))
+    return [code for code in own if code.co_qualname not in THIN]
+
+
+def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return how many hooks and patches there are, by where they are."""
+    left: dict[str, int] = {}
+    for name, module in model.named_modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            left[f"{name}{kind}"] = len(getattr(module, kind))
+        left[f"{name}.forward"] = int("forward" in vars(module))
+    for name, parameter in model.named_parameters():
+        left[f"{name} hooks"] = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+        left[f"{name} hooks of its gradient"] = len(parameter._backward_hooks or ())
+        left[f"{name}.grad"] = int(parameter.grad is not None)
+    left["step"] = int("step" in vars(optimizer))
+    left["backward"] = int(torch.autograd.backward is not BACKWARD)
+    return {name: count for name, count in left.items() if count}
+
+
+def whys(folder: Path) -> dict[int, list[str | None]]:
+    """Return why results are unknown, as the file has it, by step."""
+    (path,) = folder.rglob("leakage.jsonl")
+    by_step: dict[int, list[str | None]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        by_step.setdefault(line["step"], []).append(line["unknown"])
+    return by_step
+
+
+def steps_with(folder: Path, note: Callable[[CodeType], None]) -> None:
+    model, optimizer = set_up()
+    with watched(folder, model, optimizer) as watch:
+        for step in range(3):
+            with profiled(note if step else nothing), watch.step(batch_of(step)):
+                one_step(model, optimizer, batch_of(step))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def check_logged(folder: Path, targets: list[CodeType], latest: list[dict[str, float]]) -> None:
+    """Each failure is in the file as unknown; where that cannot be written, in the values."""
+    by_step = whys(folder)
+    assert len(RAISED.intersection(targets)) > 0.95 * len(targets)
+    for number, target in enumerate(targets):
+        lines, values = by_step.get(number + 1), latest[number]
+        if target.co_qualname in PAGES or target not in RAISED:
+            continue
+        if target.co_qualname == "StepTruth.read" or target.co_filename.endswith("/batches.py"):
+            continue  # the batch is read beside the step's own graph, which shows all of it
+        if target in IN_CONTROL or target.co_qualname in CONTROL:
+            continue  # the number is known, and its control is not: a gate says so where it counts
+        said = all(map(math.isnan, [values[F1]])) if lines is None else any(lines)
+        assert said, f"nobody learns that {target.co_qualname} failed"
+    assert None in by_step[len(targets) + 1], "the look without a failure is not known"
+
+
+def test_what_a_function_of_a_look_raises_is_a_failure_of_that_look(tmp_path: Path) -> None:
+    """Each function raises in a step of its own, and none does in the last one."""
+    targets = functions(lambda note: steps_with(tmp_path / "plain", note))
+    assert len(targets) > 200
+    own, own_optimizer = set_up()
+    losses = [one_step(own, own_optimizer, batch_of(n)) for n in range(len(targets) + 2)]
+    after = torch.rand(3)
+
+    model, optimizer = set_up()
+    latest: list[dict[str, float]] = []
+    with quiet(), watched(tmp_path / "failing", model, optimizer) as watch:
+        with watch.step(batch_of(0)):  # the set-up ends with the first batch that is read
+            assert one_step(model, optimizer, batch_of(0)) == losses[0]
+        hooks = hooks_of(model, optimizer)
+        for step, target in enumerate([*targets, None], 1):
+            name = "no function" if target is None else target.co_qualname
+            callback = nothing if target is None else raises(target)
+            with profiled(callback), watch.step(batch_of(step)):
+                loss = one_step(model, optimizer, batch_of(step))
+            assert loss == losses[step], name
+            assert hooks_of(model, optimizer) == hooks, name
+            latest.append(watch.latest)
+        assert watch.latest[F1] == 1.0
+    assert torch.equal(after, torch.rand(3))
+    assert same(model.state_dict(), own.state_dict())
+    check_logged(tmp_path / "failing", targets, latest)
+    assert not hooks_of(model, optimizer)
+
+
+def test_what_the_end_of_a_watch_raises_does_not_reach_the_loop(tmp_path: Path) -> None:
+    def ended(folder: Path, callback: Callable[[CodeType], None]) -> dict[str, int]:
+        model, optimizer = set_up()
+        with watched(folder, model, optimizer) as watch:
+            with watch.step(batch_of(0)):
+                one_step(model, optimizer, batch_of(0))
+            with profiled(callback):
+                watch.end()
+        return hooks_of(model, optimizer)
+
+    targets = functions(lambda note: ended(tmp_path / "plain", note))
+    assert len(targets) > 20
+    for number, target in enumerate(targets):
+        name = target.co_qualname
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            left = ended(tmp_path / str(number), raises(target))
+        assert bool(left) == (name in REMOVERS), f"{name} left {left}"
+        said = any("Injected" in str(warning.message) for warning in caught)
+        said |= any(
+            why is not None for every in whys(tmp_path / str(number)).values() for why in every
+        )
+        assert said, f"nobody learns that {name} failed"
+
+
+class Injects(L.Callback):
+    """Lets functions raise, each in a step of a Trainer; the first callback of the fit."""
+
+    def __init__(self, callbacks: list[Callable[[CodeType], None]]) -> None:
+        self.callbacks = callbacks
+        self.losses: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at = trainer.global_step
+        sys.setprofile(profile_of(self.callbacks[self.at]))
+
+    def on_before_backward(self, trainer: L.Trainer, _: Any, loss: Tensor) -> None:
+        self.losses.append(loss.item())
+
+    def off(self) -> None:
+        sys.setprofile(None)
+
+
+class Ends(L.Callback):
+    """Ends what :class:`Injects` began; the last callback of the fit."""
+
+    def __init__(self, injects: Injects, monitor: LeakageMonitor | None) -> None:
+        self.injects, self.monitor = injects, monitor
+        self.latest: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.injects.off()
+        if self.monitor is not None and trainer.global_step > 1:
+            self.latest.append(self.monitor.latest)
+
+
+def fit(
+    folder: Path, callbacks: list[Callable[[CodeType], None]], *, watch: bool, defended: bool
+) -> tuple[dict[str, Tensor], Injects, Ends]:
+    """Return the weights of a fit in which each step has a profile of its own."""
+    torch.manual_seed(7)
+    module = CausalLMModule(tiny_gpt2(tied=False, dropout=0.1))
+    attacks = [BagOfWords(), *([] if defended else [FCMembership(1)])]
+    stages = ("local", "shared") if defended else ("shared",)
+    games = Games(targets=2)
+    monitor = LeakageMonitor(attacks, every_n_steps=1, stages=stages, log_dir=folder, games=games)
+    injects = Injects(callbacks)
+    ends = Ends(injects, monitor if watch else None)
+    strategy = DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3, seed=1)]) if defended else "auto"
+    trainer = L.Trainer(
+        max_steps=len(callbacks),
+        max_epochs=-1,
+        accelerator="cpu",
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[injects, *([monitor] if watch else []), ends],
+    )
+    rows = [batch_of(step) for step in range(len(callbacks))]
+    with quiet():
+        try:
+            trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=None))
+        except Exception as error:
+            injects.off()
+            raise AssertionError(f"step {injects.at} ended the fit") from error
+    return module.state_dict(), injects, ends
+
+
+@pytest.mark.parametrize("defended", [False, True], ids=["plain", "defended"])
+def test_nor_does_it_end_a_fit_or_take_a_defence_away(tmp_path: Path, defended: bool) -> None:
+    """Noise is drawn in each step as in the fit without a monitor: the weights say so."""
+
+    def plain(note: Callable[[CodeType], None]) -> object:
+        return fit(tmp_path / "plain", [nothing, note, note], watch=True, defended=defended)
+
+    targets = [
+        code
+        for code in functions(plain)
+        if code.co_filename.removeprefix(PACKAGE).split("/")[1] in FACES
+        and not code.co_qualname.startswith("LeakageMonitor.")
+    ]
+    assert len(targets) > 100
+    callbacks = [nothing, *map(raises, targets), nothing]
+    own, unwatched, _ = fit(tmp_path / "own", callbacks, watch=False, defended=defended)
+    weights, injects, ends = fit(tmp_path / "failing", callbacks, watch=True, defended=defended)
+    assert injects.losses == unwatched.losses
+    assert same(weights, own)
+    check_logged(tmp_path / "failing", targets, ends.latest)
+
+
+def test_a_state_that_cannot_be_made_ends_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise Injected
+
+    model, optimizer = set_up()
+    with quiet(), watched(tmp_path, model, optimizer) as watch:
+        with watch.step(batch_of(0)):
+            one_step(model, optimizer, batch_of(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(Results, "state_dict", fails)
+            state = watch.state_dict()
+        with watch.step(batch_of(1)):
+            one_step(model, optimizer, batch_of(1))
+        assert math.isnan(watch.latest[F1])  # said at the next look
+    resumed = watched(tmp_path / "resumed", model, optimizer)
+    resumed.load_state_dict(state)
+    with quiet(), resumed:
+        assert resumed.loop.steps == 1
+
+
+def test_a_strict_gate_decides_where_every_look_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise Injected
+
+    model, optimizer = set_up()
+    gate = Threshold(F1, at_most=1.0, patience=1)
+    attacks = [BagOfWords()]
+    watch = Watch(model, optimizer, attacks, [gate], folder=tmp_path, every_n_steps=1)
+    with quiet(), watch:
+        monkeypatch.setattr(Results, "add", fails)
+        for step in range(4):
+            with watch.step(batch_of(step)):
+                one_step(model, optimizer, batch_of(step))
+            if watch.should_stop:
+                break
+    assert (step, gate.fired is not None) == (1, True)
+
+
+@pytest.mark.parametrize("action", ["raise", "stop"])
+def test_what_a_gate_raises_still_ends_the_loop(tmp_path: Path, action: str) -> None:
+    model, optimizer = set_up()
+    gate = Threshold(F1, at_most=0.5, action=action)
+    watch = Watch(model, optimizer, [BagOfWords()], [gate], folder=tmp_path, every_n_steps=1)
+    if action == "raise":
+        with pytest.raises(LeakageLimitExceeded), watch, watch.step(batch_of(0)):
+            one_step(model, optimizer, batch_of(0))
+    else:
+        with watch, watch.step(batch_of(0)):
+            one_step(model, optimizer, batch_of(0))
+        assert watch.should_stop
+
+
+def test_what_the_users_own_listener_raises_reaches_them(tmp_path: Path) -> None:
+    monitor = LeakageMonitor([BagOfWords()], every_n_steps=1, log_dir=tmp_path)
+
+    def listener(_: L.Trainer) -> None:
+        raise Injected
+
+    class Subscribes(L.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            monitor.subscribe(listener)
+
+    trainer = L.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, callbacks=[monitor, Subscribes()],
+    )  # fmt: skip
+    rows = torch.utils.data.DataLoader([batch_of(0)], batch_size=None)
+    with quiet(), pytest.raises(Injected):
+        trainer.fit(CausalLMModule(tiny_gpt2(tied=False)), rows)
+
+
+def test_a_transformers_trainer_trains_on_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(callback: bool) -> tuple[dict[str, Tensor], Any]:
+        torch.manual_seed(7)
+        rows = [{name: value[0] for name, value in batch_of(n).items()} for n in range(6)]
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, report_to=[], use_cpu=True, save_strategy="no",
+            per_device_train_batch_size=2, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(tiny_gpt2(tied=False), arguments, train_dataset=rows)
+        if not callback:
+            trainer.train()
+            return trainer.model.state_dict(), None
+        watch = LeakageCallback(trainer, [BagOfWords()], folder=tmp_path / "l", every_n_steps=1)
+        trainer.add_callback(watch)
+        with quiet():
+            trainer.train()
+        return trainer.model.state_dict(), watch
+
+    own, _ = train(False)
+
+    @contained
+    def fails(self: Fit, *_: object, **__: object) -> None:
+        raise Injected
+
+    for name in ("before_backward", "before_step", "_show", "step_ends", "_take_batch"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Fit, name, fails if name.startswith("_") else fails.__wrapped__)
+            weights, watch = train(True)
+        assert same(weights, own), name
+        assert math.isnan(watch.latest[F1]), name

@@ -1,0 +1,333 @@
+"""LoRA on quantized bases: training is not disturbed, and as much is read as of plain weights.
+
+``make test-quantized`` installs the packages that these tests need, and runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft.tuners.lora.awq import AwqLoraLinear
+from peft.tuners.lora.gptq import GPTQLoraLinear
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TorchAoConfig,
+)
+
+from lightning_fedleak import LeakageMonitor, PublicText
+from lightning_fedleak.attacks import SubspaceTexts, SubspaceWords
+from lightning_fedleak.callbacks import Games, MonitorSettings
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.model_runs import undisturbed
+from tests.helpers.lightning_modules import CausalLMModule
+
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # of every layer
+VOCAB, LENGTH, STEPS = 512, 16, 4
+SINGLE = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+HALF = {"dtype": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a tiny Llama lies, whose layers have biases, as those of Qwen2 do."""
+    path = tmp_path_factory.mktemp("llama")
+    size = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCAB, attention_bias=True, **size, **heads)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def load(folder: Path, settings: Any, **options: Any) -> nn.Module:
+    options = {"dtype": torch.float32, **options}
+    return AutoModelForCausalLM.from_pretrained(
+        folder, device_map={"": "cpu"}, quantization_config=settings, **options
+    )
+
+
+def nf4(folder: Path, *, compute: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    pytest.importorskip("bitsandbytes")
+    double = options.pop("double", False)
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_use_double_quant=double,
+    )
+    return load(folder, settings, **options)
+
+
+def nf4_ready(folder: Path) -> nn.Module:
+    base = nf4(folder, compute=torch.bfloat16, double=True)
+    return prepare_model_for_kbit_training(
+        base, gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+
+
+def int8(folder: Path, **options: Any) -> nn.Module:
+    pytest.importorskip("bitsandbytes")
+    return load(folder, BitsAndBytesConfig(load_in_8bit=True), **options)
+
+
+def torchao(folder: Path, **options: Any) -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    return load(folder, TorchAoConfig(quantization.Int8WeightOnlyConfig()), **options)
+
+
+BASES: dict[str, Any] = {
+    "nf4": (nf4, SINGLE),
+    "nf4, double, checkpointing": (nf4_ready, SINGLE),
+    "nf4, all layers, dropout": (
+        nf4,
+        replace(SINGLE, target_modules="all-linear", lora_dropout=0.1),
+    ),
+    "nf4, bf16 head and embeddings trained": (
+        lambda folder: nf4(folder, compute=torch.bfloat16, **HALF),
+        replace(SINGLE, modules_to_save=["embed_tokens", "lm_head"]),
+    ),
+    "int8": (int8, SINGLE),
+    "int8, bf16, all layers": (
+        lambda folder: int8(folder, **HALF),
+        replace(SINGLE, target_modules="all-linear"),
+    ),
+    "torchao int8": (torchao, SINGLE),
+}
+
+
+def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield by name all tensors and plain values that a module and its tensors hold."""
+    if isinstance(value, Tensor):
+        whole = value.dequantize() if "torchao" in type(value).__module__ else value.data
+        yield name, (value.dtype, value.requires_grad, whole.detach().as_subclass(Tensor).clone())
+    elif not hasattr(value, "__dict__") or isinstance(value, type):
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                yield from contents(entry, f"{name}[{key}]")
+        elif isinstance(value, bool | int | float | str | torch.dtype | torch.Size | None):
+            yield name, value
+    modules = isinstance(value, nn.Module) or "bitsandbytes" in type(value).__module__
+    if modules or isinstance(value, Tensor):
+        for key, entry in vars(value).items():
+            if key != "module":  # Params4bit's, of its own layer
+                yield from contents(entry, f"{name}.{key}")
+
+
+def check_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, tuple) and value and isinstance(value[-1], Tensor):
+            assert value[:-1] == other[name][:-1], name
+            assert torch.equal(value[-1], other[name][-1]), name
+        else:
+            assert value == other[name], name
+
+
+class Drawing(CausalLMModule):
+    """Keeps each step's loss and a draw of every random generator."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.train(), 1e-3, "adamw")
+        self.steps: list[tuple[float, ...]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        drawn = float(torch.rand(())), random.random(), float(np.random.rand())
+        self.steps.append((float(loss.detach()), *drawn))
+        return loss
+
+
+def texts(n: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, VOCAB - 5, (n, LENGTH), generator=generator).tolist()
+
+
+def fit(model: nn.Module, callbacks: list[Any]) -> Drawing:
+    L.seed_everything(3)
+    rows = [{"input_ids": torch.tensor(x), "labels": torch.tensor(x)} for x in texts(64, 0)]
+    module = Drawing(model)
+    trainer = L.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(rows, batch_size=4, shuffle=True))
+    return module
+
+
+def looked(folder: Path, model: nn.Module, attack: Any = None) -> tuple[Drawing, list[Any]]:
+    """Return what a fit with a monitor trained, and what was logged."""
+    public = PublicText(texts(40, 1)) if attack is None else None
+    listed = [] if attack is None else [[attack]]
+    monitor = LeakageMonitor(
+        *listed,
+        every_n_steps=1,
+        log_dir=folder,
+        public_text=public,
+        games=Games(held_out=PublicText(texts(40, 2)), targets=8),
+        settings=MonitorSettings(cache=False, look_seconds=1e4),
+    )
+    module = fit(model, [monitor])
+    assert monitor.failures == 0
+    lines = (folder / "leakage.jsonl").read_text().splitlines()
+    return module, [json.loads(line) for line in lines]
+
+
+def values(lines: list[Any], attack: str, metric: str) -> list[float]:
+    found = [line["metrics"][metric]["value"] for line in lines if line["attack"] == attack]
+    return [value for value in found if value is not None]
+
+
+def adapted(base: nn.Module, config: LoraConfig) -> nn.Module:
+    torch.manual_seed(1)
+    return get_peft_model(base, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BASES)
+def test_training_is_the_same_to_the_last_bit_and_words_are_read(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    make, config = BASES[name]
+    alone = fit(adapted(make(folder), config), [])
+    watched, lines = looked(tmp_path, adapted(make(folder), config))
+    assert watched.steps == alone.steps
+    check_equal(dict(contents(alone.model)), dict(contents(watched.model)))
+    if not config.lora_dropout:
+        assert min(values(lines, "subspace_words", "f1")) >= 0.99
+    assert min(values(lines, "gradient_membership", "auc")) == 1
+    assert len(values(lines, "subspace_words", "f1")) == STEPS - 1  # the first has no gradient
+    if config.modules_to_save:
+        assert min(values(lines, "bag_of_words", "f1")) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("make", [nf4, nf4_ready, int8, torchao])
+def test_a_first_run_leaves_what_it_would_fix_for_good(
+    folder: Path, make: Any, training: bool
+) -> None:
+    """Types to compute in, where int8 keeps its weight, and how some CPUs pack four bits."""
+    model = make(folder).train(training)
+    before = dict(contents(model))
+    ids = torch.tensor(texts(2, 3))
+    with undisturbed(find_anatomy(model)), torch.no_grad():
+        first = model(input_ids=ids).logits
+    check_equal(before, dict(contents(model)))
+    with undisturbed(find_anatomy(model)):
+        again = model(input_ids=ids).logits
+        again.sum().backward(inputs=[model.get_input_embeddings().weight.requires_grad_()])
+    assert torch.equal(first, again)
+    assert all(torch.equal(a[-1], b[-1]) for a, b in tensors(before, dict(contents(model))))
+
+
+def tensors(*states: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for name, value in states[0].items():
+        if isinstance(value, tuple) and value and isinstance(value[-1], Tensor):
+            yield tuple(state[name] for state in states)
+
+
+def dequantized(folder: Path) -> nn.Module:
+    """Return plain layers of the numbers that those in four bits stand for."""
+    model = nf4(folder)
+    for name, layer in [*model.named_modules()]:
+        if type(layer).__name__ == "Linear4bit":
+            plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+            eye = layer.train()(torch.eye(layer.in_features)).detach()
+            if layer.bias is not None:
+                plain.bias.data = layer.bias.detach().clone()
+                eye = eye - plain.bias.data
+            plain.weight.data = eye.T.contiguous()
+            model.set_submodule(name, plain.requires_grad_(False))
+    return model
+
+
+@pytest.mark.slow
+def test_four_bits_are_read_as_the_plain_weights_that_they_stand_for(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = replace(SINGLE, r=32, lora_alpha=64)
+    for kind, attack in (("live", None), ("texts", SubspaceTexts(budget_seconds=60))):
+        (_, four), (_, plain) = (
+            looked(tmp_path / kind / make.__name__, adapted(make(folder), config), attack)
+            for make in (nf4, dequantized)
+        )
+        compared = 0
+        for metric in ("f1", "auc", "token_accuracy"):
+            for name in {line["attack"] for line in four if metric in line["metrics"]}:
+                one, other = (values(lines, name, metric) for lines in (four, plain))
+                assert one == pytest.approx(other, abs=0.01), (name, metric)
+                compared += len(one)
+        assert compared >= STEPS - 1
+
+
+# ---- AWQ and GPTQ --------------------------------------------------------------------------------
+
+
+class PackedLinear(nn.Module):
+    """A layer as gptqmodel makes it: integers in buffers, no ``weight``."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        scales = layer.weight.detach().abs().amax(1) / 7
+        whole = (layer.weight.detach() / scales[:, None]).round().to(torch.int32) + 8
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        packed = (whole.view(self.out_features, -1, 8) << shifts).sum(-1).to(torch.int32)
+        self.register_buffer("qweight", packed)
+        self.register_buffer("scales", scales)
+        self.register_buffer("shifts", shifts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = (self.qweight[:, :, None] >> self.shifts & 15) - 8
+        return x @ (whole.flatten(1) * self.scales[:, None]).to(x.dtype).T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [GPTQLoraLinear, AwqLoraLinear])
+def test_words_are_read_behind_awq_and_gptq(folder: Path, tmp_path: Path, kind: Any) -> None:
+    def make() -> nn.Module:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for name, layer in [*model.model.layers.named_modules()]:
+            if isinstance(layer, nn.Linear):
+                model.model.layers.set_submodule(name, PackedLinear(layer))
+        config = replace(SINGLE)
+        config._register_custom_module({PackedLinear: kind})
+        return adapted(model, config)
+
+    model = make()
+    anatomy = find_anatomy(model)
+    assert (anatomy.vocab_size, anatomy.hidden_size, len(anatomy.blocks)) == (VOCAB, 64, 2)
+    assert isinstance(anatomy.blocks[0].self_attn.q_proj, kind)
+    watched, lines = looked(tmp_path, model, SubspaceWords())
+    assert min(values(lines, "subspace_words", "f1")) >= 0.99
+    assert watched.steps == fit(make(), []).steps
+
+
+def test_a_head_without_a_matrix_is_said_to_have_none(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    head = PackedLinear(model.lm_head)
+    model.lm_head = head
+    assert find_anatomy(model).head is head
+    del head.in_features, head.out_features
+    with pytest.raises(ValueError, match="found no output head"):
+        find_anatomy(model)

@@ -196,7 +196,7 @@ def test_the_page_has_one_row_for_a_label_with_the_interval_of_auc() -> None:
         "5", "Attn", ".56, .67, .61, .64, .50", ".750, .750", ".51, .62, .52, .60, .50",
         ".750, .750", ".60, .69, .64, .67, .50", ".750 (.57 to .84)", ".750 (.57 to .84)",
     ]  # fmt: skip
-    assert grid.caption == "Games: minilm, Fig. 2 60; minilm, authors' code 60."
+    assert grid.caption == "Games: minilm, Fig. 2: 60; minilm, authors' code: 60."
     assert shown.finding.count("FC-Full has AUC") == 1
 
 

@@ -538,7 +538,7 @@ def in_one_row(grid: Grid) -> Grid:
     ]  # fmt: skip
     head = [*grid.head[:at], "ACC, paper", "ours", "F1, paper", "ours", "AUC, paper", *ours]
     counted = "; ".join(
-        f"{whose} {', '.join(sorted(set(counts), key=lambda n: (len(n), n)))}"
+        f"{whose}: {', '.join(sorted(set(counts), key=lambda n: (len(n), n)))}"
         for whose, counts in games.items()
     )
     about = re.sub(r"The paper's models: [^.]*\.", "", grid.caption).strip()

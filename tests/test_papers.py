@@ -138,11 +138,9 @@ def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
     whole = table.show(Found(fake_rows(made)), size)
     rows = {tuple(row[:3]): row[3:] for row in whole.grids[0].rows}
     paper = rows["5", "Attn", "paper"]
-    assert whole.grids[0].caption == (
-        "The paper's models: BERT · RoBERTa · DistilBERT · GPT1 · GPT2."
-    )
-    assert paper == ["", ".56 · .67 · .61 · .64 · .50", ".51 · .62 · .52 · .60 · .50",
-                     ".60 · .69 · .64 · .67 · .50"]  # fmt: skip
+    assert whole.grids[0].caption == ("The paper's models: BERT, RoBERTa, DistilBERT, GPT1, GPT2.")
+    assert paper == ["", ".56, .67, .61, .64, .50", ".51, .62, .52, .60, .50",
+                     ".60, .69, .64, .67, .50"]  # fmt: skip
     ours = [row for row in whole.grids[0].rows if "minilm" in row[2]]
     assert len(ours) == 3 * 3 * 2
     games, accuracy = ours[0][3:5]
@@ -182,8 +180,24 @@ def test_every_table_can_be_shown_before_anything_was_measured() -> None:
                 made = table.cells(size, ["some-model"])
                 assert made or name == "smoke"
                 assert table.show(Found([]), size).finding == "Not run."
+                assert (table.page or table.show)(Found([]), size).finding == "Not run."
                 assert all(cell.kind in paper.measures for cell in made)
                 json.dumps([cell.settings for cell in made], allow_nan=False)
+
+
+def test_the_page_has_one_row_for_a_label_with_the_interval_of_auc() -> None:
+    size = replace(membership.SIZES["default"], texts=("imdb", "yelp"))
+    table = membership.PAPER.table("table7")
+    assert table.page is not None
+    shown = table.page(Found(fake_rows(table.cells(size, ["minilm"]))), size)
+    (grid,) = shown.grids
+    assert len(grid.rows) == 3 * 3
+    assert grid.rows[-2] == [
+        "5", "Attn", ".56, .67, .61, .64, .50", ".750, .750", ".51, .62, .52, .60, .50",
+        ".750, .750", ".60, .69, .64, .67, .50", ".750 (.57 to .84)", ".750 (.57 to .84)",
+    ]  # fmt: skip
+    assert grid.caption == "Games: minilm, Fig. 2: 60; minilm, authors' code: 60."
+    assert shown.finding.count("FC-Full has AUC") == 1
 
 
 def test_one_hot_gaps_are_those_of_the_heads() -> None:

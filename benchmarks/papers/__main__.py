@@ -125,33 +125,36 @@ def listing(
         print(f"\n{name}: " + " ".join(f"{k}={_written(v)}" for k, v in vars(size).items()))
 
 
-def text_of(paper: Paper, table: Table, size: Any, names: Sequence[str], log: Log) -> str:
+def text_of(
+    paper: Paper, table: Table, size: Any, names: Sequence[str], log: Log, *, on_page: bool = False
+) -> str:
     """One table in Markdown: grids, the finding, when and where, what lacks."""
     cells = unique(table.cells(size, names))
     found = Found(row for cell in cells for row in log.rows(cell) or ())
-    shown = table.show(found, size)
+    show = table.page if on_page and table.page else table.show
+    shown = show(found, size)
     known = published()[paper.name][table.name]
     parts = [f"### {paper.name} {table.name}: {table.title}", shown.finding]
     if "says" in known:
         parts.append(f"The paper ({known['source']}) says: {known['says']}.")
     if found:
         parts += map(str, shown.grids)
-    parts.append(told_of(cells, log))
+    parts.append(told_of(cells, log, on_page=on_page))
     return "\n\n".join(parts)
 
 
-def told_of(cells: Sequence[Cell], log: Log) -> str:
-    """Date, machine, seconds, and how many cells lack or failed."""
+def told_of(cells: Sequence[Cell], log: Log, *, on_page: bool = False) -> str:
+    """Date, machine, seconds, and how many cells lack or failed; a page names its machines once."""
     lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
     failed = [c for c in cells if log.failure(c) is not None]
     left = len(cells) - len(lines) - len(failed)
     told = []
     if lines:
         dates = sorted({line["date"] for line in lines})
-        machines = sorted({line["machine"] for line in lines})
+        machines = [] if on_page else sorted({line["machine"] for line in lines})
         seconds = sum(line["seconds"] for line in lines)
         days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        told.append(f"{days}; {'; '.join(machines)}; {seconds:.0f} s of one processor.")
+        told.append(f"{'; '.join([days, *machines, f'{seconds:.0f} s'])} of one processor.")
     if left:
         told.append(f"{left} of {len(cells)} cells not run.")
     for why in dict.fromkeys(log.failure(cell) for cell in failed):
@@ -185,15 +188,23 @@ def page(sizes: dict[str, Any], log: Log) -> str:
     ]
     parts = [
         "# The tables of the papers",
-        "Every table and figure of three papers, their numbers beside ours. One command writes "
-        "this page from the log of what was measured:",
+        "Compare this package with the papers that it implements: their tables and figures, "
+        "beside what the same attacks measure here. One command runs all of it and writes this "
+        "page:",
         "    make papers ENCODER=DIR STORIES=DIR",
-        "or, one table at a time: `python -m benchmarks.papers membership table2 --model DIR`. "
-        "`--list` names them all, with their times.",
-        "Brackets hold 95% intervals. A mean over texts joins their intervals. Layers and "
-        "mechanisms of one text share its games, so that their intervals are averaged; that is "
-        "too wide rather than too narrow. `±` is half of a 95% interval over batches (Student's "
-        "t). Times are of a processor on a machine that did other work too.",
+        "One table alone, with every interval and number of games: `python -m benchmarks.papers "
+        "membership table2 --model DIR`. `--list` names all tables and their times.",
+        "| paper | what it attacks | here |\n|---|---|---|\n"
+        "| Vu et al. 2024 | active membership inference by a dishonest server (A_FC, A_Attn), "
+        "under local differential privacy | `FCMembership`, `AttentionMembership`, "
+        "`TrainedMembership` |\n"
+        "| FLAT-CHAT | word recovery from the gradient of the output head | `FlatChat`, "
+        "`AlignedFlatChat`, `RevealLabels` (RLG) |\n"
+        "| Zheng 2023 (arXiv 2311.07585) | embedding inversion in split learning, called vertical "
+        "federated learning there | `EmbeddingDescent`, `TokenRelaxation`, `PrefixInversion` |",
+        "Brackets hold 95% intervals. Where layers or mechanisms share games, their intervals are "
+        "averaged, which is too wide rather than too narrow. `±` is half of a 95% interval over "
+        "batches (Student's t). Times are of a processor on a machine that did other work too.",
         cost(unique(every), log),
     ]
     for paper in PAPERS:
@@ -201,8 +212,9 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         parts.append(f"## {paper.title}")
         parts.append("\n".join(f"- {note}" for note in paper.notes))
         parts += [
-            text_of(paper, table, size, names[paper.name, table.name], log)
+            text_of(paper, table, size, names[paper.name, table.name], log, on_page=True)
             for table in paper.tables
+            if table.on_page
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -211,6 +223,9 @@ def cost(cells: Sequence[Cell], log: Log) -> str:
     """What a page's cells take, in a sentence or two."""
     known = [seconds for cell in cells if (seconds := log.seconds(cell)) is not None]
     told = f"The cells of this page take about {expected(cells, log):,.0f} s of one processor."
+    lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
+    if lines:
+        told += f" Machine: {'; '.join(sorted({line['machine'] for line in lines}))}."
     if len(known) < len(cells):
         told += (
             f" Of {len(cells)} cells {len(known)} were measured, in {sum(known):,.0f} s; the rest "

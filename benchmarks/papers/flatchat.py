@@ -18,7 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,9 @@ from benchmarks.papers.tables import (
     Paper,
     Shown,
     Table,
+    bare,
     finding,
+    first_sentences,
     number,
     pm,
     published,
@@ -622,6 +624,27 @@ def show_table2(found: Found, size: Size) -> Shown:
     return Shown([Grid(head, lines)], finding(told))
 
 
+def table2_page(found: Found, size: Size) -> Shown:
+    """Return Table 2 with the paper's numbers and ours in one row; RLG without what gave none."""
+    shown = show_table2(found, size)
+    (grid,) = shown.grids
+    groups: dict[tuple[str, ...], dict[str, Sequence[str]]] = {}
+    for row in grid.rows:
+        groups.setdefault(tuple(row[:3]), {})[row[3]] = row[4:10]
+    rows = []
+    for front, cells in groups.items():
+        known = {whose: row for whose, row in cells.items() if row[4] != "none"}
+        if "ours" in known:
+            known["ours"] = [
+                cell if i in (1, 4) else bare(cell) for i, cell in enumerate(known["ours"])
+            ]
+        pairs = zip(*known.values(), strict=True)
+        rows.append([*front, *("; ".join(filter(None, pair)) for pair in pairs)])
+    head = [*grid.head[:3], *grid.head[4:10]]
+    caption = "The paper's number, then ours; one number is of the paper, of Aligned ours."
+    return Shown([Grid(head, rows, caption)], first_sentences(shown.finding, 2))
+
+
 def show_table3(found: Found, size: Size) -> Shown:
     lines, told = [], []
     for text, shape in product(size.texts, size.shapes):
@@ -644,6 +667,40 @@ def show_table3(found: Found, size: Size) -> Shown:
     if told:
         told[0] = f"F1 with the predicted number of types: {told[0]}"
     return Shown([Grid(head, lines)], finding([", ".join(told)] if told else []))
+
+
+FIG4 = "The last column is the loss above that without a defence."
+TABLE3 = "F1 is of the predicted number of types; the last column is of the true number."
+
+
+def table3_page(found: Found, size: Size) -> Shown:
+    """Return Table 3 with half widths of F1 alone."""
+    (grid,) = show_table3(found, size).grids
+    rows = [[*row[:3], *map(bare, row[3:7]), *row[7:]] for row in grid.rows]
+    return Shown([in_pairs(replace(grid, rows=rows))], TABLE3 if found else "Not run.")
+
+
+def table4_page(found: Found, size: Size) -> Shown:
+    """Return Table 4 with the paper's numbers and ours in one row."""
+    shown = show_table4(found, size)
+    return replace(shown, grids=[in_pairs(grid) for grid in shown.grids])
+
+
+def fig4_page(found: Found, size: Size) -> Shown:
+    """Return Fig. 4 with what its last column says."""
+    return replace(show_fig4(found, size), finding=FIG4 if found else "Not run.")
+
+
+def in_pairs(grid: Grid) -> Grid:
+    """Put the rows of the paper and of ours into one; the third column says whose they are."""
+    groups: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for row in grid.rows:
+        groups.setdefault(tuple(row[:2]), []).append(row[3:])
+    rows = [
+        [*front, *("; ".join(cells) for cells in zip(*of, strict=True))]
+        for front, of in groups.items()
+    ]
+    return Grid([*grid.head[:2], *grid.head[3:]], rows, "The paper's number, then ours.")
 
 
 def show_table4(found: Found, size: Size) -> Shown:
@@ -706,6 +763,18 @@ def show_table5(found: Found, size: Size) -> Shown:
     return Shown([Grid(head, lines)], finding(told))
 
 
+def table5_page(found: Found, size: Size) -> Shown:
+    """Return Table 5 where the paper has a number; without `sum`, where it is `sum/B`."""
+    shown = show_table5(found, size)
+    (grid,) = shown.grids
+    i, j = grid.head.index("sum"), grid.head.index("sum/B")
+    if any(row[i] != row[j] for row in grid.rows):
+        return shown
+    rows = [[*row[:i], *row[j:]] for row in grid.rows if row[2]]
+    head = [*grid.head[:i], "sum and sum/B", *grid.head[j + 1 :]]
+    return Shown([Grid(head, rows)], shown.finding)
+
+
 def show_fig3(found: Found, size: Size) -> Shown:
     lines, told = [], []
     for model in found.values("model"):
@@ -753,51 +822,46 @@ PAPER = Paper(
     "flatchat",
     "FLAT-CHAT: A Word Recovery Attack on Federated Language Model Training",
     (
-        Table("table2", "FlatChat and RLG on translators", table2_cells, show_table2),
+        Table("table2", "FlatChat and RLG on translators", table2_cells, show_table2,
+              table2_page),
         Table("table3", "FlatChat by batch shape",
-              lambda size, models: words_cells(size, models, size.shapes), show_table3),
+              lambda size, models: words_cells(size, models, size.shapes), show_table3,
+              table3_page),
         Table("table4", "two scorers, number of types given and predicted", at_one_shape,
-              show_table4),
+              show_table4, table4_page),
         Table("table5", "FlatChat against DP-SGD, number of types given", table5_cells,
-              show_table5),
-        Table("fig3", "weight of the positive cluster and number of types", fig3_cells, show_fig3),
-        Table("fig4", "validation loss of a translator under defences", fig4_cells, show_fig4),
+              show_table5, table5_page),
+        Table("fig3", "weight of the positive cluster and number of types", fig3_cells, show_fig3,
+              lambda found, size: replace(show_fig3(found, size), grids=())),
+        Table("fig4", "validation loss of a translator under defences", fig4_cells, show_fig4,
+              fig4_page),
     ),
     SIZES,
     {"words": measure_words, "weights": measure_weights, "noise": measure_noise,
      "translation": measure_translation, "translator_noise": measure_translator_noise,
      "curve": measure_curve},
     (
-        "Language model: ours is named in each row; the paper's is GPT-2. One gradient, where the "
-        "paper's clients take several steps of SGD. A tied head is attacked as it is shared, as "
-        "the sum of its parts.",
+        "Language model: ours is stories15M; the paper's is GPT-2. One gradient, where the "
+        "paper's clients take several steps of SGD. A tied head is attacked as the sum of its "
+        "parts, which is what is shared.",
         f"Batches: {SIZES['default'].batches} of each shape (Table 5: "
-        f"{SIZES['default'].noise_batches}), the paper's 10. The regression has "
-        f"{SIZES['default'].regression_batches} batches of each of the paper's 18 shapes, the "
-        f"paper's 20. Batches of Table 3 share sentences: they are drawn from "
-        f"{SIZES['default'].pool}, or of large batches from twice as many as one has.",
+        f"{SIZES['default'].noise_batches}), the paper's 10. The regression on the number of types "
+        f"has {SIZES['default'].regression_batches} batches of each of 18 shapes, the paper's 20.",
         f"Translators: two layers, hidden size {SIZES['default'].hidden} as in the paper, a "
-        "vocabulary of 8,192 (the paper's 16,594), not tied. Scratch has had "
-        f"{SIZES['default'].scratch_steps} steps on IWSLT 2017. FineTune has had "
-        f"{SIZES['default'].finetune_steps} on Multi30k, which stands for the paper's News "
-        "Commentary and is the attacker's text too. `Aligned` is `AlignedFlatChat`, which the "
-        "paper does not have.",
-        "Table 2: a batch of ours has at least so many target tokens, since its last sentence is "
-        "whole; `types` says what that comes to. FlatChat and Aligned have "
-        f"{SIZES['default'].mt_table_batches} batches, RLG {SIZES['default'].rlg_batches}.",
-        "Table 5: ours is told the number of types; the paper does not say whether its is. It also "
-        "leaves open what is clipped and divided. `sum`: clipped sentences "
+        "vocabulary of 8,192 (the paper's 16,594). Scratch has had "
+        f"{SIZES['default'].scratch_steps} steps on IWSLT 2017, FineTune "
+        f"{SIZES['default'].finetune_steps} on Multi30k, in place of News Commentary. `Aligned` is "
+        "`AlignedFlatChat`, which the paper does not have.",
+        "Table 2: FlatChat and Aligned have "
+        f"{SIZES['default'].mt_table_batches} batches, RLG (`RevealLabels`) "
+        f"{SIZES['default'].rlg_batches}. RLG is stopped after {SIZES['default'].rlg_seconds:g} s "
+        "a batch, where the paper's took up to 38 hours: that it gives nothing here is no finding "
+        "about it.",
+        "Table 5: the paper leaves open what is clipped and divided. `sum`: clipped sentences "
         "summed, then noise; `sum/B`: that over the batch size; `mean`: noise on the clipped "
-        "mean; `update`: the mean gradient clipped, then noise. C is 1.",
-        "Table 5, Scratch: the paper's F1 is halved between 1e-8 and 1e-7, ours between 1e-7 and "
-        "1e-5, and near 1e-7 with noise on the mean; what is left of the difference cannot be "
-        "explained, because the paper says neither what its noise is added to nor how large its "
-        "gradients are.",
+        "mean; `update`: the mean gradient clipped, then noise. C is 1. On Scratch the paper's F1 "
+        "is halved between 1e-8 and 1e-7, ours between 1e-7 and 1e-5: not explained.",
         "Fig. 4: that weak DP (1e-3) costs no loss is not confirmed: on our translator it costs a "
-        "little. On a language model no cost is seen, but a small one would not be "
-        "([defences](defend.md)).",
-        f"RLG (`RevealLabels`) is stopped after {SIZES['default'].rlg_seconds:g} s a batch on the "
-        "clock of a machine that did other work: it had about a third of that of a processor. The "
-        "paper's took up to 38 hours. That it gives nothing here is no finding about it.",
+        "little.",
     ),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -32,12 +33,15 @@ from benchmarks.papers.tables import (
     Paper,
     Shown,
     Table,
+    bare,
     dots,
     finding,
+    first_sentences,
     mean_of,
     number,
     published,
     rate_of,
+    without,
 )
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack
@@ -497,6 +501,51 @@ def blocks_of(
     )
 
 
+def on_page(
+    show: Callable[[Found, Size], Shown], sentences: int = 1
+) -> Callable[[Found, Size], Shown]:
+    """Return a table as the page has it: a row for each label, intervals of AUC alone."""
+
+    def page(found: Found, size: Size) -> Shown:
+        shown = show(found, size)
+        grids = [in_one_row(grid) for grid in shown.grids]
+        return Shown(grids, first_sentences(shown.finding, sentences))
+
+    return page
+
+
+def in_one_row(grid: Grid) -> Grid:
+    """Put the rows of the paper and of ours beside each other; games go to the caption."""
+    at = list(grid.head).index("whose")
+    groups: list[tuple[list[str], dict[str, list[str]]]] = []
+    games: dict[str, list[str]] = {}
+    for row in grid.rows:
+        if row[0].strip():
+            groups.append((list(row[:at]), {}))
+        groups[-1][1][row[at]] = list(row[at + 2 :])
+        if row[at + 1]:
+            games.setdefault(row[at], []).append(row[at + 1])
+    ours = [whose for whose in dict.fromkeys(row[at] for row in grid.rows) if whose != "paper"]
+
+    def values(cells: Mapping[str, list[str]], i: int) -> str:
+        return ", ".join(bare(cells[w][i]) for w in ours if w in cells)
+
+    rows = [
+        [*front,
+         *(text for i in (0, 1) for text in (cells.get("paper", [""] * 3)[i], values(cells, i))),
+         cells.get("paper", [""] * 3)[2], *(cells.get(w, [""] * 3)[2] for w in ours)]
+        for front, cells in groups
+    ]  # fmt: skip
+    head = [*grid.head[:at], "ACC, paper", "ours", "F1, paper", "ours", "AUC, paper", *ours]
+    counted = "; ".join(
+        f"{whose}: {', '.join(sorted(set(counts), key=lambda n: (len(n), n)))}"
+        for whose, counts in games.items()
+    )
+    about = re.sub(r"The paper's models: [^.]*\.", "", grid.caption).strip()
+    caption = f"{about} Games: {counted}.".strip() if counted else about
+    return Grid(head, rows, caption)
+
+
 def played_in(table: str, label: str, protocol: str) -> bool:
     """Whether a table has cells for a row: without a defence the baseline is played by Fig. 2."""
     return not (table == "table2" and label.startswith("AMI") and protocol == "authors")
@@ -660,6 +709,14 @@ def wide(rate: Mapping[str, float]) -> str:
     return value if value == low == high else f"{value} ({low} to {high})"
 
 
+def fig5_page(found: Found, size: Size) -> Shown:
+    """Return Fig. 5 without intervals, which are .001 to either side at most."""
+    shown = show_fig5(found, size)
+    return replace(
+        shown, grids=[replace(g, rows=[[*map(bare, row)] for row in g.rows]) for g in shown.grids]
+    )
+
+
 def fig6_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     cells = []
     for model, text, batch in product(models, size.beta_texts, size.batches):
@@ -688,7 +745,7 @@ def show_fig6(found: Found, size: Size) -> Shown:
         ("ours", {"group": "crafted"}, size.betas),
         ("as published", {"group": "published"}, size.betas),
         ("one-hot", {"attack": "all"}, size.one_hot_betas),
-        ("one-hot, word in no other sentence", {"attack": "no collision"}, size.one_hot_betas),
+        ("one-hot, unique word", {"attack": "no collision"}, size.one_hot_betas),
     )
     for model in found.values("model") or ["ours"]:
         for (name, what, betas), batch in product(kinds, size.batches):
@@ -707,6 +764,23 @@ def show_fig6(found: Found, size: Size) -> Shown:
                                                 for t in told]))  # fmt: skip
 
 
+def fig6_page(found: Found, size: Size) -> Shown:
+    """Return Fig. 6 without F1 and games; neighbouring betas of the same rates have one row."""
+    shown = show_fig6(found, size)
+    (grid,) = shown.grids
+    rows: list[list[str]] = []
+    for row in grid.rows:
+        if rows and [*rows[-1][:3], *rows[-1][4:]] == [*row[:3], *row[4:]]:
+            rows[-1][3] = f"{rows[-1][3].partition(' to ')[0]} to {row[3]}"
+        else:
+            rows.append(list(row))
+    models = found.values("model")
+    merged = without(
+        replace(grid, rows=rows), "games", "F1", *(["model"] if len(models) == 1 else [])
+    )
+    return Shown([merged], first_sentences(shown.finding, 2))
+
+
 def spread(values: Sequence[float]) -> str:
     """Of what is known, the smallest and the largest."""
     known = [value for value in values if not math.isnan(value)]
@@ -718,7 +792,8 @@ def ldp_table(number_: int, mechanism: str, name: str) -> Table:
         f"table{number_}",
         f"attacks under {name}",
         lambda size, models: ldp_cells(size, models, {mechanism} & {*size.mechanisms}),
-        show_ldp(f"table{number_}", ("FC-Full", "Attn", "FC-Token"), 1),
+        show := show_ldp(f"table{number_}", ("FC-Full", "Attn", "FC-Token"), 1),
+        on_page(show),
     )
 
 
@@ -730,49 +805,51 @@ PAPER = Paper(
     "membership",
     "Analysis of Privacy Leakage in Federated Large Language Models (Vu et al. 2024)",
     (
-        Table("table2", "attacks without a defence", games_cells, show_table2),
+        Table("table2", "attacks without a defence", games_cells, show_table2,
+              on_page(show_table2)),
         Table(
             "table3",
             "attacks under LDP, mean over four mechanisms",
             lambda size, models: ldp_cells(size, models, groups=("crafted", "trained")),
             show_table3,
+            on_page(show_table3, 2),
         ),
         Table("table4", "FC-Token and attention by layer, epsilon 10", at_largest,
-              show_layers("table4", ("FC-Token", "Attn"))),
+              show_layers("table4", ("FC-Token", "Attn")), on_page=False),
         ldp_table(7, "grr", "GRR"),
         ldp_table(8, "rappor", "RAPPOR"),
         ldp_table(9, "the", "THE"),
         ldp_table(10, "dbitflip", "dBitFlipPM"),
         Table("table11", "all attacks by layer, epsilon 10", at_largest,
-              show_layers("table11", ("FC-Full", "Attn", "FC-Token"))),
-        Table("fig5", "Lemma 2's lower bound on simulated data", fig5_cells, show_fig5),
-        Table("fig6", "the attention adversary by beta and batch size", fig6_cells, show_fig6),
+              show_layers("table11", ("FC-Full", "Attn", "FC-Token")),
+              on_page(show_layers("table11", ("FC-Full", "Attn", "FC-Token")), 2)),
+        Table("fig5", "Lemma 2's lower bound on simulated data", fig5_cells, show_fig5,
+              fig5_page),
+        Table("fig6", "the attention adversary by beta and batch size", fig6_cells, show_fig6,
+              fig6_page),
     ),
     SIZES,
     {"games": measure_games, "ldp": measure_ldp, "lemma": measure_lemma, "beta": measure_beta,
      "one_hot": measure_one_hot},
     (
-        "Models: ours are named in each row; the paper's five cannot be downloaded here. Layers "
-        "are 1, 3 and 6 of 6, as the paper's of DistilBERT and GPT2. Batches are 40 texts of at "
-        "most 32 tokens, as in the paper.",
-        "Texts: `banking77` is the paper's Finance, `emotion` its Twitter. Yelp: review sentences, "
-        "not whole reviews.",
-        "`FC-Full` and `FC-Token` are the paper's neurons at 14 distances at once, `Attn` is our "
-        "own form of the attention adversary (whitened states, bands). `Attn, as published` is the "
-        "paper's Algorithm 1, which has no row of its own in the paper's table: compare the "
-        "paper's `Attn` with both. It is played without a defence and in Fig. 6 alone.",
-        "Games of the paper: as its Table 1 counts them, for each number. In the authors' code one "
-        "sentence takes the place of another; it did in half of our games there.",
-        "The trained baseline (`AMI FC`) is played by Fig. 2 where there is no defence, and under "
-        "LDP at the first layer alone.",
-        "Fig. 6: the paper plots success rates of 20 x 500 games, and does not say at which layer. "
-        "Ours is at layer 3. Beyond 100 sentences gamma is that of 100.",
-        "Under LDP the mechanisms are as in the authors' code (`TokenLDP.as_published`: epsilon on "
-        "every position, the batch's own ids as the domain), which holds no guarantee.",
-        "Under LDP the FC adversaries have a ladder that reaches randomised text; ACC and F1 are "
-        "of a threshold fitted on other games, in the authors' protocol of theirs.",
+        "Models and texts: ours are named; the paper's five models were not available. Layers are "
+        "1, 3 and 6 of 6. The paper's numbers are in the order BERT, RoBERTa, DistilBERT, GPT1, "
+        "GPT2; ours in the order Fig. 2, authors' code. Batches are 40 texts of at most 32 "
+        "tokens, as in the paper. `banking77` "
+        "is the paper's Finance, `emotion` its Twitter; Yelp has review sentences.",
+        "`FC-Full` and `FC-Token` are A_FC with neurons at 14 distances, `Attn` is our form of "
+        "A_Attn (whitened states, bands). `Attn, as published` is the paper's Algorithm 1; compare "
+        "the paper's `Attn` with both. `AMI FC` is the trained baseline.",
+        "`Fig. 2` is the paper's game. In the authors' code one sentence takes the place of "
+        "another; it did in half of our games there. Games of the paper are as its Table 1 counts "
+        "them, for each number.",
+        "Local DP is as in the authors' code (`TokenLDP.as_published`), which holds no guarantee. "
+        "ACC and F1 are of a threshold fitted on other games there, in the authors' protocol of "
+        "theirs.",
+        "Table 4 is two columns of Table 11 (RoBERTa, GPT1), so it is not repeated. In Fig. 6 ours "
+        "is at layer 3; the paper does not say its layer. Beyond 100 sentences gamma is that of "
+        "100. `unique word`: the target's word is in no other sentence of the batch.",
         "App. D finds GPTs more resilient against the attention adversary than BERTs. In Tables 2 "
-        "and 3 that is GPT2 alone, and [a causal model of "
-        "ours](membership.md#a-causal-model-under-ldp) does not show it.",
+        "and 3 that is GPT2 alone.",
     ),
 )  # fmt: skip

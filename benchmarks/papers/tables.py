@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,16 @@ class Table:
         title: what it shows.
         cells: those that it shows, for a size and the names of models.
         show: what is printed, of the measured rows.
+        page: what docs/papers.md shows in its place; by default the same.
+        on_page: False where another table of the page holds its numbers.
     """
 
     name: str
     title: str
     cells: Callable[[Any, Sequence[str]], list[Cell]]
     show: Callable[[Found, Any], Shown]
+    page: Callable[[Found, Any], Shown] | None = None
+    on_page: bool = True
 
 
 @dataclass(frozen=True)
@@ -193,4 +198,23 @@ def finding(sentences: Iterable[str]) -> str:
 
 def dots(values: Iterable[object]) -> str:
     """Several of the paper's columns in one."""
-    return " · ".join(str(value) for value in values)
+    return ", ".join(str(value) for value in values)
+
+
+def without(grid: Grid, *names: str) -> Grid:
+    """Return a grid without the columns of these names."""
+    kept = {i for i, name in enumerate(grid.head) if name not in names}
+    head, *rows = (
+        [cell for i, cell in enumerate(row) if i in kept] for row in (grid.head, *grid.rows)
+    )
+    return replace(grid, head=head, rows=rows)
+
+
+def bare(cell: str) -> str:
+    """Return a cell without its interval."""
+    return cell.partition(" (")[0].partition(" ±")[0]
+
+
+def first_sentences(text: str, count: int) -> str:
+    """Return the first sentences of a finding."""
+    return " ".join(re.split(r"(?<=\.) (?=[A-Z])", text)[:count])

@@ -100,7 +100,7 @@ CONTROL = {
     *("WordRecovery.rates", "Results._controlled", "Engine.judge"),
 }
 """Are entered for the control of a look alone."""
-FACES = ("callbacks", "looks", "attacks")
+FACES = ("callbacks", "engine", "attacks")
 """Folders of the watch alone: what a defence calls is not among them, and must raise."""
 
 

@@ -19,8 +19,8 @@ outside too; with ``--look`` it is one that is looked at, without it there is no
 user's module takes the loss that the model gives; under DP-SGD it takes ``mean_of_sample_means``,
 as DP-SGD asks for, whose file counts.
 
-Not listed: ``anatomy/`` and ``attacks/`` (what any reading of a model and any attack needs), and
-the user's side: his own module, ``demo/`` and ``finetuning/``.
+Not listed: ``model/anatomy/`` and ``attacks/`` (what any reading of a model and any attack needs),
+and ``cli/finetuning/``, the user's side.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import lightning_fedleak as fedleak
 from tests.tools import seeded_runs as runs
 
 ROOT = Path(fedleak.__file__).parent
-LEFT_OUT = ("anatomy/", "attacks/", "demo/", "finetuning/")
+LEFT_OUT = ("model/anatomy/", "attacks/", "cli/finetuning/")
 STEP = 2
 LOOKS = {
     "words": lambda: [

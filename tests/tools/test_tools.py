@@ -93,7 +93,7 @@ def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer(tmp_path):
     for files in (look, step):
         assert len(files) == len(set(files))
         assert all((files_entered.ROOT / name).is_file() for name in files)
-        assert not any(name.startswith(("anatomy/", "attacks/")) for name in files)
+        assert not any(name.startswith(("model/anatomy/", "attacks/")) for name in files)
     assert len(look) <= 28  # the first look has a control, for which the model runs
     assert len(step) <= 18
 

@@ -33,7 +33,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers gpu lint house clean install install-all
+.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers gpu lint metrics clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -53,7 +53,7 @@ help:
 	@echo "make papers  every table and figure of the three papers that was not measured yet: ENCODER=DIR STORIES=DIR are models, CAUSAL=DIR adds Figs. 1 and 2 of inversion on a larger one (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
 	@echo "make lint    ruff and mypy"
-	@echo "make house   count lines, imports, arguments, names and docstrings of the package; where they stand: ARGS=\"--list names lightning_fedleak/evaluation/games\""
+	@echo "make metrics count lines, imports, arguments, names and docstrings of the package; where they stand: ARGS=\"--list names lightning_fedleak/evaluation/games\""
 	@echo "make clean   remove .venv, .venv-* and caches (fedleak_runs/ stays)"
 	@echo "PYTHON=python3.13 VENV=.venv-3.13 with another Python, in an environment of its own"
 	@echo "ARGS=\"...\" goes to the command: make demo ARGS=\"--steps 50\", make test ARGS=\"-k gate\""
@@ -128,8 +128,8 @@ lint: $(READY)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-house: $(READY)
-	@$(BIN)/python -m tests.tools.house $(ARGS)
+metrics: $(READY)
+	@$(BIN)/python -m tests.tools.code_metrics $(ARGS)
 
 install: $(READY)
 

@@ -2,11 +2,10 @@
 
 ::
 
-    python -m tests.tools.house                              # the whole package
-    python -m tests.tools.house lightning_fedleak/attacks    # one folder or file of it
-    python -m tests.tools.house ../other                     # another checkout
-    python -m tests.tools.house --list names lightning_fedleak/evaluation/games    # where each one
-    stands
+    python -m tests.tools.code_metrics                              # the whole package
+    python -m tests.tools.code_metrics lightning_fedleak/attacks    # one folder or file of it
+    python -m tests.tools.code_metrics ../other                     # another checkout
+    python -m tests.tools.code_metrics --list names lightning_fedleak/engine    # where each one is
 
 The source is parsed and never imported. What each row counts:
 
@@ -257,7 +256,7 @@ class Source:
         return lines
 
 
-class House:
+class CodeMetrics:
     """The package of a checkout.
 
     Args:
@@ -600,11 +599,11 @@ def main(arguments: list[str] | None = None) -> None:
     parse.add_argument("path", nargs="?", type=Path, default=ROOT, help="default: this checkout")
     parse.add_argument("--list", choices=[row.name for row in ROWS], metavar="ROW")
     options = parse.parse_args(arguments)
-    house = House(options.path)
-    measures = house.measure()
+    metrics = CodeMetrics(options.path)
+    measures = metrics.measure()
     if options.list is not None:
         for place in measures[options.list].places:
-            print(f"{place.path.relative_to(house.root)}:{place.line}: {place.text}")
+            print(f"{place.path.relative_to(metrics.root)}:{place.line}: {place.text}")
         return
     width = max(len(row.title) for row in ROWS)
     print(f"{'row':<16}{'':<{width}}{'is':>10}{'at most':>10}")

@@ -11,8 +11,8 @@ MODULES = [
     "attacks.texts.descent",
     "attacks.texts.gradient_matching",
     "attacks.texts.prefix.inversion",
-    "finetuning.data",
-    "finetuning.module",
+    "cli.finetuning.data",
+    "cli.finetuning.module",
 ]
 
 

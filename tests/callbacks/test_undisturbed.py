@@ -213,7 +213,7 @@ def test_games_on_frozen_lower_layers_do_not_disturb(tmp_path):
 
 def test_the_heads_own_part_does_not_disturb_either(plain_run, tmp_path):
     plain = plain_run()
-    callbacks, monitor = watchers(head_own_part=True)
+    callbacks, monitor = watchers(settings=MonitorSettings(head_own_part=True))
     assert_same(plain, fit(callbacks, tmp_path / "watched"))
     assert monitor.latest["leakage_local/probe_head_only/f1"] > 0
 

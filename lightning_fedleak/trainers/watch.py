@@ -216,7 +216,8 @@ class Watch:
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
         "train the same model and data in Lightning with a defence: "
-        "cli.finetuning.CausalLMFineTuning(model) and Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
+        "cli.finetuning.CausalLMFineTuning(model) and "
+        "Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
     )
 
     def __init__(

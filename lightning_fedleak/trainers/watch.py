@@ -215,9 +215,8 @@ class Watch:
     run: ClassVar[type[LoopRun]] = LoopRun
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
-        "train the same model and data in Lightning with a defence: "
-        "cli.finetuning.CausalLMFineTuning(model) and "
-        "Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
+        "train the same model and data in Lightning with a defence: cli.finetuning."
+        "CausalLMFineTuning(model) and Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
     )
 
     def __init__(

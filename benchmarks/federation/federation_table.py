@@ -77,6 +77,7 @@ from lightning_fedleak.federation import (
     ClientDP,
     RoundLook,
     RoundObserver,
+    RoundSettings,
     difference,
     joint_norm,
     moved,
@@ -183,7 +184,7 @@ def cell(
     spent: list[float] = []
     private: Private | None = None
     with tempfile.TemporaryDirectory() as folder:
-        shared = {"tokenizer": tokenizer, "tensorboard": False}
+        shared = {"tokenizer": tokenizer, "settings": RoundSettings(tensorboard=False)}
         observers = [
             RoundObserver(
                 copy.deepcopy(model), make, steps, folder=f"{folder}/chosen", **shared,

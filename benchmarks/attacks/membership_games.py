@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.evaluation.games import GameResult
@@ -75,6 +75,14 @@ def joined(results: list[GameResult]) -> GameResult:
     )
 
 
-def attention(layer: int, public: PublicText, args, **settings) -> AttentionMembership:
-    given = {"tokens": args.tokens, "batch": args.batch, "name": "attention", **settings}
-    return AttentionMembership(layer, public, **given)
+def attention(
+    layer: int, public: PublicText, args, *, name: str, **settings
+) -> AttentionMembership:
+    return AttentionMembership(
+        layer,
+        public,
+        attention=AttentionSettings(**settings),
+        tokens=args.tokens,
+        batch=args.batch,
+        name=name,
+    )

@@ -43,7 +43,7 @@ from benchmarks.papers.tables import (
     rate_of,
     without,
 )
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
@@ -241,10 +241,13 @@ def _seed(text: str) -> int:
     return 10_000 * (sum(text.encode()) % 1000)
 
 
-def published_attention(layer: int, public: PublicText, args, **settings) -> AttentionMembership:
+def published_attention(
+    layer: int, public: PublicText, args, *, beta: float | str = "authors", **settings
+) -> AttentionMembership:
     """With the paper's choices; gamma by default so that few batches without the target fire."""
+    paper = AttentionSettings(beta=beta, whiten=False, score="coordinates", variant="projector")
     given = {"tokens": args.tokens, "batch": args.batch, **settings}
-    return AttentionMembership.as_published(layer, public, variant="projector", **given)
+    return AttentionMembership(layer, public, attention=paper, **given)
 
 
 def youden(games: GameResult) -> float:

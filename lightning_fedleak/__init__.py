@@ -14,13 +14,11 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks import AlignedFlatChat as AlignedFlatChat
     from lightning_fedleak.attacks import AttentionMembership as AttentionMembership
     from lightning_fedleak.attacks import BagOfWords as BagOfWords
-    from lightning_fedleak.attacks import BeamFromWords as BeamFromWords
     from lightning_fedleak.attacks import BiasSign as BiasSign
     from lightning_fedleak.attacks import CraftedAdapterWords as CraftedAdapterWords
     from lightning_fedleak.attacks import EmbeddingDescent as EmbeddingDescent
     from lightning_fedleak.attacks import FCMembership as FCMembership
     from lightning_fedleak.attacks import FlatChat as FlatChat
-    from lightning_fedleak.attacks import GradientMatching as GradientMatching
     from lightning_fedleak.attacks import GradientMembership as GradientMembership
     from lightning_fedleak.attacks import PrefixInversion as PrefixInversion
     from lightning_fedleak.attacks import PublicText as PublicText
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks import SubspaceMembership as SubspaceMembership
     from lightning_fedleak.attacks import SubspaceTexts as SubspaceTexts
     from lightning_fedleak.attacks import SubspaceWords as SubspaceWords
-    from lightning_fedleak.attacks import TokenRelaxation as TokenRelaxation
     from lightning_fedleak.attacks import TrainedMembership as TrainedMembership
     from lightning_fedleak.callbacks import Games as Games
     from lightning_fedleak.callbacks import LeakageLimitExceeded as LeakageLimitExceeded
@@ -53,13 +50,11 @@ _HOMES = {
         "AlignedFlatChat",
         "AttentionMembership",
         "BagOfWords",
-        "BeamFromWords",
         "BiasSign",
         "CraftedAdapterWords",
         "EmbeddingDescent",
         "FCMembership",
         "FlatChat",
-        "GradientMatching",
         "GradientMembership",
         "PrefixInversion",
         "PublicText",
@@ -67,7 +62,6 @@ _HOMES = {
         "SubspaceMembership",
         "SubspaceTexts",
         "SubspaceWords",
-        "TokenRelaxation",
         "TrainedMembership",
     ),
     "callbacks": ("Games", "LeakageLimitExceeded", "LeakageMonitor", "RiskGate"),

@@ -8,9 +8,10 @@ import importlib
 import pytest
 
 MODULES = [
-    "attacks.texts.descent",
-    "attacks.texts.gradient_matching",
-    "attacks.texts.prefix.inversion",
+    "attacks.texts.embedding_descent",
+    "labs.beam_from_words",
+    "labs.gradient_matching",
+    "labs.token_relaxation",
     "cli.finetuning.data",
     "cli.finetuning.module",
 ]

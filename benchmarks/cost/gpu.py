@@ -65,20 +65,16 @@ from lightning_fedleak.attacks import (
     AlignedFlatChat,
     Attack,
     AttentionMembership,
-    BeamFromWords,
     EmbeddingDescent,
     FCMembership,
     FlatChat,
-    GradientMatching,
     GradientMembership,
-    MatchingSettings,
     PrefixInversion,
     PublicText,
     SubspaceMembership,
     SubspaceTexts,
     SubspaceWords,
     TextGuess,
-    TokenRelaxation,
     UnusableObservation,
     WordGuess,
     gradient_of,
@@ -89,6 +85,9 @@ from lightning_fedleak.cli.finetuning.module import load_model
 from lightning_fedleak.defenses import DPSGD, Defense, GradientNoise, mean_of_sample_means
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.evaluation.metrics.texts import in_true_order, token_hits
+from lightning_fedleak.labs.beam_from_words import BeamFromWords
+from lightning_fedleak.labs.gradient_matching import GradientMatching
+from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
@@ -413,7 +412,7 @@ def watched_fit(
             FlatChat(public, shapes=((2, 8), (4, 16))),
             FCMembership(1),
             GradientMembership(public, public_rows=16),
-            TokenRelaxation(1, steps=5),
+            TokenRelaxation(1, steps=5, initial="mean"),
         ]
         attacks = section.pick(attacks, attacks[:2])
         callbacks.append(
@@ -632,7 +631,8 @@ def attacks_table(section: Section) -> None:
                 1,
                 8,
                 steps=section.pick(40, 2),
-                matching=MatchingSettings(starts=2, swaps=4, swap_every=20),
+                starts=2,
+                swaps=4,
                 **texts,
             ),
             0,
@@ -640,7 +640,7 @@ def attacks_table(section: Section) -> None:
         ),
         (
             "BeamFromWords",
-            lambda: BeamFromWords(8, 1, words=SubspaceWords(public), moves=20, **texts),
+            lambda: BeamFromWords(8, 1, moves=20, **texts),
             0,
             (1, 8),
         ),
@@ -747,7 +747,9 @@ def inversion_table(section: Section) -> None:
     made: dict[str, Callable[[int], Any]] = {
         "PrefixInversion": lambda k: PrefixInversion(k, public, types=section.pick(4096, 32)),
         "EmbeddingDescent": lambda k: EmbeddingDescent(k, steps=steps, budget_seconds=10.0),
-        "TokenRelaxation": lambda k: TokenRelaxation(k, steps=steps, budget_seconds=10.0),
+        "TokenRelaxation": lambda k: TokenRelaxation(
+            k, steps=steps, initial="mean", budget_seconds=10.0
+        ),
     }
     for name, make in made.items():
         if section.small and name == "TokenRelaxation":

@@ -34,16 +34,10 @@ from lightning_fedleak.attacks.public_text import share_samples as share_samples
 from lightning_fedleak.attacks.texts.base import InversionAttack as InversionAttack
 from lightning_fedleak.attacks.texts.base import TextAttack as TextAttack
 from lightning_fedleak.attacks.texts.base import TextGuess as TextGuess
-from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords as BeamFromWords
-from lightning_fedleak.attacks.texts.descent import DescentGuess as DescentGuess
-from lightning_fedleak.attacks.texts.descent import DescentSettings as DescentSettings
+from lightning_fedleak.attacks.texts.embedding_descent import DescentSettings as DescentSettings
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent as EmbeddingDescent
-from lightning_fedleak.attacks.texts.gradient_matching import GradientMatching as GradientMatching
-from lightning_fedleak.attacks.texts.gradient_matching import MatchingSettings as MatchingSettings
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion as PrefixInversion
-from lightning_fedleak.attacks.texts.prefix.inversion import PrefixSettings as PrefixSettings
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts as SubspaceTexts
-from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation as TokenRelaxation
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat as AlignedFlatChat
 from lightning_fedleak.attacks.words.crafted import CraftedAdapterWords as CraftedAdapterWords
 from lightning_fedleak.attacks.words.crafted import RoundShape as RoundShape

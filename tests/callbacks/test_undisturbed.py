@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion, TokenRelaxation
+from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
@@ -59,7 +59,6 @@ def inversions(**settings):
         PrefixInversion(1, None, language_model=False),
         EmbeddingDescent(0, steps=30, name="descent_0"),
         EmbeddingDescent(2, steps=6, sweeps=1, name="descent_2"),
-        TokenRelaxation(1, steps=3),
         Probe(),
     ]
     monitor = LeakageMonitor(

@@ -19,7 +19,6 @@ from torch.nn import functional
 from lightning_fedleak.attacks import (
     Attack,
     BagOfWords,
-    BeamFromWords,
     GradientMembership,
     RevealLabels,
     SubspaceWords,
@@ -29,6 +28,7 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.engine import Games
 from lightning_fedleak.engine.channels.control import Controls
+from lightning_fedleak.labs.beam_from_words import BeamFromWords
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import fit

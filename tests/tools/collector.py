@@ -221,7 +221,6 @@ def names_and_states() -> Section:
         "TrainedMembership": lambda: fedleak.TrainedMembership(1, runs.public()),
         "PrefixInversion": lambda: fedleak.PrefixInversion(1),
         "EmbeddingDescent": lambda: fedleak.EmbeddingDescent(1),
-        "TokenRelaxation": lambda: fedleak.TokenRelaxation(1),
     }
     for title, build in attacks.items():
         attack = build()

@@ -392,7 +392,6 @@ def text_attacks() -> list[Attack]:
         fedleak.PrefixInversion(1, None, language_model=False),
         fedleak.PrefixInversion(2, public(), name="prefix_public"),
         fedleak.EmbeddingDescent(1, steps=15),
-        fedleak.TokenRelaxation(1, steps=10),
     ]
 
 

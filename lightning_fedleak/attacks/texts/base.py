@@ -12,8 +12,8 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,14 +28,13 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, CopiedModel
-from lightning_fedleak.model.anatomy import Anatomy, place_of, text_blocks
-from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation
+from lightning_fedleak.model.anatomy import Anatomy, place_of
+from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, check_number
 
 NOTHING = -1
 """Token id where nothing was guessed."""
-SomeTexts = TypeVar("SomeTexts", bound="TextGuess")
 
 TINY = 1e-12  # keeps norms from being divided by zero; below any norm that occurs
 
@@ -61,14 +60,14 @@ class TextGuess(Guess):
     certified: bool | None = None
 
 
-def join_guesses(parts: Sequence[SomeTexts], device: torch.device) -> SomeTexts:
-    """Return guesses about some of the texts each as one about all."""
-    columns: dict[str, Any] = {}
-    for field in fields(parts[0]):
-        if isinstance(getattr(parts[0], field.name), Tensor):
-            columns[field.name] = torch.cat([getattr(p, field.name) for p in parts]).to(device)
-    finished, candidates = all(p.finished for p in parts), sum(p.candidates for p in parts)
-    return replace(parts[0], finished=finished, candidates=candidates, **columns)
+def join_guesses(parts: Sequence[TextGuess], device: torch.device) -> TextGuess:
+    """Return guesses about some of the texts each, all with a confidence, as one about all."""
+    return TextGuess(
+        torch.cat([part.tokens for part in parts]).to(device),
+        torch.cat([part.confidence for part in parts if part.confidence is not None]).to(device),
+        all(part.finished for part in parts),
+        sum(part.candidates for part in parts),
+    )
 
 
 class TextAttack(Attack):
@@ -105,9 +104,10 @@ class InversionAttack(TextAttack):
         budget_seconds: wall time for one observation; None for no bound. After it the best so far
             is returned, and the guess says that it is not finished.
         name: in the logs.
+        refresh_every: optimizer steps after which the bottom model is copied again.
 
     Raises:
-        ValueError: a negative layer, or a budget that is not positive.
+        ValueError: a negative layer, or a budget or number of steps that is not positive.
     """
 
     threat_model = ThreatModel.create(
@@ -118,9 +118,15 @@ class InversionAttack(TextAttack):
     _copy: BottomModel | None = None
 
     def __init__(
-        self, layer: int, budget_seconds: float | None = None, name: str | None = None
+        self,
+        layer: int,
+        budget_seconds: float | None = None,
+        name: str | None = None,
+        *,
+        refresh_every: int = 1,
     ) -> None:
         super().__init__(name, budget_seconds)
+        self.refresh_every = check_integer("refresh_every", refresh_every)
         hint = "0 is the embeddings' output, k the output of block k"
         self.layer = check_integer("layer", layer, at_least=0, hint=hint)
 
@@ -135,27 +141,28 @@ class InversionAttack(TextAttack):
 
     @property
     def bottom(self) -> BottomModel:
-        """Return the adversary's copy of the bottom model.
-
-        Raises:
-            RuntimeError: there is none before :meth:`prepare`.
-        """
-        if self._copy is None:
-            raise RuntimeError(f"{type(self).__name__} has no bottom model yet: call prepare()")
+        """Return the copy of the bottom model that :meth:`prepare` made."""
+        assert self._copy is not None
         return self._copy
 
-    def _check_width(self, hidden: Tensor) -> BottomModel:
-        """Return the copy of the bottom model if hidden states are of its width.
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Remember the layer's name; subclasses copy the bottom model here too.
 
         Raises:
-            ValueError: they are not (B, L, d).
+            ValueError: the model has no such layer.
         """
-        if hidden.dim() != 3 or hidden.shape[-1] != self.bottom.width:
-            raise ValueError(
-                f"hidden states at layer {self.layer} are (B, L, {self.bottom.width}), but these "
-                f"are {tuple(hidden.shape)}"
-            )
-        return self.bottom
+        self._layer_name = place_of(anatomy, self.layer).name
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Copy the weights again if the copy is old enough, or of another fit."""
+        if self._copy is not None and not 0 <= self._copy.age(step) < self.refresh_every:
+            with torch.inference_mode(False):
+                self._copy.refresh(anatomy, step)
+
+    def _copy_bottom(self, anatomy: Anatomy) -> None:
+        # Weights copied in inference mode could never take part in autograd.
+        with torch.inference_mode(False):
+            self._copy = BottomModel(anatomy, self.layer, autocast=self._facts.autocast)
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the name of the hidden states at the split.
@@ -183,36 +190,12 @@ class InversionAttack(TextAttack):
 
         Raises:
             UnusableObservation: they are not finite.
-            KeyError: ``view`` holds no activations, or those of other layers.
         """
-        if not view.activations:
-            raise KeyError("no activations in this observation")
         snapshot = view.activations[-1]
-        hidden = self._at_layer(snapshot)
+        hidden = snapshot.tensors[self._layer_name]
         if not bool(torch.isfinite(hidden).all()):
             raise UnusableObservation("the activations are not finite")
         return self.reconstruct(hidden, snapshot.attention_mask, snapshot.position_ids)
-
-    def _at_layer(self, snapshot: ActivationSnapshot) -> Tensor:
-        """Return the layer's tensor, or a single tensor without the name of another layer."""
-        tensors = snapshot.tensors
-        if self._layer_name in tensors:
-            return tensors[self._layer_name]
-        if len(tensors) == 1 and not self._other_layers.intersection(tensors):
-            return next(iter(tensors.values()))
-        names = sorted(tensors)
-        raise KeyError(
-            f"'{self.name}' reads '{self._layer_name}', but this observation holds {names}"
-        )
-
-    _layer_name: str = ""
-    _other_layers: frozenset[str] = frozenset()
-
-    def prepare(self, anatomy: Anatomy) -> None:
-        """Remember the layers' names; subclasses copy the bottom model here too."""
-        self._layer_name = place_of(anatomy, self.layer).name
-        layers = range(len(text_blocks(anatomy)) + 1)
-        self._other_layers = frozenset(place_of(anatomy, layer).name for layer in layers)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
-    find_path,
     matrix_shape,
     place_of,
     text_blocks,
@@ -91,21 +90,6 @@ class CopiedModel:
         return nullcontext()
 
 
-def vocabulary_shape(anatomy: Anatomy) -> tuple[int, int]:
-    """Return the rows and columns of the word embeddings.
-
-    Raises:
-        ValueError: the embedding layer holds no matrix.
-    """
-    shape = matrix_shape(anatomy.embedding)
-    if shape is None:
-        raise ValueError(
-            f"the input embeddings '{anatomy.embedding_name}' hold no matrix, so that there is no "
-            "vocabulary to search"
-        )
-    return shape[0], shape[1]
-
-
 class BottomModel(CopiedModel):
     """Embeddings and blocks up to the split, on the server's copy of their weights.
 
@@ -140,7 +124,7 @@ class BottomModel(CopiedModel):
         context: tokens that a text may have, None where the model does not say.
 
     Raises:
-        ValueError: the model has no such layer, or its bottom cannot be run on token ids alone.
+        ValueError: the model has no such layer.
         TypeError: parameters are sharded (FSDP, tensor parallel), so that no copy can be taken.
     """
 
@@ -153,7 +137,9 @@ class BottomModel(CopiedModel):
         self._copies: dict[int, Tensor] = {}
         self.cache_agrees: bool | None = None
         self._bind(anatomy, step=0)
-        self.vocab_size, self.embedding_width = vocabulary_shape(anatomy)
+        shape = matrix_shape(anatomy.embedding)
+        assert shape is not None
+        self.vocab_size, self.embedding_width = shape
         self.context = model_runs.context_length(anatomy)
         self._try()
 
@@ -174,7 +160,7 @@ class BottomModel(CopiedModel):
         if self.anatomy.head is not None:
             above.append(self.anatomy.head)
         skipped = {id(m) for module in above for m in module.modules()}
-        old, self._copies, self._weights = self._copies, {}, []
+        self._copies, self._weights = {}, []
         for module in self.anatomy.model.modules():
             if id(module) in skipped:
                 continue
@@ -183,18 +169,19 @@ class BottomModel(CopiedModel):
                     continue
                 copy = self._copies.get(id(parameter))
                 if copy is None:
-                    self._refuse_sharded(module, name, parameter)
-                    copy = self._copies[id(parameter)] = _copied(parameter, old.get(id(parameter)))
+                    if (
+                        hasattr(parameter, "full_tensor")
+                        or "_fsdp_wrapped_module" in module._modules
+                    ):
+                        raise TypeError(
+                            f"parameter '{name}' is sharded over processes (FSDP or tensor "
+                            "parallel), and an adversary's copy of the bottom model needs it "
+                            "whole: give the attack a model that is not sharded"
+                        )
+                    weight = parameter.detach()
+                    copy = weight.clone() if parameter.requires_grad else weight
+                    self._copies[id(parameter)] = copy
                 self._weights.append((module, name, copy))
-
-    def _refuse_sharded(self, module: nn.Module, name: str, parameter: Tensor) -> None:
-        if hasattr(parameter, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
-            path = find_path(self.anatomy.root, module)
-            raise TypeError(
-                f"parameter '{name}' of '{path}' is sharded over processes (FSDP or tensor "
-                "parallel); an adversary's copy of the bottom model needs it whole: give the "
-                "attack a model that is not sharded"
-            )
 
     @property
     def rounding(self) -> float:
@@ -202,7 +189,7 @@ class BottomModel(CopiedModel):
         return ROUNDING.get(self.autocast or self.dtype, ROUNDING_OTHERWISE)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copy the weights of ``step`` again, in place where the shapes allow it.
+        """Copy the weights of ``step`` again.
 
         Raises:
             ValueError: the model no longer has this layer.
@@ -211,8 +198,6 @@ class BottomModel(CopiedModel):
 
     def cut_at_layer(self, layer: int) -> BottomModel:
         """Return the same copy, stopped at an earlier ``layer``."""
-        if not 0 <= layer <= self.layer:
-            raise ValueError(f"layer={layer!r} lies outside this bottom model: 0 to {self.layer}")
         other = shallow_copy(self)
         other._inside = False
         other.layer = layer
@@ -242,13 +227,7 @@ class BottomModel(CopiedModel):
         types and their norm. With gradients enabled the result has a gradient in ``embeddings``,
         and in nothing else.
         """
-        rows, length, width = embeddings.shape
-        if width != self.embedding_width:
-            raise ValueError(
-                f"word embeddings have {self.embedding_width} numbers, not {width}: give "
-                "(B, L, embedding_width)"
-            )
-        ids = torch.full((rows, length), self._plain_id, device=self.device)
+        ids = torch.full(embeddings.shape[:2], self._plain_id, device=self.device)
         with self.session(), self._embeddings_replaced(embeddings):
             return self._forward(ids, attention_mask, position_ids)
 
@@ -272,30 +251,27 @@ class BottomModel(CopiedModel):
         """Return the hidden states (B, n, d) of new tokens after texts in a cache.
 
         Args:
-            new: (B, n) token ids, without gradient, or (B, n, e) word embeddings as in
-                :meth:`hidden_from`.
+            new: (B, n) token ids.
             visible: (B, 1, n, P + n) bool, which of P cached and n new tokens a new one attends to.
             position_ids: (B, n).
             cache: in the form that the model takes as ``past_key_values``.
         """
-        words = new.is_floating_point()
-        ids = torch.full(new.shape[:2], self._plain_id, device=self.device) if words else new
         config = getattr(without_peft(self.anatomy.model), "config", None)
         # Eager attention adds its mask, where others take booleans.
         if getattr(config, "_attn_implementation", None) == "eager":
             lowest = torch.finfo(self.dtype).min
             zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
             visible = zeros.masked_fill(~visible, lowest)
-        with self.session(), self._embeddings_replaced(new) if words else torch.no_grad():
+        with self.session(), torch.no_grad():
             states = copy_context().run(
                 self._run,
-                input_ids=ids,
+                input_ids=new,
                 attention_mask=visible,
                 position_ids=position_ids,
                 past_key_values=cache,
                 use_cache=True,
             )
-            return model_runs.states_of_text(states, ids.shape[1], self.anatomy, self.layer)
+            return model_runs.states_of_text(states, new.shape[1], self.anatomy, self.layer)
 
     @contextmanager
     def _embeddings_replaced(self, embeddings: Tensor) -> Iterator[None]:
@@ -357,27 +333,11 @@ class BottomModel(CopiedModel):
         ids = torch.full((1, length), self._plain_id, device=self.device)
         with torch.inference_mode(False), torch.enable_grad(), self.session():
             words = self.word_embeddings(ids).clone().requires_grad_()
-            try:
-                states = self.hidden_from(words)
-                draw = torch.randn(states.shape, generator=generator).to(states)
-                (gradient,) = torch.autograd.grad((states * draw)[:, :-1].sum(), words)
-            except Exception as error:
-                raise ValueError(
-                    f"the bottom of {type(self.anatomy.model).__name__} cannot be run alone on "
-                    f"token ids up to layer {self.layer}: {type(error).__name__}: {error}"
-                ) from error
+            states = self.hidden_from(words)
+            draw = torch.randn(states.shape, generator=generator).to(states)
+            (gradient,) = torch.autograd.grad((states * draw)[:, :-1].sum(), words)
         self.width, self.dtype = states.shape[-1], states.dtype
         self.causal = not bool(gradient[:, -1].any())
-
-
-def _copied(parameter: Tensor, old: Tensor | None) -> Tensor:
-    if not parameter.requires_grad:
-        return parameter.detach()
-    if old is None or old.shape != parameter.shape or old.device != parameter.device:
-        return parameter.detach().clone()
-    if old.dtype != parameter.dtype or old.data_ptr() == parameter.data_ptr():
-        return parameter.detach().clone()
-    return old.copy_(parameter)
 
 
 class NextTokens:
@@ -387,14 +347,13 @@ class NextTokens:
     positions; the head itself runs at the positions that a call names.
 
     Args:
-        bottom: the bottom model.
+        bottom: the bottom model of one that :func:`predicts_next`.
         hidden: (B, L, d) as they were sent.
         attention_mask: (B, L) or None.
         position_ids: (B, L) or None.
 
     Raises:
-        ValueError: the model predicts no next token of the vocabulary, or its logits are more than
-            scale, shift and softcap of what its head gives.
+        ValueError: its logits are more than scale, shift and softcap of what its head gives.
     """
 
     def __init__(
@@ -404,8 +363,6 @@ class NextTokens:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        if not predicts_next(bottom):
-            raise ValueError("this model has no head that predicts the next token")
         self._bottom = bottom
         anatomy = bottom.anatomy
         assert anatomy.head is not None

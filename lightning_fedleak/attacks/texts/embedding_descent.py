@@ -3,11 +3,6 @@
 Blocks add to the residual stream, so that much of a token's word embedding is still in the hidden
 state at the split, rotated and scaled. The rotation is learned from texts of random tokens, which
 the adversary runs through its copy of the bottom model.
-
-A text that is nearly right is then corrected by sweeps, token by token, each change verified. After
-a descent a wrong token's right neighbour is often the second or fifth most similar one. A candidate
-is verified by running the whole text through the bottom model with it in its place. That is exact
-for any model, while a likeness of embeddings is a guess.
 """
 
 from __future__ import annotations
@@ -19,35 +14,65 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.texts.base import TINY, Deadline, Sent
+from lightning_fedleak.attacks.texts.base import (
+    NOTHING,
+    Deadline,
+    InversionAttack,
+    Sent,
+    TextGuess,
+    join_guesses,
+)
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.descent import (
-    LIKENESSES,
-    Descent,
-    DescentAttack,
-    DescentGuess,
-    DescentSettings,
-    Likeness,
-)
+from lightning_fedleak.attacks.texts.descent import LIKENESSES, Likeness, RowAdam, TokenTable
+from lightning_fedleak.attacks.texts.sweeps import high_errors, sweep
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-)
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
-TEXTS, LENGTH = 64, 64  # random texts of a readout and their tokens; more cost time. Not tuned
-RIDGE = 1e-2  # of the mean variance of a hidden number; more shrinks what is read. Not tuned
-
-# Of sweeps; none of the values was tuned.
-SWEPT_AT_ONCE = 1 << 12  # tokens in one run of the bottom; bounds the memory
-HIGH = 1.5  # multiple of a text's lower quartile above which an error is high; lower tries more
-NEAR = 1.1  # multiple of the present error at its place up to which a candidate is run alone
-ALONE = 24  # candidates that each of both rankings runs alone in a round; more cost time
-ROUNDS = 12  # rounds at most; texts that still get better stop there
-RIVALS = 4  # candidates that a token's confidence compares it with
-
+# None of the values was tuned.
+TEXTS, LENGTH = 64, 64  # random texts of a readout and their tokens; more cost time
+RIDGE = 1e-2  # of the mean variance of a hidden number; more shrinks what is read
+SIMILAR = 6  # tokens of each of three rankings that a sweep tries at a position; more cost time
+TOKENS_AT_ONCE = 1 << 11  # with gradient in one run (at least one text), which bounds the memory
+CHECK_EVERY = 25  # steps between checks whether a text has settled
+PATIENCE = 8  # checks without a change of a token after which it has; more cost steps
+PAPER_COSINE = 0.98  # of a text's hidden states with those sent, at which the paper's attack stops
 
 Initial = Literal["readout", "mean"]
+Weighting = Literal["per_position", "paper"]
+Stop = Literal["settled", "cosine"]
+
+
+@dataclass(frozen=True)
+class DescentSettings:
+    """Settings of a descent on hidden states that are rarely changed.
+
+    Attributes:
+        stop: ``"settled"`` ends when the tokens' hidden states are those sent but for rounding, or
+            when no token has changed in 200 steps (checked every 25). ``"cosine"``, the paper's
+            rule, ends when the cosine of a text's hidden states, as one vector, with those sent has
+            reached .98.
+        weighting: the loss. ``"paper"`` is the squared distance of a text's hidden states from
+            those sent (Eq. 3), which positions of large norm dominate, such as the first of most
+            models (18 against 3.5 in stories15M). ``"per_position"`` is the sum over positions of
+            the distance over the norm of what was sent.
+        refresh_every: optimizer steps after which the bottom model is copied again.
+
+    Raises:
+        ValueError: a setting out of range.
+
+    Examples:
+        >>> from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent
+        >>> paper = DescentSettings(stop="cosine", weighting="paper")
+        >>> attack = EmbeddingDescent(layer=3, likeness="cosine", initial="mean", descent=paper)
+    """
+
+    stop: Stop = "settled"
+    weighting: Weighting = "per_position"
+    refresh_every: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("stop", self.stop, get_args(Stop))
+        check_choice("weighting", self.weighting, get_args(Weighting))
 
 
 @dataclass(frozen=True)
@@ -70,15 +95,7 @@ class StateReadout:
     radius: float
 
     @classmethod
-    def fit(
-        cls,
-        bottom: BottomModel,
-        embeddings: Tensor,
-        *,
-        texts: int = TEXTS,
-        length: int = LENGTH,
-        seed: int = 0,
-    ) -> StateReadout:
+    def fit(cls, bottom: BottomModel, embeddings: Tensor) -> StateReadout:
         """Return the regression on texts of tokens drawn uniformly.
 
         A causal model's first position is left out, because its state is unlike all others.
@@ -86,13 +103,10 @@ class StateReadout:
         Args:
             bottom: the adversary's copy.
             embeddings: (V, e) its word embeddings.
-            texts: number of texts.
-            length: tokens of a text, at most the model's context.
-            seed: of the draw.
         """
-        generator = torch.Generator().manual_seed(seed)
-        length = min(length, bottom.context or length)
-        shape = (texts, length)
+        generator = torch.Generator().manual_seed(0)
+        length = min(LENGTH, bottom.context or LENGTH)
+        shape = (TEXTS, length)
         ids = torch.randint(len(embeddings), shape, generator=generator).to(bottom.device)
         with torch.no_grad(), bottom.session():
             states = torch.cat([bottom.hidden(row[None]) for row in ids])
@@ -117,7 +131,7 @@ class StateReadout:
         return words
 
 
-class EmbeddingDescent(DescentAttack):
+class EmbeddingDescent(InversionAttack):
     """Zheng's attack: word embeddings whose hidden states are those sent (Eq. 3), by Adam.
 
     The server of a split model owns the bottom model. It moves word embeddings until their hidden
@@ -139,14 +153,12 @@ class EmbeddingDescent(DescentAttack):
         likeness: of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.texts.descent.TokenTable`.
         sweeps: times, evenly spread over the steps, that tokens are corrected by verified changes
-            (:func:`~lightning_fedleak.attacks.texts.embedding_descent.sweep`). For encoders; 0 is
+            (:func:`~lightning_fedleak.attacks.texts.sweeps.sweep`). For encoders; 0 is
             the paper's attack.
-        candidates: tokens that a sweep tries at a position: a third each the most similar by
-            either likeness, and those most similar to the present token.
         always_try: ids that a sweep tries at every position besides. Give the tokenizer's special
             tokens, because BERT's ``[CLS]`` hardly shows in the hidden states.
         descent: rarely changed settings
-            (:class:`~lightning_fedleak.attacks.texts.descent.DescentSettings`).
+            (:class:`~lightning_fedleak.attacks.texts.embedding_descent.DescentSettings`).
         budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
 
@@ -160,7 +172,11 @@ class EmbeddingDescent(DescentAttack):
     """
 
     default_name = "embedding_descent"
-    config_names = (*DescentAttack.config_names, "initial", "likeness", "sweeps")
+    needs_float64 = True
+    config_names = (
+        *("layer", "steps", "lr", "descent.stop", "descent.weighting", "budget_seconds"),
+        *("initial", "likeness", "sweeps"),
+    )
 
     def __init__(
         self,
@@ -171,13 +187,15 @@ class EmbeddingDescent(DescentAttack):
         initial: Initial | int = "readout",
         likeness: Likeness = "whitened",
         sweeps: int = 0,
-        candidates: int = 18,
         always_try: Sequence[int] = (),
         descent: DescentSettings | None = None,
         budget_seconds: float | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(layer, steps, lr, descent, budget_seconds, name)
+        self.descent = descent or DescentSettings()
+        super().__init__(layer, budget_seconds, name, refresh_every=self.descent.refresh_every)
+        self.steps = check_integer("steps", steps)
+        self.lr = check_number("lr", lr, above=0)
         check_choice("likeness", likeness, LIKENESSES)
         if isinstance(initial, str):
             check_choice("initial", initial, get_args(Initial), hint="or the id of a token")
@@ -186,33 +204,47 @@ class EmbeddingDescent(DescentAttack):
         self.sweeps = check_integer(
             "sweeps", sweeps, at_least=0, at_most=steps, hint="at most one for each step"
         )
-        self.candidates = check_integer("candidates", candidates)
         self.initial: Initial | int = initial
-        self._readout: StateReadout | None = None
         self.likeness: Likeness = likeness
         self.always_try = tuple(always_try)
+        self._table: TokenTable | None = None
+        self._readout: StateReadout | None = None
+
+    @property
+    def table(self) -> TokenTable:
+        """Return the vocabulary of the adversary's copy."""
+        assert self._table is not None
+        return self._table
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Copy the bottom model, check the token ids, and learn the readout.
+        """Copy the bottom model, and learn the readout.
 
         Raises:
-            ValueError: the model has no such layer, its bottom cannot be run alone, or a token id
-                lies outside the vocabulary.
+            ValueError: the model has no such layer, or a token id lies outside the vocabulary.
         """
         super().prepare(anatomy)
-        ids = {"always_try": self.always_try}
-        if isinstance(self.initial, int):
-            ids["initial"] = (self.initial,)
-        for name, tokens in ids.items():
-            for token in tokens:
-                if not 0 <= token < self.bottom.vocab_size:
-                    raise ValueError(
-                        f"{name} holds the id {token}, but the vocabulary ends at "
-                        f"{self.bottom.vocab_size - 1}"
-                    )
-        if self.initial == "readout":
-            with torch.inference_mode(False), torch.no_grad():
+        self._copy_bottom(anatomy)
+        start = [self.initial] if isinstance(self.initial, int) else []
+        highest = max([*self.always_try, *start], default=0)
+        if highest >= self.bottom.vocab_size:
+            raise ValueError(
+                f"initial or always_try holds the id {highest}, but the vocabulary ends at "
+                f"{self.bottom.vocab_size - 1}: give ids of this model's tokenizer"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            self._table = TokenTable.from_embeddings(self.bottom.word_embeddings())
+            if self.initial == "readout":
                 self._readout = StateReadout.fit(self.bottom, self.table.embeddings)
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Copy the weights again if the copy is old enough, or of another fit."""
+        super().refresh(anatomy, step)
+        with torch.inference_mode(False), torch.no_grad():
+            words = self.bottom.word_embeddings()
+            if not torch.equal(words.to(self.table.embeddings.dtype), self.table.embeddings):
+                self._table = TokenTable.from_embeddings(words)
+
+    # ---- the variables of the descent -----------------------------------------------------
 
     @property
     def step_size(self) -> float:
@@ -237,45 +269,64 @@ class EmbeddingDescent(DescentAttack):
         ids, likeness = self.table.nearest(variables, 2, self.likeness)
         return ids[..., 0], likeness[..., 0] - likeness[..., -1]
 
-    def solve(self, sent: Sent, deadline: Deadline) -> DescentGuess:
-        """Return the texts after a descent, or after phases of descent and sweep.
+    def tokens_at_once(self) -> int:
+        """Return the number of tokens in one run."""
+        return TOKENS_AT_ONCE
+
+    # ---- the descent ----------------------------------------------------------------------
+
+    def reconstruct(
+        self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> TextGuess:
+        """Return the texts of hidden states (B, L, d)."""
+        deadline, bottom = Deadline(self.budget_seconds), self.bottom
+        rows = max(1, self.tokens_at_once() // hidden.shape[1])
+        with torch.inference_mode(False), torch.no_grad(), bottom.session():
+            # Cloned, since autograd takes no tensors that were made in inference mode.
+            copies = [
+                None if t is None else t.to(bottom.device).clone()
+                for t in (attention_mask, position_ids)
+            ]
+            sent = Sent.from_states(hidden.to(bottom.device).clone(), *copies)
+            guesses: list[TextGuess] = []
+            for a in range(0, len(sent), rows):
+                share = deadline.share(-(-(len(sent) - a) // rows))
+                run = Descent(self, sent[a : a + rows], share)
+                run.finished = not (guesses and deadline.passed)
+                if run.finished:
+                    self.solve(run)
+                guesses.append(run.guess())
+            return join_guesses(guesses, hidden.device)
+
+    def solve(self, run: Descent) -> None:
+        """Descend, or take phases of descent and sweep.
 
         Where time runs out, an earlier sweep's text stays if it is nearer to what was sent.
         """
-        run = Descent(self, sent, deadline)
         phases = max(1, self.sweeps)
         for phase in range(phases):
-            earlier = run.guess()
+            before = run.guess(), run.errors.clone()
             run.descend(self.steps // phases + (phase < self.steps % phases))
             if not self.sweeps or bool(run.stopped.all()):
                 break
-            if deadline.passed:
+            if run.deadline.passed:
                 run.finished = False
             else:
                 self._sweep(run, last=phase == phases - 1)
             if not run.finished:
-                run.record_better(earlier)
+                run.record_better(*before)
                 break
-        return run.guess()
 
     def _sweep(self, run: Descent, last: bool) -> None:
         """Change wrong tokens, and set right ones to their exact embedding."""
         rows = (~run.stopped).nonzero().flatten()
         sent, variables = run.sent[rows], run.variables[rows]
-        third = -(-self.candidates // 3)
-        similar = [self.table.nearest(variables, third, likeness)[0] for likeness in LIKENESSES]
+        similar = [self.table.nearest(variables, SIMILAR, likeness)[0] for likeness in LIKENESSES]
         words = self.table.embeddings[run.tokens[rows]]
-        similar.append(self.table.nearest(words, third + 1, "cosine")[0][..., 1:])
+        similar.append(self.table.nearest(words, SIMILAR + 1, "cosine")[0][..., 1:])
         always = torch.tensor(self.always_try, dtype=torch.int64, device=rows.device)
         candidates = torch.cat([*similar, always.expand(*similar[0].shape[:2], -1)], -1)
-        swept = sweep(
-            self.bottom,
-            sent,
-            run.tokens[rows],
-            candidates,
-            deadline=run.deadline,
-            at_once=2 * self.descent.at_once,
-        )
+        swept = sweep(self.bottom, sent, run.tokens[rows], candidates, deadline=run.deadline)
         run.verified += swept.candidates
         run.finished &= swept.finished
         run.record(rows, swept.tokens, swept.errors, swept.confidence)
@@ -286,203 +337,106 @@ class EmbeddingDescent(DescentAttack):
             run.variables[rows] = torch.where(right[..., None], words, variables)
 
 
-@dataclass(frozen=True)
-class Swept:
-    """The texts that a sweep returns.
+class Descent:
+    """One descent on a few texts.
 
     Attributes:
-        tokens: (B, L) token ids.
-        errors: (B, L) relative errors of their hidden states.
-        confidence: (B, L) in [0, 1]: ``1 - (e / e')**2`` for the error e at a position and the
-            least error e' there with one of four other candidates in its place, where every second
-            position is tried at once. 1 where a whole text is as sent but for rounding; 0 where it
-            is not and the deadline passed before others were tried.
-        exact: (B,) bool, texts that are as sent but for rounding.
-        finished: False where the deadline passed.
-        candidates: number of candidates that were verified.
+        variables: (B, L, n).
+        tokens: (B, L) that the variables stood for after the last :meth:`descend`.
+        errors: (B, L) distance of the hidden states of ``tokens`` from those sent, over the norm of
+            those sent; NaN where nothing was guessed.
+        confidence: (B, L) of these tokens.
+        steps: (B,) gradient steps for each text.
+        stopped: (B,) texts whose descent is over.
+        finished: False once the deadline has passed.
+        verified: number of candidates so far.
     """
 
-    tokens: Tensor
-    errors: Tensor
-    confidence: Tensor
-    exact: Tensor
-    finished: bool
-    candidates: int
-
-
-def sweep(
-    bottom: BottomModel,
-    sent: Sent,
-    tokens: Tensor,
-    candidates: Tensor,
-    *,
-    rounds: int = ROUNDS,
-    deadline: Deadline | None = None,
-    at_once: int = SWEPT_AT_ONCE,
-) -> Swept:
-    """Return texts after exchanges of tokens for candidates, until no exchange is better.
-
-    *Jointly.* All positions with a high error take their k-th candidate at once, for each k, and
-    each keeps the one with the smallest error at its place, because a token changes the state at
-    its own place most. This costs K runs of a text for any number of wrong positions.
-
-    *Alone.* Candidates that were nearly as good at their place as the present token are run one by
-    one, 24 at most, and 24 of all positions that the gradient of the text's error recommends
-    (BERT's ``[CLS]`` shows less at its own place than elsewhere). The best exchange stays, or all
-    that are better if they are better together.
-
-    A text's error is the sum of squared relative errors of its positions, and no exchange makes it
-    larger. A text that is as sent but for rounding does not change.
-
-    Args:
-        bottom: within a session or not.
-        sent: the hidden states of B texts.
-        tokens: (B, L) the texts so far.
-        candidates: (B, L, K) other tokens for each position.
-        rounds: at most.
-        deadline: after which the best so far is returned; None for none.
-        at_once: tokens in one run (at least one text), which bounds the memory.
-    """
-    deadline = deadline or Deadline(None)
-    with torch.no_grad(), bottom.session():
-        texts = [
-            _Text(bottom, sent[i : i + 1], tokens[i], candidates[i], at_once)
-            for i in range(len(sent))
-        ]
-        for text in texts:
-            for _ in range(rounds):
-                if deadline.passed or text.exact:
-                    break
-                better = text.jointly()
-                if deadline.passed or not (text.alone() or better):
-                    break
-        confidence = [t.confidence(late=deadline.passed) for t in texts]
-    return Swept(
-        torch.stack([t.tokens for t in texts]),
-        torch.stack([t.errors / t.norms for t in texts]),
-        torch.stack(confidence),
-        torch.tensor([t.exact for t in texts], device=tokens.device),
-        not deadline.passed,
-        sum(t.candidates for t in texts),
-    )
-
-
-def high_errors(errors: Tensor, real: Tensor) -> Tensor:
-    """Return (B, L) bool, the distances from what was sent that are high for their text.
-
-    Noise moves every position by about the same distance, so that a right position shows about the
-    lower quartile: the noise, or the effect of wrong tokens elsewhere.
-    """
-    quartile = errors.masked_fill(~real, torch.nan).nanquantile(0.25, dim=-1, keepdim=True)
-    return real & (errors > HIGH * quartile)
-
-
-class _Text:
-    """One text: its ``tokens``, and ``errors``, the distances of its hidden states."""
-
-    def __init__(
-        self, bottom: BottomModel, sent: Sent, tokens: Tensor, options: Tensor, at_once: int
-    ) -> None:
-        self.bottom = bottom
+    def __init__(self, attack: EmbeddingDescent, sent: Sent, deadline: Deadline) -> None:
+        self.attack = attack
         self.sent = sent
-        self.real = sent.real[0]
-        self.options = options
-        self.rows = max(1, at_once // len(tokens))
-        self.norms = sent.norms[0]
-        self.candidates = 0
-        self.tokens = tokens.clone()
-        self.errors = self._errors(tokens[None])[0]
-        self._ratios: Tensor | None = None
+        self.deadline = deadline
+        device, n = sent.real.device, len(sent)
+        self.variables = attack.start(sent).clone()
+        self.steps = torch.zeros(n, dtype=torch.int64, device=device)
+        self.tokens = torch.full(sent.real.shape, NOTHING, device=device)
+        self.errors = torch.full_like(sent.hidden[..., 0], torch.nan)
+        self.confidence = torch.zeros_like(sent.hidden[..., 0])
+        self.stopped = torch.zeros(n, dtype=torch.bool, device=device)
+        self.finished = True
+        self.verified = 0
 
-    def _errors(self, texts: Tensor) -> Tensor:
-        """Return the distances (n, L) of the hidden states of n texts from those sent."""
-        errors = []
-        for part in torch.split(texts, self.rows):
-            sent = self.sent[torch.zeros(len(part), dtype=torch.int64, device=part.device)]
-            hidden = self.bottom.hidden(part, sent.attention_mask, sent.position_ids)
-            errors.append(sent.squared_errors(hidden).sqrt())
-        return torch.cat(errors)
+    def descend(self, steps: int) -> None:
+        """Take up to ``steps`` gradient steps for each text that is not stopped, and decode it."""
+        rows = (~self.stopped).nonzero().flatten()
+        active, sent = rows, self.sent[rows]
+        adam = RowAdam(self.variables[rows], self.attack.step_size)
+        last, same = self.tokens[rows], torch.zeros_like(rows)
+        for step in range(1, steps + 1):
+            if self.deadline.passed:
+                self.finished = False
+                break
+            gradient, stopped = self._gradient(adam.values, sent)
+            adam.step(gradient)
+            self.steps[active] += 1
+            if self.attack.descent.stop == "settled" and step % CHECK_EVERY == 0:
+                tokens, _ = self.attack.decode(adam.values)
+                unchanged = ((tokens == last) | ~sent.real).all(1)
+                same = torch.where(unchanged, same + 1, 0)
+                exact = self._errors(tokens, sent) <= self.attack.bottom.rounding
+                stopped = (same >= PATIENCE) | exact.all(1)
+                last = tokens
+            if bool(stopped.any()):
+                self.variables[active] = adam.values
+                rest = (~stopped).nonzero().flatten()
+                if len(rest) == 0:
+                    break
+                active, sent, last, same = active[rest], sent[rest], last[rest], same[rest]
+                adam.select(rest)
+        self.variables[active] = adam.values
+        tokens, lead = self.attack.decode(self.variables[rows])
+        self.record(rows, tokens, self._errors(tokens, self.sent[rows]), lead)
 
-    def _sums(self, errors: Tensor) -> Tensor:
-        """Return the sums (...) of squared relative errors of distances (..., L)."""
-        return (errors / self.norms).square().sum(-1)
-
-    @property
-    def exact(self) -> bool:
-        """Return whether it is as sent but for rounding."""
-        return bool((self.errors <= self.bottom.rounding * self.norms).all())
-
-    def _change(self, texts: Tensor, errors: Tensor) -> bool:
-        """Change to the best of n texts (n, L) if it is better than the present one."""
-        sums = self._sums(errors)
-        best = int(sums.argmin())
-        if not bool(sums[best] < self._sums(self.errors)):
-            return False
-        self.tokens, self.errors = texts[best], errors[best]
-        return True
-
-    def jointly(self) -> bool:
-        """Try the candidates of all suspects at once, and record each one's error at its place."""
-        suspects = high_errors(self.errors, self.real)
-        texts = torch.where(suspects, self.options.T, self.tokens)
-        self.candidates += len(texts) * int(suspects.sum())
-        errors = self._errors(texts)
-        tried = torch.cat([self.errors[None], errors])
-        best = torch.cat([self.tokens[None], texts]).gather(0, tried.argmin(0)[None])
-        better = self._change(best, self._errors(best))
-        ratios = errors / self.errors.clamp(min=TINY)
-        self._ratios = ratios.masked_fill(~suspects | (texts == self.tokens), torch.inf).T
-        return better
-
-    def alone(self) -> bool:
-        """Try the most promising changes one by one."""
-        pairs = torch.unique(torch.cat([self._near(), self._recommended()]))
-        if len(pairs) == 0:
-            return False
-        places, tokens = pairs // self.options.shape[1], self.options.flatten()[pairs]
-        texts = self.tokens.repeat(len(pairs), 1).scatter(1, places[:, None], tokens[:, None])
-        self.candidates += len(pairs)
-        errors = self._errors(texts)
-        sums = self._sums(errors)
-        together = self.tokens.clone()
-        for i in sums.argsort(descending=True).tolist():
-            if sums[i] < self._sums(self.errors):
-                together[places[i]] = tokens[i]
-        texts = torch.cat([texts, together[None]])
-        return self._change(texts, torch.cat([errors, self._errors(together[None])]))
-
-    def _near(self) -> Tensor:
-        """Return pairs of place and candidate, as indices of ``options``, that were near."""
-        assert self._ratios is not None
-        ratios = self._ratios.masked_fill(self.options == self.tokens[:, None], torch.inf).flatten()
-        first = ratios.argsort()[:ALONE]
-        return first[ratios[first] <= NEAR]
-
-    def _recommended(self) -> Tensor:
-        """Return pairs for which the text's error falls most, to first order in the embedding."""
-        words = self.bottom.word_embeddings(self.tokens)[None].float()
+    def _gradient(self, variables: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
+        """Return the distance's gradient in the variables, and which texts their cosine stops."""
+        attack = self.attack
         with torch.enable_grad():
-            leaf = words.detach().requires_grad_()
-            hidden = self.bottom.hidden_from(leaf, self.sent.attention_mask, self.sent.position_ids)
-            total = (self.sent.squared_errors(hidden)[0] / self.norms.square()).sum()
-            (gradient,) = torch.autograd.grad(total, leaf)
-        moves = self.bottom.word_embeddings(self.options).float() - words[0][:, None]
-        rise = (moves * gradient[0][:, None]).sum(-1)
-        rise = rise.masked_fill(~self.real[:, None], torch.inf).flatten()
-        first = rise.argsort()[:ALONE]
-        return first[rise[first] < 0]
+            leaf = variables.detach().requires_grad_()
+            words = attack.words(leaf)
+            hidden = attack.bottom.hidden_from(words, sent.attention_mask, sent.position_ids)
+            if attack.descent.weighting == "paper":
+                distance = sent.squared_errors(hidden).sum()
+            else:
+                distance = sent.relative_errors(hidden).sum()
+            (gradient,) = torch.autograd.grad(distance, leaf)
+        if attack.descent.stop == "cosine":
+            return gradient, sent.cosines(hidden.detach()) >= PAPER_COSINE
+        return gradient, torch.zeros(len(sent), dtype=torch.bool, device=gradient.device)
 
-    def confidence(self, *, late: bool) -> Tensor:
-        """Return the confidence (L,) of :class:`Swept`; ``late`` if the deadline has passed."""
-        if self.exact or late:
-            return self.real.to(self.errors.dtype) * self.exact
-        same = (self.options == self.tokens[:, None]).int()
-        rivals = self.options.gather(1, same.argsort(dim=1, stable=True))[:, :RIVALS]
-        least = torch.full_like(self.errors, torch.inf)
-        for parity in range(2):
-            half = torch.arange(len(self.tokens), device=self.tokens.device) % 2 == parity
-            texts = torch.where(half & self.real, rivals.T, self.tokens)
-            differs = half & (texts != self.tokens)
-            errors = self._errors(texts).masked_fill(~differs, torch.inf)
-            least = least.minimum(errors.amin(0))
-        return (1 - (self.errors / least).square()).clamp(min=0) * self.real
+    def _errors(self, tokens: Tensor, sent: Sent) -> Tensor:
+        hidden = self.attack.bottom.hidden(tokens, sent.attention_mask, sent.position_ids)
+        self.verified += int(sent.real.sum())
+        return sent.relative_errors(hidden)
+
+    def record(self, rows: Tensor, tokens: Tensor, errors: Tensor, confidence: Tensor) -> None:
+        """Set the tokens of the texts ``rows``."""
+        self.tokens[rows], self.errors[rows] = tokens, errors.to(self.errors.dtype)
+        self.confidence[rows] = confidence.to(self.confidence.dtype)
+
+    def record_better(self, guess: TextGuess, errors: Tensor) -> None:
+        """Set the texts in which an earlier guess is nearer to what was sent, by squared errors."""
+        assert guess.confidence is not None
+        sums = (e.masked_fill(~self.sent.real, 0.0) for e in (errors, self.errors))
+        earlier_sums, present_sums = (e.square().sum(1) for e in sums)
+        rows = (earlier_sums < present_sums).nonzero().flatten()
+        self.record(rows, guess.tokens[rows], errors[rows], guess.confidence[rows])
+
+    def guess(self) -> TextGuess:
+        """Return the tokens so far."""
+        real = self.sent.real
+        return TextGuess(
+            self.tokens.masked_fill(~real, NOTHING),
+            confidence=self.confidence * real,
+            finished=self.finished,
+            candidates=self.verified,
+        )

@@ -16,7 +16,6 @@ and states, and the rest is whitened: it is what a beginning adds to its next to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextGuess
-from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack
+from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import (
     BlockInputs,
@@ -38,24 +37,17 @@ from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.model.anatomy import Anatomy, text_blocks
 from lightning_fedleak.model.model_runs import sees_no_later
-from lightning_fedleak.model.snapshots import Inapplicable, Observation
+from lightning_fedleak.model.snapshots import Inapplicable, Observation, UpdateSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_integer
 
-
-@dataclass(frozen=True)
-class ReadingLimits:
-    """How much of a model is read. None of the values was tuned."""
-
-    blocks: int = 12  # read at most where rows are few; each costs time, and distinguishes more
-    alike: float = 1e-4  # difference of inputs over their norm below which both tokens are tried
-    most_alike: int = 64  # such tokens; with more of them nothing is certified
+# None of the values was tuned.
+BLOCKS = 12  # read at most where rows are few; each costs time, and distinguishes more
+ALIKE = 1e-4  # difference of inputs over their norm below which both tokens are tried
+MAX_ALIKE = 64  # such tokens; with more of them nothing is certified
 
 
-LIMITS = ReadingLimits()
-
-
-class SubspaceTexts(GradientTextAttack):
+class SubspaceTexts(TextAttack):
     """The texts whose hidden states the shared rows of several blocks are combinations of.
 
     An honest but curious server knows the weights. It takes the tokens of the batch from the first
@@ -97,6 +89,10 @@ class SubspaceTexts(GradientTextAttack):
     default_name = "subspace_texts"
     config_names = ("blocks", "beam", "budget_seconds", "seed")
     needs_float64 = True
+    reads_adaptive_updates = True
+    restores_fully = False
+    needs_plain_inputs = True
+    last_token_open = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
     _copy: BlockInputs | None = None
 
@@ -174,7 +170,7 @@ class SubspaceTexts(GradientTextAttack):
         if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
         rows = sum(m.rows for m in trained[0].trained_readers(anatomy))
-        most = self.blocks or (1 if rows >= trained[0].width else LIMITS.blocks)
+        most = self.blocks or (1 if rows >= trained[0].width else BLOCKS)
         return trained[: most + bool(first)]
 
     def prepare(self, anatomy: Anatomy) -> None:
@@ -214,18 +210,17 @@ class SubspaceTexts(GradientTextAttack):
         Raises:
             UnusableObservation: non-finite or zero gradients, more words than the first block's
                 rows distinguish, or an update that is no gradient.
-            RuntimeError: ``prepare`` was not called.
         """
-        if self._copy is None:
-            raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
-        deadline = Deadline(self.budget_seconds)
-        self._check_update(
-            view,
-            lambda steps, update: steps.sums(fresh=update.fresh),
-            "whole texts are read off gradients and off rounds of steps of SGD without weight "
-            "decay, with momentum where it begins afresh (optimizer.state.clear()): leave "
-            "local_steps out to see what the gradients of the client's data would give away",
-        )
+        assert self._copy is not None
+        deadline, update = Deadline(self.budget_seconds), view.gradients[-1]
+        if isinstance(update, UpdateSnapshot):
+            steps = LocalSteps.from_facts(self._facts)
+            if steps is None or not steps.sums(fresh=update.fresh):
+                raise UnusableObservation(
+                    "whole texts are read off gradients and off rounds of steps of SGD without "
+                    "weight decay, with momentum where it begins afresh (optimizer.state.clear()): "
+                    "leave local_steps out to see what the gradients of the client's data leak"
+                )
         bottom = self._copy
         maps = [m for block in bottom.inputs for m in block.trained_readers(bottom.anatomy)]
         if any(m.regularised for m in maps):
@@ -251,8 +246,8 @@ class SubspaceTexts(GradientTextAttack):
             raise UnusableObservation("no word stands out of the noise")
         distinguished = True
         if words.silent is not None:
-            alike = self._words.similar_tokens(bag, LIMITS.alike, words.silent)
-            distinguished = len(alike) <= LIMITS.most_alike
+            alike = self._words.similar_tokens(bag, ALIKE, words.silent)
+            distinguished = len(alike) <= MAX_ALIKE
             bag = torch.cat([bag, alike]).sort().values if distinguished else bag
         search: SubspaceSearch | EncoderSearch
         if first is None:
@@ -290,6 +285,6 @@ class _Blocks(NamedTuple):
 
 def _padded(texts: Sequence[RecoveredText]) -> tuple[Tensor, Tensor]:
     """Return texts' tokens (B, L), padded with -1, and their fits (B, L), padded with 0."""
-    tokens = [torch.tensor(text.tokens, dtype=torch.int64) for text in texts]
-    fits = [torch.tensor(text.fits, dtype=torch.float32) for text in texts]
+    tokens = [torch.tensor(text, dtype=torch.int64) for text, _ in texts]
+    fits = [torch.tensor(shares, dtype=torch.float32) for _, shares in texts]
     return pad_sequence(tokens, True, NOTHING), pad_sequence(fits, True)

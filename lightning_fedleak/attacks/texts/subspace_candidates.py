@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from lightning_fedleak.attacks.texts.subspace_rows import FIT, BlockInputs, Rema
 
 
 @dataclass(frozen=True)
-class SearchSettings:
+class _SearchLimits:
     """Settings of the search. None of the values was tuned.
 
     Attributes:
@@ -42,7 +42,7 @@ class SearchSettings:
     longest: int = 512
 
 
-SEARCH = SearchSettings()
+SEARCH = _SearchLimits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,19 +96,6 @@ class PartialText:
         """Return whether half of the tokens that are not inherited fit exactly."""
         fits = self.fits[-len(self.states) :]
         return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
-
-    def begins(self, other: PartialText) -> bool:
-        """Return whether it is a proper beginning of another text."""
-        length = len(self.tokens)
-        return len(other.tokens) > length and other.tokens[:length] == self.tokens
-
-    def shortened(self) -> PartialText:
-        """Return the text without its last token."""
-        return replace(self, tokens=self.tokens[:-1], fits=self.fits[:-1], states=self.states[:-1])
-
-    def with_alternatives(self, branches: tuple[Branch, ...]) -> PartialText:
-        """Return the text with more ways to continue it."""
-        return replace(self, alternatives=self.alternatives + branches)
 
 
 def add_text(texts: Sequence[PartialText], text: PartialText) -> list[PartialText]:

@@ -31,7 +31,7 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
 
 
 @dataclass(frozen=True)
-class EncoderSettings:
+class _SearchLimits:
     """Settings of the search. None of the values was tuned."""
 
     shortest: int = 16  # positions that are tried first
@@ -50,7 +50,7 @@ class EncoderSettings:
     tokens_at_once: int = 1 << 12  # in one run of the model; bounds the memory
 
 
-SEARCH = EncoderSettings()
+SEARCH = _SearchLimits()
 
 
 class EncoderSearch:
@@ -107,7 +107,7 @@ class EncoderSearch:
         several = pairs.allowed.sum(1) > 1
         lengths = self._lengths(pairs)
         if not (self.precise and pairs.complete and bool(several.any()) and lengths):
-            texts = [RecoveredText(tuple(likely), tuple(self._fits(alone)[0].tolist()))]
+            texts = [(tuple(likely), tuple(self._fits(alone)[0].tolist()))]
             return texts, True, self._certain(texts, pairs)
         texts, finished = self._separate(pairs, lengths, deadline)
         return texts, finished, finished and self._certain(texts, pairs)
@@ -167,7 +167,7 @@ class EncoderSearch:
         while len(self._directions[0]):
             loss, tokens = self._next(pairs, lengths, earlier, deadline)
             fits = self._fits(tokens[None])[0]
-            texts.append(RecoveredText(tuple(tokens.tolist()), tuple(fits.tolist())))
+            texts.append((tuple(tokens.tolist()), tuple(fits.tolist())))
             if loss > FIT.exact:
                 break
             self._project_out(tokens)
@@ -330,11 +330,11 @@ class EncoderSearch:
         """
         if not self.precise or not pairs.complete or not texts:
             return False
-        if any(token < 0 for text in texts for token in text.tokens):
+        if any(token < 0 for tokens, _ in texts for token in tokens):
             return False
         if not self._certain_pairs(texts, pairs):
             return False
-        rows = [torch.tensor(text.tokens, device=self.bag.device) for text in texts]
+        rows = [torch.tensor(tokens, device=self.bag.device) for tokens, _ in texts]
         states = [torch.cat(parts) for parts in zip(*map(self._states, rows), strict=True)]
         if len(states[0]) > CERTIFICATE.largest_share * states[0].shape[1]:
             return False
@@ -348,7 +348,7 @@ class EncoderSearch:
 
     def _certain_pairs(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
         """Return whether block 1 needs every pair, and no pair that is not allowed replaces one."""
-        used = sorted({(p, t) for text in texts for p, t in enumerate(text.tokens)})
+        used = sorted({(p, t) for tokens, _ in texts for p, t in enumerate(tokens)})
         if len(used) > CERTIFICATE.largest_share * self.shared[0].whole.shape[1]:
             return False
         index = {int(token): i for i, token in enumerate(self.bag)}

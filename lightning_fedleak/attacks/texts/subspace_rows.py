@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from lightning_fedleak.model.snapshots import NotYet, Observation, UpdateSnapsho
 
 
 @dataclass(frozen=True)
-class CertificateLimits:
+class _CertificateLimits:
     """Limits of a certificate. None of the values was tuned.
 
     Tighter limits make wrong certificates rarer.
@@ -45,7 +45,7 @@ class CertificateLimits:
 
 
 @dataclass(frozen=True)
-class FitLimits:
+class _FitLimits:
     """Limits of how far rounding takes a state from the rows. None of the values was tuned."""
 
     exact: float = 1e-6  # share of a state outside of the rows; more takes wrong tokens for exact
@@ -54,22 +54,14 @@ class FitLimits:
     explained: float = 1e-4  # norm of what is new in a unit state; below, it has been explained
 
 
-CERTIFICATE = CertificateLimits()
-FIT = FitLimits()
+CERTIFICATE = _CertificateLimits()
+FIT = _FitLimits()
 SAMPLE = (16, 64)  # random texts and their tokens, for the states' whitening; not tuned
 
 
-class RecoveredText(NamedTuple):
-    """A text that the search has read.
-
-    Attributes:
-        tokens: ids; -1 where none was recovered.
-        fits: share of each token's state that the rows explain, in the block that explains least
-            (for encoders the mean of the blocks).
-    """
-
-    tokens: tuple[int, ...]
-    fits: tuple[float, ...]
+RecoveredText = tuple[tuple[int, ...], tuple[float, ...]]
+"""A text that the search has read: its tokens, -1 where none was recovered, and the share of each
+one's state that the rows explain, in the block that explains least (for encoders the mean)."""
 
 
 class BlockInputs(BottomModel):

@@ -80,7 +80,7 @@ class SubspaceSearch:
             measures = measures if contextual is None else [contextual, *measures]
         result: list[PartialText] = []
         for number, measure in enumerate(measures if precise else measures[:1]):
-            walk = TextWalk(self.candidates, self.shared, measure, self.beam)
+            walk = _TextWalk(self.candidates, self.shared, measure, self.beam)
             texts, finished = walk.find(deadline)
             certain = False
             if finished:
@@ -89,11 +89,12 @@ class SubspaceSearch:
                 result = texts
             if certain or not finished:
                 break
-        whole = [text for text in result if not any(text.begins(other) for other in result)]
-        return [RecoveredText(text.tokens, text.fits) for text in whole], finished, certain
+        prefixes = {text.tokens[:n] for text in result for n in range(1, len(text.tokens))}
+        whole = [text for text in result if text.tokens not in prefixes]
+        return [(text.tokens, text.fits) for text in whole], finished, certain
 
 
-class TextWalk:
+class _TextWalk:
     """One search by one measure: text after text, each from its first token on.
 
     Args:
@@ -227,8 +228,11 @@ class TextWalk:
         for row, (text, (children, _)) in enumerate(zip(beams, further, strict=True)):
             branches = ways[canonical[row]]
             if not children:
-                continued.append((text.with_alternatives(branches), None))
-            continued += [(child.with_alternatives(branches), row) for child in children]
+                ended = replace(text, alternatives=text.alternatives + branches)
+                continued.append((ended, None))
+            for child in children:
+                grown = replace(child, alternatives=child.alternatives + branches)
+                continued.append((grown, row))
         return continued
 
     def _states(self, beginnings: Prefixes) -> list[list[Tensor]]:
@@ -375,7 +379,7 @@ class Certificate:
                 certain = self._unique(texts, first) and self._ended(texts, first)
                 break
             ends = zip(texts, idle, strict=True)
-            texts = [text.shortened() if is_idle else text for text, is_idle in ends]
+            texts = [_shortened(text) if is_idle else text for text, is_idle in ends]
             texts = [text for text in texts if text.states]
         for block, shared in enumerate(self.shared[1:], 1):
             if not certain:
@@ -432,3 +436,8 @@ class Certificate:
                         return False
                 number += 1
         return True
+
+
+def _shortened(text: PartialText) -> PartialText:
+    """Return a text without its last token."""
+    return replace(text, tokens=text.tokens[:-1], fits=text.fits[:-1], states=text.states[:-1])

@@ -20,12 +20,16 @@ def text(b: int = 6, length: int = 10) -> Tensor:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_it_is_the_ridge_regression_of_words_on_states(causal: bool) -> None:
+def test_it_is_the_ridge_regression_of_words_on_states(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = (tiny_gpt2(layers=3) if causal else tiny_bert_mlm(layers=3)).double().eval()
     bottom = BottomModel(find_anatomy(model), 2)
     table = bottom.word_embeddings()
-    found = StateReadout.fit(bottom, table, texts=5, length=12, seed=3)
-    ids = torch.randint(VOCAB, (5, 12), generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(state_readout, "TEXTS", 5)
+    monkeypatch.setattr(state_readout, "LENGTH", 12)
+    readout = StateReadout.fit(bottom, table)
+    ids = torch.randint(VOCAB, (5, 12), generator=torch.Generator().manual_seed(0))
     first = int(causal)
     with torch.no_grad():
         states = model(input_ids=ids, output_hidden_states=True).hidden_states[2][:, first:]
@@ -37,15 +41,15 @@ def test_it_is_the_ridge_regression_of_words_on_states(causal: bool) -> None:
     weights = torch.linalg.lstsq(
         torch.cat([x - mean, more]), torch.cat([y - y.mean(0), torch.zeros_like(more)])
     ).solution
-    torch.testing.assert_close(found.weights, weights, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(readout.weights, weights, rtol=1e-6, atol=1e-8)
     near = x[:4] * 0.1 + mean * 0.9
     expected = (near - mean) @ weights + y.mean(0)
-    torch.testing.assert_close(found.words(near), expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(readout.words(near), expected, rtol=1e-6, atol=1e-8)
 
 
 def test_what_is_read_stays_among_the_words() -> None:
     bottom = BottomModel(find_anatomy(tiny_llama(layers=2)), 1)
-    readout = StateReadout.fit(bottom, bottom.word_embeddings(), texts=4, length=8)
+    readout = StateReadout.fit(bottom, bottom.word_embeddings())
     far = readout.words(1e6 * torch.randn(3, 16, generator=torch.Generator().manual_seed(0)))
     torch.testing.assert_close(
         (far - readout.word).norm(dim=-1), torch.full((3,), readout.radius), rtol=1e-4, atol=0
@@ -76,13 +80,3 @@ def test_padding_that_is_not_finite_does_no_harm() -> None:
     start = attack.start(Sent.from_states(hidden, mask))
     assert bool(torch.isfinite(start).all())
     assert torch.equal(start[0, 6:], attack.table.mean.expand(4, -1))
-
-
-def test_other_starts_and_unknown_ones() -> None:
-    anatomy = find_anatomy(tiny_gpt2())
-    sent = Sent.from_states(hidden_states(anatomy, 1, text()))
-    mean = EmbeddingDescent(1, initial="mean")
-    mean.prepare(anatomy)
-    assert torch.equal(mean.start(sent), mean.table.mean.expand(6, 10, -1))
-    with pytest.raises(ValueError, match="initial must be 'readout' or 'mean', got 'zero'"):
-        EmbeddingDescent(1, initial="zero")  # type: ignore[arg-type]

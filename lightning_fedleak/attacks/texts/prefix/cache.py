@@ -8,7 +8,7 @@ nor copied for each candidate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,25 +51,15 @@ class Layout:
 
     @classmethod
     def from_masks(
-        cls, shape: tuple[int, int], mask: Tensor | None, position_ids: Tensor | None
+        cls, shape: Sequence[int], mask: Tensor | None, position_ids: Tensor | None
     ) -> Layout:
-        """Return the layout of a batch of ``shape`` (B, L).
-
-        Raises:
-            ValueError: mask or positions are of another shape, or a text is empty.
-        """
-        for name, tensor in (("attention_mask", mask), ("position_ids", position_ids)):
-            if tensor is not None and tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} is {tuple(tensor.shape)}, but the batch is {shape}")
+        """Return the layout of a batch of ``shape`` (B, L)."""
         if mask is not None:
             real = mask != 0
         else:
             device = None if position_ids is None else position_ids.device
             real = torch.ones(shape, dtype=torch.bool, device=device)
         counts = real.sum(1)
-        if not bool(counts.all()):
-            empty = int((counts == 0).nonzero()[0])
-            raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
         columns = (~real).int().argsort(dim=1, stable=True)[:, : int(counts.max())]
         positions = columns
         if position_ids is not None:
@@ -118,13 +108,6 @@ class _Slots(Cache):
         new = (key_states, value_states)
         end = self.used + key_states.shape[2]
         buffers = self.buffers.get(layer_idx)
-        if torch.is_grad_enabled():
-            if buffers is None:
-                return new
-            one, two = (
-                torch.cat([h[:, :, : self.used], n], 2) for h, n in zip(buffers, new, strict=True)
-            )
-            return one, two
         if buffers is None or buffers[0].shape[2] < end:
             buffers = self.buffers[layer_idx] = self._grown(buffers, new, end)
         for buffer, states in zip(buffers, new, strict=True):
@@ -173,14 +156,9 @@ class Prefixes:
         lengths: (B,) tokens of each beginning.
         tokens: (B, N) token ids, valid up to ``lengths``.
         computed: number of tokens that went through the bottom so far.
-
-    Raises:
-        ValueError: the model is not causal.
     """
 
     def __init__(self, bottom: BottomModel, layout: Layout, *, cached: bool | None = None) -> None:
-        if not bottom.causal:
-            raise ValueError("the model is not causal: a token's state depends on what follows it")
         self.bottom = bottom
         self.layout = layout.to(bottom.device)
         self.cached = can_cache(bottom, layout) if cached is None else cached
@@ -231,12 +209,8 @@ class Prefixes:
             counts: of each text; 0 for none.
             other: (B,) index of one more token that follows, among the tokens and then the others
                 of that call; -1 for none.
-
-        Raises:
-            RuntimeError: nothing was run since the last call.
         """
-        if self._new is None:
-            raise RuntimeError("nothing to keep: follow first")
+        assert self._new is not None
         tokens, self._new = self._new, None
         if other is None:
             other = torch.full_like(counts, -1)

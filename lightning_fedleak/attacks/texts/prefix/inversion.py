@@ -9,7 +9,6 @@ over the effects of one context on single tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_fedleak.attacks.texts.base import (
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens, predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
-from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch, Recovered
+from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_integer
@@ -36,7 +35,10 @@ from lightning_fedleak.validate import check_integer
 BY_SIDE = 256  # candidates in one run; bounds the memory
 RIDGE = 1e-2  # of the mean squared feature; more shrinks predicted states to their mean
 PUBLIC_TEXTS, PUBLIC_LENGTH = 64, 64  # public texts for the table, and tokens of each
-CONTEXT_LENGTH = 8  # tokens of the beginnings after which typical states are computed
+CONTEXT_LENGTH = 8  # tokens of the prefix after which typical states are computed
+RENEW_TABLE_EVERY = 1000  # optimizer steps after which the table, which only ranks, is made again
+AT_ONCE = {"cpu": 1}  # texts that are searched together; more are faster on a GPU alone
+AT_ONCE_OTHERWISE = 8  # of other devices
 SKIPPED = 2  # first positions of a public text, whose states are unlike all others
 COMPARED = 4  # public texts whose states are computed with and without cache, for the rounding
 LEAST_NOISE = 0.05  # of a dimension's variance; noise is assumed to add half of that at least
@@ -45,49 +47,42 @@ LEAST = 1 / 16  # of the dtype's precision, the least rounding that is assumed
 
 
 def typical_states(
-    bottom: BottomModel, contexts: Tensor, types: int | None, seed: int = 0
+    bottom: BottomModel, context: Tensor, types: int | None, seed: int = 0
 ) -> Tensor:
-    """Return the mean state of every token after each of ``contexts``: (V, d) float32.
+    """Return the state of every token after ``context``: (V, d) float32.
 
     Args:
         bottom: a causal model's bottom.
-        contexts: (c, L) token ids.
+        context: (L,) token ids.
         types: tokens that are run through the whole bottom; None for all. Half are the lowest ids,
             which are the commonest under byte-pair encoding, half are drawn.
         seed: of the draw.
     """
     size = bottom.vocab_size
     if types is None or types >= size:
-        return states_behind(bottom, contexts, torch.arange(size))
+        return states_after(bottom, context, torch.arange(size))
     low = types // 2
     generator = torch.Generator().manual_seed(seed)
     draw = low + torch.randperm(size - low, generator=generator)[: types - low]
     sample = torch.cat([torch.arange(low), draw]).to(bottom.device)
-    states = states_behind(bottom, contexts, sample)
+    states = states_after(bottom, context, sample)
     words = bottom.word_embeddings().float()
     features = [words, F.normalize(words, dim=1)]
     if bottom.layer > 1:
-        shallow = bottom.cut_at_layer(1)
-        features.append(states_behind(shallow, contexts[:1], torch.arange(size)))
+        features.append(states_after(bottom.cut_at_layer(1), context, torch.arange(size)))
     return _regressed(torch.cat(features, 1), sample, states)
 
 
 @torch.no_grad()
-def states_behind(bottom: BottomModel, contexts: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean state of each of ``tokens`` (n,) after ``contexts`` (c, L): (n, d)."""
-    total = torch.zeros(len(tokens), bottom.width, device=bottom.device)
-    tokens = tokens.to(bottom.device)
-    length = contexts.shape[1]
-    layout = Layout.from_masks((1, length + 1), None, None)
+def states_after(bottom: BottomModel, context: Tensor, tokens: Tensor) -> Tensor:
+    """Return the state of each of ``tokens`` (n,) after ``context`` (L,): (n, d)."""
+    layout = Layout.from_masks((1, len(context) + 1), None, None)
     with bottom.session():
-        for context in contexts.to(bottom.device):
-            prefix = Prefixes(bottom, layout)
-            prefix.follow(context[None])
-            prefix.keep(torch.tensor([length], device=bottom.device))
-            for a in range(0, len(tokens), BY_SIDE):
-                states = prefix.attempt(tokens[None, a : a + BY_SIDE])[0]
-                total[a : a + BY_SIDE] += states.float()
-    return total / len(contexts)
+        prefix = Prefixes(bottom, layout)
+        prefix.follow(context[None].to(bottom.device))
+        prefix.keep(torch.tensor([len(context)], device=bottom.device))
+        parts = torch.split(tokens.to(bottom.device), BY_SIDE)
+        return torch.cat([prefix.attempt(part[None])[0].float() for part in parts])
 
 
 def _regressed(features: Tensor, sample: Tensor, states: Tensor) -> Tensor:
@@ -101,39 +96,6 @@ def _regressed(features: Tensor, sample: Tensor, states: Tensor) -> Tensor:
     weights = torch.linalg.solve(gram, some.T @ (states.double() - centre)) / spread[:, None]
     offset = centre - mean @ weights
     return torch.addmm(offset.float(), features, weights.float())
-
-
-@dataclass(frozen=True)
-class PrefixSettings:
-    """Settings of :class:`PrefixInversion` that are rarely changed.
-
-    Attributes:
-        contexts: beginnings after which the tokens of the table run.
-        batch: texts searched at once; None for 1 on a CPU and 8 elsewhere.
-        autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
-        refresh_every: optimizer steps after which the bottom model is copied again.
-        renew_table_every: optimizer steps after which the table, which only ranks, is computed
-            again.
-
-    Raises:
-        ValueError: a setting out of range.
-
-    Examples:
-        >>> from lightning_fedleak.attacks import PrefixInversion, PrefixSettings
-        >>> attack = PrefixInversion(3, None, settings=PrefixSettings(refresh_every=10))
-    """
-
-    contexts: int = 1
-    batch: int | None = None
-    autocast: torch.dtype | None = None
-    refresh_every: int = 1
-    renew_table_every: int = 1000
-
-    def __post_init__(self) -> None:
-        check_integer("contexts", self.contexts)
-        check_integer("batch", self.batch, optional=True)
-        check_integer("refresh_every", self.refresh_every)
-        check_integer("renew_table_every", self.renew_table_every)
 
 
 class PrefixInversion(InversionAttack):
@@ -161,9 +123,7 @@ class PrefixInversion(InversionAttack):
             finds out, which costs one verification of the whole vocabulary or half of the time;
             then noise is assumed, and the guess is unfinished. False looks for the nearest token of
             the whole vocabulary at every place.
-        beam: beginnings that are continued side by side where states are noised.
-        settings: rarely changed settings
-            (:class:`~lightning_fedleak.attacks.texts.prefix.inversion.PrefixSettings`).
+        refresh_every: optimizer steps after which the bottom model is copied again.
         seed: of the attack's random draws.
         name: in the logs.
 
@@ -178,9 +138,8 @@ class PrefixInversion(InversionAttack):
 
     default_name = "prefix_inversion"
     config_names = (
-        *("layer", "budget_seconds", "public_text", "types", "settings.contexts"),
-        *("language_model", "noised", "beam", "settings.batch", "settings.autocast"),
-        *("settings.refresh_every", "settings.renew_table_every", "seed"),
+        *("layer", "budget_seconds", "public_text", "types", "language_model", "noised"),
+        *("refresh_every", "seed"),
     )
     needs_float64 = True
 
@@ -194,18 +153,15 @@ class PrefixInversion(InversionAttack):
         types: int | None = 4096,
         language_model: bool = True,
         noised: bool | None = None,
-        beam: int = 4,
-        settings: PrefixSettings | None = None,
+        refresh_every: int = 1,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
-        super().__init__(layer, budget_seconds, name)
+        super().__init__(layer, budget_seconds, name, refresh_every=refresh_every)
         self.types = check_integer("types", types, at_least=2, optional=True)
-        self.beam = check_integer("beam", beam)
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.language_model = language_model
         self.noised = noised
-        self.settings = settings or PrefixSettings()
         self.seed = seed
         self._table: StateTable | None = None
         self._table_step: int | None = None
@@ -216,19 +172,17 @@ class PrefixInversion(InversionAttack):
         """Copy the bottom model and compute the table of typical states.
 
         Raises:
-            ValueError: the model has no such layer, its bottom cannot be run alone, or it is not
-                causal: then a token's state depends on what follows it.
+            ValueError: the model has no such layer, or it is not causal: then a token's state
+                depends on what follows it.
         """
         super().prepare(anatomy)
-        autocast = self.settings.autocast or self._facts.autocast
-        bottom = BottomModel(anatomy, self.layer, autocast=autocast)
-        if not bottom.causal:
+        self._copy_bottom(anatomy)
+        if not self.bottom.causal:
             raise ValueError(
                 f"{type(anatomy.model).__name__} is not causal: a hidden state at layer "
                 f"{self.layer} depends on later tokens, so that a text cannot be recovered left to "
                 "right; use EmbeddingDescent, with sweeps, for encoders"
             )
-        self._copy = bottom
         self._table_step = None
         self._learn()
 
@@ -236,9 +190,8 @@ class PrefixInversion(InversionAttack):
         """Copy the weights, and compute the table, again where they are too old."""
         if self._table_step is None:
             self._table_step = self.bottom.step
-        if not 0 <= self.bottom.age(step) < self.settings.refresh_every:
-            self.bottom.refresh(anatomy, step)
-        if not 0 <= step - self._table_step < self.settings.renew_table_every:
+        super().refresh(anatomy, step)
+        if not 0 <= step - self._table_step < RENEW_TABLE_EVERY:
             self._table_step = step
             self._learn()
 
@@ -250,10 +203,8 @@ class PrefixInversion(InversionAttack):
             states = bottom.hidden(ids, mask)
             real = mask.bool() & (mask.cumsum(1) > min(SKIPPED, ids.shape[1] - 1))
             long = mask.sum(1).argsort(descending=True)
-            first = long[: self.settings.contexts]
-            length = min(CONTEXT_LENGTH, int(mask[first].sum(1).min()), ids.shape[1] - 1)
-            contexts = ids[first, :length]
-            typical = typical_states(bottom, contexts, self.types, self.seed)
+            length = min(CONTEXT_LENGTH, int(mask[long[0]].sum()), ids.shape[1] - 1)
+            typical = typical_states(bottom, ids[long[0], :length], self.types, self.seed)
             self._table = StateTable(
                 typical, bottom.word_embeddings(), states[real], ids[real], self.seed
             )
@@ -282,17 +233,11 @@ class PrefixInversion(InversionAttack):
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> TextGuess:
-        """Return the texts; the confidence is one minus the ratio of best and second distance.
-
-        Raises:
-            ValueError: the hidden states are not of the layer's width, or mask and positions of
-                another shape.
-        """
-        bottom = self._check_width(hidden)
-        shape = (hidden.shape[0], hidden.shape[1])
-        whole = Layout.from_masks(shape, attention_mask, position_ids).to(bottom.device)
+        """Return the texts; the confidence is one minus the ratio of best and second distance."""
+        bottom = self.bottom
+        whole = Layout.from_masks(hidden.shape[:2], attention_mask, position_ids).to(bottom.device)
         deadline = Deadline(self.budget_seconds)
-        size = self.settings.batch or (1 if bottom.device.type == "cpu" else 8)
+        size = AT_ONCE.get(bottom.device.type, AT_ONCE_OTHERWISE)
         guesses: list[TextGuess] = []
         noised, spread = self.noised, self._spread(hidden, attention_mask)
         with torch.no_grad(), bottom.session():
@@ -304,15 +249,13 @@ class PrefixInversion(InversionAttack):
                     guesses.append(TextGuess(nothing, torch.zeros_like(nothing).float(), False))
                     continue
                 batches = -(-(len(hidden) - a) // size)
-                recovered = self._search(part, layout, deadline.share(batches), spread, noised)
-                noised = True if recovered.noised else noised
-                if not recovered.candidates:
-                    recovered.tokens.fill_(NOTHING)
-                tokens = layout.spread(recovered.tokens, NOTHING)
-                confidence = layout.spread(recovered.confidence, 0.0)
-                guesses.append(
-                    TextGuess(tokens, confidence, recovered.finished, recovered.candidates)
-                )
+                search = self._search(part, layout, deadline.share(batches), noised)
+                guess = search.run(spread)
+                noised = True if search.settling.noised else noised
+                tokens = guess.tokens if guess.candidates else guess.tokens.fill_(NOTHING)
+                assert guess.confidence is not None
+                columns = layout.spread(tokens, NOTHING), layout.spread(guess.confidence, 0.0)
+                guesses.append(TextGuess(*columns, guess.finished, guess.candidates))
         return join_guesses(guesses, hidden.device)
 
     def _spread(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
@@ -329,28 +272,20 @@ class PrefixInversion(InversionAttack):
         return torch.maximum(excess, 0.5 * share * variance).sqrt()
 
     def _search(
-        self,
-        hidden: Tensor,
-        layout: Layout,
-        deadline: Deadline,
-        spread: Tensor,
-        noised: bool | None,
-    ) -> Recovered:
+        self, hidden: Tensor, layout: Layout, deadline: Deadline, noised: bool | None
+    ) -> PrefixSearch:
         assert self._table is not None
         top = None
         if self.language_model and predicts_next(self.bottom):
             top = NextTokens(self.bottom, hidden, layout.mask, layout.position_ids)
         prefixes, observed = Prefixes(self.bottom, layout), layout.pack(hidden).float()
-        precision = self._precision
-        search = PrefixSearch(prefixes, self._table, observed, top, precision, noised, deadline)
-        return search.run(self.beam, spread)
+        return PrefixSearch(prefixes, self._table, observed, top, self._precision, noised, deadline)
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        public, autocast = self.public_text, self.settings.autocast
+        public = self.public_text
         return super().config() | {
-            "public_text": "given" if isinstance(public, PublicText) else public,
-            "autocast": None if autocast is None else str(autocast),
+            "public_text": "given" if isinstance(public, PublicText) else public
         }
 
 

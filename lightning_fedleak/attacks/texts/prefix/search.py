@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.bottom_model import NextTokens
 from lightning_fedleak.attacks.texts.prefix import verification
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
@@ -34,32 +34,12 @@ LOW_PRECISION = 1e-4  # relative rounding above which it may hide which token is
 REOPENED = 8  # places of one text that may be opened again; bounds the time
 
 # Of beams.
+BEAM = 4  # prefixes that are continued side by side; more find more behind noise, and cost time
 OPENING = 16  # candidates of the first ranking that are verified first
 ROUNDS = 32, 64, 128, 256  # more candidates in each round; a round without a nearer one is the last
 GAP = 12.0  # nats by which a beginning may be less likely than the best; less drops true ones
 LEARN_AT = 4  # places after which the noise's spread is learned, then at twice as many, and so on
 DOUBT = 16.0  # places that the assumed spread counts for beside the learned one
-
-
-@dataclass
-class Recovered:
-    """The result of the search.
-
-    Attributes:
-        tokens: (B, N). Where time ran out, the token after the last verified one is the best of
-            the candidates so far, and the others are the first of the ranking.
-        confidence: (B, N) one minus the ratio of the distances of best and runner-up;
-            the distance of an unverified runner-up is estimated; 0 where only guessed.
-        noised: whether no token's state equals the observed one, as measured or assumed.
-        finished: False if time ran out, also within a sweep of all possible tokens.
-        candidates: number of tokens that went through the bottom model.
-    """
-
-    tokens: Tensor
-    confidence: Tensor
-    noised: bool
-    finished: bool
-    candidates: int
 
 
 @dataclass(frozen=True)
@@ -132,30 +112,27 @@ class PrefixSearch:
         self.first = verification.ranked_first(task)
         self.guess = self.first[:, :, 0].clone()
 
-    def run(self, beam: int, spread: Tensor) -> Recovered:
-        """Return all texts.
+    def run(self, spread: Tensor) -> TextGuess:
+        """Return all texts, packed to the left.
+
+        Where time ran out, the token after the last verified one is the best of the candidates so
+        far, and the others are the first of the ranking. The confidence is one minus the ratio of
+        the distances of best and runner-up; the distance of an unverified runner-up is estimated.
 
         Args:
-            beam: beginnings that are continued side by side where states are noised.
-            spread: (d,) what noise adds, as in
-                :class:`BeamSearch`.
+            spread: (d,) what noise adds, as in :class:`BeamSearch`.
         """
         while self._open() and not self.settling.noised and not self.deadline.passed:
             self._advance()
         tokens, lengths = self.prefixes.tokens.clone(), self.prefixes.lengths.clone()
         finished = True
         if self.settling.noised:
-            finished = self._beams(tokens, lengths, beam, spread)
+            finished = self._beams(tokens, lengths, spread)
         finished &= bool((lengths >= self.counts).all())
         finished &= not (self.settling.cut or self.as_sent.cut)
         self._take_best(tokens, lengths)
-        return Recovered(
-            tokens=tokens,
-            confidence=self.confidence,
-            noised=self.settling.noised,
-            finished=finished,
-            candidates=self.prefixes.computed + self.task.beside.computed,
-        )
+        candidates = self.prefixes.computed + self.task.computed
+        return TextGuess(tokens, self.confidence, finished, candidates)
 
     def _open(self) -> bool:
         """Return whether a place is open; open those again whose state differs without cache."""
@@ -180,7 +157,7 @@ class PrefixSearch:
             self.places[i] = verification.OpenPlace(certain=True)
         return bool((self.prefixes.lengths < self.counts).any())
 
-    def _beams(self, tokens: Tensor, lengths: Tensor, width: int, spread: Tensor) -> bool:
+    def _beams(self, tokens: Tensor, lengths: Tensor, spread: Tensor) -> bool:
         """Fill in the rest of each text; return False if time ran out."""
         finished = True
         for i in (lengths < self.counts).nonzero().squeeze(1).tolist():
@@ -192,15 +169,14 @@ class PrefixSearch:
                 self.task.observed[i, :n],
                 self.first[i],
                 partial(self.task.prior.all_scores, i),
-                width,
+                BEAM,
                 spread,
             )
-            rest = search.run(self.deadline.share(texts))
-            self.task.beside.computed += rest.computed
-            end = lengths[i] = rest.verified
-            tokens[i, start:end] = rest.tokens[start:end]
-            self.confidence[i, start:end] = rest.confidence[start:end]
-            finished &= rest.finished
+            finished &= search.run(self.deadline.share(texts))
+            self.task.computed += search.computed + search.prefixes.computed
+            end = lengths[i] = search.place
+            tokens[i, start:end] = search.tokens[start:end]
+            self.confidence[i, start:end] = search.confidence[0, start:end]
         return finished
 
     def _take_best(self, tokens: Tensor, lengths: Tensor) -> None:
@@ -351,27 +327,6 @@ class PrefixSearch:
 # ---- beams, where states are noised ---------------------------------------------------------
 
 
-@dataclass
-class Beam:
-    """The text that the search has read.
-
-    Attributes:
-        tokens: (N,); valid up to ``verified``.
-        verified: number of tokens that were recovered before time ran out; the last one may be the
-            nearest of fewer candidates.
-        confidence: (N,) one minus the ratio of the distances of the chosen token and the nearest
-            other one, after the best beginning; 0 where nothing was recovered.
-        computed: number of tokens that went through the bottom model.
-        finished: False if time ran out.
-    """
-
-    tokens: Tensor
-    verified: int
-    confidence: Tensor
-    computed: int
-    finished: bool
-
-
 class BeamSearch:
     """The search for the rest of one text.
 
@@ -385,6 +340,13 @@ class BeamSearch:
         width: beginnings that are continued, at most.
         spread: (d,) standard deviation of observed states about the true ones, up to a factor;
             distances count in these units.
+
+    Attributes:
+        place: number of tokens that were recovered; the last one may be the nearest of fewer
+            candidates.
+        confidence: (W, N) of each prefix, the best first: one minus the ratio of the distances of
+            the chosen token and the nearest other one; 0 where nothing was recovered.
+        computed: tokens that went through the bottom model, but for those of ``prefixes``.
     """
 
     def __init__(
@@ -414,8 +376,16 @@ class BeamSearch:
         self.entries = self.table.entries / spread
         self.lengths = self.entries.square().sum(1)
 
-    def run(self, deadline: Deadline, *, learn: bool = True) -> Beam:
-        """Return the rest of the text.
+    @property
+    def tokens(self) -> Tensor:
+        """Return the tokens (N,) of the best text, valid up to ``place``."""
+        tokens = self.prefixes.tokens[0].clone()
+        if self.last is not None:
+            tokens[self.place - 1] = self.last[0]
+        return tokens
+
+    def run(self, deadline: Deadline, *, learn: bool = True) -> bool:
+        """Read the rest of the text; return False if time ran out.
 
         Args:
             deadline: checked before each forward.
@@ -427,16 +397,7 @@ class BeamSearch:
             if learn and self.place - self.start >= due:
                 due *= 2
                 self._learn()
-        tokens = self.prefixes.tokens[0].clone()
-        if self.last is not None:
-            tokens[self.place - 1] = self.last[0]
-        return Beam(
-            tokens,
-            self.place,
-            self.confidence[0],
-            self.computed + self.prefixes.computed,
-            whole and self.place == n,
-        )
+        return whole and self.place == n
 
     def _step(self, deadline: Deadline) -> bool:
         """Choose the token at one place; return False if time ran out before all rounds.

@@ -76,13 +76,6 @@ class Prior:
 
 
 @dataclass
-class Effort:
-    """The number of tokens that went through the bottom model."""
-
-    computed: int = 0
-
-
-@dataclass(frozen=True)
 class Task:
     """The input of a search, and the texts' beginnings so far.
 
@@ -93,7 +86,7 @@ class Task:
         prior: of the next token.
         noise: (B, N) distance by which two computations of a state may differ.
         deadline: checked before each forward.
-        beside: effort of runs other than those of ``prefixes``.
+        computed: tokens that went through the bottom model beside those of ``prefixes``.
     """
 
     prefixes: Prefixes
@@ -102,7 +95,7 @@ class Task:
     prior: Prior
     noise: Tensor
     deadline: Deadline
-    beside: Effort = field(default_factory=Effort)
+    computed: int = 0
 
     @property
     def counts(self) -> Tensor:
@@ -276,7 +269,7 @@ class AsSent:
         run = self.restart(rows)
         run.lengths = lengths
         states = run.follow(chain).float()
-        self.task.beside.computed += run.computed
+        self.task.computed += run.computed
         places = lengths[:, None] + torch.arange(chain.shape[1], device=rows.device)
         last = self.task.observed.shape[1] - 1
         same = (states == self.task.observed[rows[:, None], places.clamp(max=last)]).all(2)
@@ -310,7 +303,7 @@ class AsSent:
         device = self.task.lengths.device
         again = self.restart(torch.tensor([i], device=device))
         states = again.attempt(torch.tensor([near], device=device))[0].float()
-        self.task.beside.computed += again.computed
+        self.task.computed += again.computed
         place.rerun.update(near)
         hits = (states == self.task.observed[i, column]).all(1).nonzero()
         if not len(hits):
@@ -468,7 +461,7 @@ class Settling:
                 if self.as_sent.same(i, place) is not None:
                     break
                 rivals = self._rivals(token, self._radius_of(distance, noise))
-        self.task.beside.computed += run.computed
+        self.task.computed += run.computed
         cut = bool(open_[rivals].any()) and place.distances[place.best] > 0
         if cut and whole.passed:
             return

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-import torch
-
 from lightning_fedleak import attacks
 from lightning_fedleak.cli.studies.names import INVERT_ATTACKS
+from lightning_fedleak.labs.beam_from_words import BeamFromWords
+from lightning_fedleak.labs.gradient_matching import GradientMatching
+from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 
 ADVERSARIES = INVERT_ATTACKS
 """In the order in which they are tried: ``prefix`` is :class:`PrefixInversion`; ``descent``
@@ -20,10 +22,10 @@ choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it goes 
 READERS: Mapping[str, Callable[..., attacks.TextAttack]] = MappingProxyType(
     {
         "subspace": lambda texts, length, **settings: attacks.SubspaceTexts(**settings),
-        "dlg": attacks.GradientMatching.dlg,
-        "tag": attacks.GradientMatching.tag,
-        "lamp": attacks.GradientMatching.lamp,
-        "film": lambda texts, length, **settings: attacks.BeamFromWords(length, texts, **settings),
+        "dlg": partial(GradientMatching, system="dlg"),
+        "tag": partial(GradientMatching, system="tag"),
+        "lamp": partial(GradientMatching, system="lamp"),
+        "film": lambda texts, length, **settings: BeamFromWords(length, texts, **settings),
     }
 )
 """Attacks on gradients: what makes each for batches of so many texts of so many tokens. ``dlg``,
@@ -44,7 +46,6 @@ def make_adversary(
     hello: int | None = None,
     special_ids: Sequence[int] = (),
     public_text: attacks.PublicText | Literal["sampled"] | None = "sampled",
-    autocast: torch.dtype | None = None,
 ) -> attacks.InversionAttack:
     """Return an attack on activations by its name; it is called ``name@layer``.
 
@@ -56,7 +57,6 @@ def make_adversary(
         hello: id that ``paper`` starts from; None for the mean of the vocabulary.
         special_ids: that ``sweeps`` tries at every position.
         public_text: of :class:`PrefixInversion`.
-        autocast: dtype of the autocast region that the client computes in, or None.
 
     Raises:
         ValueError: an unknown name, or a setting that the attack refuses.
@@ -64,13 +64,12 @@ def make_adversary(
     label = f"{name}@{layer}"
     common: dict[str, Any] = {"budget_seconds": budget_seconds, "name": label}
     if name == "prefix":
-        settings = attacks.PrefixSettings(autocast=autocast)
-        return attacks.PrefixInversion(layer, public_text, settings=settings, **common)
-    common |= {"steps": steps, "descent": attacks.DescentSettings(autocast=autocast)}
+        return attacks.PrefixInversion(layer, public_text, **common)
+    common |= {"steps": steps}
     if name == "relaxation":
-        return attacks.TokenRelaxation(layer, lr=RELAXATION_LR, **common)
+        return TokenRelaxation(layer, lr=RELAXATION_LR, initial="mean", **common)
     if name == "paper":
-        common["descent"] = attacks.DescentSettings(weighting="paper", autocast=autocast)
+        common["descent"] = attacks.DescentSettings(weighting="paper")
         start: Literal["mean"] | int = "mean" if hello is None else hello
         return attacks.EmbeddingDescent(
             layer, lr=PAPER_LR, likeness="cosine", initial=start, **common

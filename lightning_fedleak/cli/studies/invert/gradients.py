@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import TextAttack, TextGuess, gradient_of
-from lightning_fedleak.attacks.texts.model_copy import trained_names
 from lightning_fedleak.cli.studies.invert.cells import (
     ROUGE_UP_TO,
     JsonCell,
@@ -22,6 +21,7 @@ from lightning_fedleak.cli.studies.invert.cells import (
     prepared,
 )
 from lightning_fedleak.evaluation.metrics.texts import TextReconstruction, in_true_order
+from lightning_fedleak.labs.model_copy import trained_names
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import (

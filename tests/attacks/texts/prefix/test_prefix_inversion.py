@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,24 +14,18 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.texts import base as sent_module
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextGuess
+from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.texts.prefix import (
-    search as prefix_search,
-)
-from lightning_fedleak.attacks.texts.prefix import (
-    verification as prefix_settling,
-)
+from lightning_fedleak.attacks.texts.prefix import inversion, search, verification
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
-from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion, PrefixSettings
+from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
-from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
 from tests.helpers import models
 
 STORIES = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
-RARE = [field.name for field in fields(PrefixSettings)]
 LEFT = torch.tensor([[0, 0, 0, *[1] * 9], [1] * 12, [0] * 8 + [1] * 4])
 
 
@@ -40,11 +33,11 @@ def texts(rows: int = 3, length: int = 12, seed: int = 0, vocab: int = models.VO
     return torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def prepared(model, layer: int, **settings) -> PrefixInversion:
+def prepared(model, layer: int, facts: RunFacts | None = None, **settings) -> PrefixInversion:
     anatomy = find_anatomy(model)
     public = PublicText(texts(40, 16, seed=7, vocab=anatomy.vocab_size))
-    rare = {name: settings.pop(name) for name in RARE if name in settings}
-    attack = PrefixInversion(layer, public, settings=PrefixSettings(**rare), **settings)
+    attack = PrefixInversion(layer, public, **settings)
+    attack.meet(facts or RunFacts())
     attack.prepare(anatomy)
     return attack
 
@@ -56,7 +49,7 @@ def noisy(hidden: torch.Tensor, sigma: float, seed: int = 3) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+@pytest.mark.parametrize("layer", [0, 1, 3])
 def test_without_noise_the_text_is_exact(make, tied, layer) -> None:
     model = make(tied=tied, layers=3)
     sent = texts()
@@ -72,14 +65,15 @@ def test_without_noise_the_text_is_exact(make, tied, layer) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_padded_batches_are_exact(make, side, positions, batch) -> None:
+def test_padded_batches_are_exact(make, side, positions, batch, monkeypatch) -> None:
+    monkeypatch.setitem(inversion.AT_ONCE, "cpu", batch)
     model = make(layers=3)
     mask = LEFT if side == "left" else LEFT.flip(1)
     given = (mask.cumsum(1) - 1).clamp(min=0) if positions else None
     sent = texts()
     anatomy = find_anatomy(model)
     hidden = hidden_states(anatomy, 2, sent, mask, position_ids=given)
-    guess = prepared(model, 2, batch=batch).reconstruct(hidden, mask, given)
+    guess = prepared(model, 2).reconstruct(hidden, mask, given)
     assert torch.equal(guess.tokens, sent.masked_fill(mask == 0, NOTHING))
     assert bool((guess.confidence[mask == 0] == 0).all())
 
@@ -141,19 +135,6 @@ def test_what_rounding_hides_is_told_by_a_run_as_the_clients(monkeypatch) -> Non
     assert told >= 2
 
 
-def test_tokens_that_nothing_tells_apart_in_low_precision_are_doubted(monkeypatch) -> None:
-    model, sent = crowded_llama()
-    weight = model.get_input_embeddings().weight.data
-    weight[61:64] = weight[61]
-    hidden = hidden_states(find_anatomy(model), 3, sent)
-    rough_cache(monkeypatch)
-    guess = prepared(model, 3).reconstruct(hidden, None, None)
-    wrong = guess.tokens != sent
-    assert not bool(wrong[sent != 61].any())
-    assert 61 <= int(guess.tokens[sent == 61]) < 64
-    assert float(guess.confidence[sent == 61]) == 0.0
-
-
 def twins_gpt2() -> torch.nn.Module:
     """A model in bf16 where rounding hides the difference of tokens 30 and 31 in their own states.
 
@@ -174,13 +155,14 @@ def twins_gpt2() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_of_tokens_with_equal_states_what_follows_tells_which_was_sent(batch) -> None:
+def test_of_tokens_with_equal_states_what_follows_tells_which_was_sent(batch, monkeypatch) -> None:
+    monkeypatch.setitem(inversion.AT_ONCE, "cpu", batch)
     model = twins_gpt2()
     sent = torch.tensor([[30, 5, 6, 7, 8, 9], [31, 5, 6, 7, 8, 9]])
     hidden = hidden_states(find_anatomy(model), 1, sent)
     assert torch.equal(hidden[0, 0], hidden[1, 0])
     assert bool((hidden[0, 1:] != hidden[1, 1:]).any(1).all())
-    guess = prepared(model, 1, language_model=False, batch=batch).reconstruct(hidden, None, None)
+    guess = prepared(model, 1, language_model=False).reconstruct(hidden, None, None)
     assert torch.equal(guess.tokens, sent)
     assert guess.confidence[:, 0].tolist() == [1.0, 1.0]
     last = prepared(model, 1, language_model=False).reconstruct(hidden[:, :1], None, None)
@@ -195,7 +177,7 @@ def test_a_client_under_autocast_is_read_exactly(make) -> None:
     anatomy = find_anatomy(model)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = hidden_states(anatomy, 2, sent)
-    guess = prepared(model, 2, autocast=torch.bfloat16).reconstruct(hidden, None, None)
+    guess = prepared(model, 2, RunFacts(autocast=torch.bfloat16)).reconstruct(hidden, None, None)
     assert torch.equal(guess.tokens, sent)
 
 
@@ -213,7 +195,7 @@ def greedy(model, layer: int, hidden: torch.Tensor) -> tuple[list[int], float]:
 
 
 @pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
-@pytest.mark.parametrize("sigma", [0.0, 0.01, 0.7, 1.5])
+@pytest.mark.parametrize("sigma", [0.01, 0.7])
 def test_the_nearest_of_all_tokens_is_found(make, sigma) -> None:
     model = make(layers=2)
     hidden = noisy(hidden_states(find_anatomy(model), 2, texts(1, 8)), sigma)
@@ -222,7 +204,7 @@ def test_the_nearest_of_all_tokens_is_found(make, sigma) -> None:
 
 
 @pytest.mark.parametrize("noised", [None, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_noised_states_are_explained_about_as_well_as_by_the_true_text(noised, seed) -> None:
     model = models.tiny_llama(layers=2)
     anatomy = find_anatomy(model)
@@ -275,7 +257,7 @@ def test_whatever_was_looked_at_in_time_is_answered(monkeypatch, noised) -> None
     attack = prepared(model, 2, noised=noised)
     slow_clock(monkeypatch)
     cut = 0
-    for milliseconds in (2, 3, 4, 5, 7, 9, 12, 16):
+    for milliseconds in (2, 4, 7, 12):
         attack.budget_seconds = (milliseconds + 0.5) / 1000
         guess = attack.reconstruct(hidden, None, None)
         if not guess.finished:
@@ -284,73 +266,14 @@ def test_whatever_was_looked_at_in_time_is_answered(monkeypatch, noised) -> None
     assert cut > 0
 
 
-def test_a_check_of_the_whole_vocabulary_leaves_time_to_read(monkeypatch) -> None:
-    model = models.tiny_llama(layers=3)
-    sent = texts(2, 40)
-    hidden = noisy(hidden_states(find_anatomy(model), 2, sent), 0.3)
-    attack = prepared(model, 2, budget_seconds=0.12)
-    monkeypatch.setattr(prefix_settling, "ROUNDS", (8,))
-    monkeypatch.setattr(prefix_settling, "SWEEP", 1)
-    slow_clock(monkeypatch)
-    found = sure(attack.reconstruct(hidden, None, None))
-    assert int(found.sum(1).min()) > 3
-    attack.noised = False
-    guess = attack.reconstruct(hidden, None, None)
-    assert not bool(sure(guess)[:, 0].any())
-
-
-def test_a_look_through_the_vocabulary_that_the_clock_ends_is_unfinished(monkeypatch) -> None:
-    """Also where time then suffices for what is done on the assumption that noise was added."""
-    model = models.tiny_llama(layers=3)
-    hidden = noisy(hidden_states(find_anatomy(model), 2, texts(2, 4)), 0.3)
-    attack = prepared(model, 2)
-    monkeypatch.setattr(prefix_settling, "ROUNDS", (8,))
-    monkeypatch.setattr(prefix_settling, "SWEEP", 1)
-    whole = attack.reconstruct(hidden, None, None)
-    assert whole.finished
-    assumed = []
-    for milliseconds in (60, 90, 120, 150, 1000):
-        clock = slow_clock(monkeypatch)
-        attack.budget_seconds = milliseconds / 1000
-        guess = attack.reconstruct(hidden, None, None)
-        swept = guess.candidates >= whole.candidates
-        assert guess.finished == swept
-        if not swept and next(clock) < attack.budget_seconds:
-            assert bool((guess.confidence > 0).any(1).all())
-            assumed.append(milliseconds)
-    assert assumed
-    assert guess.finished
-    assert torch.equal(guess.tokens, whole.tokens)
-
-
-def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch) -> None:
-    """Whatever is called finished is what is found without a budget.
-
-    At 36 and 47 ms the clock ends the check of a text that is wrong, and has been read to its end.
-    """
-    model, sent = crowded_llama()
-    hidden = hidden_states(find_anatomy(model), 3, sent)
-    seen = set()
-    for milliseconds in (36, *range(44, 51), 10_000):
-        with monkeypatch.context() as same:  # and the same rounding in every run
-            careless(same)
-            attack = prepared(model, 3, budget_seconds=(milliseconds + 0.5) / 1000)
-            slow_clock(same)
-            guess = attack.reconstruct(hidden, None, None)
-        right = torch.equal(guess.tokens, sent)
-        assert right or not guess.finished
-        seen.add(guess.finished)
-    assert seen == {True, False}
-
-
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are believed too soon, within the rounding of a cache."""
-    believed = prefix_settling.Settling.accepted
+    believed = verification.Settling.accepted
 
     def sooner(self, tokens, distances, noise) -> torch.Tensor:
         return believed(self, tokens, distances, noise) | (distances <= 0.5 * noise)
 
-    monkeypatch.setattr(prefix_settling.Settling, "accepted", sooner)
+    monkeypatch.setattr(verification.Settling, "accepted", sooner)
     rough_cache(monkeypatch)
 
 
@@ -360,30 +283,8 @@ def test_what_was_believed_too_soon_is_mended_by_a_run_of_the_whole_text(monkeyp
     careless(monkeypatch)
     attack = prepared(model, 3)
     assert torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
-    monkeypatch.setattr(prefix_search, "REOPENED", 0)
+    monkeypatch.setattr(search, "REOPENED", 0)
     assert not torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
-
-
-def test_a_text_that_is_being_mended_when_time_runs_out_is_answered_whole(monkeypatch) -> None:
-    model, sent = crowded_llama()
-    hidden = hidden_states(find_anatomy(model), 3, sent)
-    careless(monkeypatch)
-    attack = prepared(model, 3, budget_seconds=60.0)
-    is_open, over = prefix_search.PrefixSearch._open, []
-
-    def over_then(self) -> bool:
-        found = is_open(self)
-        if any(self.opened_again):
-            over.append(True)
-        return found
-
-    monkeypatch.setattr(prefix_search.PrefixSearch, "_open", over_then)
-    monkeypatch.setattr(Deadline, "passed", property(lambda _: bool(over)))
-    guess = attack.reconstruct(hidden, None, None)
-    assert over
-    assert not guess.finished
-    assert bool((guess.tokens != NOTHING).all())
-    assert float((guess.tokens == sent).float().mean()) > 0.5
 
 
 def test_a_budget_that_is_over_at_once_finds_nothing() -> None:
@@ -474,10 +375,11 @@ def test_a_stale_copy_still_reads_and_is_less_sure() -> None:
     assert torch.equal(again.tokens, sent)
 
 
-def test_a_fit_that_counts_from_zero_again_has_its_own_copy_and_table() -> None:
+def test_a_fit_that_counts_from_zero_again_has_its_own_copy_and_table(monkeypatch) -> None:
+    monkeypatch.setattr(inversion, "RENEW_TABLE_EVERY", 100)
     model = models.tiny_llama(layers=3)
     anatomy = find_anatomy(model)
-    attack = prepared(model, 2, refresh_every=100, renew_table_every=100)
+    attack = prepared(model, 2, refresh_every=100)
     attack.refresh(anatomy, 500)
     assert attack.bottom.age(500) == 0
     table = attack._table
@@ -496,22 +398,10 @@ def test_a_fit_that_counts_from_zero_again_has_its_own_copy_and_table() -> None:
     assert attack._table is table
 
 
-def test_a_table_is_as_old_as_the_copy_it_was_learned_with() -> None:
-    model = models.tiny_llama(layers=3)
-    attack = prepared(model, 2, refresh_every=100, renew_table_every=100)
-    table = attack._table
-    attack.bottom.step = 5000  # a run that resumed there tells the attack so
-    attack.refresh(find_anatomy(model), 5001)
-    assert attack._table is table
-    attack.refresh(find_anatomy(model), 5100)
-    assert attack._table is not table
-
-
 def test_public_text_is_written_by_the_copy_and_not_by_the_client(monkeypatch) -> None:
     model = models.tiny_llama(layers=3)
-    attack = PrefixInversion(
-        2, "sampled", settings=PrefixSettings(refresh_every=10**6, renew_table_every=1)
-    )
+    monkeypatch.setattr(inversion, "RENEW_TABLE_EVERY", 1)
+    attack = PrefixInversion(2, "sampled", refresh_every=10**6)
     attack.prepare(find_anatomy(model))
     own, read = model.model.layers[0].self_attn.q_proj.weight, []
     held = own.detach().clone()
@@ -534,30 +424,6 @@ def test_what_it_cannot_read_is_refused() -> None:
         PrefixInversion(2).prepare(find_anatomy(models.tiny_bert_mlm()))
     with pytest.raises(ValueError, match="out of range"):
         PrefixInversion(9).prepare(find_anatomy(models.tiny_gpt2()))
-    with pytest.raises(ValueError, match="beam must be an integer of at least 1"):
-        PrefixInversion(1, beam=0)
-    with pytest.raises(RuntimeError, match="prepare"):
-        _ = PrefixInversion(1).bottom
-    model = models.tiny_gpt2()
-    attack = prepared(model, 1)
-    hidden = hidden_states(find_anatomy(model), 1, texts())
-    with pytest.raises(ValueError, match=r"are \(B, L, 16\)"):
-        attack.reconstruct(hidden[..., :8], None, None)
-    with pytest.raises(ValueError, match="attention_mask is"):
-        attack.reconstruct(hidden, torch.ones(3, 5), None)
-    with pytest.raises(ValueError, match="text 1 is empty"):
-        attack.reconstruct(hidden, torch.tensor([[1], [0], [1]]).expand(3, 12), None)
-
-
-def test_an_observation_is_read_at_its_layer() -> None:
-    model = models.tiny_gpt2()
-    attack = prepared(model, 1)
-    sent = texts()
-    hidden = hidden_states(find_anatomy(model), 1, sent)
-    view = Observation(activations=(ActivationSnapshot(0, Stage.SHARED, {"layer": hidden}),))
-    guess = attack.run(view)
-    assert torch.equal(guess.tokens, sent)
-    assert guess.candidates >= sent.numel()
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason="FEDLEAK_ASSETS has no stories15M")

@@ -19,20 +19,14 @@ from transformers import (
     CLIPVisionConfig,
     DistilBertConfig,
     DistilBertForSequenceClassification,
-    EncoderDecoderModel,
-    FunnelConfig,
-    FunnelForMaskedLM,
     GPT2Config,
     GPT2ForSequenceClassification,
-    GPT2Model,
     LlavaConfig,
     LlavaForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-    XLMConfig,
-    XLMWithLMHeadModel,
 )
 
 from lightning_fedleak.model.anatomy import AnatomyError, find_anatomy
@@ -329,24 +323,6 @@ def test_parts_are_those_the_forward_uses(build: Any) -> None:
     assert grads[id(words)].abs().sum() > 0
 
 
-@pytest.mark.parametrize("build", [entry[0] for entry in WORDS.values()], ids=list(WORDS))
-def test_names_are_those_of_the_root(build: Any) -> None:
-    root = CausalLMModule(build())
-    found = find_anatomy(root)
-    everything = dict(root.named_parameters(remove_duplicate=False))
-    for role in ROLES:
-        name, parameter = found.parameter_name(role), found.parameter(role)
-        assert (name is None) == (parameter is None)
-        assert found.trainable(role) == (parameter is not None)
-        if name is not None:
-            assert everything[name] is parameter
-    for name, parameter in everything.items():
-        assert found.parameter(name) is parameter
-        assert found.parameter_name(name) == name
-    once = root.named_parameters()
-    assert set(found.trainable_names()) == {n for n, p in once if p.requires_grad}
-
-
 def test_tied_weights_have_a_name_for_each_role() -> None:
     found = find_anatomy(CausalLMModule(tiny_gpt2()))
     assert found.parameter_name("head.weight") == "model.lm_head.weight"
@@ -359,19 +335,6 @@ def test_separate_vocabularies_tie_the_head_to_the_decoder() -> None:
     assert found.tied
     assert found.parameter("head.weight") is not found.parameter("embedding.weight")
     assert (found.vocab_size, found.embedding.num_embeddings) == (50, VOCAB)
-
-
-def test_marian_logits_bias_is_no_head_bias() -> None:
-    found = find_anatomy(tiny_marian())
-    assert found.parameter("head.bias") is None
-    assert not found.trainable("head.bias")
-
-
-def test_unknown_parameter_names_are_refused_with_close_ones() -> None:
-    found = find_anatomy(CausalLMModule(tiny_gpt2()))
-    for ask in (found.parameter, found.parameter_name, found.trainable):
-        with pytest.raises(AnatomyError, match=r"model\.transformer\.wte\.weight"):
-            ask("model.transformer.wte.wight")
 
 
 def lora(**kwargs: Any) -> peft.LoraConfig:
@@ -482,25 +445,6 @@ def test_peft(name: str) -> None:
     assert set(found.trainable_names()) == {n for n, p in parameters.items() if p.requires_grad}
 
 
-@pytest.mark.parametrize("name", ["lora on head", "head saved", "prompt tuning"])
-def test_head_under_peft_gives_the_logits(name: str) -> None:
-    root = peft_module(PEFTS[name][0]())
-    found = find_anatomy(root)
-    assert found.head is not None
-    seen: list[Tensor] = []
-    found.head.register_forward_hook(lambda _, __, output: seen.append(output))
-    with undisturbed(found) as model, torch.no_grad():
-        logits = model(input_ids=torch.arange(3, 9)[None]).logits
-    torch.testing.assert_close(seen[0][:, -logits.shape[1] :], logits)
-
-
-def test_saving_the_head_of_a_tied_model_unties_it() -> None:
-    found = find_anatomy(peft_module(lora(modules_to_save=["lm_head"]), tied=True))
-    assert not found.tied
-    assert found.trainable("head.weight")
-    assert not found.trainable("embedding.weight")
-
-
 def test_the_active_adapter_decides() -> None:
     root = peft_module(lora(modules_to_save=["lm_head"]))
     silently(root.model.add_adapter, "second", lora(modules_to_save=["lm_head"]))
@@ -511,44 +455,6 @@ def test_the_active_adapter_decides() -> None:
     assert found.parameter_name("head.weight") == name.format("second")
     with root.model.disable_adapter():
         assert found.parameter_name("head.weight") == INNER + "lm_head.original_module.weight"
-
-
-def test_classifier_under_peft_gives_the_copy_that_is_trained() -> None:
-    model = silently(
-        peft.get_peft_model,
-        tiny_roberta_classifier(),
-        peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]),
-    )
-    found = find_anatomy(CausalLMModule(model))
-    assert found.kind == "classifier"
-    assert found.parameter_name("head.weight") == (
-        INNER + "classifier.modules_to_save.default.out_proj.weight"
-    )
-    assert found.trainable("head.weight")
-
-
-def test_adapter_injected_into_the_model() -> None:
-    model = tiny_gpt2(tied=False)
-    silently(model.add_adapter, lora(target_modules=["c_attn", "lm_head"]))
-    found = find_anatomy(CausalLMModule(model))
-    assert found.peft == "LORA"
-    assert found.parameter_name("head.weight") == "model.lm_head.base_layer.weight"
-
-
-def test_model_registered_beside_its_peft_wrapper() -> None:
-    root = peft_module(lora())
-    root.base = root.model.get_base_model()
-    assert find_anatomy(root).model is root.model
-
-
-def test_bitfit_trains_the_bias_only() -> None:
-    model = tiny_bert_mlm()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.endswith("bias"))
-    found = find_anatomy(CausalLMModule(model))
-    assert found.trainable("head.bias")
-    assert not found.trainable("head.weight")
-    assert all(n.endswith("bias") for n in found.trainable_names())
 
 
 def test_compiled_and_ddp_are_unwrapped(tmp_path: Any) -> None:
@@ -569,21 +475,6 @@ def test_compiled_and_ddp_are_unwrapped(tmp_path: Any) -> None:
         torch.distributed.destroy_process_group()
     assert found.model is model
     assert found.parameter_name("head.weight") == "module.model.lm_head.weight"
-
-
-def test_compiled_blocks_keep_names_and_modules_together() -> None:
-    model = tiny_gpt2()
-    for i, block in enumerate(model.transformer.h):
-        model.transformer.h[i] = torch.compile(block)
-    found = find_anatomy(model)
-    assert found.block_names == ("transformer.h.0", "transformer.h.1")
-    assert [model.get_submodule(n) for n in found.block_names] == list(found.blocks)
-
-
-def test_compiled_layers_are_no_blocks() -> None:
-    model = PlainLM()
-    model.body = nn.Sequential(*(torch.compile(nn.Linear(8, 8)) for _ in range(2)))
-    assert find_anatomy(model).blocks == ()
 
 
 class PlainLM(nn.Module):
@@ -632,27 +523,6 @@ def test_plain_modules(build: Any) -> None:
     assert found.parameter_name("head.bias") == "net.lm.inner.out.bias"
 
 
-def test_plain_parts_in_the_lightning_module_itself() -> None:
-    root = InTheModule()
-    found = find_anatomy(root)
-    assert found.model is root
-    assert found.head_name == "body.out"
-    assert found.blocks == ()
-
-
-def test_delegating_lightning_module_is_not_taken_for_the_model() -> None:
-    class Delegating(CausalLMModule):
-        def get_input_embeddings(self) -> nn.Module:
-            return self.model.get_input_embeddings()
-
-    model = Exposing()
-    assert find_anatomy(Delegating(model)).model is model
-    known = tiny_gpt2()
-    root = Delegating(known)
-    root.config = known.config
-    assert find_anatomy(root).model is known
-
-
 def test_plain_encoder_decoder() -> None:
     class Translator(nn.Module):
         def __init__(self) -> None:
@@ -684,34 +554,6 @@ def test_blocks_of_an_image_encoder_are_not_the_language_models() -> None:
     found = find_anatomy(LlavaForConditionalGeneration(config))
     assert found.kind == "causal"
     assert found.block_names == tuple(f"model.language_model.layers.{i}" for i in range(2))
-
-
-def test_blocks_in_lists_of_lists() -> None:
-    config = FunnelConfig(
-        vocab_size=VOCAB, d_model=DIM, n_head=2, d_head=8, d_inner=32, block_sizes=[1, 2]
-    )
-    found = find_anatomy(FunnelForMaskedLM(config))
-    assert found.block_names == tuple(f"funnel.encoder.blocks.{i}" for i in ("0.0", "1.0", "1.1"))
-
-
-def test_halves_of_blocks_in_separate_lists_are_no_blocks() -> None:
-    config = XLMConfig(vocab_size=VOCAB, emb_dim=DIM, n_layers=2, n_heads=2, pad_index=0)
-    found = find_anatomy(XLMWithLMHeadModel(config))
-    assert found.blocks == ()
-    halves = find_anatomy(XLMWithLMHeadModel(config), blocks="transformer.attentions")
-    assert halves.block_names == ("transformer.attentions.0", "transformer.attentions.1")
-
-
-def test_two_models_joined_by_hugging_face() -> None:
-    encoder = BertModel(BertConfig(**BERT_SIZES))
-    sizes = BERT_SIZES | {"vocab_size": 50, "num_hidden_layers": 3}
-    decoder = BertLMHeadModel(BertConfig(**sizes, is_decoder=True, add_cross_attention=True))
-    found = find_anatomy(CausalLMModule(EncoderDecoderModel(encoder=encoder, decoder=decoder)))
-    assert found.kind == "seq2seq"
-    assert found.embedding_name == "model.encoder.embeddings.word_embeddings"
-    assert found.head_name == "model.decoder.cls.predictions.decoder"
-    assert found.vocab_size == 50
-    assert len(found.blocks) == 3
 
 
 def test_embedding_matrix_used_as_head() -> None:
@@ -750,29 +592,6 @@ def test_base_model_with_the_users_own_head() -> None:
     assert (found.kind, found.head_name, found.vocab_size) == ("masked", "top", VOCAB)
 
 
-def test_base_model_without_a_head() -> None:
-    model = GPT2Model(GPT2Config(vocab_size=VOCAB, n_embd=DIM, n_layer=2, n_head=2))
-    with pytest.raises(AnatomyError, match="Set kind="):
-        find_anatomy(CausalLMModule(model))
-    found = find_anatomy(CausalLMModule(model), kind="causal")
-    assert found.head is None
-    assert found.head_name is None
-    assert found.vocab_size == VOCAB
-
-
-def test_language_model_whose_head_was_taken_off() -> None:
-    model = tiny_gpt2(tied=False)
-    model.lm_head = nn.Identity()
-    with pytest.raises(AnatomyError, match="found no output head in GPT2LMHeadModel"):
-        find_anatomy(model)
-    assert find_anatomy(model, kind="causal").head is None
-
-
-def test_as_many_classes_as_dimensions() -> None:
-    """The pooler has as many rows as the head."""
-    assert find_anatomy(tiny_bert_classifier(classes=DIM)).head_name == "classifier"
-
-
 def test_two_language_models_are_refused_by_name() -> None:
     class Distillation(L.LightningModule):
         def __init__(self) -> None:
@@ -786,12 +605,6 @@ def test_two_language_models_are_refused_by_name() -> None:
     assert found.model is root.student
     assert found.head_name == "student.lm_head"
     assert find_anatomy(root, model=root.student).head is found.head
-
-
-def test_one_model_under_two_names_is_one() -> None:
-    root = CausalLMModule(tiny_gpt2())
-    root.alias = root.model
-    assert find_anatomy(root).model is root.model
 
 
 def test_overrides_by_name_and_module() -> None:
@@ -838,28 +651,6 @@ def test_overrides_by_name_and_module() -> None:
 def test_wrong_arguments_say_what_to_do(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(AnatomyError, match=message):
         find_anatomy(CausalLMModule(tiny_gpt2()), **arguments)
-
-
-def test_no_language_model_lists_what_there_is() -> None:
-    root = Nested(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
-    with pytest.raises(AnatomyError) as caught:
-        find_anatomy(root)
-    text = str(caught.value)
-    for part in (
-        "found no language model in Nested",
-        "Looked for: a Hugging Face or PEFT model",
-        "'projection' (Linear, 7 rows)",
-        "'net.lm.inner.0' (Linear, 4 rows)",
-        "embedding='path.to.module', head='path.to.module'",
-    ):
-        assert part in text
-
-
-def test_several_plain_pairs_are_refused() -> None:
-    root = nn.ModuleList([PlainLM(), PlainLM()])
-    with pytest.raises(AnatomyError, match=r"no single language model.*'0\.words' with '1\.out'"):
-        find_anatomy(root)
-    assert find_anatomy(root, model="1").model is root[1]
 
 
 def test_a_getter_that_disagrees_with_the_embeddings_is_not_trusted() -> None:
@@ -914,14 +705,6 @@ def test_undisturbed_restores_modes_and_rng(fails: bool, compiled: bool) -> None
         assert torch.equal(value, weights[name])
 
 
-def test_undisturbed_leaves_grad_mode_to_the_caller() -> None:
-    found = find_anatomy(tiny_gpt2())
-    with torch.no_grad(), undisturbed(found):
-        assert not torch.is_grad_enabled()
-    with undisturbed(found) as model:
-        assert loss_of(model, "causal").requires_grad
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_undisturbed_restores_the_generator_of_the_models_device() -> None:
     found = find_anatomy(tiny_gpt2().cuda())
@@ -942,12 +725,3 @@ def test_finding_disturbs_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, weights[n]) for n, v in root.state_dict().items())
     assert all(p.grad is None for p in root.parameters())
-
-
-def test_device_and_description() -> None:
-    root = CausalLMModule(tiny_bert_mlm())
-    root.model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
-    found = find_anatomy(root)
-    assert found.device == torch.device("cpu")
-    assert find_anatomy(tiny_gpt2().to("meta")).device == torch.device("meta")
-    assert "BertEmbeddings(" not in repr(found)

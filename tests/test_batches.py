@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import textwrap
 from collections import Counter, UserDict, namedtuple
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -18,15 +17,12 @@ from lightning_fedleak.model.anatomy import Kind
 from lightning_fedleak.model.batches import (
     BatchError,
     TokenBatch,
-    adapter_to_copy,
     other_fields,
     read_batch,
     write_batch,
 )
-from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import (
     VOCAB,
-    tiny_bert_classifier,
     tiny_bert_mlm,
     tiny_gpt2,
     tiny_llama,
@@ -83,19 +79,6 @@ def test_known_forms(form: str, kind: Kind) -> None:
         assert torch.equal(read.attention_mask.bool(), MASK.bool())
 
 
-def test_reading_changes_nothing() -> None:
-    batch = {"input_ids": IDS.clone(), "labels": LABELS.clone(), "attention_mask": MASK.clone()}
-    before = copy.deepcopy(batch)
-    read = read_batch(batch, "seq2seq")
-    read.target_ids().fill_(1)
-    read.context_ids().fill_(1)
-    bare = read_batch(batch["input_ids"], "causal")
-    bare.target_ids().fill_(1)
-    bare.context_ids().fill_(1)
-    assert batch.keys() == before.keys()
-    assert all(torch.equal(batch[k], before[k]) for k in before)
-
-
 NEW_IDS, NEW_LABELS = IDS + 20, LABELS.clamp(min=0) + 30
 
 
@@ -114,23 +97,6 @@ def test_a_written_copy_reads_back_and_leaves_the_batch_alone(form: str) -> None
     assert old.input_ids is IDS
     assert old.labels is (LABELS if has_labels else None)
     assert other_fields(written) == other_fields(batch) == other_fields(before)
-
-
-def test_labels_that_are_not_given_stay() -> None:
-    for batch in ({"input_ids": IDS, "labels": LABELS}, (IDS, LABELS), Fields(IDS, LABELS)):
-        written = write_batch(batch, TokenBatch(NEW_IDS, None, None, "classifier"))
-        read = read_batch(written, "causal")
-        assert read.input_ids is NEW_IDS
-        assert read.labels is LABELS
-
-
-def test_the_text_beside_the_tensors_is_not_copied() -> None:
-    batch = BatchEncoding(
-        {"input_ids": IDS}, encoding=[SimpleNamespace(tokens=["secret"], n_sequences=1)]
-    )
-    written = write_batch(batch, TokenBatch(NEW_IDS, None, None, "causal"))
-    assert batch.tokens(0) == ["secret"]
-    assert written.encodings is None
 
 
 class Shared(UserDict):
@@ -220,38 +186,6 @@ def test_representation_has_no_contents() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["masked", "seq2seq", "classifier"])
-def test_targets_without_labels_are_unknown(kind: Kind) -> None:
-    batch = TokenBatch(IDS, None, MASK, kind)
-    with pytest.raises(BatchError, match=f"a {kind} model has no labels.*batch_adapter="):
-        batch.target_ids()
-
-
-def test_soft_classes_are_no_ids() -> None:
-    batch = TokenBatch(IDS, torch.rand(2, 3), None, "classifier")
-    with pytest.raises(BatchError, match="the labels are no ids"):
-        batch.n_targets
-
-
-@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (3, 1)])
-@pytest.mark.parametrize("kind", ["causal", "masked", "seq2seq"])
-def test_empty_batches(shape: tuple[int, int], kind: Kind) -> None:
-    ids = torch.zeros(shape, dtype=torch.long)
-    for mask in (None, torch.ones_like(ids)):
-        ignored = TokenBatch(ids, torch.full_like(ids, -100), mask, kind)
-        assert ignored.n_targets == 0
-        assert ignored.target_ids().shape == (0,)
-        assert ignored.target_ids().dtype == torch.int64
-    assert TokenBatch(ids, None, None, "causal").n_targets == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-def test_ids_of_other_integer_types_come_out_as_int64(dtype: torch.dtype) -> None:
-    batch = read_batch(IDS.to(dtype), "causal")
-    assert batch.target_ids().dtype == batch.context_ids().dtype == torch.int64
-    assert batch.context_ids().tolist() == IDS[:, :-1].flatten().tolist()
-
-
 def test_reading_a_batch_looks_into_no_tensor() -> None:
     """Meta tensors have no values: whatever looks at one fails."""
     ids = torch.empty(2, 4, dtype=torch.long, device="meta")
@@ -338,59 +272,6 @@ def test_targets_are_those_of_the_models_loss(name: str) -> None:
         assert batch.n_targets == len(batch.target_ids())
 
     check()
-
-
-def test_targets_without_labels_are_those_of_the_text() -> None:
-    model = tiny_gpt2().eval()
-
-    @given(batches("causal", with_labels=False))
-    def check(batch: TokenBatch) -> None:
-        assert Counter(batch.target_ids().tolist()) == used_by_the_loss(model, batch)
-
-    check()
-
-
-def targets_by_hand(batch: TokenBatch) -> list[int]:
-    if batch.labels is None:
-        assert batch.attention_mask is not None
-        source = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True)
-        return [t for row, seen in source for t, s in zip(row[1:], seen[1:], strict=True) if s]
-    start = 1 if batch.kind == "causal" else 0
-    return [t for row in batch.labels.tolist() for t in row[start:] if t != -100]
-
-
-@given(
-    st.sampled_from(["causal", "masked", "seq2seq"]).flatmap(batches)
-    | batches("causal", with_labels=False)
-)
-def test_targets_in_reading_order(batch: TokenBatch) -> None:
-    assert batch.target_ids().tolist() == targets_by_hand(batch)
-
-
-def test_classes_are_the_targets_of_a_classifier() -> None:
-    labels = torch.tensor([2, -100])
-    batch = read_batch({"input_ids": IDS, "labels": labels}, "classifier")
-    assert batch.target_ids().tolist() == [2]
-    model = tiny_bert_classifier().eval()
-    output = model(input_ids=IDS, labels=labels)
-    (grad,) = torch.autograd.grad(output.loss, [output.logits])
-    assert (grad.abs().sum(-1) > 0).tolist() == [True, False]
-    assert int(grad[0].argmin()) == 2
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_random_loader_gives_known_batches_and_leaves_the_rng(padded: bool) -> None:
-    state = torch.get_rng_state()
-    loader = random_token_loader(10, 4, 12, VOCAB, seed=5, padded=padded)
-    read = [read_batch(b, "causal") for b in loader]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [len(b.input_ids) for b in read] == [4, 4, 2]
-    n_padded = sum(int((b.input_ids == 0).sum()) for b in read)
-    assert (n_padded > 0) == padded
-    assert sum(b.n_targets for b in read) == 10 * 11 - n_padded
-    again = random_token_loader(10, 4, 12, VOCAB, seed=5, padded=padded)
-    for a, b in zip(read, again, strict=True):
-        assert torch.equal(a.input_ids, b["input_ids"])
 
 
 # ---- values that contradict each other -----------------------------------------------------------
@@ -528,21 +409,6 @@ def test_context_ids_are_those_whose_embedding_has_a_gradient(kind: str) -> None
     assert sorted(batch.context_ids().tolist()) == sorted(ids[expected].tolist())
 
 
-@pytest.mark.parametrize("kind", ["causal", "masked"])
-def test_padding_that_the_loss_counts_is_read(kind: str) -> None:
-    model = (tiny_llama() if kind == "causal" else tiny_bert_mlm(dropout=0.0)).eval()
-    ids = torch.randint(5, 50, (3, 7))
-    mask = torch.ones_like(ids)
-    mask[0, 4:] = mask[1, 6:] = 0
-    ids[mask == 0] = 3
-    labels = ids.clone()
-    labels[2, :5] = -100
-    batch = TokenBatch(ids, labels, mask, kind)
-    expected = _hangs_on(model, batch, attention_mask=mask, labels=labels)
-    assert bool((expected & (mask == 0)).any())
-    assert sorted(batch.context_ids().tolist()) == sorted(ids[expected].tolist())
-
-
 @pytest.mark.parametrize("crossing", [False, True])
 def test_tokens_read_of_packed_documents_are_those_with_a_gradient(crossing: bool) -> None:
     """The batch is the same: what the model's attention does decides."""
@@ -561,67 +427,4 @@ def test_tokens_read_of_packed_documents_are_those_with_a_gradient(crossing: boo
         assert sorted(read.context_ids().tolist()) == sorted(ids[expected].tolist())
 
 
-def test_context_ids_of_other_kinds() -> None:
-    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    labels = torch.tensor([[11, 12, 13, -100], [-100] * 4])
-    both = TokenBatch(ids, labels, None, "seq2seq")
-    assert sorted(both.context_ids().tolist()) == [5, 6, 7, 11, 12]
-    classes = TokenBatch(ids, torch.tensor([1, -100]), None, "classifier")
-    assert classes.context_ids().tolist() == [5, 6, 7]
-    bare = TokenBatch(ids, None, torch.tensor([[1, 1, 0], [1, 1, 1]]), "causal")
-    assert bare.context_ids().tolist() == [5, 8, 9]
-
-
 # ---- an adapter to copy -------------------------------------------------------------------------
-
-
-@dataclass
-class Texts:
-    names: list[str]
-    tokens: torch.Tensor
-    padding_mask: torch.Tensor
-    targets: torch.Tensor
-
-
-def adapted(batch: object, given: object) -> TokenBatch:
-    """What the adapter that is shown for a batch makes of one."""
-    shown: dict[str, object] = {"LeakageMonitor": lambda *_, **__: None}
-    exec(textwrap.dedent(adapter_to_copy(batch, "causal")), shown)
-    found = shown["batch_adapter"](given)  # type: ignore[operator]
-    assert isinstance(found, TokenBatch)
-    return found
-
-
-def test_the_adapter_that_is_shown_reads_the_batch() -> None:
-    ids = torch.arange(6).view(2, 3)
-    batch = Texts(["a", "b"], ids, torch.ones(2, 3), ids + 1)
-    for told in (batch, Texts):
-        found = adapted(told, batch)
-        assert found.input_ids is ids
-        assert found.labels is batch.targets
-        assert found.attention_mask is batch.padding_mask
-    named = {"x": ids, "y": ids + 1}
-    assert adapted(named, named).input_ids is ids
-    assert adapted(named, named).labels is named["y"]
-    mask = torch.ones(2, 3)
-    nested = {"inputs": {"attention_mask": mask, "input_ids": ids}, "target": {"y": ids + 1}}
-    assert adapted(nested, nested).input_ids is ids
-    assert adapted(nested, nested).attention_mask is mask
-    assert adapted(nested, nested).labels is nested["target"]["y"]
-
-
-def test_a_mask_of_attention_scores_is_no_attention_mask() -> None:
-    ids = torch.arange(6).view(2, 3)
-    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.zeros(2, 1, 3, 3)}
-    found = adapted(batch, batch)
-    assert found.input_ids is ids
-    assert found.attention_mask is None
-    padded = {**batch, "padding_mask": torch.ones(2, 3)}
-    assert adapted(padded, padded).attention_mask is padded["padding_mask"]
-
-
-def test_where_no_field_is_known_its_place_is_shown() -> None:
-    text = adapter_to_copy(object(), "classifier")
-    assert "input_ids=batch.YOUR_IDS" in text
-    assert "labels=None,  # (B,) of texts" in text
-    assert len(text.strip().splitlines()) == 11

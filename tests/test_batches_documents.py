@@ -13,7 +13,6 @@ from transformers import DataCollatorWithFlattening
 
 from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.taps.tokens import texts_in
-from tests.test_batches import adapted
 
 LENGTHS = (3, 1, 4, 2)
 
@@ -69,33 +68,6 @@ def test_documents_are_where_any_mark_says(name: str) -> None:
     ]  # fmt: skip
 
 
-def test_an_adapter_numbers_documents_as_it_likes() -> None:
-    ids = torch.arange(10, 16)[None]
-    batch = TokenBatch(ids, ids, None, "causal", documents=torch.tensor([[7, 7, 7, 2, 2, 0]]))
-    assert batch.documents is not None
-    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 2]]
-
-
-def test_the_adapter_that_is_shown_reads_positions() -> None:
-    batch = {**MARKS["booleans"], "position_ids": flattened()["position_ids"]}
-    assert torch.equal(adapted(batch, batch).documents, number_of_each())  # type: ignore[arg-type]
-
-
-def test_rows_of_one_document_are_not_packed() -> None:
-    ids = torch.arange(8).view(2, 4)
-    assert not TokenBatch(ids, ids, None, "causal").is_packed
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # as generate makes them
-    names = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    padded = read_batch(names, "causal")
-    assert not padded.is_packed
-    assert padded.by_document() is padded
-    causal = torch.ones(2, 1, 4, 4).tril().bool()
-    assert not read_batch({"input_ids": ids, "attention_mask": causal}, "causal").is_packed
-    empty = torch.empty(0, 4, dtype=torch.long)
-    assert not TokenBatch(empty, empty, None, "causal", positions[:1]).is_packed
-
-
 def test_a_mask_of_four_dimensions_says_what_is_padded() -> None:
     ids = torch.arange(5, 10)[None]
     sees = torch.ones(5, 5).tril().bool()
@@ -115,27 +87,6 @@ def test_reading_marks_looks_into_no_tensor(marks: str) -> None:
         "mask": {"input_ids": ids, "attention_mask": ids.new_empty(1, 1, 4, 4).bool()},
     }[marks]
     assert read_batch(batch, "causal").documents is not None
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"cu_seq_lens": torch.tensor([0, 2, 8]), "input_ids": torch.ones(2, 4).long()}, "rows"),
-        ({"seq_idx": torch.ones(1, 3).long(), "input_ids": torch.ones(2, 4).long()}, "documents"),
-        ({"position_ids": torch.ones(3, 4), "input_ids": torch.ones(2, 4).long()}, "position_ids"),
-    ],
-)
-def test_marks_of_another_form_are_refused(batch: dict[str, Tensor], message: str) -> None:
-    with pytest.raises(BatchError, match=message):
-        read_batch(batch, "causal")
-
-
-def test_positions_of_images_are_refused() -> None:
-    """Where they begin again a document may begin, or an image."""
-    ids = torch.ones(2, 4).long()
-    for positions in (torch.zeros(3, 2, 4), torch.arange(4)):
-        with pytest.raises(BatchError, match="M-RoPE"):
-            read_batch({"input_ids": ids, "position_ids": positions.long()}, "causal")
 
 
 # ---- the boundary logic, by brute force ---------------------------------------------------------

@@ -95,19 +95,6 @@ def test_the_sdist_holds_what_its_tests_need(built: tuple[set[str], set[str]]) -
         assert name in sdist
 
 
-def test_the_readme_of_an_index_has_no_relative_link(distributions: tuple[Path, Path]) -> None:
-    [wheel] = importlib.metadata.distributions(path=[str(distributions[1])])
-    assert wheel.metadata["Description-Content-Type"].startswith("text/markdown")
-    readme = wheel.metadata.get_payload()
-    assert readme.startswith("# lightning-fedleak")
-    assert "docs/dpsgd.md" in readme
-    assert RELATIVE.findall(readme) == []
-    assert "pip install 'lightning-fedleak[demo]'" in readme
-    for word in ("make demo", "checkout", "this folder", "index\n"):
-        assert word not in readme, word
-    assert RELATIVE.search((ROOT / "README.md").read_text()), "and in the repository it has"
-
-
 def test_links_of_the_readme() -> None:
     spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
     assert spec is not None

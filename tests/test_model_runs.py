@@ -106,23 +106,6 @@ def test_as_hugging_face_gives_them(name: str, padding: str) -> None:
         assert torch.equal(got, expected[layer]), layer
 
 
-def test_an_encoder_decoder_is_read_in_its_encoder() -> None:
-    names = [n for n, _ in text_blocks(find_anatomy(tiny_t5()))]
-    assert names == ["encoder.block.0", "encoder.block.1"]
-    assert find_anatomy(tiny_t5()).block_names[0] == "decoder.block.0"
-
-
-@pytest.mark.parametrize("at_once", [1, 20, 1000])
-def test_chunks_of_rows_give_the_same(at_once: int) -> None:
-    model = tiny_gpt2(layers=3).double()
-    ids, mask = text(7)
-    calls: list[int] = []
-    model.transformer.wte.forward = _noting(model.transformer.wte.forward, lambda: calls.append(1))
-    got = hidden_states(find_anatomy(model), 2, ids, mask, at_once=at_once)
-    assert len(calls) == {1: 7, 20: 4, 1000: 1}[at_once]
-    torch.testing.assert_close(got, by_hugging_face(model, ids, mask)[2], rtol=1e-12, atol=1e-12)
-
-
 def _noting(forward: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
         note()
@@ -250,27 +233,6 @@ def test_hooks_that_the_model_needs_still_run() -> None:
     torch.testing.assert_close(norm, layer.weight_g)
 
 
-def test_capturing_hooks_that_transformers_installs_meanwhile_stay() -> None:
-    model = tiny_bert_mlm()
-    model.config.output_hidden_states = True
-    model.register_forward_hook(lambda *_: None)
-    ids, mask = text()
-    got = hidden_states(find_anatomy(model), 1, ids, mask)
-    model.eval()
-    out = model(input_ids=ids, attention_mask=mask)
-    assert len(out.hidden_states) == 3
-    assert torch.equal(out.hidden_states[1], got)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_under_gradient_checkpointing(reentrant: bool) -> None:
-    model = tiny_gpt2(layers=3).train()
-    ids, mask = text()
-    expected = by_hugging_face(model, ids, mask)[2]
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    assert torch.equal(hidden_states(find_anatomy(model), 2, ids, mask), expected)
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_models_run_eagerly_and_are_not_recompiled(whole: bool) -> None:
     model = tiny_gpt2(layers=3, dropout=0.0)
@@ -328,20 +290,6 @@ def test_under_peft(kind: str) -> None:
     plain = by_hugging_face(tiny_gpt2(layers=3), ids, mask)[2]
     assert (got - plain).abs().max() > 1e-4
     assert context_length(anatomy) == (POSITIONS if kind == "lora" else POSITIONS - 4)
-
-
-def test_autocast_and_a_model_in_bf16() -> None:
-    ids, mask = text()
-    model = tiny_gpt2(layers=3).train()
-    anatomy = find_anatomy(model)
-    full = hidden_states(anatomy, 2, ids, mask)
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = hidden_states(anatomy, 2, ids, mask)
-        expected = by_hugging_face(model, ids, mask)[2]
-    assert torch.equal(mixed, expected)
-    assert 0 < (mixed - full).abs().max() < 0.1
-    half = hidden_states(find_anatomy(tiny_gpt2(layers=3).bfloat16()), 2, ids, mask)
-    assert half.dtype == torch.bfloat16
 
 
 def test_weights_cast_for_it_are_not_kept_for_the_training_step() -> None:
@@ -405,55 +353,6 @@ def test_a_plain_module_with_a_list_of_blocks() -> None:
         two, _ = model.blocks[1](one)
     for layer, expected in enumerate((zero, one, two)):
         assert torch.equal(hidden_states(find_anatomy(model), layer, ids), expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layer": 4}, "layer=4 is out of range: the model has 3 blocks, so 0 to 3"),
-        ({"layer": -1}, "layer=-1 is out of range"),
-        ({"layer": True}, "layer=True is out of range"),
-        ({"input_ids": torch.zeros(0, 4).long()}, r"holds no text: its shape is \(0, 4\)"),
-        ({"input_ids": torch.zeros(2, 0).long()}, r"holds no text: its shape is \(2, 0\)"),
-        ({"input_ids": torch.zeros(4).long()}, r"must be \(B, L\), got \(4,\)"),
-        (
-            {"input_ids": torch.ones(1, POSITIONS + 1).long()},
-            "65 tokens long, but the model's context holds 64",
-        ),
-        (
-            {"attention_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])},
-            "text 1 is empty: its attention_mask is 0 everywhere",
-        ),
-        ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\), but input_ids"),
-        ({"at_once": 0}, "at_once must be an integer of at least 1"),
-    ],
-)
-def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"layer": 1, "input_ids": torch.ones(2, 3).long()} | change
-    with pytest.raises(ValueError, match=message):
-        hidden_states(find_anatomy(tiny_gpt2(layers=3)), **arguments)
-
-
-def test_the_context_of_roberta_is_what_padding_leaves() -> None:
-    anatomy = find_anatomy(tiny_roberta_mlm())
-    most = context_length(anatomy)
-    assert most == POSITIONS - 2
-    hidden_states(anatomy, 1, torch.full((1, most), 5))
-    with pytest.raises(ValueError, match="63 tokens long, but the model's context holds 62"):
-        hidden_states(anatomy, 1, torch.full((1, most + 1), 5))
-    assert context_length(find_anatomy(tiny_t5())) is None
-
-
-def test_a_model_without_position_ids_says_so() -> None:
-    ids = torch.ones(1, 3).long()
-    with pytest.raises(ValueError, match="takes no position_ids"):
-        hidden_states(find_anatomy(tiny_t5()), 1, ids, position_ids=ids)
-
-
-def test_a_model_without_blocks_says_so() -> None:
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
-    with pytest.raises(ValueError, match="no transformer blocks"):
-        hidden_states(find_anatomy(model), 0, torch.ones(1, 3).long())
 
 
 class Twice(nn.Module):

@@ -234,7 +234,7 @@ class Evidence:
         self.at_most = at_most
         self.alpha = alpha
         self.metric = metric
-        self._above = MeanTest(at_most, restarts=True, span=span[:2])
+        self._above = MeanTest(at_most, span=span[:2])
 
     def update(self, value: float, trials: Trials | None = None) -> None:
         """Take the value of one look; an unknown one is no evidence.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ _LABELS: dict[Kind, str] = {
     "seq2seq": "(B, L') of the decoder, -100 where the loss ignores a token",
     "classifier": "(B,) of texts, or (B, L) of tokens",
 }
-_LABEL_NAME = r"label|target|\by(\"])?$"
 HIDDEN = -5e3
 """Largest score of an additive attention mask that hides: libraries write -10,000 or less."""
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
@@ -93,15 +91,16 @@ class TokenBatch:
         self._number_documents()
         if labels is None:
             return
-        if self.kind == "classifier":
-            if labels.shape[:1] != ids.shape[:1]:
-                raise _error(f"labels must have one row for each of {len(ids)} inputs", labels)
-        elif labels.dim() != 2 or not _holds_ids(labels):
-            raise _error(f"labels of a {self.kind} model must be integers (B, L)", labels)
-        elif self.kind == "seq2seq" and len(labels) != len(ids):
-            raise _error(f"labels must have one row for each of {len(ids)} inputs", labels)
-        elif self.kind != "seq2seq" and labels.shape != ids.shape:
-            raise _error(f"labels must have input_ids' shape {tuple(ids.shape)}", labels)
+        by_row = self.kind in (
+            "classifier",
+            "seq2seq",
+        )  # a decoder's texts have lengths of their own
+        shape = tuple(ids.shape[:1] if by_row else ids.shape)
+        fits = labels.shape[: len(shape)] == shape
+        if not fits or (
+            self.kind != "classifier" and (labels.dim() != 2 or not _holds_ids(labels))
+        ):
+            raise _error(f"labels of a {self.kind} model must be {_LABELS[self.kind]}", labels)
 
     def target_ids(self) -> Tensor:
         """Return the ids that the loss is computed on, (n,) int64 in order, repeats included.
@@ -463,72 +462,26 @@ def other_fields(batch: Any) -> tuple[str, ...]:
     return tuple(sorted(_key(name) for name, v in items if v is not None and name not in standard))
 
 
-def adapter_to_copy(batch: Any, kind: Kind) -> str:
-    """Return the code of a ``batch_adapter`` for a user's form of batch, with its field names.
+def adapter_to_copy(batch: object, kind: Kind) -> str:
+    """Return the code of a ``batch_adapter`` to fill in.
 
     Args:
-        batch: a batch, or its class: a dataclass or a named tuple.
+        batch: a batch, or its class; its form stands in a comment, never its contents.
         kind: of the model.
     """
-    values = _fields_by_code(batch)
-    masks = {code: value for code, value in values.items() if "mask" in _last_name(code)}
-    flat = [code for code, m in masks.items() if not isinstance(m, Tensor) or m.dim() == 2]
-    labels = next((code for code in values if re.search(_LABEL_NAME, code.lower())), None)
-    others = [code for code in values if code not in (*masks, labels)]
-    no_mask = position_line = ""
-    if masks and not flat:
-        no_mask = "; not one of attention scores"
-        positions = next((code for code in others if _last_name(code) == "position_ids"), None)
-        if positions is not None:
-            others.remove(positions)
-            position_line = f"\n            position_ids={positions},  # of texts packed into a row"
-
-    def unlikely(code: str) -> tuple[bool, bool]:
-        value = values[code]
-        rows = isinstance(value, Tensor) and value.dim() == 2 and _holds_ids(value)
-        return not rows, not re.search("id|tok|input|^x$", _last_name(code))
-
-    ids = min(others, key=unlikely, default="batch.YOUR_IDS")
-    mask = next(iter(flat), None)
     return f"""
     from lightning_fedleak.model.batches import TokenBatch
 
-    def batch_adapter(batch):
+    def batch_adapter(batch):  # {_describe(batch)}
         return TokenBatch(
-            input_ids={ids},  # (B, L) integers
-            labels={labels},  # {_LABELS[kind]}
-            attention_mask={mask},  # (B, L), 0 where padded{no_mask}
-            kind="{kind}",{position_line}
+            input_ids=...,  # (B, L) integers
+            labels=...,  # {_LABELS[kind]}
+            attention_mask=...,  # (B, L), 0 where padded; or None
+            kind="{kind}",
         )
 
     LeakageMonitor(..., batch_adapter=batch_adapter)
 """
-
-
-def _fields_by_code(batch: Any, path: str = "batch") -> dict[str, object]:
-    """Return the fields of a batch, and of mappings inside, by the code that reads them.
-
-    What may be content, and no name of a field, is left out.
-    """
-    if not isinstance(batch, Mapping):
-        declared = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
-        names = getattr(batch, "__dict__", ()) if declared is None else declared
-        return {
-            f"{path}.{name}": getattr(batch, name, None) for name in names if _key(name) == name
-        }
-    fields: dict[str, object] = {}
-    for name, value in batch.items():
-        code = f'{path}["{name}"]'
-        if isinstance(value, Mapping) and _key(name) == name:
-            fields |= _fields_by_code(value, code)
-        elif _key(name) == name:
-            fields[code] = value
-    return fields
-
-
-def _last_name(code: str) -> str:
-    """Return the name of the field that a piece of code reads, in lower case."""
-    return str(re.findall(r"\w+", code)[-1]).lower()
 
 
 def _check_copy(batch: Any, new_batch: Any, unchanged: bool) -> Any:

@@ -30,7 +30,6 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.validate import check_integer
 
 LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
 TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
@@ -108,7 +107,6 @@ def hidden_states(
     attention_mask: Tensor | None = None,
     *,
     position_ids: Tensor | None = None,
-    at_once: int = TOKENS_AT_ONCE,
 ) -> Tensor:
     """Return the hidden states of texts at ``layer``, in eval mode and without gradient.
 
@@ -134,27 +132,24 @@ def hidden_states(
         input_ids: (B, L) token ids, moved to the model's device.
         attention_mask: (B, L), 0 where padded, or None; ignored by a model that takes none.
         position_ids: (B, L), for a model whose ``forward`` takes them.
-        at_once: tokens in one run at most (at least one row), which bounds the memory.
 
     Returns:
         (B, L, d) in the dtype and on the device of the layer, detached, without the virtual tokens
         of prompt tuning.
 
     Raises:
-        ValueError: the model has no such layer, there is no text or an empty one, shapes do not
-            match, or a text is longer than the model's context.
+        ValueError: the model has no such layer, or a text is empty or longer than its context.
         TypeError: the model is wrapped by FSDP1, whose forward cannot be stopped.
     """
     place = place_of(anatomy, layer)
     check_text(anatomy, input_ids, attention_mask, position_ids)
-    check_integer("at_once", at_once, hint="tokens of one run")
     if any("_fsdp_wrapped_module" in m._modules for m in model_state.modules_of(anatomy.root)):
         raise TypeError(
             "the model is wrapped by FullyShardedDataParallel (FSDP1), whose forward cannot be "
             "cut off behind a layer; use FSDP2 (ModelParallelStrategy)"
         )
     device = anatomy.device
-    rows = max(1, at_once // input_ids.shape[1])
+    rows = max(1, TOKENS_AT_ONCE // input_ids.shape[1])
     texts: list[dict[str, Tensor]] = []
     for a in range(0, len(input_ids), rows):
         text = {"input_ids": input_ids[a : a + rows].to(device)}
@@ -344,16 +339,8 @@ def check_text(
     """Raise an error for texts (B, L) that the model cannot read.
 
     Raises:
-        ValueError: a text is empty or too long, a shape is wrong, or the model takes no positions.
+        ValueError: a text is empty or too long, or the model takes no positions.
     """
-    shape = tuple(input_ids.shape)
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids must be (B, L), got {shape}")
-    if 0 in shape:
-        raise ValueError(f"input_ids holds no text: its shape is {shape}")
-    for name, value in (("attention_mask", mask), ("position_ids", positions)):
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(f"{name} is {tuple(value.shape)}, but input_ids is {shape}")
     if mask is not None and not bool((mask != 0).any(1).all()):
         empty = int((mask == 0).all(1).nonzero()[0])
         raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
@@ -362,10 +349,10 @@ def check_text(
             f"{type(without_peft(anatomy.model)).__name__}.forward takes no position_ids"
         )
     context = context_length(anatomy)
-    if context is not None and shape[1] > context:
+    if context is not None and input_ids.shape[1] > context:
         raise ValueError(
-            f"the texts are {shape[1]} tokens long, but the model's context holds {context}; "
-            "truncate them"
+            f"the texts are {input_ids.shape[1]} tokens long, but the model's context holds "
+            f"{context}; truncate them"
         )
 
 

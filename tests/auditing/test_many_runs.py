@@ -41,7 +41,7 @@ def play(mechanism, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(mechanism(rng, members).astype(float)), torch.tensor(members)
 
 
-@pytest.mark.parametrize("how", ["union", "split", 0.5])
+@pytest.mark.parametrize("how", ["union", 0.5])
 @pytest.mark.parametrize(
     ("mechanism", "truth", "arguments"),
     [
@@ -55,7 +55,7 @@ def test_the_bound_is_too_large_with_probability_alpha_at_most(
     mechanism, truth, arguments, how
 ) -> None:
     bounds = [
-        audit_scores(*play(mechanism, 500, seed), threshold=how, seed=seed, **arguments).epsilon
+        audit_scores(*play(mechanism, 500, seed), threshold=how, **arguments).epsilon
         for seed in range(RUNS)
     ]
     assert sum(b > truth for b in bounds) <= TOLERATED
@@ -89,15 +89,10 @@ def test_choosing_the_threshold_on_the_games_it_is_judged_by_would_be_wrong() ->
         ),
     ],
 )
-@pytest.mark.parametrize("how", ["union", "split"])
+@pytest.mark.parametrize("how", ["union"])
 def test_the_bound_approaches_the_truth(mechanism, truth, arguments, share, how) -> None:
     bound = audit_scores(*play(mechanism, 100_000, 1), threshold=how, **arguments)
     assert share * truth < bound.epsilon <= truth < bound.limit
-
-
-def test_a_fixed_threshold_approaches_randomised_response() -> None:
-    bound = audit_scores(*play(randomised_response, 100_000, 1), threshold=0.5)
-    assert 0.97 < bound.epsilon <= 1.0
 
 
 def quantile_scores(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,35 +115,6 @@ def test_a_fixed_threshold_gives_what_jax_privacy_gives(n, delta, published) -> 
     """jax_privacy 2.0.0, ``epsilon_clopper_pearson(.05, delta, one_sided=False, Explicit(.5))``."""
     bound = audit_scores(*quantile_scores(n), delta=delta, threshold=0.5)
     assert bound.epsilon == pytest.approx(published, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("n", "delta", "published"),
-    [(100, 0.0, 0.185354), (1000, 0.0, 1.049722), (10_000, 0.0, 1.787192), (10_000, 0.1, 0.911402)],
-)
-def test_the_union_is_tighter_than_jax_privacys_bonferroni(n, delta, published) -> None:
-    """The same version's default, which pays for every score as a threshold."""
-    bound = audit_scores(*quantile_scores(n), delta=delta).epsilon
-    assert published < bound < 1.2 * published + 0.01
-
-
-def test_counts_by_the_definition() -> None:
-    """Both directions, with scipy's Clopper-Pearson, one-sided at alpha / 2 each."""
-    for tp, fp in ((90, 3), (40, 0), (100, 60), (50, 50)):
-        tpr, tnr = (
-            binomtest(k, 100, alternative="greater").proportion_ci(0.975, "exact").low
-            for k in (tp, 100 - fp)
-        )
-        ways = [(tpr - 0.01) / (1 - tnr), (tnr - 0.01) / (1 - tpr)]
-        expected = max([0.0] + [math.log(w) for w in ways if w > 1])
-        got = epsilon_from_counts(tp, 100, fp, 100, delta=0.01)
-        assert got == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_other_direction_counts() -> None:
-    """A test that is only sure of who is *not* in."""
-    assert epsilon_from_counts(1000, 1000, 500, 1000) > 4
-    assert epsilon_from_counts(500, 1000, 0, 1000) > 4
 
 
 # ---- relations ------------------------------------------------------------------------------
@@ -207,7 +173,7 @@ def test_no_bridge_from_add_remove_to_replace_one() -> None:
 def test_a_score_that_is_nan_makes_the_bound_unknown() -> None:
     scores, members = play(gaussian, 50, 0)
     scores[3] = math.nan
-    for how in ("union", "split", 0.0):
+    for how in ("union", 0.0):
         bound = audit_scores(scores, members, threshold=how)
         assert math.isnan(bound.epsilon)
         assert "unknown" in str(bound)
@@ -215,10 +181,10 @@ def test_a_score_that_is_nan_makes_the_bound_unknown() -> None:
 
 def test_infinite_scores_and_few_games_are_fine() -> None:
     scores, members = torch.tensor([math.inf, -math.inf]), torch.tensor([True, False])
-    for how in ("union", "split", 0.0):
+    for how in ("union", 0.0):
         assert audit_scores(scores, members, threshold=how).epsilon == 0.0
     scores, members = scores.repeat(100), members.repeat(100)
-    for how in ("union", "split", 0.0):
+    for how in ("union", 0.0):
         bound = audit_scores(scores, members, threshold=how)
         assert 2 < bound.epsilon == bound.limit
 
@@ -226,7 +192,7 @@ def test_infinite_scores_and_few_games_are_fine() -> None:
 def test_a_threshold_that_no_member_exceeds_spoils_no_other() -> None:
     """A non-member above all others, and a replace-one game for an add/remove epsilon."""
     scores, members = torch.cat([torch.zeros(500), torch.ones(500)]), torch.arange(1000) >= 500
-    for how in ("union", "split"):
+    for how in ("union",):
         audit = partial(
             audit_scores, threshold=how, relation="replace_one", accountant="add_remove"
         )
@@ -235,26 +201,3 @@ def test_a_threshold_that_no_member_exceeds_spoils_no_other() -> None:
         spoilt = audit(scores, members).epsilon
         scores[0] = 0.0
         assert 0.8 * perfect < spoilt < perfect
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"delta": 1.0}, "delta must"),
-        ({"confidence": 95}, "confidence must"),
-        ({"threshold": "best"}, "threshold must"),
-        ({"threshold": math.nan}, "threshold must"),
-        ({"relation": "zero_out"}, "relation must"),
-        ({"relation": "replace_one", "accountant": "remove"}, "accountant must"),
-        ({"claim": "laplace"}, "claim must"),
-        ({"claim": "gaussian"}, "no epsilon at delta 0"),
-        ({"members": torch.ones(5, dtype=torch.bool)}, "members holds 5"),
-        ({"members": torch.ones(4, dtype=torch.bool)}, "with the target and without"),
-    ],
-)
-def test_arguments_that_cannot_be_meant_are_refused(arguments, words) -> None:
-    base = {"scores": torch.zeros(4), "members": torch.tensor([True, False] * 2)}
-    with pytest.raises(ValueError, match=words):
-        audit_scores(**(base | arguments))
-    with pytest.raises(ValueError, match="tp <= positives"):
-        epsilon_from_counts(3, 2, 0, 2)

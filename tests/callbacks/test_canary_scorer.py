@@ -21,6 +21,7 @@ from lightning_fedleak.evaluation.canaries import (
     new_token_canaries,
     with_canaries,
 )
+from lightning_fedleak.evaluation.canaries.record import seed_key
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama
 from tests.strategies.dpsgd_runs import CausalLM
 
@@ -29,7 +30,7 @@ PAD = PadRight(0)
 
 def canary_set(texts: list[Tensor]) -> CanarySet:
     digests = [bytes([i]) * 32 for i in range(len(texts))]
-    return CanarySet(texts, InclusionRecord.flip(digests, seed=0))
+    return CanarySet(texts, InclusionRecord(seed_key(0), tuple(digests)))
 
 
 class Weights(L.Callback):
@@ -168,7 +169,7 @@ def test_a_resumed_run_goes_on_with_its_scores(by: Any, tmp_path: Path) -> None:
     others = canary_set([torch.tensor([60 + i, 5]) for i in range(6)])
     with pytest.raises(InclusionMismatch):
         CanaryScorer(
-            CanarySet(others.token_ids, InclusionRecord.flip([b"x" * 32] * 6)), by
+            CanarySet(others.token_ids, InclusionRecord(seed_key(0), (b"x" * 32,) * 6)), by
         ).load_state_dict(state)
     other_way = CanaryScorer(again.canaries, "loss" if by == "row" else "row")
     with pytest.raises(ValueError, match="one way must hold"):

@@ -81,18 +81,6 @@ def test_a_template_does_not_count() -> None:
     assert repeated_texts(rows[:5], rows[:5]).all()  # five rows show no template
 
 
-def test_a_row_repeated_sixteen_times_counts_in_small_data() -> None:
-    rows = [text(list(range(30 * n, 30 * n + 30))) for n in range(50)]
-    data = rows + [rows[3]] * 15
-    assert repeated_texts(rows, data).nonzero()[:, 0].tolist() == [3]
-
-
-def test_the_memory_is_that_of_the_pool() -> None:
-    """Rows may be a stream: each is read once."""
-    pool = [text(list(range(30)))]
-    assert repeated_texts(pool, iter([*pool, text(list(range(5, 40)))])).tolist() == [True]
-
-
 def test_runs_do_not_reach_from_row_to_row() -> None:
     """The first halves and second halves of two runs stand in other rows, one after the other."""
     rows = [text([0, *range(100, 130)]), text([0, *range(200, 230)])]
@@ -102,19 +90,6 @@ def test_runs_do_not_reach_from_row_to_row() -> None:
         False,
         False,
     ]
-
-
-def test_rows_in_many_parts_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [text([7] * 30), *(text(list(range(40 * n, 40 * n + 30))) for n in range(1, 9))]
-    data = [*rows, rows[3]]
-    expected = repeated_texts(rows, data).tolist()
-    assert [n for n, again in enumerate(expected) if again] == [3]  # not 0, which repeats itself
-    monkeypatch.setattr("lightning_fedleak.evaluation.canaries.repeats.ROWS_AT_ONCE", 2)
-    assert repeated_texts(rows, data).tolist() == expected
-
-
-def test_an_empty_pool() -> None:
-    assert repeated_texts([], [text([1, 2, 3])]).tolist() == []
 
 
 # ---- copies -------------------------------------------------------------------------------------
@@ -216,27 +191,6 @@ def test_copies_that_share_a_form_with_other_texts_are_apart(further: int) -> No
     assert len(set(found.units)) == 60 + further
 
 
-def test_a_text_that_fills_most_rows_is_no_frame() -> None:
-    """Texts count once, however often they stand in the data."""
-    rows = drawn(40, 0)
-    texts = [text(ids) for ids in [*rows, *[rows[0]] * 60, near(rows[0], 7)]]
-    found = find_repeats(texts, ((one, True) for one in texts))
-    assert found.again[[0, 40, 99, 100]].all()
-    assert found.units[100] == found.units[0]
-    assert found.times[0] == 62
-
-
-def test_near_copies_elsewhere_are_one_text() -> None:
-    """A run that 30 near copies of one text have, and one other text, is no template."""
-    rows, fresh = drawn(60, 0), drawn(1, 5, 40)[0]
-    rows[1][5:18] = rows[0][2:15]
-    copies = [[*rows[0][:20], token, *rows[0][21:]] for token in fresh[:30]]
-    texts = [text(ids) for ids in [*rows, *copies]]
-    assert repeated_texts(texts[:60], texts).nonzero()[:, 0].tolist() == [0, 1]
-    found = find_repeats(texts[:60], ((one, n % 2 == 0) for n, one in enumerate(texts)))
-    assert found.times[0] == 16
-
-
 def test_what_stands_in_many_copies_is_no_template_to_another_text() -> None:
     """A text that shares 13 tokens with one that fills 30 rows is left out."""
     rows = drawn(300, 0)
@@ -266,17 +220,3 @@ def test_a_text_of_which_one_row_was_trained_on_and_a_copy_was_not_is_not_scored
     assert scored.rows == [n for n in range(20) if n != 3]
     assert (scored.repeated, scored.short) == (2, 0)
     assert scored_texts(texts, [True] * 21).rows[-1] in (3, 20)
-
-
-@pytest.mark.parametrize("copies", [20, 90, 180])
-def test_near_copies_are_one_text_however_many_they_are(copies: int) -> None:
-    """Also where more than half of the texts are, so that all but one token is their frame."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(1000, (200, 100), generator=generator)
-    rows[:copies] = rows[0].clone()
-    rows[range(copies), torch.randint(1, 100, (copies,), generator=generator)] = 1001
-    pool = [Text(row, row) for row in rows]
-    repeats = find_repeats(pool, [(text, True) for text in pool])
-    assert repeats.again.tolist() == [True] * copies + [False] * (200 - copies)
-    assert len(set(repeats.units[:copies].tolist())) == 1
-    assert set(repeats.times[:copies].tolist()) == {copies}

@@ -51,24 +51,6 @@ def test_values_are_scikit_learns(decimals: int) -> None:
     assert rates["advantage"].value == pytest.approx(float(tpr + tnr - 1), rel=1e-6)
 
 
-@pytest.mark.parametrize("clusters", [None, torch.arange(40) // 8])
-def test_scores_that_are_all_alike_tell_nothing(clusters) -> None:
-    rates = membership_rates(torch.zeros(40), torch.arange(40) % 2 == 0, clusters)
-    assert rates["auc"].value == 0.5
-    assert rates["auc"].low <= 0.5 <= rates["auc"].high
-
-
-def test_infinite_scores_are_ordinary_scores() -> None:
-    scores, members = games(300)
-    scores[scores > 1] = math.inf
-    scores[scores < -1] = -math.inf
-    ranks = torch.unique(scores, return_inverse=True)[1]
-    rates, ranked = membership_rates(scores, members), membership_rates(ranks, members)
-    assert rates["auc"] == ranked["auc"]
-    assert rates["auc"].value == pytest.approx(roc_auc_score(members, ranks), rel=1e-12)
-    assert rates["accuracy"].value > 0.55
-
-
 def test_games_that_are_clusters_of_their_own_have_plain_clopper_pearson_intervals() -> None:
     scores, members = games(240)
     decisions = scores > 0.4
@@ -95,16 +77,6 @@ def test_thresholds_come_from_other_games_than_those_scored() -> None:
     assert np.mean(tpr) == pytest.approx(0.01, abs=0.0015)
 
 
-def test_a_cluster_is_never_judged_by_its_own_threshold() -> None:
-    """Each step has its own offset and decides perfectly by itself; the others do not know it."""
-    members = torch.tensor([True, False]).repeat(20)
-    clusters = torch.arange(20).repeat_interleave(2)
-    scores = members.double() + 10.0 * clusters * (-1) ** clusters
-    rates = membership_rates(scores, members, clusters)
-    assert rates["accuracy"].value < 0.6
-    assert membership_rates(scores[:2], members[:2])["accuracy"].value != 1.0
-
-
 @pytest.mark.parametrize("fpr", [0.01, 0.001])
 def test_tpr_at_fpr_is_unknown_below_ten_expected_false_alarms(fpr: float) -> None:
     n = round(10 / fpr)
@@ -124,18 +96,6 @@ def test_tpr_at_fpr_is_that_of_the_normal_law() -> None:
         assert rate.low < truth < rate.high
         assert rate.value == pytest.approx(truth, abs=0.06)
         assert rate.high - rate.low < 0.15
-
-
-def test_perfect_games_leave_room_below_one() -> None:
-    members = torch.arange(1000) % 2 == 0
-    rates = membership_rates(members.double(), members)
-    for name in ("accuracy", "f1", "auc", "advantage"):
-        assert rates[name].value == rates[name].high == 1.0
-        assert 0.98 < rates[name].low < 1.0
-    assert rates["auc"].low == pytest.approx(0.025 ** (1 / 500))
-    reverse = membership_rates(-members.double(), members)["auc"]
-    assert reverse.value == reverse.low == 0
-    assert reverse.high == pytest.approx(1 - 0.025 ** (1 / 500))
 
 
 def test_perfect_steps_count_as_steps_not_as_games() -> None:
@@ -195,16 +155,6 @@ def test_intervals_cover_the_truth(
     assert min(covered.values()) >= reps * 0.95 - 3 * math.sqrt(reps * 0.05)
 
 
-def test_intervals_of_a_nearly_perfect_auc_of_few_steps_cover_almost_as_often() -> None:
-    reps, shift, covered = 300, 3.0, 0
-    truth = norm.cdf(shift / math.sqrt(2))
-    for seed in range(reps):
-        games_of_steps = steps(12, 16, shift, 0.3, seed)
-        rate = membership_rates(*games_of_steps, resamples=120, seed=seed)["auc"]
-        covered += rate.low <= truth <= rate.high
-    assert covered >= 0.9 * reps - 3 * math.sqrt(reps * 0.09)
-
-
 def test_tpr_intervals_cover_the_truth() -> None:
     reps, shift = 100, 2.0
     truth, covered = norm.sf(norm.isf(0.01) - shift), 0
@@ -213,16 +163,6 @@ def test_tpr_intervals_cover_the_truth() -> None:
         rate = membership_rates(scores, members, resamples=100)["tpr_at_fpr_0.01"]
         covered += rate.low <= truth <= rate.high
     assert covered >= reps * 0.95 - 3 * math.sqrt(reps * 0.05)
-
-
-def test_clustered_intervals_are_wider_than_those_of_games_taken_as_independent() -> None:
-    scores, members, clusters = steps(20, 16, 1.0, 0.5, 3)
-    apart = membership_rates(scores, members, decisions=scores > 0.5)
-    together = membership_rates(scores, members, clusters, scores > 0.5)
-    for name in ("accuracy", "advantage", "auc", "f1"):
-        assert together[name].value == apart[name].value
-        wide, narrow = (r[name].high - r[name].low for r in (together, apart))
-        assert wide > 1.3 * narrow
 
 
 @pytest.mark.parametrize("decimals", [15, 0])
@@ -278,32 +218,6 @@ def test_order_of_games_and_names_of_clusters_do_not_matter() -> None:
             assert getattr(again[name], end) == expected
 
 
-def test_no_global_random_numbers() -> None:
-    before, torch_before = np.random.get_state()[1].copy(), torch.get_rng_state()
-    scores, members = games(100)
-    steps = torch.arange(100) // 5  # the bootstrap draws these; of single games nothing is drawn
-    first, second = (membership_rates(scores, members, steps)["auc"] for _ in range(2))
-    assert first == second != membership_rates(scores, members, steps, seed=1)["auc"]
-    assert (np.random.get_state()[1] == before).all()
-    assert torch.equal(torch.get_rng_state(), torch_before)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"members": torch.ones(3, dtype=torch.bool)}, "members holds 3"),
-        ({"clusters": torch.ones(3, dtype=torch.int64)}, "clusters holds 3"),
-        ({"decisions": torch.ones(3, dtype=torch.bool)}, "decisions holds 3"),
-        ({"confidence": 95}, "confidence"),
-        ({"resamples": 10}, "resamples"),
-    ],
-)
-def test_arguments_that_cannot_be_meant_are_refused(change, words) -> None:
-    scores, members = games(4)
-    with pytest.raises(ValueError, match=words):
-        membership_rates(**({"scores": scores, "members": members} | change))
-
-
 # ---- the Metric -----------------------------------------------------------------------------
 
 
@@ -325,15 +239,6 @@ def test_metric_is_the_function_over_all_updates(decisions: bool) -> None:
     for name, rate in membership_rates(*data, given, resamples=100).items():
         for suffix, value in (("", rate.value), ("_low", rate.low), ("_high", rate.high)):
             assert float(values[name + suffix]) == pytest.approx(value, rel=1e-12, nan_ok=True)
-
-
-def test_merged_metrics_are_one_metric_over_all_games() -> None:
-    scores, members, clusters = steps(12, 5, 1.0, 0.2, 0)
-    left = filled((scores[:50], members[:50], clusters[:50]))
-    left.merge_state(filled((scores[50:], members[50:], clusters[50:])))
-    whole = filled((scores, members, clusters))
-    for name, value in whole.compute().items():
-        torch.testing.assert_close(left.compute()[name], value, equal_nan=True)
 
 
 def gather_on_a_process(rank: int, address: str, path: str) -> None:
@@ -366,13 +271,6 @@ def test_state_survives_a_checkpoint() -> None:
     other.load_state_dict(metric.state_dict())
     other._update_count = 1
     torch.testing.assert_close(other.compute(), metric.compute(), equal_nan=True)
-
-
-def test_metric_before_any_game_is_unknown_and_reset_forgets() -> None:
-    metric = filled(steps(3, 5, 1.0, 0.0, 0))
-    metric.reset()
-    metric.update(torch.zeros(0), torch.zeros(0, dtype=torch.bool), 0)
-    assert all(math.isnan(float(v)) for v in metric.compute().values())
 
 
 def test_decisions_are_given_always_or_never() -> None:

@@ -13,7 +13,6 @@ from scipy.stats import binomtest, hypergeom, mannwhitneyu
 
 from lightning_fedleak.evaluation.metrics.within import (
     MAX_PAIRS,
-    lowest_p_value,
     naming_p_value,
     over_looks,
     pairs_p_value,
@@ -62,13 +61,6 @@ def test_the_rank_test_is_scipys_where_nothing_is_tied(members, others) -> None:
     assert rank_p_value(score, member) == pytest.approx(expected, rel=1e-9)
 
 
-def test_sixteen_members_all_above_sixteen_others_are_one_choice_of_all() -> None:
-    p = rank_p_value(np.r_[np.ones(16), np.zeros(16)], np.arange(32) < 16)
-    assert p == pytest.approx(1 / math.comb(32, 16), rel=1e-12)
-    infinite = rank_p_value(np.r_[np.full(16, np.inf), np.full(16, -np.inf)], np.arange(32) < 16)
-    assert infinite == p
-
-
 def test_the_rank_test_of_decisions_is_fishers() -> None:
     for right, wrong, members, others in itertools.product((2, 5), (0, 3), (6, 9), (4, 8)):
         score = np.r_[np.arange(members) < right, np.arange(others) < wrong].astype(float)
@@ -77,13 +69,6 @@ def test_the_rank_test_of_decisions_is_fishers() -> None:
         assert value == pytest.approx(expected, rel=1e-12)
         blind = naming_p_value(right, right + wrong, members, members + others)
         assert blind == pytest.approx(value, rel=1e-12)
-
-
-def test_without_members_or_used_types_there_is_no_p_value() -> None:
-    assert math.isnan(rank_p_value(np.array([1.0, 2.0]), np.array([True, True])))
-    assert math.isnan(rank_p_value(np.array([1.0, np.nan]), np.array([True, False])))
-    assert math.isnan(naming_p_value(0, 3, 0, 10))
-    assert naming_p_value(0, 0, 3, 10) == 1.0
 
 
 def test_many_games_get_a_bound_above_the_exact_value() -> None:
@@ -111,12 +96,6 @@ def test_the_correction_spends_one_error_on_all_looks() -> None:
     assert sum(spent) == pytest.approx(0.05 * (1 - 1 / 100))
     assert over_looks(0.7, 3) == 1.0
     assert math.isnan(over_looks(math.nan, 1))
-
-
-def test_of_several_clients_the_lowest_counts_times_their_number() -> None:
-    assert lowest_p_value([0.5, 0.01, math.nan]) == pytest.approx(0.02)
-    assert lowest_p_value([0.9, 0.8]) == 1.0
-    assert math.isnan(lowest_p_value([math.nan]))
 
 
 def test_guessing_is_called_a_leak_in_at_most_five_of_a_hundred_runs() -> None:

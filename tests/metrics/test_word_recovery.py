@@ -62,23 +62,6 @@ def test_merged_metrics_are_one_metric_over_all_batches(first, second) -> None:
         assert float(left.compute()[name]) == pytest.approx(float(value), rel=1e-5, nan_ok=True)
 
 
-def test_states_are_reduced_by_sum_so_that_ranks_pool() -> None:
-    metric = WordRecovery(VOCAB)
-    reductions = set(metric._reductions.values())
-    assert {f(torch.tensor([2, 3])).item() for f in reductions} == {5}
-
-
-def test_forward_gives_the_batch_and_reset_forgets() -> None:
-    metric = WordRecovery(VOCAB)
-    metric.update(guess([1, 2]), truth([3, 4]))
-    batch = metric(guess([5]), truth([5]))
-    assert float(batch["f1"]) == 1.0
-    assert float(metric.compute()["precision"]) == pytest.approx(1 / 3)
-    metric.reset()
-    metric.update(guess([5]), truth([5]))
-    assert float(metric.compute()["precision"]) == 1.0
-
-
 def test_state_survives_a_checkpoint_as_plain_tensors() -> None:
     metric = WordRecovery(VOCAB)
     metric.persistent(True)

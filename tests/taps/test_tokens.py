@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
@@ -16,7 +16,6 @@ from lightning_fedleak.model.taps.tokens import (
     Text,
     ask_tokens,
     compressed_bytes,
-    describe_tokens,
     texts_in,
 )
 
@@ -104,48 +103,12 @@ def test_the_model_and_random_numbers_are_left_as_they_were(model: GPT2LMHeadMod
     assert all(torch.equal(copies[name], value) for name, value in model.state_dict().items())
 
 
-def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(11, 50, generator=generator) * 4
-    targets = torch.randint(50, (11,), generator=generator)
-    numbers = describe_tokens(logits, targets)
-    monkeypatch.setattr("lightning_fedleak.model.taps.tokens.POSITIONS_AT_ONCE", 100)
-    torch.testing.assert_close(describe_tokens(logits, targets), numbers)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_on_either_side_leaves_the_text(side: str) -> None:
-    ids, mask = torch.tensor([[5, 6, 7, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
-    if side == "left":
-        ids, mask = ids.flip(1), mask.flip(1)
-    (text,) = texts_in(TokenBatch(ids, ids, mask, "causal"))
-    assert text.ids.tolist() == ([5, 6, 7] if side == "right" else [7, 6, 5])
-
-
 def test_texts_packed_into_a_row_come_apart() -> None:
     ids = torch.arange(10, 18)[None]
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
     texts = texts_in(TokenBatch(ids, ids, None, "causal", positions))
     assert [text.ids.tolist() for text in texts] == [[10, 11, 12], [13, 14], [15, 16, 17]]
     assert [text.n_labels for text in texts] == [2, 1, 2]
-
-
-def test_masked_labels_are_kept() -> None:
-    ids = torch.arange(4)[None]
-    labels = torch.tensor([[-100, -100, 2, 3]])
-    (text,) = texts_in(TokenBatch(ids, labels, None, "causal"))
-    assert text.labels.tolist() == [-100, -100, 2, 3]
-
-
-def test_other_models_are_refused() -> None:
-    ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="predicts every next token"):
-        texts_in(TokenBatch(ids, ids, None, "masked"))
-    bert = BertForMaskedLM(
-        BertConfig(vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-    )
-    with pytest.raises(ValueError, match="causal language model"):
-        ask_tokens(find_anatomy(bert), some_texts(5))
 
 
 def test_compressed_bytes_are_of_the_words() -> None:

@@ -369,6 +369,8 @@ class Descent:
     def descend(self, steps: int) -> None:
         """Take up to ``steps`` gradient steps for each text that is not stopped, and decode it."""
         rows = (~self.stopped).nonzero().flatten()
+        if len(rows) == 0:
+            return
         active, sent = rows, self.sent[rows]
         adam = RowAdam(self.variables[rows], self.attack.step_size)
         last, same = self.tokens[rows], torch.zeros_like(rows)

@@ -34,21 +34,10 @@ from lightning_fedleak.evaluation.auditing.lower_bounds import (
 )
 from lightning_fedleak.evaluation.auditing.mechanisms import curve_auc as curve_auc
 from lightning_fedleak.evaluation.auditing.mechanisms import curve_tpr as curve_tpr
-from lightning_fedleak.evaluation.auditing.mechanisms import dp_advantage as dp_advantage
 from lightning_fedleak.evaluation.auditing.mechanisms import dp_auc as dp_auc
 from lightning_fedleak.evaluation.auditing.mechanisms import dp_tpr as dp_tpr
-from lightning_fedleak.evaluation.auditing.mechanisms import (
-    gaussian_advantage as gaussian_advantage,
-)
 from lightning_fedleak.evaluation.auditing.mechanisms import gaussian_auc as gaussian_auc
-from lightning_fedleak.evaluation.auditing.mechanisms import gaussian_delta as gaussian_delta
 from lightning_fedleak.evaluation.auditing.mechanisms import gaussian_tpr as gaussian_tpr
-from lightning_fedleak.evaluation.auditing.mechanisms import (
-    randomised_response_auc as randomised_response_auc,
-)
-from lightning_fedleak.evaluation.auditing.mechanisms import (
-    randomised_response_delta as randomised_response_delta,
-)
 from lightning_fedleak.evaluation.auditing.one_run import audit_canaries as audit_canaries
 from lightning_fedleak.evaluation.auditing.one_run import audit_one_run as audit_one_run
 from lightning_fedleak.evaluation.auditing.one_run import one_run_epsilon as one_run_epsilon

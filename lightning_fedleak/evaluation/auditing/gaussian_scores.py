@@ -42,8 +42,6 @@ def audit_gaussian_scores(
     *,
     delta: float,
     confidence: float = 0.95,
-    relation: lower_bounds.Relation = "add_remove",
-    accountant: lower_bounds.Relation | None = None,
 ) -> lower_bounds.EpsilonBound:
     """Return a lower bound on epsilon from Gaussian scores; the module states the model.
 
@@ -53,15 +51,12 @@ def audit_gaussian_scores(
         members: (n,) bool, how the coins fell.
         delta: of the bound.
         confidence: of the bound.
-        relation: what a coin decides: whether the canary is there, or which of two is.
-        accountant: of the epsilon; default that of the game.
 
     Raises:
         ValueError: lengths differ, fewer than 20 scores of a kind, scores that are not normal or
-            spread differently with and without the canary, delta 0, or an ``accountant`` whose
-            relation these scores do not bound.
+            spread differently with and without the canary, or delta 0.
     """
-    audited = lower_bounds.AuditedClaim(delta, confidence, relation, accountant, "gaussian")
+    audited = lower_bounds.AuditedClaim(delta, confidence, claim="gaussian")
     score, member = lower_bounds.columns(scores, members)
     member_scores, other_scores = score[member], score[~member]
     if min(member_scores.size, other_scores.size) < FEWEST_SCORES:
@@ -74,7 +69,7 @@ def audit_gaussian_scores(
     if not np.isnan(score).any():
         _check_form(member_scores, other_scores)
         mu = _least_mu(member_scores, other_scores, audited.error)
-        epsilon = audited.epsilon_of_mu(mu / 2 if audited.is_converted else mu)
+        epsilon = audited.epsilon_of_mu(mu)
     return audited.bound(epsilon, math.inf, score.size, "sums of Gaussian scores")
 
 

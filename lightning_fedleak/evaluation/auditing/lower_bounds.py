@@ -35,8 +35,7 @@ Claim = Literal["dp", "gaussian"]
 
 RELATION_NAMES = {"add_remove": "add/remove", "replace_one": "replace-one"}
 
-COARSE_RATIO = 2.0  # of successive "union" ranks; not tuned; smaller: more ranks share the error
-FINE_RATIO = 1.05  # of successive "split" ranks, which share no error; not tuned; smaller: slower
+RATIO = 2.0  # of successive ranks; not tuned; smaller: more ranks share the error
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,9 @@ class AuditedClaim:
 
     delta: float
     confidence: float
-    relation: Relation
-    accountant: Relation | None
-    claim: Claim
+    relation: Relation = "add_remove"
+    accountant: Relation | None = None
+    claim: Claim = "dp"
 
     def __post_init__(self) -> None:
         check_number("delta", self.delta, at_least=0, below=1)
@@ -226,11 +225,10 @@ def audit_scores(
     *,
     delta: float = 0.0,
     confidence: float = 0.95,
-    threshold: Literal["union", "split"] | float = "union",
+    threshold: Literal["union"] | float = "union",
     relation: Relation = "add_remove",
     accountant: Relation | None = None,
     claim: Claim = "dp",
-    seed: int = 0,
 ) -> EpsilonBound:
     """Return a lower bound on epsilon from the scores of independent games.
 
@@ -242,7 +240,6 @@ def audit_scores(
       the threshold at its score, for any distribution of the scores. Given that threshold, the
       members' count is binomial. The same holds with members and non-members exchanged. This is
       the tightest choice for scores that rarely tie.
-    - ``"split"``: a random half of the games chooses the threshold, the other half judges it.
     - a number, which was chosen before, from other runs. b' = 1 if ``score > threshold``.
 
     ``claim="dp"`` refutes (epsilon, delta)-DP and assumes nothing else. ``claim="gaussian"``
@@ -257,11 +254,10 @@ def audit_scores(
         members: (n,) bool.
         delta: delta of the bound.
         confidence: confidence of the bound.
-        threshold: ``"union"``, ``"split"`` or a number.
+        threshold: ``"union"`` or a number.
         relation: relation of the game.
         accountant: relation of the epsilon; by default the game's.
         claim: ``"dp"`` or ``"gaussian"``.
-        seed: seed of the split.
 
     Raises:
         ValueError: lengths differ, members or non-members are missing, an unknown threshold or
@@ -279,29 +275,20 @@ def audit_scores(
     def bound_at(member_scores: Floats, other_scores: Floats, cut: float) -> float:
         if threshold == "union":
             rates = _rates_at_ranks(member_scores, other_scores, audited.error)
-        elif threshold == "split":
-            rng = np.random.default_rng(seed)
-            rates = _rates_at_chosen_cut(member_scores, other_scores, audited, rng)
         else:
-            cuts = np.array([cut])
-            rates = _rates_at_cuts(cuts, member_scores, other_scores, audited.error / 2)
+            rates = _rates_at_cut(cut, member_scores, other_scores, audited.error / 2)
         return audited.epsilon(*rates)
 
-    cut = 0.0
-    if threshold == "union":
-        method = "union over thresholds"
-    elif threshold == "split":
-        method = "threshold chosen by one half, judged by the other"
-    elif isinstance(threshold, (int, float)) and not math.isnan(threshold):
-        method, cut = "threshold fixed beforehand", float(threshold)
-    else:
-        raise ValueError(f"threshold must be 'union', 'split' or a number, got {threshold!r}")
+    fixed = isinstance(threshold, (int, float))
+    cut = float(threshold) if isinstance(threshold, (int, float)) else 0.0
+    if not (fixed or threshold == "union") or math.isnan(cut):
+        raise ValueError(f"threshold must be 'union' or a number, got {threshold!r}")
     unknown = np.isnan(score).any()
     return audited.bound(
         math.nan if unknown else bound_at(member_scores, other_scores, cut),
         bound_at(np.ones(member_scores.size), np.zeros(other_scores.size), 0.5),
         score.size,
-        method,
+        "threshold fixed beforehand" if fixed else "union over thresholds",
     )
 
 
@@ -312,7 +299,7 @@ def _rates_at_ranks(
     member_scores: Floats, other_scores: Floats, error: float
 ) -> tuple[Floats, Floats]:
     """Return (K,) upper bounds of FNR and FPR, all right with probability ``1 - error``."""
-    top, bottom = _ranks(other_scores.size, COARSE_RATIO), _ranks(member_scores.size, COARSE_RATIO)
+    top, bottom = _ranks(other_scores.size), _ranks(member_scores.size)
     error_of_each = error / (2 * (top.size + bottom.size))
     high, low = other_scores[-top], member_scores[bottom - 1]
     misses = np.searchsorted(member_scores, high, "right")
@@ -322,44 +309,22 @@ def _rates_at_ranks(
     return fnr, fpr
 
 
-def _rates_at_chosen_cut(
-    member_scores: Floats, other_scores: Floats, audited: AuditedClaim, rng: np.random.Generator
+def _rates_at_cut(
+    cut: float, member_scores: Floats, other_scores: Floats, error: float
 ) -> tuple[Floats, Floats]:
-    """Return (1,) upper bounds of FNR and FPR at a threshold that other games chose."""
-    (choosing_members, judging_members), (choosing_others, judging_others) = (
-        [np.sort(half) for half in np.array_split(rng.permutation(scores), 2)]
-        for scores in (member_scores, other_scores)
+    """Return (1,) upper bounds of FNR and FPR of ``score > cut``, each with this error."""
+    misses, false_alarms = (
+        np.array([(member_scores <= cut).sum()]),
+        np.array([(other_scores > cut).sum()]),
     )
-    if not judging_members.size or not judging_others.size:
-        return np.ones(1), np.ones(1)
-    high = choosing_others[-_ranks(choosing_others.size, FINE_RATIO)]
-    low = np.nextafter(choosing_members[_ranks(choosing_members.size, FINE_RATIO) - 1], -np.inf)
-    cuts = np.r_[high, low]
-    error = audited.error / 2
-    rates = _rates_at_cuts(cuts, choosing_members, choosing_others, error)
-    cut = cuts[int(np.argmax(audited.strength(*rates)))]
-    return _rates_at_cuts(np.array([cut]), judging_members, judging_others, error)
+    fnr = _upper_bounds(misses, member_scores.size, error)
+    return fnr, _upper_bounds(false_alarms, other_scores.size, error)
 
 
-def _rates_at_cuts(
-    cuts: Floats, member_scores: Floats, other_scores: Floats, error: float
-) -> tuple[Floats, Floats]:
-    """Return (K,) upper bounds of FNR and FPR of ``score > cut``, each wrong with probability
-    ``error``.
-
-    Both kinds of scores are sorted.
-    """
-    misses = np.searchsorted(member_scores, cuts, "right")
-    false_alarms = other_scores.size - np.searchsorted(other_scores, cuts, "right")
-    return _upper_bounds(misses, member_scores.size, error), _upper_bounds(
-        false_alarms, other_scores.size, error
-    )
-
-
-def _ranks(n: int, ratio: float) -> Ints:
-    """Return ranks from 1 to n at most, each about ``ratio`` times the one before."""
-    steps = np.arange(int(math.log(n) / math.log(ratio) + 1e-9) + 1)
-    return np.unique((ratio**steps + 1e-9).astype(np.int64))
+def _ranks(n: int) -> Ints:
+    """Return ranks from 1 to n at most, each about ``RATIO`` times the one before."""
+    steps = np.arange(int(math.log(n) / math.log(RATIO) + 1e-9) + 1)
+    return np.unique((RATIO**steps + 1e-9).astype(np.int64))
 
 
 def _upper_bounds(count: Ints, n: int, error: float) -> Floats:
@@ -375,9 +340,8 @@ def audit_games(
     *,
     delta: float = 0.0,
     confidence: float = 0.95,
-    threshold: Literal["union", "split"] | float = "union",
+    threshold: Literal["union"] | float = "union",
     accountant: Relation | None = None,
-    seed: int = 0,
 ) -> EpsilonBound:
     """Return a lower bound on epsilon from the games of one adversary.
 
@@ -392,7 +356,6 @@ def audit_games(
         confidence: confidence of the bound.
         threshold: as in :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
         accountant: relation of the epsilon; by default that of the games.
-        seed: seed of the split.
 
     Raises:
         ValueError: games that share batches or follow the authors' protocol, or what
@@ -415,5 +378,4 @@ def audit_games(
         threshold=threshold,
         relation=result.relation,
         accountant=accountant,
-        seed=seed,
     )

@@ -1,4 +1,4 @@
-"""What is known in closed form: the attacker's best against two mechanisms, and against any DP.
+"""What is known in closed form: the attacker's best against a Gaussian mechanism and any DP.
 
 A mechanism is run on one of two inputs, and a test that sees its output guesses on which. FPR and
 TPR are the test's chances of saying "member" under the one and under the other. All rates below are
@@ -14,32 +14,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import expit, log_ndtr, ndtr, ndtri
+from scipy.special import ndtr, ndtri
 
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.validate import check_number
 
 FPRS = 300  # of the area under a curve, in each half; fewer: an error above 1e-4. Not tuned
 LEAST_FPR = 1e-7  # smallest of them above 0; not tuned; the area below it is as small
-
-
-def gaussian_delta(epsilon: float, sigma: float) -> float:
-    """Return the smallest delta at which the Gaussian mechanism is (epsilon, delta)-DP.
-
-    ``Phi(1 / (2 sigma) - epsilon sigma) - e^epsilon Phi(-1 / (2 sigma) - epsilon sigma)``
-    (Balle & Wang 2018, Theorem 8).
-
-    Args:
-        epsilon: may be negative.
-        sigma: noise multiplier.
-
-    Raises:
-        ValueError: sigma is not positive.
-    """
-    check_number("sigma", sigma, above=0)
-    log_first = float(log_ndtr(1 / (2 * sigma) - epsilon * sigma))
-    log_second = epsilon + float(log_ndtr(-1 / (2 * sigma) - epsilon * sigma))
-    return math.exp(log_first) * -math.expm1(min(0.0, log_second - log_first))
 
 
 def gaussian_tpr(fpr: float, sigma: float) -> float:
@@ -54,30 +35,6 @@ def gaussian_auc(sigma: float) -> float:
     return float(ndtr(1 / (sigma * math.sqrt(2))))
 
 
-def gaussian_advantage(sigma: float) -> float:
-    """Return the largest TPR - FPR, ``2 Phi(1 / (2 sigma)) - 1``."""
-    check_number("sigma", sigma, above=0)
-    return 2 * float(ndtr(1 / (2 * sigma))) - 1
-
-
-def randomised_response_delta(epsilon: float, epsilon_0: float) -> float:
-    """Return the smallest delta of randomised response that keeps a bit with chance
-    ``sigmoid(epsilon_0)``.
-
-    ``max(0, p - e^epsilon (1 - p))``, 0 from ``epsilon_0`` on.
-
-    Args:
-        epsilon: of the pair (epsilon, delta).
-        epsilon_0: of the mechanism.
-    """
-    return float(max(0.0, expit(epsilon_0) - math.exp(epsilon) * expit(-epsilon_0)))
-
-
-def randomised_response_auc(epsilon_0: float) -> float:
-    """Return ``sigmoid(epsilon_0)``, which is also the accuracy of a guess at a fair coin."""
-    return float(expit(epsilon_0))
-
-
 def dp_tpr(fpr: float, epsilon: float, delta: float = 0.0) -> float:
     """Return the largest TPR that (epsilon, delta)-DP allows at an FPR (Kairouz, Oh & Viswanath
     2015).
@@ -85,11 +42,6 @@ def dp_tpr(fpr: float, epsilon: float, delta: float = 0.0) -> float:
     direct = math.exp(epsilon) * fpr + delta
     mirrored = 1 - math.exp(-epsilon) * (1 - delta - fpr)
     return max(0.0, min(1.0, direct, mirrored))
-
-
-def dp_advantage(epsilon: float, delta: float = 0.0) -> float:
-    """Return the largest TPR - FPR that (epsilon, delta)-DP allows."""
-    return (math.expm1(epsilon) + 2 * delta) / (math.exp(epsilon) + 1)
 
 
 def dp_auc(epsilon: float, delta: float = 0.0) -> float:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.evaluation.auditing import lower_bounds
-from lightning_fedleak.validate import check_number
+from lightning_fedleak.validate import check_integer, check_number
 
 if TYPE_CHECKING:
     from lightning_fedleak.evaluation.canaries import CanarySet, InclusionRecord
@@ -45,12 +45,6 @@ if TYPE_CHECKING:
 BISECTIONS = 36  # of an interval of 0.5: epsilon to 1e-11; more: slower
 FEWEST = 16  # guesses in the smallest choice of the default; not tuned; all can show epsilon 1.6
 LEAST_FAIR = 1e-9  # chance of so uneven coins below which an audit refuses them; not tuned
-
-RELATION_OF_GAME: dict[str, lower_bounds.Relation] = {
-    "add_remove": "add_remove",
-    "replace": "replace_one",
-}
-"""The relation of each game of a record: a canary is there or not, or replaces an item."""
 
 
 def one_run_p_value(
@@ -137,8 +131,6 @@ def one_run_epsilon(
     *,
     delta: float = 0.0,
     confidence: float = 0.95,
-    relation: lower_bounds.Relation = "add_remove",
-    accountant: lower_bounds.Relation | None = None,
     claim: lower_bounds.Claim = "dp",
 ) -> float:
     """Return a lower bound on epsilon from one run whose number of guesses does not depend on the
@@ -154,14 +146,12 @@ def one_run_epsilon(
         right: guesses that were right.
         delta: of the bound.
         confidence: of the bound.
-        relation: what a coin decides: whether the canary is there, or which of two is.
-        accountant: of the epsilon; default that of the game.
         claim: as for :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
 
     Raises:
-        ValueError: impossible counts, delta or confidence, or a relation that this does not bound.
+        ValueError: impossible counts, delta or confidence.
     """
-    audited = lower_bounds.AuditedClaim(delta, confidence, relation, accountant, claim)
+    audited = lower_bounds.AuditedClaim(delta, confidence, claim=claim)
     return _epsilon_of_counts((canaries, guesses, right), audited)
 
 
@@ -169,17 +159,14 @@ def _epsilon_of_counts(counts: tuple[int, int, int], audited: lower_bounds.Audit
     """Return the bound of :func:`one_run_epsilon` for canaries, guesses and right ones."""
     one_run_p_value(*counts, 0.0)  # refuses impossible counts
     if audited.gaussian:
-        times = 2 if audited.is_converted else 1
 
         def is_mu_refuted(mu: float) -> bool:
-            return exceeds(*counts, functools.partial(least_of_gaussian, times * mu), audited.error)
+            return exceeds(*counts, functools.partial(least_of_gaussian, mu), audited.error)
 
         return audited.epsilon_of_mu(_refuted_up_to(is_mu_refuted))
 
     def is_refuted(epsilon: float) -> bool:
         claimed = epsilon, audited.delta
-        if audited.is_converted:
-            claimed = 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * audited.delta)
         if one_run_p_value(*counts, *claimed) <= audited.error:
             return True
         least = functools.partial(least_of_dp, *claimed)
@@ -207,9 +194,7 @@ def audit_one_run(
     *,
     delta: float = 0.0,
     confidence: float = 0.95,
-    guesses: int | Sequence[tuple[int, int]] | None = None,
-    relation: lower_bounds.Relation = "add_remove",
-    accountant: lower_bounds.Relation | None = None,
+    guesses: int | None = None,
     claim: lower_bounds.Claim = "dp",
     seed: int = 0,
 ) -> lower_bounds.EpsilonBound:
@@ -226,11 +211,8 @@ def audit_one_run(
         members: (m,) bool, how the coins fell.
         delta: of the bound.
         confidence: of the bound.
-        guesses: how many, half of them at either end; or pairs (in, out) of how many at each.
-            Several pairs share the error (Bonferroni). Default: all canaries, a fourth of them, a
-            sixteenth, and so on down to 16.
-        relation: what a coin decides: whether the canary is there, or which of two is.
-        accountant: of the epsilon; default that of the game.
+        guesses: how many, half of them at either end. Default: all canaries, a fourth of them, a
+            sixteenth, and so on down to 16, which share the error (Bonferroni).
         claim: as for :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
         seed: of the order of equal scores.
 
@@ -238,7 +220,7 @@ def audit_one_run(
         ValueError: lengths differ, more guesses than canaries, no guesses, members that fair coins
             would not have given, or as :func:`one_run_epsilon`.
     """
-    audited = lower_bounds.AuditedClaim(delta, confidence, relation, accountant, claim)
+    audited = lower_bounds.AuditedClaim(delta, confidence, claim=claim)
     counts, m = _count_right(scores, members, guesses, seed), scores.numel()
     each = replace(audited, confidence=1 - audited.error / len(counts))
     unknown = bool(scores.isnan().any())
@@ -282,7 +264,7 @@ def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float 
 
 
 def _count_right(
-    scores: Tensor, members: Tensor, guesses: int | Sequence[tuple[int, int]] | None, seed: int
+    scores: Tensor, members: Tensor, guesses: int | None, seed: int
 ) -> list[tuple[int, int]]:
     """Return how many guesses each choice makes, and how many of them are right."""
     score, member = lower_bounds.columns(scores, members)
@@ -294,25 +276,13 @@ def _count_right(
         )
     shuffled = np.random.default_rng(seed).permutation(m)
     order = shuffled[np.argsort(score[shuffled], kind="stable")]
-    return [
-        (n_in + n_out, int(member[order[m - n_in :]].sum()) + int((~member[order[:n_out]]).sum()))
-        for n_in, n_out in _pairs(guesses, m)
-    ]
-
-
-def _pairs(guesses: int | Sequence[tuple[int, int]] | None, m: int) -> list[tuple[int, int]]:
-    if guesses is None or isinstance(guesses, int):
-        totals = [m >> i for i in range(0, m.bit_length(), 2) if i == 0 or m >> i >= FEWEST]
-        totals = totals if guesses is None else [guesses]
-        pairs = [(n - n // 2, n // 2) for n in totals]
-    else:
-        pairs = [(n_in, n_out) for n_in, n_out in guesses]
-    if not pairs:
-        raise ValueError("guesses=[] makes no guess: give a number, pairs (in, out), or None")
-    for n_in, n_out in pairs:
-        if n_in < 0 or n_out < 0 or not 1 <= n_in + n_out <= m:
-            raise ValueError(f"cannot make {n_in} + {n_out} guesses about {m} canaries")
-    return pairs
+    check_integer("guesses", guesses, at_most=m, hint="one for each canary", optional=True)
+    choices = [m >> i for i in range(0, m.bit_length(), 2) if i == 0 or m >> i >= FEWEST]
+    counts = []
+    for n in choices if guesses is None else [guesses]:
+        right = member[order[m - (n - n // 2) :]].sum() + (~member[order[: n // 2]]).sum()
+        counts.append((n, int(right)))
+    return counts
 
 
 def audit_canaries(
@@ -321,8 +291,7 @@ def audit_canaries(
     *,
     delta: float = 0.0,
     confidence: float = 0.95,
-    guesses: int | Sequence[tuple[int, int]] | None = None,
-    accountant: lower_bounds.Relation | None = None,
+    guesses: int | None = None,
     claim: lower_bounds.Claim = "dp",
     seed: int = 0,
 ) -> lower_bounds.EpsilonBound:
@@ -352,7 +321,6 @@ def audit_canaries(
         delta: of the bound.
         confidence: of the bound.
         guesses: as in :func:`~lightning_fedleak.evaluation.auditing.audit_one_run`.
-        accountant: the relation of the epsilon, default that of the record's game.
         claim: as in :func:`~lightning_fedleak.evaluation.auditing.audit_one_run`.
         seed: of the order of equal scores.
 
@@ -390,8 +358,6 @@ def audit_canaries(
         delta=delta,
         confidence=confidence,
         guesses=guesses,
-        relation=RELATION_OF_GAME[record.game],
-        accountant=accountant,
         claim=claim,
         seed=seed,
     )

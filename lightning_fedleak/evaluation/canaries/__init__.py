@@ -6,7 +6,6 @@ from lightning_fedleak.evaluation.canaries.dataset import with_canaries as with_
 from lightning_fedleak.evaluation.canaries.left_out import LeftOutRecord as LeftOutRecord
 from lightning_fedleak.evaluation.canaries.left_out import TrainingRows as TrainingRows
 from lightning_fedleak.evaluation.canaries.left_out import leave_out as leave_out
-from lightning_fedleak.evaluation.canaries.record import Game as Game
 from lightning_fedleak.evaluation.canaries.record import InclusionMismatch as InclusionMismatch
 from lightning_fedleak.evaluation.canaries.record import InclusionRecord as InclusionRecord
 from lightning_fedleak.evaluation.canaries.texts import (

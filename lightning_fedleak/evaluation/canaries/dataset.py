@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fedleak.attacks import Query
-from lightning_fedleak.evaluation.canaries.items import check_alike, digest_of, fetch, token_ids_of
+from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
 from lightning_fedleak.evaluation.canaries.record import (
-    Game,
     InclusionMismatch,
     InclusionRecord,
     draw_or_load,
 )
-from lightning_fedleak.model.model_state import preserve_process
 
 
 class CanarySet:
@@ -42,19 +40,11 @@ class CanarySet:
     """
 
     def __init__(self, token_ids: Sequence[Tensor], record: InclusionRecord) -> None:
-        if len(token_ids) != len(record.digests):
-            raise ValueError(f"{len(token_ids)} canaries, and a record of {len(record.digests)}")
         self.token_ids = tuple(token_ids)
         self.record = record
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    def __repr__(self) -> str:
-        return (
-            f"CanarySet({len(self)} canaries, each in the data with probability "
-            f"{self.record.probability:g}, game={self.record.game!r})"
-        )
 
     @property
     def included(self) -> Tensor:
@@ -87,13 +77,13 @@ class CanarySet:
         """Compare with the checkpoint of the run that is resumed.
 
         Raises:
-            InclusionMismatch: other canaries, another seed, probability, game or times.
+            InclusionMismatch: other canaries, another seed, probability or times.
         """
         if state.get("commitment") != self.commitment:
             raise InclusionMismatch(
-                "the checkpoint was written with other canaries: texts, seed, probability, game or "
-                "times changed, or they were drawn without a seed and no record file kept them. "
-                "Resume with the same with_canaries(...) arguments and record file."
+                "the checkpoint was written with other canaries: texts, seed, probability or times "
+                "changed, or they were drawn without a seed and no record file kept them. Resume "
+                "with the same with_canaries(...) arguments and record file."
             )
 
 
@@ -112,44 +102,20 @@ class CanaryDataset(Dataset[Any]):
         placed = canaries.record.places(len(dataset))
         self._places = [place for place, _ in placed]
         self._included = [i for _, i in placed]
-        self._added = len(placed) if canaries.record.game == "add_remove" else 0
 
     def __len__(self) -> int:
-        return len(self.dataset) + self._added
-
-    def __repr__(self) -> str:
-        return f"CanaryDataset({type(self.dataset).__name__}, {self.canaries!r})"
+        return len(self.dataset) + len(self._places)
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        canary, place = self._find(index)
-        return self.dataset[place] if canary is None else self._fresh(canary)
-
-    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
-        """Return several items, as torch's DataLoader asks, in the data's own way if it has one."""
-        finds = [self._find(index) for index in indices]
-        items = iter(fetch(self.dataset, [place for canary, place in finds if canary is None]))
-        return [next(items) if canary is None else self._fresh(canary) for canary, _ in finds]
-
-    def _fresh(self, canary: int) -> Any:
-        """Return a copy, so that a collate function or a transform cannot change the canary."""
-        return copy.deepcopy(self._examples[canary])
-
-    def _find(self, index: SupportsIndex) -> tuple[int | None, int]:
-        """Return the canary at ``index``, or None and the place in the data."""
-        try:
-            place = operator.index(index)
-        except TypeError as error:
-            raise TypeError(
-                f"a data set with canaries takes one integer at a time, got {type(index).__name__}"
-            ) from error
-        length = len(self)
+        place, length = operator.index(index), len(self)
         if not -length <= place < length:
             raise IndexError(f"index {place} is out of range for {length} items")
         place %= length
         rank = bisect_left(self._places, place)
         if rank < len(self._places) and self._places[rank] == place:
-            return self._included[rank], -1
-        return None, place - (rank if self._added else 0)
+            # A copy, so that a collate function or a transform cannot change the canary.
+            return copy.deepcopy(self._examples[self._included[rank]])
+        return self.dataset[place - rank]
 
 
 def with_canaries(
@@ -158,7 +124,6 @@ def with_canaries(
     seed: int | None = None,
     *,
     probability: float = 0.5,
-    game: Game = "add_remove",
     times: Sequence[int] = (1,),
     record: str | Path | None = None,
     token_ids: Callable[[Any], Any] | None = None,
@@ -173,7 +138,8 @@ def with_canaries(
         train.canaries.queries(), train.canaries.included  # for an audit
 
     Canaries must not occur in the data anyway. How many were included shows in the length of the
-    data (not with ``game="replace"``), which ones does not.
+    data, which ones does not. Nothing is in the place of one that is left out: the neighbours of
+    DP-SGD's usual accountants.
 
     Examples:
         >>> import torch
@@ -191,7 +157,6 @@ def with_canaries(
             guesses the seed knows it: for reproducible experiments. None draws from the operating
             system; then ``record`` is needed to resume, and wherever several processes train.
         probability: of inclusion.
-        game: what takes the place of a canary that is left out, see :data:`Game`.
         times: how often an included canary stands in the data. Of several numbers one is drawn for
             each canary, whatever its coin is: a tier, as in ``times=(1, 4, 16)``.
         record: file, of mode 0600, that keeps which canaries are included. If it exists, the run
@@ -201,9 +166,8 @@ def with_canaries(
             example itself, nor the first of a tuple.
 
     Raises:
-        ValueError: a data set without length or index; no canaries, two alike, or built in another
-            way than the data; an argument out of its range; several processes without seed and
-            record.
+        ValueError: a data set without length or index; no canaries, or two alike; an argument out
+            of its range; several processes without seed and record.
         InclusionMismatch: the record is of other canaries or settings.
         PermissionError: others may read the record.
     """
@@ -212,19 +176,13 @@ def with_canaries(
     if not examples:
         raise ValueError("canaries must be a sequence of at least one example")
     names = [f"canaries[{i}]" for i in range(len(examples))]
-    with preserve_process():
-        first = dataset[0] if len(dataset) else None
-    ids = []
-    for example, name in zip(examples, names, strict=True):
-        if first is not None:
-            check_alike(first, example, name)
-        row = example if token_ids is None else _without_mapping(token_ids(example))
-        ids.append(token_ids_of(row, name))
+    rows = examples if token_ids is None else [token_ids(example) for example in examples]
+    ids = [token_ids_of(row, name) for row, name in zip(rows, names, strict=True)]
     _check_distinct(ids)
     digests = tuple(digest_of(e, n) for e, n in zip(examples, names, strict=True))
 
     def draw(key: bytes) -> InclusionRecord:
-        return InclusionRecord(key, digests, probability, game, tuple(times))
+        return InclusionRecord(key, digests, probability, tuple(times))
 
     coins = draw_or_load(InclusionRecord, draw, seed, record, action="flip coins")
     return CanaryDataset(dataset, examples, CanarySet(ids, coins))
@@ -258,11 +216,3 @@ def _check_distinct(ids: Sequence[Tensor]) -> None:
                 f"canaries[{first}] and canaries[{i}] have the same tokens: if one of them is in "
                 "the data, both are, and their coins would contradict each other"
             )
-
-
-def _without_mapping(ids: Any) -> Any:
-    if isinstance(ids, Mapping | tuple):
-        raise ValueError(
-            f"token_ids must return a row of token ids, and returned a {type(ids).__name__}"
-        )
-    return ids

@@ -1,4 +1,4 @@
-"""What a canary is made of: its token ids, its fingerprint, and whether it looks like the data."""
+"""What a canary is made of: its token ids and its fingerprint."""
 
 from __future__ import annotations
 
@@ -23,20 +23,12 @@ def token_ids_of(item: Any, name: str) -> Tensor:
     """
     mask = None
     if isinstance(item, Mapping):
-        if "input_ids" not in item:
-            raise ValueError(
-                f"{name} has no 'input_ids' (it has {sorted(map(str, item))}): pass "
-                "token_ids=, a function from an item to its token ids"
-            )
-        ids, mask = item["input_ids"], item.get("attention_mask")
+        ids, mask = item.get("input_ids"), item.get("attention_mask")
     else:
         ids = item[0] if isinstance(item, tuple) and item else item
     row = _token_row(ids, name)
     if mask is not None:
-        visible = _token_row(mask, f"{name}['attention_mask']")
-        if visible.shape != row.shape:
-            raise ValueError(f"{name}: attention_mask and input_ids differ in length")
-        row = row[visible != 0]
+        row = row[_token_row(mask, f"{name}['attention_mask']") != 0]
     if not row.numel():
         raise ValueError(f"{name} holds no token")
     return row
@@ -52,58 +44,16 @@ def digest_of(item: Any, name: str) -> bytes:
     return hashlib.sha256(_encoded(item, name)).digest()
 
 
-def check_alike(item: Any, canary: Any, name: str) -> None:
-    """Raise an error for a canary that is built in another way than the items of the data set.
-
-    Lengths of rows may differ; keys, dtypes and numbers of dimensions may not.
-
-    Raises:
-        ValueError: with the part that differs.
-    """
-    if isinstance(item, Mapping) and isinstance(canary, Mapping):
-        if set(item) != set(canary):
-            raise ValueError(
-                f"{name} has the keys {sorted(map(str, canary))}, the data set's items have "
-                f"{sorted(map(str, item))}: build canaries as the items are built"
-            )
-        for key in item:
-            check_alike(item[key], canary[key], f"{name}[{key!r}]")
-        return
-    if isinstance(item, tuple) and isinstance(canary, tuple) and len(item) == len(canary):
-        for i, (expected, actual) in enumerate(zip(item, canary, strict=True)):
-            check_alike(expected, actual, f"{name}[{i}]")
-        return
-    expected, actual = _kind(item), _kind(canary)
-    if expected != actual:
-        raise ValueError(
-            f"{name} is {actual}, where the data set's items have {expected}: build canaries as "
-            "the items are built"
-        )
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype} with {value.dim()} dimensions"
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype} with {value.ndim} dimensions"
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"
-
-
 def _token_row(ids: Any, name: str) -> Tensor:
     try:
         row = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} is {_kind(ids)}, and no token ids were found in it: pass token_ids=, a "
-            "function from an item to its token ids"
-        ) from error
-    if row.dim() == 2 and len(row) == 1:
-        row = row[0]
+    except (TypeError, ValueError, RuntimeError):
+        row = torch.empty(())
+    row = row[0] if row.dim() == 2 and len(row) == 1 else row
     if row.dim() != 1 or row.is_floating_point() or row.is_complex():
         raise ValueError(
-            f"{name} must hold one row of token ids, got {row.dtype} of shape {tuple(row.shape)}"
+            f"{name} is a {type(ids).__name__}, and no row of token ids: pass token_ids=, a "
+            "function from an item to its token ids"
         )
     return row.detach().cpu().to(torch.int64)
 
@@ -142,11 +92,3 @@ def _encoded(value: Any, name: str) -> bytes:
 
 def _tagged(tag: str, content: bytes) -> bytes:
     return f"{tag} {len(content)}:".encode() + content
-
-
-def fetch(dataset: Any, places: Sequence[int]) -> list[Any]:
-    """Return items of a data set, at once where it can."""
-    at_once = getattr(dataset, "__getitems__", None)
-    if at_once is None or not places:
-        return [dataset[place] for place in places]
-    return list(at_once(places))

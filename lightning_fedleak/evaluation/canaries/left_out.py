@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,10 +10,9 @@ from typing import Any, ClassVar
 from torch.utils.data import Dataset, Subset
 
 from lightning_fedleak.evaluation.canaries.dataset import check_dataset
-from lightning_fedleak.evaluation.canaries.items import digest_of, fetch
+from lightning_fedleak.evaluation.canaries.items import digest_of
 from lightning_fedleak.evaluation.canaries.record import (
     SCHEMA,
-    InclusionMismatch,
     Secret,
     draw_or_load,
 )
@@ -68,19 +66,6 @@ class LeftOutRecord(Secret):
         stated = f"{SCHEMA} {self.length} {self.count} {drawn}".encode() + self.digest
         return self._mac("commitment", stated).hex()
 
-    def check_same(self, other: LeftOutRecord, name: str) -> None:
-        """Raise an error unless ``other`` is of the same data, n and seed.
-
-        Raises:
-            InclusionMismatch: it is not.
-        """
-        if self != other:
-            raise InclusionMismatch(
-                f"{name} is of other data, another n or another seed: it left out {other.count} of "
-                f"{other.length} rows. Resume with what it began with, or begin again with another "
-                "record file."
-            )
-
     def _content(self) -> dict[str, object]:
         return {
             "note": "secret: which rows were left out of the training data",
@@ -101,9 +86,6 @@ class LeftOutRecord(Secret):
             bytes.fromhex(content["digest"]),
             content["coins"],
         )
-
-    def __repr__(self) -> str:
-        return f"LeftOutRecord({self.count} of {self.length} rows)"
 
 
 class TrainingRows(Dataset[Any]):
@@ -133,10 +115,6 @@ class TrainingRows(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[self._rows[index]]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several rows, as torch's DataLoader asks, in the data's own way if it has one."""
-        return fetch(self.dataset, [self._rows[index] for index in indices])
-
     def sources(self) -> list[tuple[Any, int]]:
         """Return where every row of the user's data is, in their order: a data set and its place.
 
@@ -146,9 +124,6 @@ class TrainingRows(Dataset[Any]):
         outside = {row: (self.others, place) for place, row in enumerate(self.others.indices)}
         everyone: dict[int, tuple[Any, int]] = {**inside, **outside}
         return [everyone[row] for row in range(len(everyone))]
-
-    def __repr__(self) -> str:
-        return f"TrainingRows({type(self.dataset).__name__}, {self.record!r})"
 
 
 def leave_out(

@@ -13,21 +13,16 @@ import hmac
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
 from lightning_fedleak.private_files import read_secret, write_secret
-from lightning_fedleak.validate import check_choice, check_integer, check_number
-
-Game = Literal["add_remove", "replace"]
-"""What happens to a canary that is left out. ``"add_remove"``: nothing is in its place, the data
-are shorter by one; the neighbours of DP-SGD's usual accountants. ``"replace"``: an item of the data
-is in its place, the length is always the same; the game of Fig. 2 of Vu et al. 2024."""
+from lightning_fedleak.validate import check_integer, check_number
 
 SCHEMA = 1  # version of the file; others are not read
 _DERIVED = ("included", "commitment")  # fields of a file that follow from the others
@@ -35,7 +30,7 @@ _BITS = 64  # of the numbers that coins and places are derived from
 
 
 class InclusionMismatch(ValueError):
-    """Canaries, seed, probability, game or times are not those that a run began with."""
+    """Data, canaries, seed or settings are not those that a run began with."""
 
 
 class Secret(ABC):
@@ -60,14 +55,6 @@ class Secret(ABC):
     @abstractmethod
     def _of_content(cls, content: Any) -> Self:
         """Return the secret of a file's content."""
-
-    @abstractmethod
-    def check_same(self, other: Self, name: str) -> None:
-        """Raise an error unless ``other`` is of the same data and settings.
-
-        Raises:
-            InclusionMismatch: says what differs.
-        """
 
     def save(self, path: str | Path) -> None:
         """Write a file that only its owner may read, whole or not at all.
@@ -98,6 +85,21 @@ class Secret(ABC):
             raise InclusionMismatch(f"{path} was changed: it does not follow from its key")
         return secret
 
+    def check_same(self, other: Self, name: str) -> None:
+        """Raise an error unless ``other`` is of the same data, key and settings.
+
+        Raises:
+            InclusionMismatch: it is not.
+        """
+        if self != other:
+            raise InclusionMismatch(
+                f"{name} belongs to another run: its data, seed or settings are not these. Resume "
+                "with what it began with, or begin again with another record file."
+            )
+
+    def __repr__(self) -> str:
+        return f"<{self.title}>"
+
     def _mac(self, purpose: str, message: bytes) -> bytes:
         return hmac.digest(self.key, purpose.encode() + b"\0" + message, hashlib.sha256)
 
@@ -126,7 +128,6 @@ class InclusionRecord(Secret):
         key: 32 bytes that all else follows from.
         digests: SHA-256 of each canary, in order.
         probability: of inclusion.
-        game: see :data:`Game`.
         times: how often a canary may be repeated, each equally likely, whatever its coin is.
         included: whether each canary is in the data.
         repeats: how often each canary stands in the data if it is included.
@@ -137,16 +138,12 @@ class InclusionRecord(Secret):
     key: bytes
     digests: tuple[bytes, ...]
     probability: float = 0.5
-    game: Game = "add_remove"
     times: tuple[int, ...] = (1,)
     included: tuple[bool, ...] = field(init=False)
     repeats: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        if len(self.key) != 32:
-            raise ValueError(f"key must be 32 bytes, got {len(self.key)}")
         check_number("probability", self.probability, above=0, below=1)
-        check_choice("game", self.game, get_args(Game))
         for number in self.times:
             check_integer("times", number)
         if not self.times or list(self.times) != sorted(set(self.times)):
@@ -163,32 +160,6 @@ class InclusionRecord(Secret):
         object.__setattr__(self, "included", coins)
         object.__setattr__(self, "repeats", tuple(self.times[tier] for tier in tiers))
 
-    @classmethod
-    def flip(
-        cls,
-        digests: Sequence[bytes],
-        seed: int | None = None,
-        probability: float = 0.5,
-        game: Game = "add_remove",
-        times: Sequence[int] = (1,),
-    ) -> InclusionRecord:
-        """Return a record of new coins.
-
-        Args:
-            digests: of the canaries, see
-                :func:`~lightning_fedleak.evaluation.canaries.items.digest_of`.
-            seed: at least 0. The same seed and canaries give the same record; whoever guesses the
-                seed knows it. None takes 256 bits from the operating system.
-            probability: of inclusion.
-            game: see :data:`Game`.
-            times: how often a canary may be repeated.
-
-        Raises:
-            ValueError: an argument is out of its range.
-        """
-        key = secrets.token_bytes(32) if seed is None else seed_key(seed)
-        return cls(key, tuple(digests), probability, game, tuple(times))
-
     @property
     def commitment(self) -> str:
         """Return a commitment to this record, for checkpoints and logs: 64 hexadecimal digits.
@@ -202,27 +173,20 @@ class InclusionRecord(Secret):
         """Return where the included canaries stand among ``length`` items of data.
 
         Between which items a canary stands (or would stand) depends on the key and ``length``
-        alone, uniform over all gaps and not on any coin; so do the places of ``"replace"``.
+        alone, uniform over all gaps and not on any coin.
 
         Returns:
             (place, canary) pairs in the order of places, which count in the data with canaries; as
             many of a canary as it is repeated.
-
-        Raises:
-            ValueError: ``"replace"`` with fewer items than canaries and their copies.
         """
         copies = [
-            (i, self._number(f"copy {copy}" if copy else "place", i, digest))
+            (self._number(f"copy {copy}" if copy else "place", i, digest), i)
             for i, digest in enumerate(self.digests)
-            for copy in range(self.repeats[i])
+            for copy in range(self.repeats[i] if self.included[i] else 0)
         ]
-        if self.game == "replace":
-            slots = self._slots([number for _, number in copies], length)
-            placed = zip(slots, copies, strict=True)
-            return sorted((slot, i) for slot, (i, _) in placed if self.included[i])
-        order = sorted((number, i) for i, number in copies if self.included[i])
         return [
-            ((number * (length + 1) >> _BITS) + rank, i) for rank, (number, i) in enumerate(order)
+            ((number * (length + 1) >> _BITS) + rank, i)
+            for rank, (number, i) in enumerate(sorted(copies))
         ]
 
     def _content(self) -> dict[str, object]:
@@ -230,7 +194,6 @@ class InclusionRecord(Secret):
             "note": "secret: which canaries are in the training data",
             "key": self.key.hex(),
             "probability": self.probability,
-            "game": self.game,
             "digests": [d.hex() for d in self.digests],
             "included": [int(inside) for inside in self.included],
             "commitment": self.commitment,
@@ -243,62 +206,20 @@ class InclusionRecord(Secret):
             bytes.fromhex(content["key"]),
             tuple(bytes.fromhex(d) for d in content["digests"]),
             content["probability"],
-            content["game"],
             tuple(content.get("times", (1,))),
         )
 
-    def check_same(self, other: InclusionRecord, name: str) -> None:
-        """Raise an error that names what differs from another record, without showing it.
-
-        Raises:
-            InclusionMismatch: something differs.
-        """
-        differs = [
-            part
-            for part, equal in (
-                ("the canaries", self.digests == other.digests),
-                ("the seed", hmac.compare_digest(self.key, other.key)),
-                ("probability", self.probability == other.probability),
-                ("game", self.game == other.game),
-                ("times", self.times == other.times),
-            )
-            if not equal
-        ]
-        if differs:
-            raise InclusionMismatch(
-                f"{name} belongs to another run: {', '.join(differs)} changed. Resume with what "
-                "it began with, or begin again with another record file."
-            )
-
     def _settings(self) -> bytes:
         coins = bytes(self.included)
-        stated = f"{SCHEMA} {self.probability!r} {self.game} {len(self.digests)} "
+        stated = f"{SCHEMA} {self.probability!r} add_remove {len(self.digests)} "
         if self.times != (1,):
             stated += f"times {self.times} "
         return stated.encode() + b"".join(self.digests) + coins
-
-    def _slots(self, numbers: Sequence[int], length: int) -> list[int]:
-        """Return a different place for each number, by Fisher-Yates on swapped entries alone."""
-        if len(numbers) > length:
-            raise ValueError(
-                f"game='replace' puts each of {len(numbers)} canaries in the place of an item "
-                f"of its own, and the data set has {length} items"
-            )
-        swapped: dict[int, int] = {}
-        slots = []
-        for i, number in enumerate(numbers):
-            j = i + (number * (length - i) >> _BITS)
-            slots.append(swapped.get(j, j))
-            swapped[j] = swapped.get(i, i)
-        return slots
 
     def _number(self, purpose: str, index: int, digest: bytes) -> int:
         """Return a number uniform below 2^64."""
         digest_bytes = self._mac(purpose, index.to_bytes(8, "big") + digest)
         return int.from_bytes(digest_bytes[: _BITS // 8], "big")
-
-    def __repr__(self) -> str:
-        return f"InclusionRecord({len(self.digests)} canaries)"
 
 
 def seed_key(seed: int) -> bytes:

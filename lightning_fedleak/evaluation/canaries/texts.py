@@ -14,7 +14,6 @@ that the model itself samples, from its distribution made flat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ def new_token_canaries(
     count: int,
     *,
     length: int = 3,
-    tokens: Sequence[int] | None = None,
     row_norm: float = 1.0,
     seed: int = 0,
 ) -> list[Tensor]:
@@ -51,8 +49,8 @@ def new_token_canaries(
         train = with_canaries(train, texts, record="secret/inclusion.json")
         scorer = CanaryScorer(train.canaries)
 
-    The model is changed: it has ``count`` more tokens, or those of ``tokens`` get new rows. Use
-    it for an audit only. Between its two own tokens a text has ordinary ones, drawn at random.
+    The model is changed: it has ``count`` more tokens. Use it for an audit only. Between its two
+    own tokens a text has ordinary ones, drawn at random.
 
     Their loss is what an audit reads. For ``CanaryScorer(by="row")`` a row of the embedding or of
     the head must be trained, and ``row_norm=0.1`` shows more. A LoRA trains neither matrix without
@@ -63,8 +61,6 @@ def new_token_canaries(
         count: of texts, m.
         length: tokens of a text, both of its own included; at least 3. Longer texts share more
             with each other, and show less.
-        tokens: (m,) ids of the model that occur in no other text, each once: rows that a
-            vocabulary has to spare. None adds rows.
         row_norm: norm that their rows start with, over the mean norm of the others.
         seed: of rows and texts; nothing global is drawn from.
 
@@ -72,8 +68,7 @@ def new_token_canaries(
         m rows of token ids, (length,) int64.
 
     Raises:
-        ValueError: a number out of range, tokens that are no rows of the model or not m different
-            ones, a model that is not causal, that PEFT wraps already, or that cannot be resized.
+        ValueError: a number out of range, or a model that is not causal or that PEFT wraps already.
     """
     anatomy = _causal(model, "new_token_canaries")
     check_integer("count", count)
@@ -82,19 +77,9 @@ def new_token_canaries(
     _check_length(anatomy, length)
     special = _special(getattr(without_peft(anatomy.model), "config", None))
     generator = torch.Generator().manual_seed(seed)
-    if tokens is None:
-        new_ids = _added_rows(anatomy, count)
-        anatomy = find_anatomy(model)
-    else:
-        new_ids = [int(token) for token in tokens]
-        if len(set(new_ids)) != count or len(new_ids) != count:
-            raise ValueError(f"tokens must hold {count} different ids, one for each canary")
-        if not all(0 <= token < anatomy.vocab_size for token in new_ids):
-            raise ValueError(f"tokens must be rows of the model, 0 to {anatomy.vocab_size - 1}")
-    excluded = {*new_ids, *special}
-    ordinary = torch.tensor([i for i in range(anatomy.vocab_size) if i not in excluded])
-    if not len(ordinary):
-        raise ValueError("the model has no token beside those of the canaries")
+    new_ids = _added_rows(anatomy, count)
+    anatomy = find_anatomy(model)
+    ordinary = torch.tensor([i for i in range(new_ids[0]) if i not in special])
     _start_rows(anatomy, torch.tensor(new_ids), ordinary, row_norm, generator)
     indices = torch.randint(len(ordinary), (count, length - 2), generator=generator)
     ends = torch.tensor(new_ids)[:, None]
@@ -107,25 +92,23 @@ def high_temperature_canaries(
     *,
     length: int = 8,
     temperature: float = 1.0,
-    prompts: Sequence[Tensor] | None = None,
     seed: int = 0,
 ) -> list[Tensor]:
     """Return texts that the model samples, each token from its logits over ``temperature``.
 
-    They are the less like the data the higher the temperature is. Sample them before training: a
-    model that was trained on private text may repeat it.
+    Each begins with the model's first token (``bos_token_id``), or an ordinary one at random where
+    it has none. They are the less like the data the higher the temperature is. Sample them before
+    training: a model that was trained on private text may repeat it.
 
     Args:
         model: causal; left as it is, and run in eval mode.
         count: of texts, m.
         length: tokens of a text that are sampled.
         temperature: 1 for the model's own distribution; the paper begins at .8.
-        prompts: rows of token ids that texts begin with, in turn; default the model's first token
-            (``bos_token_id``), or an ordinary one at random where it has none.
         seed: of the samples; nothing global is drawn from.
 
     Returns:
-        m different rows of token ids, prompt and sample, int64.
+        m different rows of token ids, its first and those sampled, int64.
 
     Raises:
         ValueError: a number out of range, a model that is not causal, or fewer than m different
@@ -135,22 +118,21 @@ def high_temperature_canaries(
     check_integer("count", count)
     check_integer("length", length, at_least=2)
     check_number("temperature", temperature, above=0)
+    _check_length(anatomy, length + 1)
     generator = torch.Generator().manual_seed(seed)
     config = getattr(without_peft(anatomy.model), "config", None)
     special = _special(config)
     allowed = torch.tensor([i not in special for i in range(anatomy.vocab_size)])
     texts: dict[tuple[int, ...], Tensor] = {}
     for _ in range(MOST_TRIES):
-        starts = _starts(config, allowed, count, prompts, generator)
-        _check_length(anatomy, length + max(map(len, starts)))
+        starts = _starts(config, allowed, count, generator)
         for row in _sampled(anatomy, starts, allowed, length, temperature, generator):
             if len(texts) < count:
                 texts.setdefault(tuple(row.tolist()), row)
         if len(texts) == count:
             return [*texts.values()]
     raise ValueError(
-        f"only {len(texts)} of {count} texts are different: raise temperature or length, or give "
-        "more prompts"
+        f"only {len(texts)} of {count} texts are different: raise temperature or length"
     )
 
 
@@ -189,12 +171,7 @@ def _added_rows(anatomy: Anatomy, count: int) -> list[int]:
     if anatomy.peft is not None:
         raise ValueError(
             f"new_token_canaries adds rows to the vocabulary, and this model is wrapped by PEFT "
-            f"({anatomy.peft}): call it before get_peft_model, or give tokens=, rows to spare"
-        )
-    if not hasattr(model, "resize_token_embeddings"):
-        raise ValueError(
-            f"{type(model).__name__} has no resize_token_embeddings: give tokens=, ids of rows "
-            "that no text uses"
+            f"({anatomy.peft}): call it before get_peft_model"
         )
     size = anatomy.vocab_size
     with torch.random.fork_rng([anatomy.device] if anatomy.device.type == "cuda" else []):
@@ -215,48 +192,29 @@ def _start_rows(
         matrix[new_ids.to(matrix.device)] = rows.to(matrix)
 
 
-def _starts(
-    config: Any,
-    allowed: Tensor,
-    count: int,
-    prompts: Sequence[Tensor] | None,
-    generator: torch.Generator,
-) -> list[Tensor]:
-    if prompts is not None:
-        if not len(prompts):
-            raise ValueError("prompts=[] begins no text: leave it out, or give rows of token ids")
-        rows = [torch.as_tensor(p).reshape(-1).long() for p in prompts]
-        if not all(len(p) and int(p.min()) >= 0 and int(p.max()) < len(allowed) for p in rows):
-            raise ValueError(f"prompts must be rows of at least one token id, below {len(allowed)}")
-        return [rows[i % len(rows)] for i in range(count)]
+def _starts(config: Any, allowed: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return (count, 1) first tokens."""
     first = getattr(config, "bos_token_id", None)
     if first is not None and int(first) < len(allowed):
-        return [torch.tensor([int(first)])] * count
+        return torch.full((count, 1), int(first))
     ordinary = allowed.nonzero()[:, 0]
-    return [*ordinary[torch.randint(len(ordinary), (count, 1), generator=generator)]]
+    return ordinary[torch.randint(len(ordinary), (count, 1), generator=generator)]
 
 
 @torch.no_grad()
 def _sampled(
     anatomy: Anatomy,
-    starts: Sequence[Tensor],
+    ids: Tensor,
     allowed: Tensor,
     length: int,
     temperature: float,
     generator: torch.Generator,
-) -> list[Tensor]:
-    """Return each start with ``length`` more tokens; those of one length at once."""
-    rows = [*starts]
+) -> Tensor:
+    """Return the rows of ``ids`` with ``length`` more tokens each."""
     with undisturbed(anatomy) as model:
-        for size in sorted({len(s) for s in starts}):
-            places = [i for i, s in enumerate(starts) if len(s) == size]
-            ids = torch.stack([starts[i] for i in places])
-            for _ in range(length):
-                batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
-                logits = run_logits(model, batch)[:, -1].float().cpu()
-                logits = logits.masked_fill(~allowed, -torch.inf)
-                chances = (logits / temperature).softmax(1)
-                ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], 1)
-            for place, row in zip(places, ids, strict=True):
-                rows[place] = row
-    return rows
+        for _ in range(length):
+            batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
+            logits = run_logits(model, batch)[:, -1].float().cpu()
+            chances = (logits.masked_fill(~allowed, -torch.inf) / temperature).softmax(1)
+            ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], 1)
+    return ids

@@ -30,9 +30,9 @@ LOG_SHARE: Floats = np.log(np.array([0.5] + [0.5 / 7] * 7))
 SLACK = 1e-6  # share of the span by which rounding may move a value outside; not tuned
 
 
-def start(shape: tuple[int, ...] = (), *, restarts: bool = False) -> Floats:
-    """Return (8, *shape) log capital of each gambler before the first value."""
-    return np.full((BETS.size, *shape), -math.inf if restarts else 0.0)
+def start(shape: tuple[int, ...] = ()) -> Floats:
+    """Return (8, *shape) log capital of each gambler before the first value: nothing is staked."""
+    return np.full((BETS.size, *shape), -math.inf)
 
 
 def bet(
@@ -41,12 +41,11 @@ def bet(
     value: Floats | float,
     threshold: float,
     *,
-    restarts: bool = False,
     trials: int = 1,
 ) -> Floats:
     """Return the log capital after one more value.
 
-    Each gambler stakes a constant share ("diversified Kelly" in the paper). With ``restarts`` not
+    Each gambler stakes a constant share ("diversified Kelly" in the paper). Not
     all capital is staked from the beginning: ``1 / (j (j + 1))`` of it joins at value j. So a mean
     that rises late is detected about as fast as one that is high from the start: earlier losses
     need not be won back first.
@@ -62,12 +61,10 @@ def bet(
         looks: number of values before this one.
         value: (...) in [0, 1].
         threshold: m in (0, 1).
-        restarts: as for :func:`start`.
         trials: independent trials that the value is the mean of.
     """
-    if restarts:
-        j = looks + 1
-        capital = np.logaddexp(capital, -math.log(j) - math.log(j + 1))
+    j = looks + 1
+    capital = np.logaddexp(capital, -math.log(j) - math.log(j + 1))
     stakes = (BETS / threshold).reshape(-1, *[1] * (capital.ndim - 1))
     x = np.asarray(value)
     if trials == 1:
@@ -79,11 +76,12 @@ def bet(
     return log_capital
 
 
-def log_evidence(capital: Floats, looks: int, *, restarts: bool = False) -> Floats:
+def log_evidence(capital: Floats, looks: int) -> Floats:
     """Return (...) log of the e-process: all gamblers' capital and what has not been staked yet."""
     share = LOG_SHARE.reshape(-1, *[1] * (capital.ndim - 1))
     total: Floats = np.logaddexp.reduce(capital + share, axis=0)
-    return np.logaddexp(total, -math.log(looks + 1)) if restarts else total
+    evidence: Floats = np.logaddexp(total, -math.log(looks + 1))
+    return evidence
 
 
 class MeanTest:
@@ -98,7 +96,6 @@ class MeanTest:
 
     Args:
         threshold: strictly inside ``span``.
-        restarts: whether a later change is to be detected too, see :func:`bet`.
         span: lowest and highest possible value.
 
     Attributes:
@@ -111,23 +108,16 @@ class MeanTest:
         ValueError: a threshold outside the span.
     """
 
-    def __init__(
-        self,
-        threshold: float,
-        *,
-        restarts: bool = False,
-        span: tuple[float, float] = (0.0, 1.0),
-    ) -> None:
+    def __init__(self, threshold: float, *, span: tuple[float, float] = (0.0, 1.0)) -> None:
         if not span[0] < threshold < span[1]:
             raise ValueError(
                 f"a mean can be tested against a threshold strictly between {span[0]:g} and "
                 f"{span[1]:g}, the ends of its span; got {threshold!r}"
             )
-        self.restarts = restarts
         self.span = span
         self.threshold = threshold
         self._threshold = self._scaled(threshold)
-        self._capital = start((2,), restarts=restarts)
+        self._capital = start((2,))
         self._total = 0.0
         self.looks = 0
         self.highest = 0.0
@@ -148,7 +138,7 @@ class MeanTest:
     @property
     def log_evidence(self) -> float:
         """Return the log of the e-process after the values so far."""
-        halves = log_evidence(self._capital, self.looks, restarts=self.restarts)
+        halves = log_evidence(self._capital, self.looks)
         return float(np.logaddexp(*halves) - math.log(2))
 
     def update(self, value: float, trials: tuple[float, float, int] | None = None) -> None:
@@ -167,13 +157,12 @@ class MeanTest:
         whole, parts = self._capital.T
         self._capital = np.stack(
             [
-                bet(whole, self.looks, x, self._threshold, restarts=self.restarts),
+                bet(whole, self.looks, x, self._threshold),
                 bet(
                     parts,
                     self.looks,
                     self._scaled(mean),
                     self._scaled(threshold),
-                    restarts=self.restarts,
                     trials=n,
                 ),
             ],

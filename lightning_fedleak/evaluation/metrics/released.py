@@ -44,22 +44,20 @@ def spent_at(look: int, alpha: float = 0.05) -> float:
     return alpha / (look * (look + 1))
 
 
-def others_needed(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
+def others_needed(look: int, alpha: float = 0.05) -> int:
     """Return how many others a look needs before its bound on the TPR can be above 0.
 
-    The highest other leaves an FPR of at most ``fpr`` but for a probability ``(1 - fpr)^n``.
+    The highest other leaves an FPR of at most ``fpr`` but for a probability ``(1 - FPR)^n``.
 
     Examples:
         >>> from lightning_fedleak.evaluation.metrics.released import others_needed
         >>> [others_needed(look) for look in (1, 2, 3, 4, 5)]
         [437, 546, 615, 666, 706]
     """
-    return math.ceil(math.log(spent_at(look, alpha) / 2) / math.log1p(-fpr))
+    return math.ceil(math.log(spent_at(look, alpha) / 2) / math.log1p(-FPR))
 
 
-def shown_tpr(
-    scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
-) -> Rate:
+def shown_tpr(scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05) -> Rate:
     """Return bounds of the TPR at a small FPR, each with half of the look's ``alpha``.
 
     ``low`` is unknown (NaN) with too few others; ``value`` is ``low``.
@@ -74,7 +72,6 @@ def shown_tpr(
         members: (N,) bool.
         look: counted from 1.
         alpha: probability of error over all looks together.
-        fpr: false positive rate.
 
     Raises:
         ValueError: no members, no others, lengths that differ, or a score that is NaN.
@@ -83,8 +80,8 @@ def shown_tpr(
     spent = spent_at(look, alpha)
     others, inside = np.sort(score[~member])[::-1], score[member]
     n, ranks = len(others), np.arange(1, len(others) + 1)
-    below = binom.cdf(ranks - 1, n, fpr) <= spent / 2  # P(FPR above the j-th > fpr)
-    above = binom.sf(ranks - 1, n, fpr) <= spent / 2  # P(FPR from the j-th on < fpr)
+    below = binom.cdf(ranks - 1, n, FPR) <= spent / 2  # P(FPR above the j-th > FPR)
+    above = binom.sf(ranks - 1, n, FPR) <= spent / 2  # P(FPR from the j-th on < FPR)
     low, high = math.nan, 1.0
     if below.any():
         hits = int((inside > others[np.flatnonzero(below)[-1]]).sum())
@@ -96,20 +93,19 @@ def shown_tpr(
     return Rate(low, low, high)
 
 
-def rank_test(scores: Tensor, members: Tensor, fpr: float = FPR) -> float:
+def rank_test(scores: Tensor, members: Tensor) -> float:
     """Return the p-value of "members rank no higher than others", exact for exchangeable texts.
 
-    Members above the (m + 1)-th highest other, for m = floor(fpr * n) others, follow the negative
+    Members above the (m + 1)-th highest other, for m = floor(FPR * n) others, follow the negative
     hypergeometric law where no text's membership matters. Ties are counted against the members.
 
     Args:
         scores: (N,) higher is more likely a member.
         members: (N,) bool.
-        fpr: false positive rate.
     """
     score, member = _pool(scores, members)
     others = np.sort(score[~member])[::-1]
-    allowed = int(fpr * len(others) + 1e-9)
+    allowed = int(FPR * len(others) + 1e-9)
     hits = int((score[member] > others[allowed]).sum())
     n_members = int(member.sum())
     law = nhypergeom(len(score), n_members, allowed + 1)
@@ -117,9 +113,7 @@ def rank_test(scores: Tensor, members: Tensor, fpr: float = FPR) -> float:
     return min(1.0, float(law.pmf(np.arange(hits, n_members + 1)).sum()))
 
 
-def visible_tpr(
-    n_members: int, n_others: int, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
-) -> float:
+def visible_tpr(n_members: int, n_others: int, *, look: int = 1, alpha: float = 0.05) -> float:
     """Return the least TPR that a look shows to be above 0 with probability 0.8, by the rank test.
 
     It answers "how much could leak without being seen". The bar is taken at its expected FPR.
@@ -129,9 +123,8 @@ def visible_tpr(
         n_others: texts that were not.
         look: counted from 1.
         alpha: probability of error over all looks together.
-        fpr: false positive rate.
     """
-    allowed = int(fpr * n_others + 1e-9)
+    allowed = int(FPR * n_others + 1e-9)
     counts = np.arange(n_members + 1)
     law = nhypergeom(n_members + n_others, n_members, allowed + 1)
     rare = np.flatnonzero(law.sf(counts - 1) <= spent_at(look, alpha))
@@ -169,7 +162,7 @@ def visible_excess(n_members: int, n_others: int, others_hits: int, *, alpha: fl
 
 
 def membership_values(
-    scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
+    scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05
 ) -> dict[str, float]:
     """Return what a look at two pools shows of one score, by the names of the logs.
 
@@ -189,12 +182,11 @@ def membership_values(
         members: (N,) bool.
         look: counted from 1.
         alpha: probability of error over all looks together.
-        fpr: false positive rate of ``shown``.
 
     Raises:
         ValueError: as :func:`shown_tpr` does.
     """
-    shown = shown_tpr(scores, members, look=look, alpha=alpha, fpr=fpr)
+    shown = shown_tpr(scores, members, look=look, alpha=alpha)
     spent = spent_at(look, alpha)
     area = _auc(scores, members, spent)
     fewest = min(int(members.sum()), int((~members).sum()))
@@ -204,10 +196,8 @@ def membership_values(
         "p_value": min(1.0, least_error(*_pool(scores, members)) * alpha / spent),
         "shown": shown.low,
         "shown_high": shown.high,
-        "shown_p_value": min(1.0, rank_test(scores, members, fpr) * alpha / spent),
-        "visible": visible_tpr(
-            int(members.sum()), int((~members).sum()), look=look, alpha=alpha, fpr=fpr
-        ),
+        "shown_p_value": min(1.0, rank_test(scores, members) * alpha / spent),
+        "visible": visible_tpr(int(members.sum()), int((~members).sum()), look=look, alpha=alpha),
     }
 
 

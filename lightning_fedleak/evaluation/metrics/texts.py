@@ -38,8 +38,6 @@ RECONSTRUCTION_RATES = (
 )
 """Names of the rates, in the order in which they are reported."""
 
-POSITIONS = 2048  # places that have a rate of their own; not tuned; more: larger states
-
 
 @dataclass(frozen=True)
 class SentenceScores:
@@ -74,25 +72,15 @@ def token_hits(
         ``hits`` and ``real``, both (B, L) bool on the CPU. No hit lies outside ``real``.
 
     Raises:
-        ValueError: shapes differ, or a true id is negative.
+        ValueError: shapes differ.
     """
-    if input_ids.dim() != 2 or guessed.shape != input_ids.shape:
+    if guessed.shape != input_ids.shape:
         raise ValueError(
             "guess and truth must both be (B, L) and of one shape, got "
             f"{tuple(guessed.shape)} and {tuple(input_ids.shape)}"
         )
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}, but input_ids is "
-            f"{tuple(input_ids.shape)}"
-        )
     guessed, truth = guessed.detach().cpu(), input_ids.detach().cpu()
     real = _real_places(truth, attention_mask)
-    if bool((truth[real] < 0).any()):
-        raise ValueError(
-            f"input_ids holds the id {int(truth[real].min())}: give the tokens and not the labels, "
-            "and mask padding out"
-        )
     return (guessed == truth) & real, real
 
 
@@ -293,7 +281,6 @@ class TextReconstruction(RateMetric):
     Args:
         confidence: of the intervals.
         rouge: False leaves all ROUGE out; the time of ROUGE-L grows with the square of the length.
-        positions: places that :meth:`by_position` counts; later tokens count in all other rates.
         resamples: of the bootstrap.
         seed: of the bootstrap.
         kwargs: passed to :class:`torchmetrics.Metric`.
@@ -311,21 +298,17 @@ class TextReconstruction(RateMetric):
     """
 
     sentences: list[Tensor]
-    position_hits: Tensor
-    position_counts: Tensor
 
     def __init__(
         self,
         *,
         confidence: float = 0.95,
         rouge: bool = True,
-        positions: int = POSITIONS,
         resamples: int = 1000,
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.positions = check_integer("positions", positions)
         self.confidence = confidence
         self.rouge = rouge
         self.resamples = resamples
@@ -333,8 +316,6 @@ class TextReconstruction(RateMetric):
         # The type in which a process that saw no sentence takes part in the exchange.
         self.set_dtype(torch.float64)
         self.add_state("sentences", [], dist_reduce_fx="cat")
-        for name in ("position_hits", "position_counts"):
-            self.add_state(name, torch.zeros(positions, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(
         self,
@@ -353,19 +334,10 @@ class TextReconstruction(RateMetric):
             ValueError: as :func:`token_hits`.
         """
         guessed = guess.tokens if isinstance(guess, TextGuess) else guess
-        hits, real = token_hits(guessed, input_ids, attention_mask)
         self.add(sentence_scores(guessed, input_ids, attention_mask, rouge=self.rouge))
-        place = (real.cumsum(1) - 1)[real]
-        inside = place < self.positions
-        place = place[inside]
-        for name, flags in (("position_hits", hits), ("position_counts", real)):
-            counts = torch.zeros(self.positions, dtype=torch.int64)
-            counts.index_add_(0, place, flags[real][inside].long())
-            state: Tensor = getattr(self, name)
-            state += counts.to(state.device)
 
     def add(self, scores: SentenceScores) -> None:
-        """Add sentences that were scored elsewhere; :meth:`by_position` does not count them."""
+        """Add sentences that were scored elsewhere."""
         columns = [getattr(scores, field.name).double() for field in fields(SentenceScores)]
         # Flat, like the empty tensor that a process without sentences gathers.
         self.sentences.append(torch.stack(columns, 1).flatten().to(self.device))
@@ -380,18 +352,3 @@ class TextReconstruction(RateMetric):
             resamples=self.resamples,
             seed=self.seed,
         )
-
-    def by_position(self) -> list[Rate]:
-        """Return the share of sentences whose token at place 0, 1, ... was right, each with its
-        interval.
-
-        Places count a sentence's own tokens, whichever side is padded, up to the longest sentence.
-        The counts are those of all processes, so all must call it.
-        """
-        with self.sync_context(
-            dist_sync_fn=self.dist_sync_fn,
-            should_sync=self._to_sync,
-            should_unsync=self._should_unsync,
-        ):
-            pairs = zip(self.position_hits.tolist(), self.position_counts.tolist(), strict=True)
-            return [proportion(hits, n, self.confidence) for hits, n in pairs if n]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,13 +99,9 @@ class Anatomy:
         try:
             return self.root.get_parameter(name)
         except AttributeError:
-            names = [n for n, _ in self.root.named_parameters(remove_duplicate=False)]
-            close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
             raise AnatomyError(
                 f"'{name}' is neither a role ('{HEAD_WEIGHT}', '{HEAD_BIAS}', "
-                f"'{EMBEDDING_WEIGHT}') nor one of the {len(names)} parameters of "
-                f"{type(self.root).__name__}"
-                + (f"; close to it: {', '.join(close)}." if close else ".")
+                f"'{EMBEDDING_WEIGHT}') nor one of the parameters of {type(self.root).__name__}"
             ) from None
 
     def parameter_name(self, role: str) -> str | None:

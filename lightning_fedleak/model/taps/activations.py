@@ -17,7 +17,7 @@ from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
 
 class ChangedInPlace(RuntimeError):
-    """A recorded tensor was overwritten before it was read; ``clone=True`` prevents this."""
+    """A recorded tensor was overwritten before it was read."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class ActivationTap:
     """Hooks that record hidden states in the user's forward, and their gradient in the backward.
 
     Nothing is computed again, and training is bit-identical: the hooks return nothing, and a record
-    aliases autograd's tensors (or copies them with ``clone``). The tap may keep that memory alive
+    aliases autograd's tensors. The tap may keep that memory alive
     until :meth:`disarm`, (B, L, d) twice for each layer and micro-batch.
 
     There is one record per layer and micro-batch, in the order of the forwards, also under gradient
@@ -64,7 +64,6 @@ class ActivationTap:
             to the layer. Not with reentrant checkpoints, whose parameters would get gradients that
             they do not get without the tap; nor may a look begin or end between a checkpointed
             forward and its backward.
-        clone: copy, for models that overwrite hidden states or their gradient in place.
         first: run before the model's present hooks and not after them, to record hidden states
             before a defence's hook rewrites them.
 
@@ -80,14 +79,12 @@ class ActivationTap:
         states: bool = True,
         gradients: bool = True,
         reach: bool = False,
-        clone: bool = False,
         first: bool = False,
     ) -> None:
         self._places = {layer: place_of(anatomy, layer) for layer in layers}
         self._keep_states = states
         self._keep_gradients = gradients
         self._reach = reach
-        self._clone = clone
         self._records: dict[int, list[_Record]] = {layer: [] for layer in layers}
         self.armed = False
         self.error: Exception | None = None
@@ -111,8 +108,6 @@ class ActivationTap:
         if self._reach and not states.requires_grad:
             states = new_states = states.detach().requires_grad_()
         copy = states.detach() if self._keep_states else None
-        if copy is not None and self._clone:
-            copy = copy.clone()
         record = _Record(ref(states), copy, _version(copy))
         records = self._records[layer]
         in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint computes it again
@@ -131,7 +126,7 @@ class ActivationTap:
         self, record: _Record, add: Callable[[_Record], None] | None, gradient: Tensor
     ) -> None:
         if self._keep_gradients:
-            record.gradient = gradient.clone() if self._clone else gradient.detach()
+            record.gradient = gradient.detach()
             record.gradient_version = _version(record.gradient)
         if add is not None:
             add(record)
@@ -221,7 +216,5 @@ def _version(tensor: Tensor | None) -> int:
 
 def _unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
     if _version(tensor) != version:
-        raise ChangedInPlace(
-            f"{name} were overwritten before they were read: give ActivationTap clone=True"
-        )
+        raise ChangedInPlace(f"the model overwrote {name} in place before they were read")
     return tensor

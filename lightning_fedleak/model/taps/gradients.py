@@ -226,13 +226,11 @@ class TiedHeadTap:
     """
 
     def __init__(self, head: nn.Module) -> None:
-        if type(head) is not nn.Linear:
+        if type(head) is not nn.Linear or "forward" in vars(head):
             raise TypeError(
-                "the head's own part can be taken from a plain nn.Linear only, not from "
-                f"{type(head).__name__}"
+                "the head's own part can be taken from a plain, unpatched nn.Linear only, "
+                f"not from this {type(head).__name__}"
             )
-        if "forward" in vars(head):
-            raise TypeError("the head's forward is replaced already; its own part cannot be taken")
         self._head: nn.Linear = head
         self._buffer: Tensor | None = None
         self._filled = False

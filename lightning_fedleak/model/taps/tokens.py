@@ -103,19 +103,11 @@ def ask_tokens(anatomy: Anatomy, texts: Sequence[Text]) -> TokenSnapshot:
 
     Args:
         anatomy: a causal language model.
-        texts: N texts.
+        texts: N texts, at least one.
 
     Returns:
         The snapshot on the CPU, in float32.
-
-    Raises:
-        ValueError: no text, or the model is no causal one.
     """
-    if not texts or anatomy.kind != "causal":
-        raise ValueError(
-            f"a {anatomy.kind} model and {len(texts)} texts: memorization is read from at least "
-            "one text and a causal language model"
-        )
     longest = max(len(text.ids) for text in texts)
     columns = max(1, longest - 1)
     shape = (len(texts), columns)

@@ -102,16 +102,3 @@ def test_a_run_does_not_cross_what_is_no_label(model: GPT2LMHeadModel) -> None:
     assert guess.asked.tolist() == [False, True]
     assert math.isnan(float(guess.log_probs[0]))
     assert not guess.greedy[0]
-
-
-def test_a_text_that_is_too_short_is_not_asked(model: GPT2LMHeadModel) -> None:
-    short = some_texts()[0].ids[:8]
-    guess = Extraction(tokens=16).run(released_by(model, [Text(short, short)]))
-    assert not guess.asked.any()
-    assert not guess.greedy.any()
-
-
-@pytest.mark.parametrize("arguments", [{"tokens": 0}, {"draws": (0,)}, {"probability": 1.0}])
-def test_a_number_out_of_range_is_refused(arguments: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        Extraction(**arguments)  # type: ignore[arg-type]

@@ -497,19 +497,6 @@ class Exposing(PlainLM):
         return self.words
 
 
-class InTheModule(L.LightningModule):
-    """The parts are the LightningModule's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(40, 8)
-        self.body = nn.ModuleDict({"out": nn.Linear(8, 40, bias=False)})
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.body["out"](self.words(input_ids))
-        return logits
-
-
 @pytest.mark.parametrize("build", [PlainLM, Exposing])
 def test_plain_modules(build: Any) -> None:
     model = build()
@@ -631,36 +618,6 @@ def test_overrides_by_name_and_module() -> None:
         assert found.block_names == ("model.bert.encoder.layer.0", "model.bert.encoder.layer.1")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"model": "network"}, r"model='network' is no module of CausalLMModule.*model"),
-        ({"head": "model.lmhead"}, "head='model.lmhead' is no module"),
-        (
-            {"embedding": nn.Embedding(3, 3)},
-            r"embedding= \(Embedding\) is no part of",
-        ),
-        ({"head": "model.transformer.ln_f"}, r"head= \(LayerNorm\) has no weight matrix"),
-        (
-            {"blocks": "model.transformer"},
-            r"blocks='model\.transformer' \(GPT2Model\) is no list",
-        ),
-        ({"kind": "diffusion"}, "kind must be one of causal, masked, seq2seq, classifier"),
-    ],
-)
-def test_wrong_arguments_say_what_to_do(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(AnatomyError, match=message):
-        find_anatomy(CausalLMModule(tiny_gpt2()), **arguments)
-
-
-def test_a_getter_that_disagrees_with_the_embeddings_is_not_trusted() -> None:
-    model = tiny_gpt2(tied=False)
-    model.lm_head = nn.Linear(DIM, VOCAB + 31, bias=False)
-    with pytest.raises(AnatomyError, match=r"128 rows, but there are 97 .*head='lm_head'"):
-        find_anatomy(model)
-    assert find_anatomy(model, head="lm_head").vocab_size == 128
-
-
 def flags(root: nn.Module) -> dict[str, bool]:
     return {name: module.training for name, module in root.named_modules()}
 
@@ -703,17 +660,6 @@ def test_undisturbed_restores_modes_and_rng(fails: bool, compiled: bool) -> None
     assert model.config.use_cache is True
     for name, value in root.state_dict().items():
         assert torch.equal(value, weights[name])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_undisturbed_restores_the_generator_of_the_models_device() -> None:
-    found = find_anatomy(tiny_gpt2().cuda())
-    assert found.device.type == "cuda"
-    torch.rand(3, device="cuda")
-    state = torch.cuda.get_rng_state()
-    with undisturbed(found):
-        torch.rand(3, device="cuda")
-    assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 def test_finding_disturbs_nothing() -> None:

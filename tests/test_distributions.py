@@ -27,9 +27,6 @@ COPIED = ("lightning_fedleak", "callbacks", "tools", "tests", "benchmarks", "exa
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "build", "dist")
 
 
-RELATIVE = re.compile(r"\]\((?![a-z]+:)[^)]*\)")
-
-
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An sdist, and the wheel that is built from that sdist."""

@@ -13,7 +13,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import states_out, text_blocks, with_states_out
-from lightning_fedleak.model.model_runs import call_with, context_length, hidden_states, undisturbed
+from lightning_fedleak.model.model_runs import call_with, context_length, hidden_states
 from tests.helpers.models import (
     DIM,
     POSITIONS,
@@ -114,24 +114,6 @@ def _noting(forward: Callable[..., Any], note: Callable[[], None]) -> Callable[.
     return noting
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
-def test_no_work_above_the_layer(name: str) -> None:
-    model = MODELS[name]()
-    anatomy = find_anatomy(model)
-    ids, mask = text()
-    for layer in range(3):
-        calls: list[list[int]] = [[] for _ in text_blocks(anatomy)]
-        head: list[int] = []
-        for (_, block), seen in zip(text_blocks(anatomy), calls, strict=True):
-            plain = type(block).forward.__get__(block)
-            block.forward = _noting(plain, lambda s=seen: s.append(1))
-        plain = type(anatomy.head).forward.__get__(anatomy.head)
-        anatomy.head.forward = _noting(plain, lambda s=head: s.append(1))
-        hidden_states(anatomy, layer, ids, mask)
-        assert [len(c) for c in calls] == [1] * layer + [0] * (3 - layer)
-        assert head == []
-
-
 def test_nothing_is_left_behind() -> None:
     model = tiny_gpt2(layers=3).train()
     model.transformer.h[1].eval()
@@ -202,19 +184,6 @@ def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
     assert kinds == {"forward", "pre", "backward", "global"}
     changing.remove()
     assert torch.equal(hidden_states(anatomy, 2, ids, mask), clean)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_layers_that_pack_their_weights_in_eval_mode_do_not(training: bool) -> None:
-    """As those of bitsandbytes in four bits are marked; packed, they have no backward."""
-    model = tiny_gpt2(layers=2).train(training)
-    layer = model.transformer.h[0].mlp
-    layer.support_avx512bf16_for_cpu = True
-    with undisturbed(find_anatomy(model)), undisturbed(find_anatomy(model)):
-        assert not layer.support_avx512bf16_for_cpu
-        assert not any(m.training for m in model.modules())
-    assert layer.support_avx512bf16_for_cpu
-    assert all(m.training == training for m in model.modules())
 
 
 def test_hooks_that_the_model_needs_still_run() -> None:

@@ -12,7 +12,6 @@ from scipy.integrate import trapezoid
 from scipy.stats import norm
 
 from lightning_fedleak.evaluation.auditing import (
-from tests.helpers.gaussian import gaussian_delta
     curve_auc,
     curve_tpr,
     dp_auc,
@@ -21,6 +20,7 @@ from tests.helpers.gaussian import gaussian_delta
     gaussian_epsilon,
     gaussian_tpr,
 )
+from tests.helpers.gaussian import gaussian_delta
 
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
 

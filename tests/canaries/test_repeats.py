@@ -13,7 +13,6 @@ from lightning_fedleak.evaluation.canaries.repeats import (
     COPY_SHARE,
     PIECE,
     RUN,
-    TEMPLATE_ROWS,
     find_repeats,
     scored_texts,
 )
@@ -72,13 +71,6 @@ def test_repeats_are_those_of_a_search_over_pairs(rows: list[list[int]], gap: in
         for i, own in enumerate(runs)
     ]
     assert repeated_texts(texts, texts).tolist() == expected
-
-
-def test_a_template_does_not_count() -> None:
-    system = list(range(100, 120))
-    rows = [text([*system, *range(1000 + 30 * n, 1030 + 30 * n)]) for n in range(TEMPLATE_ROWS + 1)]
-    assert not repeated_texts(rows, rows).any()
-    assert repeated_texts(rows[:5], rows[:5]).all()  # five rows show no template
 
 
 def test_runs_do_not_reach_from_row_to_row() -> None:
@@ -176,30 +168,6 @@ def test_texts_of_a_form_that_differ_in_their_gap_are_no_copies() -> None:
     found = find_repeats(some, ((one, True) for one in some))
     assert found.again.tolist() == [True] * 100 + [False] * 200
     assert len(set(found.units[:100])) == 1
-
-
-@pytest.mark.parametrize("further", [0, 120])
-def test_copies_that_share_a_form_with_other_texts_are_apart(further: int) -> None:
-    """Whether the form is a frame, of more than half of the texts, or is not."""
-    form = drawn(1, 0, 20)[0]
-    rows = [form + gap for gap in apart(drawn(60, 1, 36))]
-    copies = [row[:20] + near(row[20:], 500 + n) for n, row in enumerate(rows[:20])]
-    texts = [text(ids) for ids in [*rows, *copies, *drawn(further, 2)]]
-    found = find_repeats(texts, ((one, True) for one in texts))
-    assert found.again.nonzero()[0].tolist() == [*range(20), *range(60, 80)]
-    assert (found.units[:20] == found.units[60:80]).all()
-    assert len(set(found.units)) == 60 + further
-
-
-def test_what_stands_in_many_copies_is_no_template_to_another_text() -> None:
-    """A text that shares 13 tokens with one that fills 30 rows is left out."""
-    rows = drawn(300, 0)
-    rows[:30] = [rows[0]] * 30
-    rows[30][5:18] = rows[0][5:18]
-    texts = [text(ids) for ids in rows]
-    assert repeated_texts(texts, texts).nonzero()[:, 0].tolist() == list(range(31))
-    elsewhere = repeated_texts(texts[29:], texts)  # where the copies are in no pool
-    assert elsewhere.nonzero()[:, 0].tolist() == [0, 1]
 
 
 def test_a_run_in_more_than_a_hundredth_of_the_texts_is_a_template() -> None:

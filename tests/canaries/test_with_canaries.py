@@ -12,14 +12,13 @@ from collections import Counter
 from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 
-import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fedleak.evaluation.canaries import (
     InclusionMismatch,
@@ -236,17 +235,6 @@ def test_canaries_that_are_none(canaries, message) -> None:
         with_canaries([], canaries, 0)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(data(3))
-
-
-@pytest.mark.parametrize("stream", [Stream(), iter(data(3)), (x for x in data(3))])
-def test_streams_are_refused(stream) -> None:
-    with pytest.raises(ValueError, match="read as a stream"):
-        with_canaries(stream, texts(2), 0)
-
-
 def test_fingerprints_tell_values_apart_that_look_alike() -> None:
     values = [
         1,
@@ -446,67 +434,3 @@ def test_a_commitment_binds_to_every_coin_and_setting() -> None:
 
 
 # In Lightning
-
-
-class Data(L.LightningDataModule):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.train = with_canaries(data(20), texts(12), seed)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, batch_size=4, shuffle=True)
-
-    def state_dict(self) -> dict[str, str]:
-        return self.train.canaries.state_dict()
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        self.train.canaries.load_state_dict(state)
-
-
-class Model(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Embedding(FIRST + 200, 1)
-        self.seen: Counter = Counter()
-
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        self.seen.update(batch[:, 0].tolist())
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trainer(folder: Path, epochs: int) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_trains_and_resumes_and_refuses_another_inclusion(tmp_path: Path) -> None:
-    model, module = Model(), Data(seed=6)
-    run = trainer(tmp_path, 1)
-    run.fit(model, datamodule=module)
-    inside = module.train.canaries.included.nonzero().flatten()
-    assert model.seen == Counter([*range(20), *(FIRST + 10 * inside).tolist()])
-
-    file = tmp_path / "last.ckpt"
-    run.save_checkpoint(file)
-    record = module.train.canaries.record
-    raw = file.read_bytes()
-    assert record.commitment.encode() in raw
-    assert record.key not in raw
-    assert record.key.hex().encode() not in raw
-
-    again = Model()
-    trainer(tmp_path, 2).fit(again, datamodule=Data(seed=6), ckpt_path=file)
-    assert again.seen == model.seen  # the second epoch, the same canaries
-    with pytest.raises(InclusionMismatch, match="other canaries"):
-        trainer(tmp_path, 2).fit(Model(), datamodule=Data(seed=7), ckpt_path=file)

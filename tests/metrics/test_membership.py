@@ -98,16 +98,6 @@ def test_tpr_at_fpr_is_that_of_the_normal_law() -> None:
         assert rate.high - rate.low < 0.15
 
 
-def test_perfect_steps_count_as_steps_not_as_games() -> None:
-    scores, members, clusters = steps(10, 32, 100.0, 0.5, 0)
-    rates = membership_rates(scores, members, clusters)
-    assert rates["auc"].value == rates["accuracy"].value == 1.0
-    assert rates["auc"].low == pytest.approx(0.025 ** (1 / 5))
-    assert rates["accuracy"].low == pytest.approx(0.025 ** (1 / 10))
-    alone = membership_rates(scores[:64], members[:64], clusters[:64])
-    assert alone == membership_rates(scores[:64], members[:64])
-
-
 def test_the_bound_for_perfect_steps_is_exact_where_steps_fail_whole() -> None:
     """A step fails with probability e: its members then score below all non-members."""
     rng = np.random.default_rng(0)
@@ -261,22 +251,3 @@ def test_processes_pool_their_games_even_if_one_saw_none(tmp_path) -> None:
     for rank in range(2):
         values = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(values, expected, equal_nan=True)
-
-
-def test_state_survives_a_checkpoint() -> None:
-    metric = filled(steps(6, 5, 1.0, 0.2, 0))
-    metric.persistent(True)
-    other = MembershipInference(resamples=100)
-    other.persistent(True)
-    other.load_state_dict(metric.state_dict())
-    other._update_count = 1
-    torch.testing.assert_close(other.compute(), metric.compute(), equal_nan=True)
-
-
-def test_decisions_are_given_always_or_never() -> None:
-    metric = filled(steps(3, 5, 1.0, 0.0, 0))
-    metric.update(torch.zeros(1), torch.ones(1, dtype=torch.bool), 9)
-    with pytest.raises(ValueError, match="to every update, or to none"):
-        metric.compute()
-    with pytest.raises(ValueError, match="members holds 2"):
-        metric.update(torch.zeros(1), torch.ones(2, dtype=torch.bool), 9)

@@ -173,18 +173,3 @@ def test_a_bet_on_an_auc_gains_nothing_on_average_over_all_ways_to_guess(members
             capital = bet(start(), 0, float(np.mean(pairs)), 0.5, trials=min(members, others))
             gains.append(np.exp(capital))
         assert (np.mean(gains, axis=0) <= 1 + 1e-12).all()
-
-
-def test_one_look_of_many_right_trials_is_evidence_enough() -> None:
-    test = MeanTest(0.6)
-    test.update(1.0, (1.0, 0.6, 16))
-    assert test.highest >= -math.log(ALPHA)
-    alone = MeanTest(0.6)
-    alone.update(1.0)
-    assert alone.highest < -math.log(ALPHA)
-
-
-def _of_sixteen(m: float) -> float:
-    whole = log_evidence(bet(start(), 0, 1.0, m), 1)
-    parts = log_evidence(bet(start(), 0, 1.0, m, trials=16), 1)
-    return float(np.logaddexp(whole, parts)) - math.log(2)

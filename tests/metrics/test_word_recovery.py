@@ -49,19 +49,6 @@ def test_compute_uses_pooled_counts(data: list[tuple[list[int], list[int], float
     assert float(got["type_count_error"]) == pytest.approx(expected, rel=1e-5, nan_ok=True)
 
 
-@settings(max_examples=20, deadline=None)
-@given(batches, batches)
-def test_merged_metrics_are_one_metric_over_all_batches(first, second) -> None:
-    one, left, right = WordRecovery(VOCAB), WordRecovery(VOCAB), WordRecovery(VOCAB)
-    for part, data in ((left, first), (right, second)):
-        for guessed, used, estimate in data:
-            part.update(guess(guessed, estimate), truth(used))
-            one.update(guess(guessed, estimate), truth(used))
-    left.merge_state(right)
-    for name, value in one.compute().items():
-        assert float(left.compute()[name]) == pytest.approx(float(value), rel=1e-5, nan_ok=True)
-
-
 def test_state_survives_a_checkpoint_as_plain_tensors() -> None:
     metric = WordRecovery(VOCAB)
     metric.persistent(True)

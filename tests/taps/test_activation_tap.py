@@ -147,25 +147,6 @@ def test_one_record_a_micro_batch_under_checkpointing(reentrant: bool, inside: b
             torch.testing.assert_close(tap.gradients(layer)[k], gradient, rtol=1e-4, atol=1e-8)
 
 
-def test_a_look_ends_and_the_next_begins_empty() -> None:
-    model = tiny_gpt2().train()
-    tap = ActivationTap(find_anatomy(model), [1])
-    tap.arm()
-    loss = model(**batch()).loss
-    tap.arm()
-    loss.backward()
-    assert tap.states(1) == tap.gradients(1) == ()
-    step(model, batch())
-    tap.disarm()
-    assert tap.states(1) == tap.gradients(1) == ()
-    step(model, batch())
-    assert tap.states(1) == ()
-    tap.arm()
-    tap.close()
-    assert not tap.armed
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
-
-
 def test_bf16_mixed_and_the_loss_scale() -> None:
     model = tiny_gpt2().train()
     plain = step(model, batch(), bf16=True)

@@ -33,7 +33,6 @@ from lightning_fedleak.model.taps import (
     control_update,
     draw_texts,
     draw_words,
-    is_uneven,
 )
 from lightning_fedleak.model.taps.graph import GraphTap, plain_call, read_call
 from tests.taps.test_graph import (
@@ -235,11 +234,6 @@ def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
         update(OfOneArgument(model))
 
 
-def test_in_half_precision() -> None:
-    model = CAUSAL["llama, bf16, tied"]().train()
-    check_gradient(model, read_step(model, HARD["plain"][0]), tolerance=0.02)
-
-
 def test_under_autocast() -> None:
     model = llama().train()
 
@@ -378,8 +372,3 @@ def test_texts_in_a_row_are_shuffled_within_themselves() -> None:
         for row in range(len(IDS)):
             new, old = batch.input_ids[row, part], IDS[row, part]
             assert sorted(new.tolist()) == sorted(old.tolist())
-
-
-def test_sizes_of_classes_are_uneven_and_those_of_a_first_step_are_not() -> None:
-    assert not is_uneven(read_step(llama().train(), HARD["plain"][0]))
-    assert is_uneven(read_step(llama().train(), HARD["class weights"][0]))

@@ -74,15 +74,6 @@ def test_adaloras_own_term_is_seen() -> None:
     assert named(model, loss_on(model)) == factors
 
 
-def test_a_classifier_of_numbers_and_a_loss_of_ones_own_have_none() -> None:
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 1))
-    model[0].requires_grad_(False)
-    out = model(torch.randint(9, (5, 3)))
-    for loss in (nn.functional.mse_loss(out, torch.rand(5, 1)), torch.relu(1 - out).mean()):
-        assert not named(model, loss)
-        assert named(model, loss + model[2].weight.square().sum()) == {"2.weight"}
-
-
 def test_the_gradient_of_a_term_is_what_is_left_without_a_batch() -> None:
     """Against gradients: a parameter is named where it has a slope that no batch changes."""
     model = llama()

@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.texts.embedding_descent import (
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
-from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_roberta_mlm
+from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: tiny_gpt2(layers=3),
@@ -352,15 +352,6 @@ def test_positions_are_the_models_own_or_those_sent() -> None:
 
 
 # ---- what it is given -----------------------------------------------------------------------
-
-
-def test_positions_that_are_counted_from_padding() -> None:
-    model = tiny_roberta_mlm()
-    ids, mask = text(side="left")
-    ids = ids.masked_fill(mask == 0, model.config.pad_token_id)
-    sent = hidden_states(find_anatomy(model), 1, ids, mask)
-    guess = prepared(model, 1, steps=200, sweeps=2).reconstruct(sent, mask, None)
-    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
 
 
 def test_it_reads_the_newest_activations_of_its_layer() -> None:

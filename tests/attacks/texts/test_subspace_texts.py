@@ -22,7 +22,6 @@ from lightning_fedleak.attacks.texts.subspace_search import Certificate, Subspac
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
-    NotYet,
     Observation,
     Stage,
     UpdateSnapshot,
@@ -178,19 +177,6 @@ def test_texts_that_begin_with_one_token_several_times(family: Any) -> None:
     assert guess.certified
 
 
-def test_one_token_several_times_looks_like_it_alone() -> None:
-    model, ids = ready(llama()), texts(2, 9)
-    ids[0] = 7
-    assert said(read(model, ids)) == sorted([[7], ids[1, :-1].tolist()])
-
-
-def test_a_lora_with_as_many_rows_as_tokens() -> None:
-    model, ids = with_lora(ready(llama()), 8, QKV), texts(2, 9)
-    guess = read(model, ids)
-    assert said(guess) == visible(ids)
-    assert guess.certified
-
-
 def test_below_the_rank_more_blocks_tell_the_order() -> None:
     """Two directions a block, 11 tokens: block 2 alone does not do."""
     model, ids = deep_llama(6, seed=3), texts(1, 12)
@@ -200,16 +186,6 @@ def test_below_the_rank_more_blocks_tell_the_order() -> None:
     assert together.certified
     assert said(alone) != visible(ids)
     assert not alone.certified
-
-
-def test_the_first_step_of_a_lora_is_not_known_yet() -> None:
-    model = with_lora(ready(llama()), 4, QKV)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.zero_()
-    with pytest.raises(NotYet, match="until B"):
-        read(model, texts(1, 8))
 
 
 def certified(say: Callable[[], TextGuess]) -> bool:
@@ -334,24 +310,6 @@ def test_no_other_texts_are(data: st.DataObject) -> None:
     assert not certain or [text.tokens for text in found] == TRUE
 
 
-def test_a_first_token_that_another_could_stand_for_is_not_certain() -> None:
-    """Their inputs differ, but by less than the residual tells."""
-    torch.manual_seed(0)
-    model = ready(llama())
-    with torch.no_grad():
-        weight = model.get_input_embeddings().weight
-        weight[6] = weight[200] + 3e-6 * torch.randn(64)
-    ids = texts(2, 6)
-    ids[0, 0], ids[1, 0] = 200, 6
-    guess = read(model, ids)
-    assert not guess.certified or said(guess) == visible(ids)
-
-
-def test_states_that_hang_on_each_other_are_not_certain() -> None:
-    twice = as_found([TRUE[0], TRUE[0], *TRUE[1:]])
-    assert not CERTIFICATE.check(twice)[1]
-
-
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 9), inside=st.booleans())
 def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, inside: bool) -> None:
@@ -387,23 +345,6 @@ def test_what_it_cannot_read_is_unknown() -> None:
         spoilt = {n: change(g) for n, g in snapshot.tensors.items()}
         with pytest.raises(UnusableObservation, match=word):
             attack.run(Observation((replace(snapshot, tensors=spoilt),)))
-
-
-@pytest.mark.parametrize(("rank", "blocks"), [(None, 2), (8, 6)])
-def test_no_more_is_kept_of_an_update_than_is_read(rank: int | None, blocks: int) -> None:
-    """Block 1 names the words; behind it one block's whole rows do, or all that few rows have."""
-    model = deep_llama(6, seed=0)
-    if rank:
-        model = with_lora(model, rank, QKV)
-    anatomy = find_anatomy(model)
-    names = SubspaceTexts().needs(anatomy).gradients
-    found = {name.split("layers.")[1].split(".")[0] for name in names}
-    assert found == {str(block) for block in range(blocks)}
-    assert all("_proj" in name for name in names), "no head, no embedding"
-    assert len(names) == len(set(names))
-    kept = sum(anatomy.parameter(name).numel() for name in names)
-    trained = [p for n, p in model.named_parameters() if p.requires_grad and "layers" in n]
-    assert kept <= sum(p.numel() for p in trained) * blocks / 6
 
 
 @pytest.mark.parametrize(
@@ -460,14 +401,6 @@ def test_a_round_of_several_steps_on_batches_of_their_own(momentum: float) -> No
     guess = attack.run(Observation((update,)))
     assert all(text in said(guess) for text in visible(torch.cat(ids)))
     assert not guess.certified
-
-
-def test_time_ends_it_and_it_says_so() -> None:
-    model, ids = ready(llama()), texts(4, 9)
-    guess = read(model, ids, settings={"budget_seconds": 1e-9})
-    assert not guess.finished
-    assert not guess.certified
-    assert len(guess.tokens) == 1
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.texts import sweeps
-from lightning_fedleak.attacks.texts.base import Deadline, Sent
+from lightning_fedleak.attacks.texts.base import Sent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.sweeps import _Text, high_errors, sweep
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
-from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
+from tests.helpers.models import VOCAB, tiny_bert_mlm
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -127,42 +126,3 @@ def test_high_errors_are_those_that_noise_does_not_explain() -> None:
     real = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0]]).bool()
     high = high_errors(errors, real)
     assert high.nonzero().tolist() == [[0, 4]]
-
-
-def test_under_noise_the_truth_is_found_and_the_margin_says_how_surely() -> None:
-    model = tiny_llama(layers=3, d=32)
-    bottom = BottomModel(find_anatomy(model), 2)
-    ids = drawn(3, 12, seed=0)
-    clean = bottom.hidden(ids)
-    noise = clean.std() * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
-    candidates = torch.cat([drawn(3, 12, 6, seed=1), ids[..., None]], -1)
-    confidence = []
-    for sigma in (0.1, 0.5):
-        noisy = Sent.from_states(clean + sigma * noise)
-        swept = sweep(bottom, noisy, spoilt(ids, [3, 8]), candidates)
-        assert torch.equal(swept.tokens, ids)
-        assert not bool(swept.exact.any())
-        assert 0 < float(swept.confidence.min()) < float(swept.confidence.max()) < 1
-        confidence.append(float(swept.confidence.mean()))
-    assert confidence[0] > confidence[1] + 0.1
-
-
-def test_a_deadline_that_passes_in_a_round_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bottom, ids, _, sent, candidates = case(b=3)
-    over, late = [False], []
-    monkeypatch.setattr(Deadline, "passed", property(lambda _: over[0]))
-    jointly, hidden = _Text.jointly, BottomModel.hidden
-
-    def round_begins(text: _Text) -> bool:
-        over[0] = True
-        return jointly(text)
-
-    def counted(self: BottomModel, texts: Tensor, *more: Any) -> Tensor:
-        late.extend([len(texts)] if over[0] else [])
-        return hidden(self, texts, *more)
-
-    monkeypatch.setattr(_Text, "jointly", round_begins)
-    monkeypatch.setattr(BottomModel, "hidden", counted)
-    swept = sweep(bottom, sent, spoilt(ids, [2]), candidates, deadline=Deadline())
-    assert not swept.finished
-    assert sum(late) == candidates.shape[2] + 1

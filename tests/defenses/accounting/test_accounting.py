@@ -36,11 +36,11 @@ from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter, best_order
 from lightning_fedleak.evaluation.auditing import (
-from tests.helpers.gaussian import gaussian_delta
     curve_tpr,
     gaussian_epsilon,
     gaussian_tpr,
 )
+from tests.helpers.gaussian import gaussian_delta
 
 pytest.importorskip("opacus")
 

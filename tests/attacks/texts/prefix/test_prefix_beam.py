@@ -98,20 +98,6 @@ def test_beams_find_what_greedy_search_misses() -> None:
     assert better > 0
 
 
-def test_without_noise_the_text_is_found_and_sure() -> None:
-    case = Case(models.tiny_gpt2, 0, 0.0)
-    search = case.read(4)
-    assert torch.equal(search.tokens, case.sent)
-    assert float(search.confidence[0].min()) > 0.9
-
-
-def test_time_that_is_over_leaves_all_open() -> None:
-    case = Case(models.tiny_gpt2, 0, 0.5)
-    search = case.read(4, Deadline(0.0))
-    assert search.place == search.computed == 0
-    assert not case.finished
-
-
 class Ticks(Deadline):
     """Over after being looked at ``count`` times."""
 

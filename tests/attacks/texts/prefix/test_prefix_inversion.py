@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks import PublicText
@@ -287,14 +286,6 @@ def test_what_was_believed_too_soon_is_mended_by_a_run_of_the_whole_text(monkeyp
     assert not torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
 
 
-def test_a_budget_that_is_over_at_once_finds_nothing() -> None:
-    model = models.tiny_gpt2()
-    attack = prepared(model, 1, budget_seconds=1e-9)
-    guess = attack.reconstruct(hidden_states(find_anatomy(model), 1, texts()), None, None)
-    assert not guess.finished
-    assert bool((guess.tokens == NOTHING).all())
-
-
 @pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
 def test_training_is_not_disturbed(make) -> None:
     model = make(layers=3).train()
@@ -326,17 +317,6 @@ def test_training_is_not_disturbed(make) -> None:
     assert all(bool((p.grad == 1).all()) for p in model.parameters())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())
-
-
-def test_a_model_with_lora_is_read_exactly() -> None:
-    with models.own_rng(1):
-        model = get_peft_model(
-            models.tiny_llama(layers=3),
-            LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
-        )
-    sent = texts()
-    hidden = hidden_states(find_anatomy(model), 2, sent)
-    assert torch.equal(prepared(model, 2).reconstruct(hidden, None, None).tokens, sent)
 
 
 def test_tokens_with_equal_embeddings_are_doubted() -> None:

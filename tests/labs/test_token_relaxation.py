@@ -7,7 +7,7 @@ import torch
 
 from lightning_fedleak.attacks import DescentSettings
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
-from lightning_fedleak.attacks.texts.embedding_descent import Descent
+from lightning_fedleak.attacks.texts.embedding_descent import _Descent
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
@@ -32,7 +32,7 @@ def test_gradient_is_that_of_the_plain_model(name: str) -> None:
     attack = TokenRelaxation(2, initial="mean", descent=DescentSettings(weighting="paper"))
     attack.prepare(find_anatomy(model))
     observed = Sent.from_states(sent, mask)
-    gradient, _ = Descent(attack, observed, Deadline())._gradient(weights, observed)
+    gradient, _ = _Descent(attack, observed, Deadline())._gradient(weights, observed)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-8, atol=1e-12)
 
 

@@ -291,14 +291,14 @@ class EmbeddingDescent(InversionAttack):
             guesses: list[TextGuess] = []
             for a in range(0, len(sent), rows):
                 share = deadline.share(-(-(len(sent) - a) // rows))
-                run = Descent(self, sent[a : a + rows], share)
+                run = _Descent(self, sent[a : a + rows], share)
                 run.finished = not (guesses and deadline.passed)
                 if run.finished:
                     self.solve(run)
                 guesses.append(run.guess())
             return join_guesses(guesses, hidden.device)
 
-    def solve(self, run: Descent) -> None:
+    def solve(self, run: _Descent) -> None:
         """Descend, or take phases of descent and sweep.
 
         Where time runs out, an earlier sweep's text stays if it is nearer to what was sent.
@@ -317,7 +317,7 @@ class EmbeddingDescent(InversionAttack):
                 run.record_better(*before)
                 break
 
-    def _sweep(self, run: Descent, last: bool) -> None:
+    def _sweep(self, run: _Descent, last: bool) -> None:
         """Change wrong tokens, and set right ones to their exact embedding."""
         rows = (~run.stopped).nonzero().flatten()
         sent, variables = run.sent[rows], run.variables[rows]
@@ -337,7 +337,7 @@ class EmbeddingDescent(InversionAttack):
             run.variables[rows] = torch.where(right[..., None], words, variables)
 
 
-class Descent:
+class _Descent:
     """One descent on a few texts.
 
     Attributes:

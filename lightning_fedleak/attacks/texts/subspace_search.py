@@ -84,7 +84,7 @@ class SubspaceSearch:
             texts, finished = walk.find(deadline)
             certain = False
             if finished:
-                texts, certain = Certificate(self.candidates, self.shared, measure).longest(texts)
+                texts, certain = _Certificate(self.candidates, self.shared, measure).longest(texts)
             if number == 0 or certain:
                 result = texts
             if certain or not finished:
@@ -336,7 +336,7 @@ class _TextWalk:
         return children, branches
 
 
-class Certificate:
+class _Certificate:
     """The check that texts are those of the batch, which the adversary can make alone.
 
     Args:

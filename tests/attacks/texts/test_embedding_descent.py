@@ -19,9 +19,9 @@ from lightning_fedleak.attacks.texts import embedding_descent
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
 from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.embedding_descent import (
-    Descent,
     DescentSettings,
     EmbeddingDescent,
+    _Descent,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
@@ -84,7 +84,7 @@ def test_gradient_is_that_of_the_plain_model(name: str, weighting: Any) -> None:
     expected.backward()
 
     attack = prepared(model, weighting=weighting)
-    run = Descent(attack, Sent.from_states(sent, mask), Deadline())
+    run = _Descent(attack, Sent.from_states(sent, mask), Deadline())
     gradient, stopped = run._gradient(words, run.sent)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
     assert not bool(stopped.any())
@@ -172,7 +172,7 @@ def test_the_papers_rule_stops_each_text_at_its_cosine(monkeypatch: pytest.Monke
     for cosine in (0.5, 0.98):
         monkeypatch.setattr(embedding_descent, "PAPER_COSINE", cosine)
         attack = prepared(model, stop="cosine", **paper)
-        run = Descent(attack, Sent.from_states(sent, mask), Deadline())
+        run = _Descent(attack, Sent.from_states(sent, mask), Deadline())
         first = attack.table.embeddings[5].expand(*ids.shape, -1)
         assert torch.equal(run.variables, first)
         run.descend(200)
@@ -218,7 +218,7 @@ def test_a_budget_is_kept_and_dealt_out_to_all_texts(monkeypatch: pytest.MonkeyP
     steps: list[int] = []
     solve = attack.solve
 
-    def counted(run: Descent) -> None:
+    def counted(run: _Descent) -> None:
         solve(run)
         steps.extend(run.steps.tolist())
 

@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.subspace_candidates import PartialText
 from lightning_fedleak.attacks.texts.subspace_rows import Remainder, shared_rows
-from lightning_fedleak.attacks.texts.subspace_search import Certificate, SubspaceSearch
+from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch, _Certificate
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
@@ -262,7 +262,7 @@ def prepared() -> tuple[SubspaceSearch, Tensor, list[tuple[int, ...]]]:
 
 
 SEARCH, BAG, TRUE = prepared()
-CERTIFICATE = Certificate(SEARCH.candidates, SEARCH.shared, SEARCH.measure)
+CERTIFICATE = _Certificate(SEARCH.candidates, SEARCH.shared, SEARCH.measure)
 
 
 def as_found(rows: list[tuple[int, ...]]) -> list[PartialText]:

@@ -425,6 +425,3 @@ def test_tokens_read_of_packed_documents_are_those_with_a_gradient(crossing: boo
         )  # fmt: skip
         assert torch.equal(read.context_mask(), expected)
         assert sorted(read.context_ids().tolist()) == sorted(ids[expected].tolist())
-
-
-# ---- an adapter to copy -------------------------------------------------------------------------

@@ -356,9 +356,8 @@ def test_a_batch_of_one_s_own_type_is_refused_before_anything_is_calibrated(tmp_
     """Where a compiled model shows no graph."""
     probe, compiled = Probe(), tiny_gpt2().train()
     compiled.compile(backend="eager")
-    with pytest.raises(BatchError, match=r"takes a Texts(?s:.*)input_ids=batch\.tokens") as refused:
+    with pytest.raises(BatchError, match=r"takes a Texts(?s:.*)def batch_adapter"):
         fit([LeakageMonitor(probe)], tmp_path, module=Typed(compiled))
-    assert "labels=batch.targets" in str(refused.value)
     assert probe.prepared == 0
     loader = loader_of_texts()
     monitor = LeakageMonitor(

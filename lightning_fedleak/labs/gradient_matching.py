@@ -119,10 +119,7 @@ class GradientMatching(ModelCopyAttack):
         >>> monitor = LeakageMonitor([attack], every_n_steps=100)
     """
 
-    config_names = (
-        *("texts", "length", "system", "steps", "choices.starts", "choices.swaps"),
-        *("budget_seconds", "seed"),
-    )
+    config_names = ("texts", "length", "system", "steps", "choices.starts", "choices.swaps", "seed")
     needs_float64 = True
 
     def __init__(
@@ -149,12 +146,8 @@ class GradientMatching(ModelCopyAttack):
         choices = SYSTEMS[system]
         choices = choices if starts is None else replace(choices, starts=starts)
         self.choices = choices if swaps is None else replace(choices, swaps=swaps)
+        self.prefers_likely_texts = self.choices.prior > 0
         self.seed = seed
-
-    @property
-    def prefers_likely_texts(self) -> bool:  # type: ignore[override]
-        """Return whether the model's own loss on a text counts beside the gradient."""
-        return self.choices.prior > 0
 
     def run(self, view: Observation, query: Query | None = None) -> TextGuess:
         """Reconstruct the texts of a batch.

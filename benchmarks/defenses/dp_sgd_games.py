@@ -20,7 +20,7 @@ import torch
 from scipy.special import bdtrc
 from torch import Tensor
 
-from lightning_fedleak.evaluation.auditing.lower_bounds import epsilon_from_counts
+from lightning_fedleak.evaluation.auditing import audit_scores
 from lightning_fedleak.evaluation.auditing.mechanisms import gaussian_auc
 
 SIMULATED, CUTS = 20_000, 200
@@ -140,7 +140,9 @@ def best_threshold(
             round(half * (1 - np.searchsorted(side, cut, "right") / SIMULATED))
             for side in (others, held)
         )
-        shown = epsilon_from_counts(tp, half, fp, half, delta=delta, confidence=confidence)
+        guesses = torch.cat([torch.arange(half) < tp, torch.arange(half) < fp]).double()
+        settings = {"delta": delta, "confidence": confidence, "threshold": 0.5}
+        shown = audit_scores(guesses, torch.arange(2 * half) < half, **settings).epsilon
         if shown > best:
             best, chosen = shown, cut
     return chosen

@@ -13,7 +13,6 @@ from scipy.stats import binomtest
 
 from lightning_fedleak.evaluation.auditing import (
     audit_scores,
-    epsilon_from_counts,
     gaussian_epsilon,
 )
 
@@ -129,12 +128,15 @@ def test_a_replace_one_game_refutes_add_remove_by_group_privacy(delta: float) ->
     refuted = tpr > np.exp(2 * grid) * fpr + (1 + np.exp(grid)) * delta
     other = 1 - fpr > np.exp(2 * grid) * (1 - tpr) + (1 + np.exp(grid)) * delta
     expected = grid[refuted | other].max()
-    counts = (950, 1000, 20, 1000)
-    replaced = partial(epsilon_from_counts, *counts, delta=delta, relation="replace_one")
-    assert replaced(accountant="add_remove") == pytest.approx(expected, abs=2e-5)
-    assert replaced() == epsilon_from_counts(*counts, delta=delta)
+    games = torch.arange(1000)
+    scores = torch.cat([games < 950, games < 20]).double()  # 950 right guesses, 20 false alarms
+    audit = partial(audit_scores, scores, torch.arange(2000) < 1000, delta=delta, threshold=0.5)
+    replaced, plain = audit(relation="replace_one").epsilon, audit().epsilon
+    converted = audit(relation="replace_one", accountant="add_remove").epsilon
+    assert converted == pytest.approx(expected, abs=2e-5)
+    assert replaced == plain
     if delta == 0:
-        assert replaced(accountant="add_remove") == pytest.approx(replaced() / 2)
+        assert converted == pytest.approx(replaced / 2)
 
 
 def test_a_gaussian_step_that_replaces_moves_twice_as_far() -> None:

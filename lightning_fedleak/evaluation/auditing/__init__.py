@@ -29,9 +29,6 @@ from lightning_fedleak.evaluation.auditing.lower_bounds import EpsilonBound as E
 from lightning_fedleak.evaluation.auditing.lower_bounds import Relation as Relation
 from lightning_fedleak.evaluation.auditing.lower_bounds import audit_games as audit_games
 from lightning_fedleak.evaluation.auditing.lower_bounds import audit_scores as audit_scores
-from lightning_fedleak.evaluation.auditing.lower_bounds import (
-    epsilon_from_counts as epsilon_from_counts,
-)
 from lightning_fedleak.evaluation.auditing.mechanisms import curve_auc as curve_auc
 from lightning_fedleak.evaluation.auditing.mechanisms import curve_tpr as curve_tpr
 from lightning_fedleak.evaluation.auditing.mechanisms import dp_auc as dp_auc

@@ -176,49 +176,6 @@ class AuditedClaim:
         return EpsilonBound(epsilon, self.delta, self.confidence, relation, games, limit, method)
 
 
-def epsilon_from_counts(
-    tp: int,
-    positives: int,
-    fp: int,
-    negatives: int,
-    *,
-    delta: float = 0.0,
-    confidence: float = 0.95,
-    relation: Relation = "add_remove",
-    accountant: Relation | None = None,
-    claim: Claim = "dp",
-) -> float:
-    """Return a lower bound on epsilon from counts of independent games of one fixed test.
-
-    Clopper-Pearson bounds FNR and FPR from above, each with an error of ``(1 - confidence) / 2``;
-    both directions of the definition follow from these two.
-
-    Args:
-        tp: games with b = 1 in which b' = 1.
-        positives: games with b = 1.
-        fp: games with b = 0 in which b' = 1.
-        negatives: games with b = 0.
-        delta: delta of the bound.
-        confidence: confidence of the bound.
-        relation: relation of the game.
-        accountant: relation of the epsilon; by default the game's.
-        claim: as for :func:`audit_scores`.
-
-    Raises:
-        ValueError: impossible counts, delta or confidence, or a game that bounds no epsilon of the
-            accountant's relation.
-    """
-    if not (0 <= tp <= positives and 0 <= fp <= negatives):
-        raise ValueError(
-            f"need 0 <= tp <= positives and 0 <= fp <= negatives, got {tp} of {positives} and "
-            f"{fp} of {negatives}"
-        )
-    audited = AuditedClaim(delta, confidence, relation, accountant, claim)
-    fnr = _upper_bounds(np.array([positives - tp]), positives, audited.error / 2)
-    fpr = _upper_bounds(np.array([fp]), negatives, audited.error / 2)
-    return audited.epsilon(fnr, fpr)
-
-
 def audit_scores(
     scores: Tensor,
     members: Tensor,
@@ -261,7 +218,8 @@ def audit_scores(
 
     Raises:
         ValueError: lengths differ, members or non-members are missing, an unknown threshold or
-            claim, or what :func:`epsilon_from_counts` refuses.
+            claim, delta or confidence out of range, or a game that bounds no epsilon of the
+            accountant's relation.
     """
     audited = AuditedClaim(delta, confidence, relation, accountant, claim)
     score, member = columns(scores, members)
@@ -312,7 +270,7 @@ def _rates_at_ranks(
 def _rates_at_cut(
     cut: float, member_scores: Floats, other_scores: Floats, error: float
 ) -> tuple[Floats, Floats]:
-    """Return (1,) upper bounds of FNR and FPR of ``score > cut``, each with this error."""
+    """Return (1,) Clopper-Pearson's upper bounds of FNR and FPR of ``score > cut``."""
     misses, false_alarms = (
         np.array([(member_scores <= cut).sum()]),
         np.array([(other_scores > cut).sum()]),

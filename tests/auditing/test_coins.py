@@ -60,7 +60,6 @@ def test_repeated_canaries_are_no_single_neighbour_and_do_not_count():
         (record_of(20, times=(4,)), torch.zeros(20), "every canary is repeated"),
         (record_of(20), torch.zeros(19), r"scores must be \(20,\)"),
         (record_of(20), torch.zeros(3, 20), "Reduce steps first"),
-        (record_of(20), torch.zeros(20).index_fill(0, torch.tensor([2]), math.nan), "1 of 20"),
         (record_of(20, probability=0.25), torch.zeros(20), "probability=0.5"),
     ],
 )

@@ -36,6 +36,7 @@ from lightning_fedleak.model.anatomy.wrappers import (
     unwrap,
     without_peft,
 )
+from lightning_fedleak.validate import check_choice
 
 _CLASSIFIERS = (
     "ForSequenceClassification",
@@ -208,8 +209,7 @@ def find_anatomy(
         AnatomyError: a part is missing, or there are several. The message lists them and names the
             argument to set.
     """
-    if kind not in (None, *get_args(Kind)):
-        raise AnatomyError(f"kind must be one of {', '.join(get_args(Kind))}; got {kind!r}.")
+    check_choice("kind", kind, get_args(Kind), optional=True, error=AnatomyError)
     named_model = resolve_module(root, None, model, "model")
     if named_model is None:
         named_model = _find_model(root)

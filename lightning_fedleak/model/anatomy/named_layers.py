@@ -79,14 +79,9 @@ def count_rows(module: nn.Module, argument: str = "part") -> int:
 
 
 def path_in(root: nn.Module, module: nn.Module, part: str) -> str:
-    """Return the path of ``module`` in ``root``.
-
-    Raises:
-        AnatomyError: it is not inside; the message names the ``part``.
-    """
+    """Return the path of ``module``, a ``part`` of the model, in ``root``."""
     path = find_path(root, module)
-    if path is None:
-        raise AnatomyError(f"the {part} ({type(module).__name__}) is not inside the module given.")
+    assert path is not None, part
     return path
 
 

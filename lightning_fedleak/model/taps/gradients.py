@@ -228,8 +228,8 @@ class TiedHeadTap:
     def __init__(self, head: nn.Module) -> None:
         if type(head) is not nn.Linear or "forward" in vars(head):
             raise TypeError(
-                "the head's own part can be taken from a plain, unpatched nn.Linear only, "
-                f"not from this {type(head).__name__}"
+                "the head's own part is taken from a plain nn.Linear whose forward nothing has "
+                f"replaced, not from this {type(head).__name__}"
             )
         self._head: nn.Linear = head
         self._buffer: Tensor | None = None

@@ -11,6 +11,7 @@ import scipy
 import torch
 
 from lightning_fedleak.attacks.memorization import Extraction, ExtractionGuess
+from lightning_fedleak.evaluation.metrics import released
 from lightning_fedleak.evaluation.metrics.rates import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     extraction_values,
@@ -37,12 +38,12 @@ def test_others_needed_by_their_definition() -> None:
     assert [others_needed(look) for look in range(1, 6)] == [437, 546, 615, 666, 706]
 
 
-def test_the_rank_test_is_that_of_all_permutations() -> None:
+def test_the_rank_test_is_that_of_all_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
     from itertools import combinations
 
     scores = torch.arange(9.0)
     members = torch.tensor([0, 0, 1, 0, 0, 1, 0, 1, 1]).bool()
-    fpr = 0.25  # one of five others may lie above
+    monkeypatch.setattr(released, "FPR", 0.25)  # one of five others may lie above
     others = sorted(scores[~members].tolist(), reverse=True)
     hits = int((scores[members] > others[1]).sum())
     rare = 0
@@ -52,7 +53,7 @@ def test_the_rank_test_is_that_of_all_permutations() -> None:
         mask[list(chosen)] = True
         bar = sorted(scores[~mask].tolist(), reverse=True)[1]
         rare += int((scores[mask] > bar).sum()) >= hits
-    assert rank_test(scores, members, fpr) == pytest.approx(rare / len(subsets))
+    assert rank_test(scores, members) == pytest.approx(rare / len(subsets))
 
 
 def test_too_few_others_show_nothing_and_never_zero() -> None:

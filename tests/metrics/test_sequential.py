@@ -152,12 +152,12 @@ def test_state_survives_as_plain_numbers() -> None:
 
 
 def test_a_bet_on_trials_is_a_bet_on_each_of_them() -> None:
-    n, m = 8, 0.6
+    n, m, late = 8, 0.6, 10**9  # at so late a look next to no capital joins
     for right in range(n + 1):
-        at_once = bet(start(), 0, right / n, m, trials=n)
-        each = start()
+        at_once = bet(np.zeros(8), late, right / n, m, trials=n)
+        each = np.zeros(8)
         for value in [1.0] * right + [0.0] * (n - right):
-            each = bet(each, 0, value, m)
+            each = bet(each, late, value, m)
         assert at_once == pytest.approx(each)
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks import BagOfWords as BagOfWords
     from lightning_fedleak.attacks import BeamFromWords as BeamFromWords
     from lightning_fedleak.attacks import BiasSign as BiasSign
-    from lightning_fedleak.attacks import CraftedAdapterWords as CraftedAdapterWords
     from lightning_fedleak.attacks import EmbeddingDescent as EmbeddingDescent
     from lightning_fedleak.attacks import FCMembership as FCMembership
     from lightning_fedleak.attacks import FlatChat as FlatChat
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks import SubspaceTexts as SubspaceTexts
     from lightning_fedleak.attacks import SubspaceWords as SubspaceWords
     from lightning_fedleak.attacks import TokenRelaxation as TokenRelaxation
-    from lightning_fedleak.attacks import TrainedMembership as TrainedMembership
     from lightning_fedleak.callbacks import Games as Games
     from lightning_fedleak.callbacks import LeakageLimitExceeded as LeakageLimitExceeded
     from lightning_fedleak.callbacks import LeakageMonitor as LeakageMonitor
@@ -55,7 +53,6 @@ _HOMES = {
         "BagOfWords",
         "BeamFromWords",
         "BiasSign",
-        "CraftedAdapterWords",
         "EmbeddingDescent",
         "FCMembership",
         "FlatChat",
@@ -68,7 +65,6 @@ _HOMES = {
         "SubspaceTexts",
         "SubspaceWords",
         "TokenRelaxation",
-        "TrainedMembership",
     ),
     "callbacks": ("Games", "LeakageLimitExceeded", "LeakageMonitor", "RiskGate"),
     "evaluation.canaries": ("with_canaries",),

@@ -29,7 +29,6 @@ from lightning_fedleak.attacks import (
     BagOfWords,
     BeamFromWords,
     BiasSign,
-    CraftedAdapterWords,
     EmbeddingDescent,
     FCMembership,
     FlatChat,
@@ -42,21 +41,17 @@ from lightning_fedleak.attacks import (
     PrefixInversion,
     PublicText,
     Query,
-    RehearsedLabels,
     RevealLabels,
     RunFacts,
     SubspaceMembership,
     SubspaceTexts,
     SubspaceWords,
     TokenRelaxation,
-    TrainedMembership,
-    TrainingSettings,
     gradient_of,
 )
 from lightning_fedleak.attacks import base as attacks_base
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.memorization import MemorizationAttack
-from lightning_fedleak.attacks.words.crafted import RoundShape
 from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -69,6 +64,9 @@ from lightning_fedleak.defenses.activations.compression import ActivationCompres
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.evaluation.games.client import generic_upstream
+from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
+from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
@@ -118,9 +116,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "fc, token": lambda: FCMembership(1),
     "fc, full": lambda: FCMembership(1, "full", tokens=LENGTH),
     "attention": lambda: AttentionMembership(1, PUBLIC, batch=2),
-    "trained": lambda: TrainedMembership(
-        1, PUBLIC, training=TrainingSettings(hidden_units=8, steps=3, public_rows=8)
-    ),
+    "trained": lambda: TrainedMembership(1, PUBLIC, hidden_units=8, steps=3, public_rows=8),
     "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
     "subspace_texts": lambda: SubspaceTexts(beam=1, budget_seconds=None),
@@ -184,7 +180,7 @@ def look(attack: Attack, model: nn.Module, put: Callable[[Tensor], Tensor]) -> G
     """A whole look: the run is met, the attack calibrates, follows the model and guesses."""
     anatomy = find_anatomy(model)
     rounds = {"optimizer": "AdamW", "optimizer_settings": {"lr": 1e-3}, "local_steps": 1}
-    attack.meet(RunFacts(**(rounds if attack.sends_values else {})))
+    attack.meet(RunFacts(**(rounds if isinstance(attack, CraftedAdapterWords) else {})))
     attack.prepare(anatomy)
     attack.refresh(anatomy, 0)
     return attack.run(*seen_by(attack, anatomy, put))

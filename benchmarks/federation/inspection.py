@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.attacks import AttentionMembership, FCMembership, PublicText
 from lightning_fedleak.attacks.membership.attention_layers import AttentionSettings
-from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, RowSettings, craft
 from lightning_fedleak.cli.finetuning.assets import model_source
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
@@ -37,6 +36,7 @@ from lightning_fedleak.federation.inspection import (
     inspect_received,
 )
 from lightning_fedleak.federation.round_start import agree, usual_inputs
+from lightning_fedleak.labs.crafted_rows import CraftedValues, RowSettings, craft
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 

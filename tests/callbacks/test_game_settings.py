@@ -11,9 +11,9 @@ from lightning_fedleak.attacks.membership import fc as fc_membership
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding
-from lightning_fedleak.attacks.membership.trained import TrainedMembership, TrainingSettings
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import Freeze
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, assert_same, fit, monitor_with
@@ -136,7 +136,9 @@ def test_what_was_measured_is_resumed_and_not_measured_twice(tmp_path, monkeypat
         return TrainedMembership(
             1,
             public(seed),
-            training=TrainingSettings(hidden_units=64, steps=5, batch=64, public_rows=32),
+            hidden_units=64,
+            steps=5,
+            public_rows=32,
         )
 
     settings = {"n": 8, "precision": "bf16-mixed"}

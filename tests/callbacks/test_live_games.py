@@ -20,12 +20,12 @@ from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.insertion import insert
-from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import DPSGD, ClipSettings, Defense, Freeze, GradientNoise, TokenLDP
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.evaluation.auditing import audit_canaries
 from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_canaries
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy

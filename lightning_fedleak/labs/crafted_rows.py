@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.row_space import (
     LinearMap,
     SharedInput,
@@ -36,7 +36,7 @@ from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.validate import check_integer, check_number
 
 UNSEEN = 0.02  # occurrences that a type without any in the public text counts as; not tuned
-LEAST = 1e-3  # chance to be in a round from which a type is worth a row; not tuned
+MIN_PRESENCE = 1e-3  # chance to be in a round from which a type is worth a row; not tuned
 SWEEPS = 8  # of the clustering; more change few types, not tuned
 _PRICE = 0.05  # change of a full cluster's price in a sweep; larger balances more, not tuned
 _RIDGE = 1e-2  # share of the mean eigenvalue that is added before rows are solved; not tuned
@@ -67,8 +67,7 @@ class RowSettings:
     def __post_init__(self) -> None:
         check_number("kappa", self.kappa, above=0)
         check_integer("frequent", self.frequent, at_least=0)
-        if self.row_norm is not None:
-            check_number("row_norm", self.row_norm, above=0)
+        check_number("row_norm", self.row_norm, above=0, optional=True)
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,6 @@ def chance_in_round(public: PublicText, tokens: int, types: int) -> Tensor:
 
     Tokens count as independent. A type that the public text lacks counts :data:`UNSEEN` times.
     """
-    check_integer("tokens_per_round", tokens)
     counts = torch.bincount(torch.cat(public.sentences), minlength=types).double() + UNSEEN
     return -torch.expm1(tokens * torch.log1p(-counts / counts.sum())).float()
 
@@ -193,7 +191,7 @@ def deal_rows(
     top = presence.topk(min(settings.frequent, width // 2)).indices
     span = torch.linalg.qr(inputs[top].T).Q
     worth = worth.index_fill(0, top, 0.0)
-    used = (worth > LEAST).nonzero()[:, 0]
+    used = (worth > MIN_PRESENCE).nonzero()[:, 0]
     if len(used) < rows:
         raise ThreatModelError(
             f"{rows} rows need as many types that a round may hold, and the public text has "
@@ -219,7 +217,7 @@ def deal_rows(
     products, order = (inputs @ directions.T).sort(dim=0, descending=True)
     passed = (worth[order].cumsum(0) <= settings.kappa).sum(0).clamp(1, len(inputs) - 1)
     cuts = products.gather(0, torch.stack([passed - 1, passed])).mean(0)
-    return directions, cuts.clamp(min=LEAST * float(rest.norm(dim=1).mean()))
+    return directions, cuts.clamp(min=MIN_PRESENCE * float(rest.norm(dim=1).mean()))
 
 
 def type_inputs(

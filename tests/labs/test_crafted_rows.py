@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.attacks.words.crafted_rows import (
+from lightning_fedleak.labs.crafted_rows import (
     CraftedValues,
     RowSettings,
     chance_in_round,
@@ -21,6 +21,8 @@ from lightning_fedleak.attacks.words.crafted_rows import (
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
+
+pytestmark = pytest.mark.slow
 
 VOCABULARY, TOKENS = 120, 64
 

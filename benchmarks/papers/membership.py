@@ -245,7 +245,7 @@ def published_attention(
     layer: int, public: PublicText, args, *, beta: float | str = "authors", **settings
 ) -> AttentionMembership:
     """With the paper's choices; gamma by default so that few batches without the target fire."""
-    paper = AttentionSettings(beta=beta, whiten=False, score="coordinates", variant="projector")
+    paper = AttentionSettings(beta=beta, whiten=False, score="coordinates")
     given = {"tokens": args.tokens, "batch": args.batch, **settings}
     return AttentionMembership(layer, public, attention=paper, **given)
 

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership import fc as fc_membership
-from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding
 from lightning_fedleak.callbacks import LeakageMonitor
@@ -89,9 +89,7 @@ def public(seed):
 
 
 def attention(text, **settings):
-    return AttentionMembership(
-        1, text, batch=8, attention=AttentionSettings(calibration_tokens=700), **settings
-    )
+    return AttentionMembership(1, text, batch=8, **settings)
 
 
 def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_anew(tmp_path, monkeypatch):

@@ -26,9 +26,7 @@ from lightning_fedleak.attacks.local_steps import (
     COMPRESSED_STEPS,
     LocalSteps,
     check_compressed,
-    check_uncut,
     copy_weights,
-    entry_errors,
     rounding_error,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
@@ -110,7 +108,6 @@ class SubspaceWords(Attack):
     needs_float64 = True
     reads_adaptive_updates = True
     removes_loss_terms = True
-    reads_clipped = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
     needs_plain_inputs = True
     restores_fully = False
@@ -312,10 +309,6 @@ class SubspaceWords(Attack):
         Raises:
             UnusableObservation: nothing can be read, with the reasons of all inputs.
         """
-        snapshot = view.gradients[-1]
-        maps_on_words = [r for r in self._readable if not r.is_factor_b] or self._readable
-        roles = [m.name for readable in maps_on_words for m in readable.maps]
-        uneven, errors = errors, entry_errors(snapshot, roles, self._facts, noise, errors)
         results: dict[bool, row_space.PursuitResult] = {}
         refusals: list[UnusableObservation] = []
         for readable in self._readable:
@@ -323,10 +316,7 @@ class SubspaceWords(Attack):
             if side in results and (results[side].silent is not None or readable.is_factor_b):
                 continue
             try:
-                if readable.is_factor_b:
-                    check_uncut(snapshot, [m.name for m in readable.maps], self._facts)
-                clipped = errors is not uneven
-                result = readable.read(view, noise, self._facts.autocast, errors, clipped=clipped)
+                result = readable.read(view, noise, self._facts.autocast, errors)
             except UnusableObservation as error:
                 refusals.append(error)
                 continue

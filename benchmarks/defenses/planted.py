@@ -77,7 +77,7 @@ class PlantedNeuron:
         target = hidden[-1, -1]
         distances = (hidden.flatten(0, 1) - target).abs().sum(1)[:-1]
         tau = float(distances.min()) / 2
-        first = TwoIdentities(target.float(), torch.tensor(0.0), 2 * len(target))
+        first = TwoIdentities(target.float(), torch.tensor(0.0))
         second = torch.full((1, 2 * len(target)), -1.0)
         crafted = CraftedFC(first, second, torch.tensor([tau]), None)
         self._inserted = Inserted(anatomy, layer, crafted, scale=1.0)

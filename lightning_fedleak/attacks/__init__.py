@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.words.direct import BiasSign as BiasSign
     from lightning_fedleak.attacks.words.flatchat import FlatChat as FlatChat
     from lightning_fedleak.attacks.words.flatchat import FlatChatGuess as FlatChatGuess
-    from lightning_fedleak.attacks.words.flatchat import MixtureSettings as MixtureSettings
     from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor as TypeCountRegressor
     from lightning_fedleak.attacks.words.flatchat import rank_types as rank_types
     from lightning_fedleak.attacks.words.public_gradients import gradient_of as gradient_of
@@ -127,7 +126,6 @@ _HOMES = {
     "attacks.words.flatchat": (
         "FlatChat",
         "FlatChatGuess",
-        "MixtureSettings",
         "TypeCountRegressor",
         "rank_types",
     ),

@@ -32,8 +32,6 @@ from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
     RungReader,
-    check_batch,
-    check_targets,
     last_real,
     threat_with_public_text,
 )
@@ -308,14 +306,8 @@ class AttentionMembership(MembershipAttack):
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """Return (B, G, K): upstream gradients of the tokens above each gamma, summed per sample.
-
-        Raises:
-            ValueError: shapes that do not fit.
-        """
-        check_batch(hidden, mask, upstream)
+        """Return (B, G, K): upstream gradients of tokens above each gamma, summed per sample."""
         d = hidden.shape[-1]
-        check_targets(targets, 2 * d if self.score == "band" else d)
         x = self._whiten(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
         v, rows = self._split_targets(targets.to(x))
         weights, gammas = upstream.to(x), self._gammas(v)

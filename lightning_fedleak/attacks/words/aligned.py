@@ -18,6 +18,7 @@ from lightning_fedleak.attacks.base import (
     Surfaces,
     UnusableObservation,
     WordGuess,
+    check_readable,
 )
 from lightning_fedleak.attacks.local_steps import (
     ROUNDED,
@@ -390,21 +391,16 @@ class AlignedFlatChat(Attack):
                 f"readout='sign' reads sums of gradients, which updates of "
                 f"{steps.optimizer.__name__} are not: use readout='learned'"
             )
-        if not bool(update.isfinite().all()):
-            raise UnusableObservation("the head's update has NaN or infinity")
-        if not bool(update.any()):
-            raise UnusableObservation("the head's update is all zero: nothing was trained")
+        check_readable(update.abs().max(), "the head's update")
         rate = snapshot.learning_rate
-        if self._before is None:
-            raise RuntimeError(self._not_prepared())
+        assert self._before is not None
         before = self._before = self._before.to(update.device)
         if self._adaptive_steps is None:
             return steps.without_decay(update.float(), before.float(), rate)
         return normalize_update(update, before, rate, steps)
 
     def _read_update(self, update: Tensor) -> WordGuess:
-        if self._before is None:
-            raise RuntimeError(self._not_prepared())
+        assert self._before is not None
         model = self._calibration_on(update.device)
         features = update_features(update, self._before.float(), model.directions, model.expected)
         odds = model.readout.logits(features)
@@ -414,13 +410,12 @@ class AlignedFlatChat(Attack):
 
     def _calibration_on(self, device: torch.device) -> HeadCalibration:
         if self._calibration is None:
-            raise RuntimeError(self._not_prepared())
+            raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
         self._calibration = self._calibration.on_device(device)
         return self._calibration
 
     def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
-        if self._u is None:
-            raise RuntimeError(self._not_prepared())
+        assert self._u is not None
         self._u = self._u.to(gradient.device)
         summary, u = turn_on_long_rows(gradient, self._u)
         self._check_clip(gradient, summary.norms)
@@ -481,18 +476,9 @@ class AlignedFlatChat(Attack):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a calibration of the same readout.
-
-        Raises:
-            ValueError: it is of the other readout.
-        """
+        """Restore a calibration of the same readout."""
         if not state:
             return
-        if ("u" in state) != (self.readout == "sign"):
-            raise ValueError(
-                f"this state is not of an AlignedFlatChat with readout='{self.readout}': load it "
-                "into an attack with the same arguments, or call prepare again"
-            )
         self._aligned_at = int(state["aligned_at"])
         if self.readout == "sign":
             self._u = state["u"]
@@ -524,9 +510,6 @@ class AlignedFlatChat(Attack):
     @property
     def _compressed(self) -> dict[str, str]:
         return {} if self._rehearsed is None else {"compression": str(self._rehearsed)}
-
-    def _not_prepared(self) -> str:
-        return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
 
     def _align(self, anatomy: Anatomy) -> float:
         """Set ``u``, and return the share of public hidden states that are positive on it."""

@@ -14,8 +14,15 @@ from scipy.linalg import qr
 from scipy.optimize import linprog
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Attack, Query, Surfaces, UnusableObservation, WordGuess
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+    check_readable,
+)
+from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_parameters
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, whole_tensor
@@ -193,9 +200,7 @@ class RevealLabels(Attack):
             ValueError: the model has no output head.
             UnusableObservation: this method cannot read the gradient (capped logits).
         """
-        weight = anatomy.parameter(HEAD_WEIGHT)
-        if weight is None:
-            raise ValueError("this model has no output head whose gradient could be read")
+        weight = head_parameters(anatomy)[0]
         batch = _random_tokens(anatomy, 2 * weight.shape[1])
         gradient = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
         self._hidden_rank = _row_space(gradient, self.tolerance).shape[1]
@@ -205,13 +210,7 @@ class RevealLabels(Attack):
 
         Raises:
             UnusableObservation: see :func:`reveal_labels`.
-            RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
-        if self._hidden_rank is None:
-            raise RuntimeError(
-                f"attack '{self.name}' does not know the rank of this model's hidden states: call "
-                "prepare(anatomy) first"
-            )
         return reveal_labels(
             view.gradient(HEAD_WEIGHT),
             max_seconds=self.max_seconds,
@@ -246,14 +245,9 @@ def _random_tokens(anatomy: Anatomy, n: int) -> TokenBatch:
 def _row_space(gradient: Tensor, tolerance: float | None) -> Array:
     """Return rows in coordinates of the row space, (V, S) with orthonormal columns, S the rank."""
     gradient = whole_tensor(gradient)
-    if gradient.ndim != 2:
-        raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
     precision = torch.finfo(gradient.dtype).eps
     matrix = gradient.cpu().double()
-    if not bool(matrix.isfinite().all()):
-        raise UnusableObservation("the head's gradient has NaN or infinity")
-    if not bool(matrix.any()):
-        raise UnusableObservation("the head's gradient is all zero: no token was trained on")
+    check_readable(matrix.abs().max(), "the head's gradient")
     imbalance = float(matrix.sum(dim=0).norm() / matrix.abs().sum(dim=0).norm())
     if imbalance > min(64 * precision, 0.05):
         raise UnusableObservation(

@@ -131,7 +131,6 @@ class SubspaceWords(Attack):
         self._inputs = row_space.PerMaps(self._find_inputs)
         self._sides: frozenset[bool] = frozenset()
         self._readable: list[row_space.ReadableInput] = []
-        self._is_prepared = False
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the trained maps that read a known input, or those of the widest input.
@@ -182,7 +181,7 @@ class SubspaceWords(Attack):
         Raises:
             ValueError: the input of every map depends on positions in an unknown way.
         """
-        self._readable, self._is_prepared = [], True
+        self._readable = []
         self._prepare_inputs(anatomy, self._log_odds(anatomy))
         if self._readable and self._capacity is None and self.capacity_seconds:
             first = self._readable[0]
@@ -266,10 +265,7 @@ class SubspaceWords(Attack):
             UnusableObservation: the gradient is non-finite or all zero, has more types than
                 directions tell apart, or is an update that is no sum of gradients; or no map that
                 reads a known input is trained.
-            RuntimeError: ``prepare`` was not called.
         """
-        if not self._is_prepared:
-            raise RuntimeError(f"attack '{self.name}' has no dictionary: call prepare(anatomy)")
         if not self._readable:
             raise UnusableObservation("no map whose input a token determines is trained")
         snapshot = view.gradients[-1]
@@ -391,8 +387,6 @@ class SubspaceWords(Attack):
         if steps.linear and not steps.settings.get("weight_decay"):
             return update, None
         names = [m.name for readable in self._readable for m in readable.maps]
-        if any(n not in self._before for n in names):
-            raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
         shared = {n: update.tensors[n] for n in names if n in update.tensors}
         if not steps.linear:
             return self._invert(update, shared, steps)

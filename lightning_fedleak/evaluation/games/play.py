@@ -161,8 +161,6 @@ class _GameRun:
         loss: Loss,
         defend: Defend | None = None,
     ) -> None:
-        if not attacks:
-            raise GameError("no attack to play the game with")
         if defend is not None and config.forwards == "pooled":
             raise GameError("defend= changes every batch and needs forwards='fresh'")
         context = context_length(anatomy)

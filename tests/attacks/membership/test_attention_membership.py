@@ -606,22 +606,7 @@ def few(n, tokens=12):
             lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
             "30 public texts are too few",
         ),
-        (
-            lambda: built().gradient(normal(2, 8), normal(2, 3, 5), None, normal(2, 3)),
-            r"targets must be \(G, 10\)",
-        ),
-        (
-            lambda: built().gradient(normal(2, 10), normal(2, 3, 5), None, normal(2, 4)),
-            "upstream",
-        ),
-        (
-            lambda: built().gradient(
-                normal(2, 10), normal(2, 3, 5), torch.ones(2, 4), normal(2, 3)
-            ),
-            "mask",
-        ),
         (lambda: built().craft(normal(10) * math.nan), "not finite"),
-        (lambda: built().guess(torch.zeros(2, 3)), "size of tensor|one number per rung"),
     ],
 )
 def test_refusals_say_what_to_do(build, words):

@@ -381,15 +381,9 @@ def find_adapter(anatomy: Anatomy, name: str) -> Bottleneck | GatedLoRA:
     """Return the adapter at a path in ``anatomy.root``.
 
     Raises:
-        ThreatModelError: there is no such module, it is of another kind, or a part is not trained.
+        ThreatModelError: it is of another kind, or a part is not trained.
     """
-    try:
-        module = anatomy.root.get_submodule(name)
-    except AttributeError:
-        raise ThreatModelError(
-            f"adapter='{name}' is no module of {type(anatomy.root).__name__}: give a path as "
-            "named_modules() has it"
-        ) from None
+    module = anatomy.root.get_submodule(name)
     maps = {m.name: m for m in find_linear_maps(anatomy)}
     inside = {n: m for n, m in maps.items() if n.startswith(f"{name}.")}
     parts: Bottleneck | GatedLoRA
@@ -431,16 +425,10 @@ def _bottleneck(
     first, second = down.reader, up.reader
     assert isinstance(first, nn.Linear)
     assert isinstance(second, nn.Linear)
-    if first.bias is None:
+    if first.bias is None or not _is_relu(module, first, second):
         raise ThreatModelError(
-            f"the first map of adapter '{name}' has no bias, in which a row's threshold would "
-            "stand: without one, every row fires for half of all types"
-        )
-    if not _is_relu(module, first, second):
-        raise ThreatModelError(
-            f"between the maps of adapter '{name}' stands something else than one ReLU: with a "
-            "smooth activation every row moves in every round, and what is read of rows that did "
-            "not move does not hold"
+            f"the first map of adapter '{name}' has no bias for a row's threshold, or no ReLU "
+            "follows it, so that every row moves in every round: name another adapter"
         )
     names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
     biases = (names[id(first.bias)], None if second.bias is None else names[id(second.bias)])
@@ -473,18 +461,14 @@ def _gated_lora(name: str, module: nn.Module, maps: Mapping[str, LinearMap]) -> 
     layers: Any = [module._modules.get(n) for n in ("gate_proj", "up_proj", "down_proj")]
     factors = [m for m in maps.values() if m.factor != "whole" and not m.regularised]
     gate, up = ([m for m in factors if m.layer is layer] for layer in layers[:2])
-    if layers[2] is None or len(gate) != 2 or len(up) != 2:
+    gated = layers[2] is not None and len(gate) == len(up) == 2
+    active = layers[1].active_adapters[0] if gated else ""
+    is_dora = gated and any(layer.use_dora[active] for layer in layers[:2])
+    activation = type(getattr(module, "act_fn", None)).__name__
+    if not gated or is_dora or activation not in ("SiLU", "SiLUActivation"):
         raise ThreatModelError(
-            f"adapter '{name}' has a LoRA, and is no gated feed-forward layer with one LoRA on "
-            "both gate_proj and up_proj. A LoRA elsewhere sets no neuron at will: without a ReLU "
-            "or a gate behind it every row moves for every token. An AdaLoRA is not crafted"
-        )
-    active = layers[1].active_adapters[0]
-    if layers[0].use_dora[active] or layers[1].use_dora[active]:
-        raise ThreatModelError(f"adapter '{name}' is a DoRA, whose norms are not crafted")
-    if type(getattr(module, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
-        raise ThreatModelError(
-            f"the activation of '{name}' is no SiLU (act_fn), for which the gate's rows are made"
+            f"adapter '{name}' has a LoRA, and is no gated feed-forward layer with a SiLU and one "
+            "LoRA on both gate_proj and up_proj: other LoRAs, DoRA and AdaLoRA are not crafted"
         )
     return GatedLoRA(
         reads=up[0],

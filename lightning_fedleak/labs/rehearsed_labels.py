@@ -19,6 +19,7 @@ from lightning_fedleak.attacks import (
     UnusableObservation,
     WordGuess,
 )
+from lightning_fedleak.attacks.base import check_readable
 from lightning_fedleak.attacks.row_space import (
     LinearMap,
     PerMaps,
@@ -334,19 +335,15 @@ class RehearsedLabels(Attack):
             UnusableObservation: the gradient is non-finite or zero, has noise, or is an update.
         """
         snapshot = view.gradients[-1]
-        if isinstance(snapshot, UpdateSnapshot):
+        if isinstance(snapshot, UpdateSnapshot) or snapshot.noise_std != 0:
             raise Inapplicable(
-                "rehearsals are single steps, and this is a round: measure gradients, not updates"
+                "rehearsals are single steps without noise: measure gradients of undefended steps"
             )
-        if not snapshot.noise_std == 0:
-            raise Inapplicable("a defence adds noise, which the rehearsals do not have")
         if self._readout is None:
             raise NotYet("no map that is read had a gradient in the rehearsals")
         gradients = {f.part.name: view.gradient(f.part.name) for f in self._readout.filters}
-        if not all(bool(g.isfinite().all()) for g in gradients.values()):
-            raise UnusableObservation("a gradient has NaN or infinity")
-        if not all(bool(g.any()) for g in gradients.values()):
-            raise UnusableObservation("a gradient is all zero")
+        for name, gradient in gradients.items():
+            check_readable(gradient.abs().max(), f"the gradient of {name}")
         if not self._reads_gradients:
             raise UnusableObservation(
                 "its rehearsals show frequent tokens alone, as another batch's gradients would"

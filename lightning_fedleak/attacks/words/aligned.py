@@ -68,7 +68,7 @@ _NOT_OF_LORA = (
     "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
     "(leave local_steps out)"
 )
-_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step, where it is not prescribed
+_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step
 _TOKENS = 1600  # tokens of such a batch at most: a limit of time, not tuned
 
 
@@ -108,9 +108,6 @@ class AlignedFlatChat(Attack):
             classifier stays.
         updates: public updates that a readout for Adam is fitted on, at least 2. For rounds of
             several steps each one is that many steps of training on a copy of the weights.
-        batch_texts: texts in a batch of a local step if the server prescribes it; by default public
-            updates have 1 to 32.
-        local_steps: the round, for a server of your own; a monitor passes it to :meth:`meet`.
         seed: of everything random in the calibration.
         name: as in the logs.
 
@@ -164,8 +161,6 @@ class AlignedFlatChat(Attack):
         lengths: Sequence[int] = LENGTHS,
         refresh_every: int = 500,
         updates: int = 80,
-        batch_texts: int | None = None,
-        local_steps: LocalSteps | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
@@ -174,7 +169,6 @@ class AlignedFlatChat(Attack):
         self.n_directions = check_integer("n_directions", n_directions)
         self.calibration_tokens = check_integer("calibration_tokens", calibration_tokens)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        self.batch_texts = check_integer("batch_texts", batch_texts, optional=True)
         self.updates = check_integer("updates", updates, at_least=2)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
@@ -182,7 +176,7 @@ class AlignedFlatChat(Attack):
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.tokenizer = tokenizer
         self.lengths = tuple(lengths)
-        self.steps = self._default_steps = local_steps
+        self.steps: LocalSteps | None = None
         self._role = HEAD_WEIGHT
         self._clip: dict[str, Any] = {}
         self._compression: Compression | None = None
@@ -203,7 +197,7 @@ class AlignedFlatChat(Attack):
         if facts.clip_value is not None:
             self._clip = {"clip_value": facts.clip_value, "steps": facts.local_steps or 1}
         try:
-            self.steps = LocalSteps.from_facts(facts) or self._default_steps
+            self.steps = LocalSteps.from_facts(facts)
         except UnusableObservation as error:
             self.steps, self._why_unreadable = None, str(error)
 
@@ -278,7 +272,6 @@ class AlignedFlatChat(Attack):
             k = self.n_directions
             more: dict[str, Any] = {**self._clip, "compression": self._rehearsed}
             return rehearse(parts, weight, bias, generator, n_directions=k, **more)
-        texts = _TEXTS if self.batch_texts is None else (self.batch_texts,)
         return rehearse_updates(
             anatomy,
             parts,
@@ -286,7 +279,7 @@ class AlignedFlatChat(Attack):
             self._public_batches(anatomy, generator),
             generator,
             updates=self.updates,
-            texts=texts,
+            texts=_TEXTS,
             n_directions=self.n_directions,
         )
 
@@ -495,7 +488,6 @@ class AlignedFlatChat(Attack):
             **self._compressed,
             "steps": None if steps is None else sorted(steps.describe().items()),
             "updates": self.updates,
-            "batch_texts": self.batch_texts,
             "lengths": self.lengths,
             "public_text": PublicText.label(self.public_text),
             "mask": getattr(self.tokenizer, "mask_token_id", None),

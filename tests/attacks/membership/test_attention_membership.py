@@ -219,11 +219,11 @@ def algorithm_one(v, beta, generator):
 @given(st.integers(1, 3), st.integers(1, 6), st.integers(2, 10), st.integers(0, 999))
 def test_the_layers_compute_what_algorithm_1_does(b, length, d, seed):
     x, beta = normal(b, length, d, seed=seed), 0.9
-    attack = built(score="coordinates", gamma=0.2, beta=beta)
+    attack = built(score="coordinates", gamma=0.25, beta=beta)
     target = attack.embed(x, Query(torch.zeros(b, length)))[0]
     queries, keys, output = algorithm_one(target, beta, generator(seed))
     heads = [((x @ q.T) @ (x @ k.T).mT).softmax(-1) @ x for q, k in zip(queries, keys, strict=True)]
-    exact = (torch.cat(heads, -1) @ output.T - 0.2).relu()
+    exact = (torch.cat(heads, -1) @ output.T - 0.25).relu()
     layers = attack.craft(target)
     torch.testing.assert_close(layers(x), exact, rtol=1e-7, atol=1e-9)
     assert [n for n, p in layers.named_parameters() if p.requires_grad] == ["bias"]

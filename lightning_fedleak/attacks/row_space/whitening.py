@@ -36,18 +36,6 @@ class Whitening:
         """Return (..., d) for (..., d), in the dtype and on the device of ``hidden``."""
         return (hidden - self.mean.to(hidden)) @ self.matrix.to(hidden)
 
-    def folded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weight and bias that do to ``x`` what ``weight`` does to the whitened ``x``.
-
-        Args:
-            weight: (..., k, d).
-
-        Returns:
-            (..., k, d) and (..., k), with ``W x + b = weight @ whitening(x)``.
-        """
-        folded = weight @ self.matrix.to(weight)
-        return folded, -(folded @ self.mean.to(weight))
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the numbers for a checkpoint."""
         return {"whitening.mean": self.mean, "whitening.matrix": self.matrix}

@@ -33,7 +33,6 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE
 from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.threats import ThreatModelError
-from lightning_fedleak.validate import check_integer, check_number
 
 UNSEEN = 0.02  # occurrences that a type without any in the public text counts as; not tuned
 MIN_PRESENCE = 1e-3  # chance to be in a round from which a type is worth a row; not tuned
@@ -54,20 +53,12 @@ class RowSettings:
         frequent: most frequent types that no row may fire for; at most half of the width is used.
         row_norm: norm of a row; None keeps the median of the adapter's own rows.
         seed: of the clusters' first centres.
-
-    Raises:
-        ValueError: a number out of range.
     """
 
     kappa: float = 3.0
     frequent: int = 150
     row_norm: float | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_number("kappa", self.kappa, above=0)
-        check_integer("frequent", self.frequent, at_least=0)
-        check_number("row_norm", self.row_norm, above=0, optional=True)
 
 
 @dataclass(frozen=True)

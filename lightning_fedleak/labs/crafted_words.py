@@ -128,19 +128,11 @@ class RoundShape:
         texts: in a step of a client.
         tokens: of a text.
         clients: whose updates the server sees the mean of, as behind a secure aggregation.
-
-    Raises:
-        ValueError: a number below 1, or texts of one token.
     """
 
     texts: int = 4
     tokens: int = 32
     clients: int = 1
-
-    def __post_init__(self) -> None:
-        check_integer("texts", self.texts)
-        check_integer("tokens", self.tokens, at_least=2)
-        check_integer("clients", self.clients)
 
 
 class CraftedAdapterWords(Attack):

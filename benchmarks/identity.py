@@ -52,7 +52,6 @@ from lightning_fedleak.attacks import (
     GradientMembership,
     PrefixInversion,
     PublicText,
-    RehearsedLabels,
     RevealLabels,
     SubspaceMembership,
     SubspaceTexts,
@@ -60,6 +59,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.engine.channels.control import Controls
+from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 
 SMOKE = ("--runs 10",)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks import AttentionMembership as AttentionMembership
     from lightning_fedleak.attacks import BagOfWords as BagOfWords
     from lightning_fedleak.attacks import BiasSign as BiasSign
-    from lightning_fedleak.attacks import CraftedAdapterWords as CraftedAdapterWords
     from lightning_fedleak.attacks import EmbeddingDescent as EmbeddingDescent
     from lightning_fedleak.attacks import FCMembership as FCMembership
     from lightning_fedleak.attacks import FlatChat as FlatChat
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks import SubspaceMembership as SubspaceMembership
     from lightning_fedleak.attacks import SubspaceTexts as SubspaceTexts
     from lightning_fedleak.attacks import SubspaceWords as SubspaceWords
-    from lightning_fedleak.attacks import TrainedMembership as TrainedMembership
     from lightning_fedleak.callbacks import Games as Games
     from lightning_fedleak.callbacks import LeakageLimitExceeded as LeakageLimitExceeded
     from lightning_fedleak.callbacks import LeakageMonitor as LeakageMonitor
@@ -51,7 +49,6 @@ _HOMES = {
         "AttentionMembership",
         "BagOfWords",
         "BiasSign",
-        "CraftedAdapterWords",
         "EmbeddingDescent",
         "FCMembership",
         "FlatChat",
@@ -62,7 +59,6 @@ _HOMES = {
         "SubspaceMembership",
         "SubspaceTexts",
         "SubspaceWords",
-        "TrainedMembership",
     ),
     "callbacks": ("Games", "LeakageLimitExceeded", "LeakageMonitor", "RiskGate"),
     "evaluation.canaries": ("with_canaries",),

@@ -28,7 +28,6 @@ from lightning_fedleak.attacks import (
     AttentionMembership,
     BagOfWords,
     BiasSign,
-    CraftedAdapterWords,
     EmbeddingDescent,
     FCMembership,
     FlatChat,
@@ -39,20 +38,16 @@ from lightning_fedleak.attacks import (
     PrefixInversion,
     PublicText,
     Query,
-    RehearsedLabels,
     RevealLabels,
     RunFacts,
     SubspaceMembership,
     SubspaceTexts,
     SubspaceWords,
-    TrainedMembership,
-    TrainingSettings,
     gradient_of,
 )
 from lightning_fedleak.attacks import base as attacks_base
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.memorization import MemorizationAttack
-from lightning_fedleak.attacks.words.crafted import RoundShape
 from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -68,6 +63,9 @@ from lightning_fedleak.evaluation.games.client import generic_upstream
 from lightning_fedleak.labs.beam_from_words import BeamFromWords
 from lightning_fedleak.labs.gradient_matching import GradientMatching
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
+from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
+from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
@@ -117,9 +115,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "fc, token": lambda: FCMembership(1),
     "fc, full": lambda: FCMembership(1, "full", tokens=LENGTH),
     "attention": lambda: AttentionMembership(1, PUBLIC, batch=2),
-    "trained": lambda: TrainedMembership(
-        1, PUBLIC, training=TrainingSettings(hidden_units=8, steps=3, public_rows=8)
-    ),
+    "trained": lambda: TrainedMembership(1, PUBLIC, hidden_units=8, steps=3, public_rows=8),
     "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
     "subspace_texts": lambda: SubspaceTexts(beam=1, budget_seconds=None),
@@ -184,7 +180,7 @@ def look(attack: Attack, model: nn.Module, put: Callable[[Tensor], Tensor]) -> G
     """A whole look: the run is met, the attack calibrates, follows the model and guesses."""
     anatomy = find_anatomy(model)
     rounds = {"optimizer": "AdamW", "optimizer_settings": {"lr": 1e-3}, "local_steps": 1}
-    attack.meet(RunFacts(**(rounds if attack.sends_values else {})))
+    attack.meet(RunFacts(**(rounds if isinstance(attack, CraftedAdapterWords) else {})))
     attack.prepare(anatomy)
     attack.refresh(anatomy, 0)
     return attack.run(*seen_by(attack, anatomy, put))

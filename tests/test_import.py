@@ -133,3 +133,21 @@ def test_alone_it_leaves_what_lightning_alone_leaves() -> None:
         for name in ("lightning.pytorch", "lightning_fedleak.callbacks")
     )
     assert own.stdout == ours.stdout != ""
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("FlatChat", "lightning_fedleak"),
+        ("SubspaceWords", "lightning_fedleak"),
+        ("AttentionMembership", "lightning_fedleak.attacks"),
+        ("SubspaceTexts", "lightning_fedleak.attacks"),
+    ],
+)
+def test_one_attack_loads_few_files(name: str, home: str) -> None:
+    code = (
+        f"import sys; from {home} import {name}; "
+        "print(sum(module.startswith('lightning_fedleak') for module in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 60

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -78,7 +79,7 @@ def face_of(module: str) -> str:
     return ".".join(parts[: 3 if len(parts) > 1 and parts[1] in ROOMS else 2])
 
 
-def is_type_checking(node: ast.AST) -> bool:
+def is_type_checking(node: ast.AST) -> TypeGuard[ast.If]:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
@@ -181,7 +182,8 @@ def test_another_folder_is_imported_through_its_face() -> None:
     faces = {
         name: {
             alias.name: node.module
-            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            for statement in ast.parse(path.read_text(encoding="utf-8")).body
+            for node in (statement.body if is_type_checking(statement) else [statement])
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PublicText
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.embedding_descent import StateReadout
-from lightning_fedleak.evaluation.games.client import loss_upstream
+from lightning_fedleak.evaluation.games.client import autograd_gradient
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 from lightning_fedleak.model.model_state import LARGE, ModelWritten, preserve_model
@@ -293,14 +293,14 @@ def inverted(anatomy: Anatomy, seed: int) -> None:
 
 def told_members(anatomy: Anatomy, seed: int) -> None:
     ids = torch.arange(10).view(2, 5)
-    hidden_states(anatomy, 1, ids)
+    hidden = hidden_states(anatomy, 1, ids)
 
     def loss(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
         return F.cross_entropy(model(input_ids=ids).flatten(0, 1), ids.flatten())
 
-    attack = FCMembership(layer=1)
+    attack = FCMembership(layer=1, tau=1.0, dead_zone=0.0)
     attack.prepare(anatomy)
-    loss_upstream(anatomy, attack, ids, None, "sequential", loss)
+    autograd_gradient(anatomy, attack, hidden[0, 0], ids, None, loss)
 
 
 @pytest.mark.parametrize("seed", range(104))

@@ -16,7 +16,6 @@ from benchmarks.papers import __main__ as door
 from benchmarks.papers import flatchat, inversion, membership
 from benchmarks.papers.cells import Cell, Log, Row, run
 from benchmarks.papers.tables import Found, Mean, mean_of, number, published, student
-from lightning_fedleak.attacks.membership.attention_layers import HeadPair
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 from tests.helpers.measures import squared
 
@@ -207,9 +206,10 @@ def test_one_hot_gaps_are_those_of_the_heads() -> None:
     u /= u.norm()
     hidden = torch.nn.functional.one_hot(ids, 12).double()
     for word in (4, 1, 7):
-        target = torch.nn.functional.one_hot(torch.tensor([word]), 12).double()
-        (attention,) = HeadPair(3.0, u).attentions(hidden[None], None, target)
-        expected = float(attention.coordinates()[2].abs().max())
+        v = torch.nn.functional.one_hot(torch.tensor(word), 12).double()
+        projectors = [torch.eye(12).double() - torch.outer(w, w) for w in (v, u)]
+        first, second = (3.0 * hidden @ p @ hidden.T for p in projectors)
+        expected = float(((first.softmax(-1) - second.softmax(-1)) @ hidden).abs().max())
         found = membership.gap(ids.numpy(), word, u.numpy(), 3.0)
         assert found == pytest.approx(expected, rel=1e-9)
 

@@ -41,12 +41,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.attacks.word_recovery import read_texts
 from benchmarks.federation.inspection import Adapted, some_rows
-from lightning_fedleak import CraftedAdapterWords, PublicText
-from lightning_fedleak.attacks import RoundShape, RowSettings, RunFacts
-from lightning_fedleak.attacks.words import crafted
-from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, craft
-from lightning_fedleak.evaluation.games import CraftedRound, play_crafted_rounds
+from lightning_fedleak import PublicText
+from lightning_fedleak.attacks import RunFacts
 from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1
+from lightning_fedleak.labs import crafted_words
+from lightning_fedleak.labs.crafted_rounds import CraftedRound, play_crafted_rounds
+from lightning_fedleak.labs.crafted_rows import CraftedValues, RowSettings, craft
+from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 
@@ -166,7 +167,7 @@ def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[Crafte
     facts = RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=options.steps)
     held = TokenBatch(held_out, held_out, None, "causal") if options.held else None
     some = partial(craft_share, options.crafted_rows) if options.crafted_rows < 1 else craft
-    with patch.object(crafted, "craft", some):
+    with patch.object(crafted_words, "craft", some):
         played = play_crafted_rounds(find_anatomy(model), attack, rounds, facts, held_out=held)
     print(f"split {number}: cut {attack.cut:.3f}", flush=True)
     return played

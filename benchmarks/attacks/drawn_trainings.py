@@ -46,12 +46,12 @@ from lightning_fedleak.attacks import (
     Attack,
     BagOfWords,
     BiasSign,
-    RehearsedLabels,
     RevealLabels,
     RunFacts,
     SubspaceWords,
     WordGuess,
 )
+from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.trainers import Threshold, Watch

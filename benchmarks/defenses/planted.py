@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fedleak.attacks.membership.fc import CraftedFC, TwoIdentities
-from lightning_fedleak.attacks.membership.insertion import insert
+from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -77,10 +77,10 @@ class PlantedNeuron:
         target = hidden[-1, -1]
         distances = (hidden.flatten(0, 1) - target).abs().sum(1)[:-1]
         tau = float(distances.min()) / 2
-        first = TwoIdentities(target.float(), torch.tensor(0.0), 2 * len(target))
+        first = TwoIdentities(target.float(), torch.tensor(0.0))
         second = torch.full((1, 2 * len(target)), -1.0)
         crafted = CraftedFC(first, second, torch.tensor([tau]), None)
-        self._inserted = insert(anatomy, layer, crafted, scale=1.0)
+        self._inserted = Inserted(anatomy, layer, crafted, scale=1.0)
         self._bias = crafted.bias
         self._root = model
         self._label = torch.tensor([int(ids[0, 0])])

@@ -53,12 +53,12 @@ from lightning_fedleak.attacks.membership.attention import (
 )
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
-from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.studies.membership import PLANTED
 from lightning_fedleak.cli.studies.models import find_model
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 
 SMOKE = (
     "--model {model} --log {out}/games.jsonl --text {text} --public {text} --public-texts "

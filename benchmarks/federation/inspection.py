@@ -24,9 +24,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lightning_fedleak.attacks import AttentionMembership, FCMembership, PublicText
-from lightning_fedleak.attacks.membership.attention_layers import AttentionSettings
-from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, RowSettings, craft
+from lightning_fedleak.attacks import (
+    AttentionMembership,
+    AttentionSettings,
+    FCMembership,
+    PublicText,
+    Query,
+)
 from lightning_fedleak.cli.finetuning.assets import model_source
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
@@ -37,6 +41,7 @@ from lightning_fedleak.federation.inspection import (
     inspect_received,
 )
 from lightning_fedleak.federation.round_start import agree, usual_inputs
+from lightning_fedleak.labs.crafted_rows import CraftedValues, RowSettings, craft
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 
@@ -342,10 +347,10 @@ def membership_layers(base: Base) -> Iterator[tuple[str, dict[str, Tensor]]]:
         state = {"fc.0.weight": layers.first.weight, "fc.0.bias": layers.first.bias}
         yield f"FCMembership, tau {tau:g}", state | {"fc.1.weight": rows, "fc.1.bias": layers.bias}
     for beta in (1.0, 8.0, 64.0):
-        settings = AttentionSettings(beta=beta, readout="token")
-        attack = AttentionMembership(1, base.public, attention=settings)
+        attack = AttentionMembership(1, base.public, attention=AttentionSettings(beta=beta))
         attack.prepare(anatomy)
-        layers = attack.craft(hidden[0, 5])
+        query = Query(ids[:1], positions=torch.tensor([5]))
+        layers = attack.craft(attack.embed(hidden[:1], query)[0])
         state = {f"attention.{n}": t.detach() for n, t in layers.state_dict().items()}
         yield f"AttentionMembership, beta {beta:g}", state
 

@@ -46,12 +46,12 @@ from benchmarks.papers.tables import (
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.studies.membership import PLANTED
 from lightning_fedleak.cli.studies.models import find_model
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
 from lightning_fedleak.evaluation.metrics.membership import membership_rates
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
 
 PROTOCOLS = {"game": "Fig. 2", "authors": "authors' code"}
@@ -245,7 +245,7 @@ def published_attention(
     layer: int, public: PublicText, args, *, beta: float | str = "authors", **settings
 ) -> AttentionMembership:
     """With the paper's choices; gamma by default so that few batches without the target fire."""
-    paper = AttentionSettings(beta=beta, whiten=False, score="coordinates", variant="projector")
+    paper = AttentionSettings(beta=beta, whiten=False, score="coordinates")
     given = {"tokens": args.tokens, "batch": args.batch, **settings}
     return AttentionMembership(layer, public, attention=paper, **given)
 

@@ -1,68 +1,140 @@
-"""Attacks: what an adversary would see of a step in, a guess out."""
+"""Attacks: what an adversary would see of a step in, a guess out.
 
-from lightning_fedleak.attacks.base import Attack as Attack
-from lightning_fedleak.attacks.base import Guess as Guess
-from lightning_fedleak.attacks.base import Query as Query
-from lightning_fedleak.attacks.base import RunFacts as RunFacts
-from lightning_fedleak.attacks.base import Surfaces as Surfaces
-from lightning_fedleak.attacks.base import UnusableObservation as UnusableObservation
-from lightning_fedleak.attacks.base import WordGuess as WordGuess
-from lightning_fedleak.attacks.membership.attention import (
-    AttentionMembership as AttentionMembership,
-)
-from lightning_fedleak.attacks.membership.attention_layers import (
-    AttentionSettings as AttentionSettings,
-)
-from lightning_fedleak.attacks.membership.base import CRAFTED as CRAFTED
-from lightning_fedleak.attacks.membership.base import MembershipAttack as MembershipAttack
-from lightning_fedleak.attacks.membership.base import MembershipGuess as MembershipGuess
-from lightning_fedleak.attacks.membership.base import PassiveMembership as PassiveMembership
-from lightning_fedleak.attacks.membership.fc import FCMembership as FCMembership
-from lightning_fedleak.attacks.membership.gradients import GradientMembership as GradientMembership
-from lightning_fedleak.attacks.membership.insertion import direction_of as direction_of
-from lightning_fedleak.attacks.membership.insertion import upstream_of as upstream_of
-from lightning_fedleak.attacks.membership.subspace import SubspaceMembership as SubspaceMembership
-from lightning_fedleak.attacks.membership.trained import TrainedMembership as TrainedMembership
-from lightning_fedleak.attacks.membership.trained import TrainingSettings as TrainingSettings
-from lightning_fedleak.attacks.memorization import Combined as Combined
-from lightning_fedleak.attacks.memorization import Extraction as Extraction
-from lightning_fedleak.attacks.public_text import MissingText as MissingText
-from lightning_fedleak.attacks.public_text import PublicText as PublicText
-from lightning_fedleak.attacks.public_text import TextSource as TextSource
-from lightning_fedleak.attacks.public_text import frequent_tokens as frequent_tokens
-from lightning_fedleak.attacks.public_text import share_samples as share_samples
-from lightning_fedleak.attacks.texts.base import InversionAttack as InversionAttack
-from lightning_fedleak.attacks.texts.base import TextAttack as TextAttack
-from lightning_fedleak.attacks.texts.base import TextGuess as TextGuess
-from lightning_fedleak.attacks.texts.embedding_descent import DescentSettings as DescentSettings
-from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent as EmbeddingDescent
-from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion as PrefixInversion
-from lightning_fedleak.attacks.texts.subspace import SubspaceTexts as SubspaceTexts
-from lightning_fedleak.attacks.words.aligned import AlignedFlatChat as AlignedFlatChat
-from lightning_fedleak.attacks.words.crafted import CraftedAdapterWords as CraftedAdapterWords
-from lightning_fedleak.attacks.words.crafted import RoundShape as RoundShape
-from lightning_fedleak.attacks.words.crafted_rows import CraftedValues as CraftedValues
-from lightning_fedleak.attacks.words.crafted_rows import RowSettings as RowSettings
-from lightning_fedleak.attacks.words.crafted_rows import craft as craft
-from lightning_fedleak.attacks.words.direct import BagOfWords as BagOfWords
-from lightning_fedleak.attacks.words.direct import BiasSign as BiasSign
-from lightning_fedleak.attacks.words.flatchat import FlatChat as FlatChat
-from lightning_fedleak.attacks.words.flatchat import FlatChatGuess as FlatChatGuess
-from lightning_fedleak.attacks.words.flatchat import MixtureSettings as MixtureSettings
-from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor as TypeCountRegressor
-from lightning_fedleak.attacks.words.flatchat import rank_types as rank_types
-from lightning_fedleak.attacks.words.public_gradients import gradient_of as gradient_of
-from lightning_fedleak.attacks.words.public_gradients import (
-    gradient_through_blocks as gradient_through_blocks,
-)
-from lightning_fedleak.attacks.words.public_gradients import nonzero_starts as nonzero_starts
-from lightning_fedleak.attacks.words.rehearsed import RehearsedLabels as RehearsedLabels
-from lightning_fedleak.attacks.words.reveal_labels import RevealLabels as RevealLabels
-from lightning_fedleak.attacks.words.reveal_labels import RevealLabelsGuess as RevealLabelsGuess
-from lightning_fedleak.attacks.words.subspace import SubspaceWords as SubspaceWords
-from lightning_fedleak.threats import DISHONEST_SERVER as DISHONEST_SERVER
-from lightning_fedleak.threats import HONEST_BUT_CURIOUS as HONEST_BUT_CURIOUS
-from lightning_fedleak.threats import Capability as Capability
-from lightning_fedleak.threats import ThreatModel as ThreatModel
-from lightning_fedleak.threats import ThreatModelError as ThreatModelError
-from lightning_fedleak.threats import require as require
+The names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_fedleak.attacks.base import Attack as Attack
+    from lightning_fedleak.attacks.base import Guess as Guess
+    from lightning_fedleak.attacks.base import Query as Query
+    from lightning_fedleak.attacks.base import RunFacts as RunFacts
+    from lightning_fedleak.attacks.base import Surfaces as Surfaces
+    from lightning_fedleak.attacks.base import UnusableObservation as UnusableObservation
+    from lightning_fedleak.attacks.base import WordGuess as WordGuess
+    from lightning_fedleak.attacks.membership.attention import (
+        AttentionMembership as AttentionMembership,
+    )
+    from lightning_fedleak.attacks.membership.attention_layers import (
+        AttentionSettings as AttentionSettings,
+    )
+    from lightning_fedleak.attacks.membership.base import CRAFTED as CRAFTED
+    from lightning_fedleak.attacks.membership.base import MembershipAttack as MembershipAttack
+    from lightning_fedleak.attacks.membership.base import MembershipGuess as MembershipGuess
+    from lightning_fedleak.attacks.membership.base import PassiveMembership as PassiveMembership
+    from lightning_fedleak.attacks.membership.fc import FCMembership as FCMembership
+    from lightning_fedleak.attacks.membership.gradients import (
+        GradientMembership as GradientMembership,
+    )
+    from lightning_fedleak.attacks.membership.insertion import direction_of as direction_of
+    from lightning_fedleak.attacks.membership.insertion import upstream_of as upstream_of
+    from lightning_fedleak.attacks.membership.subspace import (
+        SubspaceMembership as SubspaceMembership,
+    )
+    from lightning_fedleak.attacks.memorization import Combined as Combined
+    from lightning_fedleak.attacks.memorization import Extraction as Extraction
+    from lightning_fedleak.attacks.public_text import MissingText as MissingText
+    from lightning_fedleak.attacks.public_text import PublicText as PublicText
+    from lightning_fedleak.attacks.public_text import TextSource as TextSource
+    from lightning_fedleak.attacks.public_text import frequent_tokens as frequent_tokens
+    from lightning_fedleak.attacks.public_text import share_samples as share_samples
+    from lightning_fedleak.attacks.texts.base import InversionAttack as InversionAttack
+    from lightning_fedleak.attacks.texts.base import TextAttack as TextAttack
+    from lightning_fedleak.attacks.texts.base import TextGuess as TextGuess
+    from lightning_fedleak.attacks.texts.embedding_descent import (
+        DescentSettings as DescentSettings,
+    )
+    from lightning_fedleak.attacks.texts.embedding_descent import (
+        EmbeddingDescent as EmbeddingDescent,
+    )
+    from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion as PrefixInversion
+    from lightning_fedleak.attacks.texts.subspace import SubspaceTexts as SubspaceTexts
+    from lightning_fedleak.attacks.words.aligned import AlignedFlatChat as AlignedFlatChat
+    from lightning_fedleak.attacks.words.direct import BagOfWords as BagOfWords
+    from lightning_fedleak.attacks.words.direct import BiasSign as BiasSign
+    from lightning_fedleak.attacks.words.flatchat import FlatChat as FlatChat
+    from lightning_fedleak.attacks.words.flatchat import FlatChatGuess as FlatChatGuess
+    from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor as TypeCountRegressor
+    from lightning_fedleak.attacks.words.flatchat import rank_types as rank_types
+    from lightning_fedleak.attacks.words.public_gradients import gradient_of as gradient_of
+    from lightning_fedleak.attacks.words.public_gradients import (
+        gradient_through_blocks as gradient_through_blocks,
+    )
+    from lightning_fedleak.attacks.words.public_gradients import nonzero_starts as nonzero_starts
+    from lightning_fedleak.attacks.words.reveal_labels import RevealLabels as RevealLabels
+    from lightning_fedleak.attacks.words.reveal_labels import RevealLabelsGuess as RevealLabelsGuess
+    from lightning_fedleak.attacks.words.subspace import SubspaceWords as SubspaceWords
+    from lightning_fedleak.threats import DISHONEST_SERVER as DISHONEST_SERVER
+    from lightning_fedleak.threats import HONEST_BUT_CURIOUS as HONEST_BUT_CURIOUS
+    from lightning_fedleak.threats import Capability as Capability
+    from lightning_fedleak.threats import ThreatModel as ThreatModel
+    from lightning_fedleak.threats import ThreatModelError as ThreatModelError
+    from lightning_fedleak.threats import require as require
+
+_HOMES = {
+    "attacks.base": (
+        "Attack",
+        "Guess",
+        "Query",
+        "RunFacts",
+        "Surfaces",
+        "UnusableObservation",
+        "WordGuess",
+    ),
+    "attacks.membership.attention": ("AttentionMembership",),
+    "attacks.membership.attention_layers": ("AttentionSettings",),
+    "attacks.membership.base": (
+        "CRAFTED",
+        "MembershipAttack",
+        "MembershipGuess",
+        "PassiveMembership",
+    ),
+    "attacks.membership.fc": ("FCMembership",),
+    "attacks.membership.gradients": ("GradientMembership",),
+    "attacks.membership.insertion": ("direction_of", "upstream_of"),
+    "attacks.membership.subspace": ("SubspaceMembership",),
+    "attacks.memorization": ("Combined", "Extraction"),
+    "attacks.public_text": (
+        "MissingText",
+        "PublicText",
+        "TextSource",
+        "frequent_tokens",
+        "share_samples",
+    ),
+    "attacks.texts.base": ("InversionAttack", "TextAttack", "TextGuess"),
+    "attacks.texts.embedding_descent": ("DescentSettings", "EmbeddingDescent"),
+    "attacks.texts.prefix.inversion": ("PrefixInversion",),
+    "attacks.texts.subspace": ("SubspaceTexts",),
+    "attacks.words.aligned": ("AlignedFlatChat",),
+    "attacks.words.direct": ("BagOfWords", "BiasSign"),
+    "attacks.words.flatchat": (
+        "FlatChat",
+        "FlatChatGuess",
+        "TypeCountRegressor",
+        "rank_types",
+    ),
+    "attacks.words.public_gradients": ("gradient_of", "gradient_through_blocks", "nonzero_starts"),
+    "attacks.words.reveal_labels": ("RevealLabels", "RevealLabelsGuess"),
+    "attacks.words.subspace": ("SubspaceWords",),
+    "threats": (
+        "DISHONEST_SERVER",
+        "HONEST_BUT_CURIOUS",
+        "Capability",
+        "ThreatModel",
+        "ThreatModelError",
+        "require",
+    ),
+}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        for home, names in _HOMES.items():
+            if name in names:
+                return getattr(importlib.import_module(f"lightning_fedleak.{home}"), name)
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -154,9 +154,6 @@ class Attack(ABC):
     for_uneven_losses: ClassVar[bool] = False
     """Whether it chooses itself only in steps whose labels weigh differently in the loss, by class,
     token or text: there the attacks that learn from public text read less."""
-    sends_values: ClassVar[bool] = False
-    """Whether its adversary sends clients other values than the user's: its rounds are played on
-    copies of the weights, by a method ``play`` of batches and of the update that was shared."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` computes, so that it need not run
     after :meth:`load_state_dict`."""

@@ -288,8 +288,6 @@ _EQUAL = 3
 """Entries of each sign that must share the largest size: fewer may by chance; not tuned."""
 ROUNDED = 1e-3
 """Rounding of an update, from stored weights, as a share of the clip value; not tuned."""
-_EXACT = 4.0
-"""Rounding error of an entry that was not cut, in units in the last place; not tuned."""
 WHY_CUT = (
     "clipping by value has cut entries of the gradient to one size, and this attack reads "
     "gradients as they are or scaled: clip by norm (gradient_clip_algorithm='norm'), or raise "
@@ -343,44 +341,6 @@ def shared_cut(snapshot: GradientSnapshot, roles: Iterable[str], facts: RunFacts
         if g.numel() and float(torch.stack(torch.aminmax(g)).abs().amax()) >= least:
             return declared
     return None
-
-
-def entry_errors(
-    snapshot: GradientSnapshot,
-    roles: Sequence[str],
-    facts: RunFacts,
-    noise: Mapping[str, float],
-    errors: Mapping[str, Tensor] | None,
-) -> Mapping[str, Tensor] | None:
-    """Return standard deviations of entries' errors, infinite where an entry was cut.
-
-    Args:
-        snapshot: gradients, or an update as gradients.
-        roles: the gradients that words are read from.
-        facts: of the run.
-        noise: standard deviation of what was added to each entry, by parameter.
-        errors: standard deviations of uneven entries, by parameter; None if they are even.
-
-    Returns:
-        ``errors`` itself if no entry was cut.
-
-    Raises:
-        Inapplicable: it is unknown which entries were cut.
-    """
-    if errors is not None and facts.clip_value is None:
-        return errors  # the largest entries of an optimizer's step have one size, cut or not
-    size = shared_cut(snapshot, roles, replace(facts, optimizer=None))
-    if size is None:
-        return errors
-    if math.isnan(size) or facts.local_steps not in (None, 1):
-        raise Inapplicable(WHY_CUT)
-    cut_errors = {}
-    for role, tensor in snapshot.tensors.items():
-        g = whole_tensor(tensor).double()
-        error = (_EXACT * torch.finfo(tensor.dtype).eps * g).abs() + noise.get(role, 0.0)
-        error = errors[role].to(error) if errors else error
-        cut_errors[role] = error.masked_fill(g.abs() >= (1 - ROUNDED) * size, math.inf)
-    return cut_errors
 
 
 def check_uncut(snapshot: GradientSnapshot, roles: Iterable[str], facts: RunFacts) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_fedleak.cli.commands.options import FederateOptions
 from lightning_fedleak.cli.commands.parser import check_sources, parse
-from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.extras import install
 
 _CLASSES = {

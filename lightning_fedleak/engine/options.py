@@ -23,7 +23,6 @@ from lightning_fedleak.attacks import (
     FCMembership,
     GradientMembership,
     PublicText,
-    RehearsedLabels,
     RevealLabels,
     SubspaceMembership,
     SubspaceTexts,
@@ -174,9 +173,8 @@ class LookSettings:
             :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
             public text); where a :class:`MembershipAttack` is listed
             :data:`~lightning_fedleak.threats.DISHONEST_SERVER`, which also puts layers of its own
-            into the model and holds the texts it asks for; where ``CraftedAdapterWords`` is listed,
-            one that chooses the values it sends. With ``attacks="auto"`` the former one, holding
-            texts.
+            into the model and holds the texts it asks for. With ``attacks="auto"`` the former one,
+            holding texts.
         anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
         batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where the
             step's graph cannot be read (fused losses, ``torch.compile``, rounds of a federation)
@@ -310,7 +308,7 @@ def every_attack(*, rounds: bool) -> list[Attack]:
     """
     capabilities = DISHONEST_SERVER | ASSUMED
     every = candidates(capabilities, "sampled", None, rounds=rounds, weights=not rounds)
-    return [*every, RehearsedLabels("sampled"), SubspaceTexts()]
+    return [*every, SubspaceTexts()]
 
 
 def selected(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +20,23 @@ from lightning_fedleak.attacks import (
     FlatChat,
     GradientMembership,
     PublicText,
-    RevealLabels,
-    SubspaceMembership,
-    SubspaceTexts,
     SubspaceWords,
 )
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.local_steps import cut_size, entry_errors, shared_cut
+from lightning_fedleak.attacks.local_steps import cut_size, shared_cut
 from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
-    Inapplicable,
     Observation,
     Stage,
     UpdateSnapshot,
 )
 from tests.attacks.row_space.models import (
     VOCABULARY,
-    backward,
     bert,
     gpt2,
     llama,
-    observed,
-    prepared,
-    ready,
-    seen,
-    texts,
     with_lora,
 )
 from tests.callbacks.runs import fit
@@ -121,41 +110,6 @@ def test_what_was_shared_is_known_to_be_cut(
     assert shared_cut(shared, ["w"], facts) == pytest.approx(size, nan_ok=True)
 
 
-def test_entries_that_were_cut_are_known_by_their_sign_alone() -> None:
-    cut = GRADIENT.clamp(-1.5, 1.5)
-    errors = entry_errors(snapshot(cut), ["w"], RunFacts(), {"w": 0.0}, None)
-    assert errors is not None
-    assert bool(errors["w"][cut.abs() == 1.5].isinf().all())
-    assert bool(errors["w"][cut.abs() < 1.49].isfinite().all())
-    assert entry_errors(snapshot(GRADIENT), ["w"], RunFacts(), {}, None) is None
-    with pytest.raises(Inapplicable, match="gradient_clip_algorithm='norm'"):
-        entry_errors(snapshot(cut), ["w"], RunFacts(local_steps=2), {}, None)
-
-
-@pytest.mark.parametrize("family", ["lora", "llama", "gpt2"])
-@pytest.mark.parametrize("share", [0.5, 0.2, 0.03, 0.003])
-def test_words_follow_from_entries_that_were_not_cut_or_are_unknown(
-    family: str, share: float
-) -> None:
-    torch.manual_seed(1)
-    model = {"lora": lora, "llama": llama, "gpt2": lambda: ready(gpt2())}[family]().eval()
-    attack, anatomy = prepared(model)
-    ids = texts(2, 10)
-    backward(model, ids)
-    roles = attack.needs(anatomy).gradients
-    size = share * max(float(anatomy.parameter(role).grad.abs().max()) for role in roles)
-    attack.meet(RunFacts(clip_value=size))
-    view = observed(attack, anatomy, lambda gradient: gradient.clamp(-size, size))
-    guess = None
-    with nullcontext() if share == 0.5 else suppress(Inapplicable):
-        guess = attack.run(view)
-    if guess is None:
-        return
-    used, named = seen(ids, causal=True), set(guess.types.tolist())
-    assert 2 * len(used & named) > 0.9 * (len(used) + len(named))
-    assert share == 0.5 or not guess.certified
-
-
 def aligned(**more: Any) -> AlignedFlatChat:
     text = PublicText(TEXT)
     return AlignedFlatChat(text, calibration_tokens=600, lengths=(8, 12), **more)
@@ -169,16 +123,13 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Attack]]] = {
     "head": (llama, aligned),
     "sign": (llama, lambda: aligned(readout="sign")),
     "flattened": (llama, lambda: FlatChat(PublicText(TEXT), shapes=((1, 10), (2, 10), (4, 10)))),
-    "programs": (llama, RevealLabels),
     "bias": (bert, BiasSign),
     "rows": (lambda: gpt2(tie_word_embeddings=False), BagOfWords),
     "whole": (gpt2, lambda: SubspaceWords(capacity_seconds=0)),
     "lora": (lora, lambda: SubspaceWords(capacity_seconds=0)),
-    "texts": (lora, lambda: SubspaceTexts(budget_seconds=20)),
     "own gradient": (lora, lambda: GradientMembership(PublicText(TEXT))),
-    "row spaces": (lora, lambda: SubspaceMembership(PublicText(TEXT))),
 }
-READS = {"head", "bias", "rows", "whole", "own gradient"}
+READS = {"head", "bias", "rows", "own gradient"}
 """Those that read what was cut at .01."""
 
 
@@ -217,35 +168,24 @@ def headline(values: dict[str, float]) -> float:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("size", [0.01, 0.0001])
 @pytest.mark.parametrize("case", WORDS)
-def test_what_is_cut_is_read_or_unknown(tmp_path: Path, case: str, size: float) -> None:
-    clipped = {"gradient_clip_val": size, "gradient_clip_algorithm": "value"}
+def test_what_is_cut_is_read_or_unknown(tmp_path: Path, case: str) -> None:
+    clipped = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     value = headline(looked(tmp_path, case, **clipped))
     assert math.isnan(value) or value > 0.85
-    if size == 0.01:
-        assert math.isnan(value) == (case not in READS)
+    assert math.isnan(value) == (case not in READS)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", ["head", "whole"])
 def test_clipping_that_the_trainer_says_nothing_of(tmp_path: Path, case: str) -> None:
-    value = headline(looked(tmp_path, case, OwnClipping))
-    assert value > 0.85 if case == "whole" else math.isnan(value)
+    assert math.isnan(headline(looked(tmp_path, case, OwnClipping)))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "case",
-    [
-        "lora",
-        pytest.param("head", marks=pytest.mark.slow),
-        pytest.param("texts", marks=pytest.mark.slow),
-    ],
-)
-def test_clipping_by_norm_changes_nothing(tmp_path: Path, case: str) -> None:
+def test_clipping_by_norm_changes_nothing(tmp_path: Path) -> None:
     norm = {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "norm"}
-    assert headline(looked(tmp_path, case, **norm)) > 0.95
+    assert headline(looked(tmp_path, "lora", **norm)) > 0.95
 
 
 def test_rounds_of_steps_that_were_cut_are_rehearsed_as_such() -> None:

@@ -11,14 +11,12 @@ from lightning_fedleak.attacks import (
     FlatChat,
     PrefixInversion,
     PublicText,
-    TrainedMembership,
 )
 
 TAKERS: dict[str, Callable[..., Attack]] = {
     "flatchat": FlatChat,
     "aligned": AlignedFlatChat,
     "attention": lambda *a, **k: AttentionMembership(1, *a, **k),
-    "trained": lambda *a, **k: TrainedMembership(1, *a, **k),
     "prefix": lambda *a, **k: PrefixInversion(1, *a, **k),
 }
 

@@ -8,12 +8,12 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership import fc as fc_membership
-from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding
-from lightning_fedleak.attacks.membership.trained import TrainedMembership, TrainingSettings
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import Freeze
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, assert_same, fit, monitor_with
@@ -89,9 +89,7 @@ def public(seed):
 
 
 def attention(text, **settings):
-    return AttentionMembership(
-        1, text, batch=8, attention=AttentionSettings(calibration_tokens=700), **settings
-    )
+    return AttentionMembership(1, text, batch=8, **settings)
 
 
 def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_anew(tmp_path, monkeypatch):
@@ -136,7 +134,9 @@ def test_what_was_measured_is_resumed_and_not_measured_twice(tmp_path, monkeypat
         return TrainedMembership(
             1,
             public(seed),
-            training=TrainingSettings(hidden_units=64, steps=5, batch=64, public_rows=32),
+            hidden_units=64,
+            steps=5,
+            public_rows=32,
         )
 
     settings = {"n": 8, "precision": "bf16-mixed"}

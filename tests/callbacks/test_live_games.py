@@ -19,13 +19,13 @@ from lightning_fedleak.attacks.membership.attention import (
 from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
-from lightning_fedleak.attacks.membership.insertion import insert
-from lightning_fedleak.attacks.membership.trained import TrainedMembership
+from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import DPSGD, ClipSettings, Defense, Freeze, GradientNoise, TokenLDP
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.evaluation.auditing import audit_canaries
 from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_canaries
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
@@ -160,7 +160,7 @@ def test_the_gradient_is_that_of_layers_that_are_really_there(tmp_path, granular
     assert int((shared.abs().sum(1) > 0).sum()) == 2
     for target, game in zip(attack.computed[1][0], shared, strict=True):
         crafted = attack.craft(target)
-        with insert(find_anatomy(module), 1, crafted, scale=scale):
+        with Inserted(find_anatomy(module), 1, crafted, scale=scale):
             (real,) = torch.autograd.grad(module.model(**batch).loss, [crafted.bias])
         torch.testing.assert_close(game, real, rtol=1e-3, atol=1e-7 * scale)
 

@@ -9,7 +9,7 @@ from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion
-from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import FlatChat
@@ -45,7 +45,6 @@ def games(**settings):
             1,
             PublicText(PUBLIC * 6),
             batch=8,
-            attention=AttentionSettings(calibration_tokens=600),
         ),
         Probe(),
     ]

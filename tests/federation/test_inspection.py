@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak import PublicText
-from lightning_fedleak.attacks.words.crafted_rows import craft
 from lightning_fedleak.federation import inspection
 from lightning_fedleak.federation.inspection import Agreed, LastRound, inspect_received
+from lightning_fedleak.labs.crafted_rows import craft
 from lightning_fedleak.model.anatomy import find_anatomy
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_fedleak import DPSGD, GradientCompression, PublicText
 from lightning_fedleak.attacks import BagOfWords
-from lightning_fedleak.attacks.words.crafted_rows import craft
 from lightning_fedleak.federation import (
     ClientDP,
     CraftedValuesError,
@@ -26,6 +25,7 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.federation.round_start import RoundStart, agree, usual_inputs
+from lightning_fedleak.labs.crafted_rows import craft
 from lightning_fedleak.model.anatomy import find_anatomy
 from tests.federation.rounds import ADAMW, SGD
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts

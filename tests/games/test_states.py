@@ -56,21 +56,6 @@ def test_one_forward_gives_every_layer_of_the_clients_batch(name: str) -> None:
     assert set(client_states(anatomy, [1], ids, mask)) == {1}
 
 
-def test_dropout_is_the_models_own_and_seeded() -> None:
-    anatomy = find_anatomy(tiny_bert_mlm(dropout=0.5))
-    anatomy.model.eval()
-    ids, mask = SentencePool([[5, 6, 7], [9, 8, 7]]).pad([0, 1])
-    before = torch.random.get_rng_state()
-    one, same, other = (
-        client_states(anatomy, [1], ids, mask, dropout_seed=s)[1] for s in (1, 1, 2)
-    )
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-    assert not torch.equal(one, client_states(anatomy, [1], ids, mask)[1])
-    assert not any(m.training for m in anatomy.model.modules())
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_layer_tells_apart_is_seen_from_the_model(name: str) -> None:
     anatomy, (_, positional, ahead) = anatomy_of(name), MODELS[name]

@@ -218,7 +218,6 @@ def names_and_states() -> Section:
         "FCMembership": lambda: fedleak.FCMembership(1),
         "FCMembership, full": lambda: fedleak.FCMembership(1, "full"),
         "AttentionMembership": lambda: fedleak.AttentionMembership(1, runs.public()),
-        "TrainedMembership": lambda: fedleak.TrainedMembership(1, runs.public()),
         "PrefixInversion": lambda: fedleak.PrefixInversion(1),
         "EmbeddingDescent": lambda: fedleak.EmbeddingDescent(1),
     }

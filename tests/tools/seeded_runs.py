@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import lightning_fedleak as fedleak
-from lightning_fedleak.attacks import Attack, TrainingSettings, UnusableObservation
+from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.defenses import ClipSettings, ReleaseSettings, mean_of_sample_means
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
@@ -375,15 +375,11 @@ def word_attacks() -> list[Attack]:
     ]
 
 
-TRAINING = TrainingSettings(hidden_units=16, steps=10, public_rows=32)
-
-
 def membership_attacks() -> list[Attack]:
     return [
         fedleak.FCMembership(1),
         fedleak.FCMembership(1, "full", name="fc_full"),
         fedleak.AttentionMembership(1, public()),
-        fedleak.TrainedMembership(1, public(), training=TRAINING),
     ]
 
 

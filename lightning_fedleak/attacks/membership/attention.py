@@ -1,4 +1,4 @@
-"""The attention-based adversary (Vu et al. 2024, Sect. 4.2), as written and in closed form.
+"""The attention-based adversary (Vu et al. 2024, Sect. 4.2), in closed form.
 
 Head 1 computes attention without the direction of the target token v, head 2 with all directions.
 At a token that equals v, head 1's query is zero, so that it returns the mean of the sentence, while
@@ -9,8 +9,8 @@ only a difference above gamma has a gradient.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,32 +18,27 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import attention_calibration
+from lightning_fedleak.attacks.membership.attention_calibration import Calibration
 from lightning_fedleak.attacks.membership.attention_layers import (
-    AttentionDesign,
     AttentionSettings,
     CraftedAttention,
-    Variant,
-    algorithm_one,
+    attentions,
     bias_gradients,
-    check_positive_or,
     coordinate_gradients,
-    half_widths,
-    projector_heads,
-    token_rows,
+    matched_rows,
     tokens_at,
 )
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
     RungReader,
-    check_batch,
-    check_targets,
     last_real,
     threat_with_public_text,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.attacks.row_space import fit_whitening
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of that response; not tuned."""
@@ -62,7 +57,7 @@ REPLACED_BETA = 0.01
 
 
 class AttentionMembership(MembershipAttack):
-    """Algorithm 1 of Vu et al. 2024 in closed form: two heads, few rows of W_O, a ladder of gammas.
+    """A_Attn: Algorithm 1 of Vu et al. 2024 in closed form, with a ladder of gammas.
 
     Three choices decide whether it works on real embeddings. The paper does not make them.
 
@@ -72,19 +67,16 @@ class AttentionMembership(MembershipAttack):
     (:mod:`~lightning_fedleak.attacks.row_space.whitening`).
 
     **The rows of W_O.** The paper reads all coordinates, with both signs, and guesses a member if
-    any of them exceeds gamma. But attention stays within a sentence, and the server has the
-    target's sentence. So it knows the response D = Z1 - Z2 at the target token, whatever else is in
-    the batch. ``readout="matched"`` reads along D alone, scaled so that a member's response is 1.
-    Targets are then (G, 2 d): the token's hidden state and that row. ``"token"`` is for a server
-    that knows the token but not its sentence. It reads along -v, scaled so that the median response
-    is 1; targets are (G, d). That median must be positive: :meth:`prepare` refuses other layers and
-    betas.
+    any of them exceeds gamma (``score="coordinates"``). But attention stays within a sentence, and
+    the server has the target's sentence. So it knows the response D = Z1 - Z2 at the target token,
+    whatever else is in the batch. ``score="band"`` reads along D alone, scaled so that a member's
+    response is 1. Targets are then (G, 2 d): the token's hidden state and that row.
 
     **gamma.** On real embeddings no response exceeds the lemma's gamma, 2 Delta-bar
     (``gamma="lemma"``). ``"calibrated"`` is the lowest gamma of the ladder that public batches
-    exceed for at most ``false_positive_rate`` of the public tokens that they do not hold. With
-    ``readout="matched"`` it is at least .9, which members exceed in any precision. If the clients'
-    text is of another kind than the public text, the rate is higher (the AUC hardly falls).
+    exceed for at most ``false_positive_rate`` of the public tokens that they do not hold. Of bands
+    it is at least .9, which members exceed in any precision. If the clients' text is of another
+    kind than the public text, the rate is higher (the AUC hardly falls).
 
     On MiniLM-L6, stories15M and SmolLM2-135M a member's response, computed in another batch and
     padding, differs from 1 by at most 6e-6 in float32 and .06 in bfloat16. In a sentence of one
@@ -95,8 +87,8 @@ class AttentionMembership(MembershipAttack):
         public_text: text like the clients', as strings or token ids, or ``"sampled"`` for text that
             a causal model writes. It may be None if ``whiten=False`` and ``gamma`` is a number.
         tokenizer: for strings.
-        gamma: ``"calibrated"``, ``"lemma"``, or a number: a share of a member's response, or with
-            ``score="coordinates"`` an absolute one.
+        gamma: ``"calibrated"``, ``"lemma"`` (of ``score="coordinates"``), or a number: a share of a
+            member's response, or with ``score="coordinates"`` an absolute one.
         attention: how the layers are crafted and read.
         tokens: public texts are cut to this length.
         batch: number of sentences in a client's batch, for which ``false_positive_rate`` holds.
@@ -105,7 +97,7 @@ class AttentionMembership(MembershipAttack):
         upstream_sign: +1 or -1 if the adversary knows the sign of the loss's gradient at the
             crafted output; 0 allows both. It is used under noise only.
         refresh_every: number of steps after which :meth:`refresh` calibrates again.
-        seed: seed of public text, Algorithm 1's random matrices and calibration.
+        seed: seed of public text and calibration.
         name: the attack's name in the logs.
 
     Raises:
@@ -124,11 +116,9 @@ class AttentionMembership(MembershipAttack):
     )
     default_name = "attention_membership"
     config_names = (
-        *("layer", "granularity", "design.beta", "design.gamma", "design.whiten", "design.score"),
-        *("design.readout", "design.variant", "design.omit_random", "design.widths"),
-        *("design.causal", "design.batch", "reader.false_positive_rate"),
-        *("design.seed", "tokens", "design.calibration_tokens", "public_text"),
-        *("refresh_every", "reader.upstream_sign"),
+        *("layer", "granularity", "beta", "gamma", "whiten", "score", "widths", "batch"),
+        *("reader.false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
+        "reader.upstream_sign",
     )
     needs_float64 = True
 
@@ -150,56 +140,37 @@ class AttentionMembership(MembershipAttack):
     ) -> None:
         super().__init__(layer, "token", tokens, name)
         settings = attention or AttentionSettings()
-        score = settings.resolved_score(gamma)
-        check_positive_or("gamma", gamma, ("calibrated", "lemma"))
+        self.score = check_choice("score", settings.score, ("band", "coordinates"))
+        _check_positive_or("gamma", gamma, ("calibrated", "lemma"))
+        _check_positive_or("beta", settings.beta, ("authors", "auto"))
+        if gamma == "lemma" and self.score == "band":
+            raise ValueError("gamma='lemma' is one threshold: set AttentionSettings(score=...)")
+        self.gamma = gamma
+        self.whiten = settings.whiten
+        self.batch = check_integer("batch", batch)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        relative = not isinstance(gamma, str) and score != "coordinates"
-        self._fixed_gamma = float(gamma) if relative else None
-        self._beta_fixed = settings.beta != "auto"
-        self._widths_fixed = settings.widths != "auto"
-        widths = WIDTHS if settings.widths == "auto" else settings.widths
-        resolved = {
-            "beta": BETA if settings.beta == "auto" else settings.beta,
-            "score": score,
-            "omit_random": settings.omit_random or settings.variant == "paper",
-            "widths": half_widths(widths, self._fixed_gamma),
-        }
-        self.design = AttentionDesign(
-            **vars(settings) | resolved,
-            gamma=gamma,
-            batch=batch,
-            false_positive_rate=false_positive_rate,
-            seed=seed,
-        )
+        self.seed = seed
+        self._settings = settings
+        self._choose(replaced=False, defended=False)
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.public_text = PublicText.parse(public_text, tokenizer)
         self._prepared_at = 0
         self._d: int | None = None
-        self._calibration: attention_calibration.Calibration | None = None
+        self._calibration: Calibration | None = None
         if self.public_text is None:
-            if self.design.whiten or isinstance(gamma, str):
+            if self.whiten or isinstance(gamma, str):
                 raise ValueError(
                     "public_text is needed to whiten and to calibrate gamma: pass some text like "
                     "the clients', or set whiten=False and gamma to a number"
                 )
-            self._calibration = attention_calibration.fixed_calibration(None, self.design)
+            self._calibration = self._fixed_calibration()
 
     @classmethod
     def as_published(
-        cls,
-        layer: int,
-        public_text: Any = None,
-        *,
-        variant: Variant = "paper",
-        **arguments: Any,
+        cls, layer: int, public_text: Any = None, **arguments: Any
     ) -> AttentionMembership:
-        """Return the attack of the paper: raw hidden states, all coordinates, the authors' beta.
-
-        ``variant="projector"`` makes the same guesses without QR and pseudo-inverse.
-        """
-        paper = AttentionSettings(
-            beta="authors", whiten=False, score="coordinates", variant=variant
-        )
+        """Return the attack of the paper: raw hidden states, all coordinates, the authors' beta."""
+        paper = AttentionSettings(beta="authors", whiten=False, score="coordinates")
         return cls(layer, public_text, attention=paper, **arguments)
 
     def meet(self, facts: RunFacts) -> None:
@@ -208,17 +179,41 @@ class AttentionMembership(MembershipAttack):
         Against a defence that acts on gradients there is one width. Against one that replaces
         batches beta is smaller, and unless another defence acts on gradients the widths reach .999.
         """
-        defended, replaced = "gradients" in facts.defended, "batches" in facts.defended
-        if not self._beta_fixed:
-            self.design = replace(self.design, beta=REPLACED_BETA if replaced else BETA)
-        if self._widths_fixed:
-            return
-        widths: Sequence[float] = WIDTHS
-        if defended and self._fixed_gamma is None:
-            widths = (DEFENDED_WIDTH,)
-        elif replaced and not defended:
-            widths = REPLACED_WIDTHS
-        self.design = replace(self.design, widths=half_widths(widths, self._fixed_gamma))
+        self._choose(replaced="batches" in facts.defended, defended="gradients" in facts.defended)
+
+    def _choose(self, *, replaced: bool, defended: bool) -> None:
+        """Set beta and widths, as given or by what the run's defences do."""
+        beta, widths = self._settings.beta, self._settings.widths
+        self.beta = (REPLACED_BETA if replaced else BETA) if beta == "auto" else beta
+        gamma = None
+        if not isinstance(self.gamma, str) and self.score == "band":
+            check_number("gamma", self.gamma, below=1, hint="a share of a member's response")
+            gamma = round(1.0 - self.gamma, 12)
+        if isinstance(widths, str):
+            widths = WIDTHS
+            if defended and gamma is None:
+                widths = (DEFENDED_WIDTH,)
+            elif replaced and not defended:
+                widths = REPLACED_WIDTHS
+        if not widths or not all(0 < width < 1 for width in widths):
+            raise ValueError(f"widths must be numbers between 0 and 1, got {widths}")
+        self.widths = sorted({*widths} if gamma is None else {*widths, gamma})
+
+    def _factor(self, d: int) -> float:
+        """Return beta for hidden states of d numbers."""
+        return 2.0 / math.sqrt(d - 1) if isinstance(self.beta, str) else self.beta
+
+    @property
+    def _levels(self) -> int:
+        """Return the number of bands, or the length of a row's ladder."""
+        if self.score == "band":
+            return len(self.widths)
+        return attention_calibration.CALIBRATED_LEVELS if self.gamma == "calibrated" else 1
+
+    @property
+    def _edges(self) -> list[float]:
+        """Return the bands' lower edges, narrowest first, then the upper ones."""
+        return [1.0 - width for width in self.widths] + [1.0 + width for width in self.widths]
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init: fit whitening and gamma on the hidden states of public text.
@@ -230,13 +225,40 @@ class AttentionMembership(MembershipAttack):
         self._d = anatomy.hidden_size
         if self.public_text is None:
             return
-        text = PublicText.resolve(self.public_text, anatomy, self.design.seed)
-        tokens = self.design.calibration_tokens or max(8192, 4 * anatomy.hidden_size)
+        text = PublicText.resolve(self.public_text, anatomy, self.seed)
         states = attention_calibration.PublicStates.sample(
-            anatomy, self.layer, text, self.tokens, tokens, self.design.seed
+            anatomy, self.layer, text, self.tokens, max(8192, 4 * anatomy.hidden_size), self.seed
         )
         self._d = states.hidden.shape[-1]
-        self._calibration = attention_calibration.calibrate(states, self.design)
+        if self.gamma != "calibrated":
+            self._calibration = self._fixed_calibration(states)
+            return
+        self._calibration = attention_calibration.calibrate(
+            states,
+            beta=self._factor(self._d),
+            whiten=self.whiten,
+            widths=self.widths if self.score == "band" else None,
+            batch=self.batch,
+            false_positive_rate=self.reader.false_positive_rate,
+            seed=self.seed,
+        )
+
+    def _fixed_calibration(
+        self, states: attention_calibration.PublicStates | None = None
+    ) -> Calibration:
+        """Return the calibration for a gamma that is a number, or the lemma's."""
+        whitening = None
+        if self.whiten and states is not None:
+            whitening = fit_whitening(states.tokens)
+        if self.score == "band":
+            level = self.widths.index(round(1.0 - float(self.gamma), 12))
+            return Calibration(whitening, torch.zeros(0), level)
+        gamma = self.gamma
+        if isinstance(gamma, str):
+            assert states is not None
+            beta = self._factor(states.hidden.shape[-1])
+            gamma = attention_calibration.lemma_gamma(states.whiten(whitening), beta)
+        return Calibration(whitening, torch.tensor([float(gamma)]), 0)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Calibrate again after ``refresh_every`` steps, and at the start of a fit."""
@@ -246,86 +268,56 @@ class AttentionMembership(MembershipAttack):
 
     @property
     def rungs(self) -> int:
-        """Return K, the number of gammas, with ``"coordinates"`` times the 2 d rows of W_O.
-
-        Raises:
-            RuntimeError: with ``"coordinates"``, before ``prepare``.
-        """
-        if self.design.score == "coordinates":
-            if self._d is None:
-                raise RuntimeError(self._unprepared())
-            return 2 * self._d * self.design.levels
-        return 1 if self.design.gamma == "lemma" else len(self.design.edges)
+        """Return K: two for each band, with ``"coordinates"`` a ladder for each row of W_O."""
+        if self.score == "band":
+            return 2 * self._levels
+        assert self._d is not None
+        return 2 * self._d * self._levels
 
     def reads(self, position: int) -> slice | None:
-        """Return the tokens that the target attends to if ``readout="matched"``, else None."""
-        if not self.design.matched:
-            return None
-        return slice(0, position + 1 if self.design.causal else None)
+        """Return the tokens that the target attends to with ``score="band"``, else None."""
+        return slice(0, None) if self.score == "band" else None
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
-        """Return the target tokens (G, d); with ``readout="matched"`` also their rows: (G, 2 d).
-
-        Raises:
-            RuntimeError: ``prepare`` was not called.
-        """
+        """Return the target tokens (G, d); with ``score="band"`` also their rows: (G, 2 d)."""
         x, real, positions = self._whiten(hidden), query.attention_mask, query.positions
-        heads = self.design.heads(x.shape[-1], x)
         if positions is None:
             positions = last_real(real, hidden)
         positions = positions.to(x.device)
         v = tokens_at(hidden, positions).to(x.dtype)
-        if not self.design.matched:
+        if self.score == "coordinates":
             return v
-        return torch.cat([v, heads.matched_rows(x, real, positions)], 1)
+        return torch.cat([v, matched_rows(x, real, positions, self._factor(x.shape[-1]))], 1)
 
     def craft(self, target: Tensor) -> CraftedAttention:
-        """Run A_attack, Algorithm 1, for one target: (d,), or (2 d,) with ``readout="matched"``.
+        """Run A_attack, Algorithm 1, for one target: (d,), or (2 d,) with ``score="band"``.
 
         Raises:
-            ValueError: the target is not one vector of finite numbers.
-            RuntimeError: ``prepare`` was not called.
+            ValueError: the target is not finite.
         """
-        if target.dim() != 1:
-            raise ValueError(f"one target (D,) is crafted at a time, got {tuple(target.shape)}")
         v, rows = self._split_targets(target[None])
-        d = v.shape[1]
-        pair, whitening = self.design.heads(d, v), self._require_calibration().whitening
-        if self.design.variant == "paper":
-            heads = algorithm_one(v[0], pair.beta, self.design.generator()).fold(whitening)
-        else:
-            heads = projector_heads(v[0], pair.beta, pair.u, whitening)
-        values = torch.eye(d) if whitening is None else whitening.matrix
-        output = heads.both_signs() if rows is None else heads.output(rows)
-        gammas = self._thresholds(rows, v).flatten()
+        gammas = self._gammas(v)
         if rows is None:
-            gammas = gammas.repeat(len(output))
-        return CraftedAttention(heads, values, output, gammas, pair.causal)
+            gammas = gammas.repeat(2 * v.shape[1])
+        whitening = self._require_calibration().whitening
+        return CraftedAttention(v[0], self._factor(v.shape[1]), whitening, rows, gammas)
 
     @torch.no_grad()
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """Return (B, G, K): upstream gradients of the tokens above each gamma, summed per sample.
-
-        Raises:
-            ValueError: shapes that do not fit.
-            RuntimeError: ``prepare`` was not called.
-        """
-        check_batch(hidden, mask, upstream)
+        """Return (B, G, K): upstream gradients of tokens above each gamma, summed per sample."""
         d = hidden.shape[-1]
-        check_targets(targets, 2 * d if self.design.matched else d)
         x = self._whiten(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
         v, rows = self._split_targets(targets.to(x))
-        weights, gammas = upstream.to(x), self._thresholds(rows, v)
-        attentions = self.design.heads(d, x).attentions(x, mask, v)
+        weights, gammas = upstream.to(x), self._gammas(v)
+        sentences = attentions(x, mask, v, self._factor(d))
         if rows is None:
-            return coordinate_gradients(attentions, gammas, weights, len(v), d)
-        gradient = x.new_zeros((len(x), len(v), gammas.shape[-1]))
-        for attention in attentions:
-            thresholds = gammas if gammas.dim() == 1 else gammas[attention.targets]
+            return coordinate_gradients(sentences, gammas, weights, len(v), d)
+        gradient = x.new_zeros((len(x), len(v), len(gammas)))
+        for attention in sentences:
             weight = weights[attention.sentence, attention.places]
-            gradients = bias_gradients(attention.project(rows), thresholds, weight)
+            gradients = bias_gradients(attention.project(rows), gammas, weight)
             gradient[attention.sentence, attention.targets] = gradients
         return gradient
 
@@ -333,11 +325,10 @@ class AttentionMembership(MembershipAttack):
         """Run A_guess: guess a member if the gradient at the calibrated gamma is not zero.
 
         Args:
-            gradient: (G, K). With ``"ladder"`` one number for each gamma, the largest gamma first.
-                With ``"band"`` first the numbers of the lower edges, narrowest band first, then
-                those of the upper edges; a band's gradient is the difference of the two. With
-                ``"coordinates"`` a ladder for each row of W_O, row after row; the largest number of
-                all rows counts.
+            gradient: (G, K). With ``"band"`` first the numbers of the lower edges, narrowest band
+                first, then those of the upper edges; a band's gradient is the difference of the
+                two. With ``"coordinates"`` a ladder for each row of W_O, row after row; the largest
+                number of all rows counts.
             noise_std: standard deviation of the noise on each number.
 
         Returns:
@@ -348,23 +339,13 @@ class AttentionMembership(MembershipAttack):
 
         Raises:
             UnusableObservation: the gradient is not finite.
-            ValueError: it has another number of rungs, or the noise is negative.
-            RuntimeError: ``prepare`` was not called.
         """
-        level, levels = self._require_calibration().level, self.design.levels
-        check_number("noise_std", noise_std, at_least=0)
+        level, levels = self._require_calibration().level, self._levels
         if not bool(gradient.isfinite().all()):
             raise UnusableObservation("the gradient of the crafted layers is not finite")
-        if self.design.score == "ladder":
-            return self.reader.guess(gradient, noise_std, levels, level)
-        if self.design.score == "band":
+        if self.score == "band":
             bands = self._band_gradients(gradient, exact=noise_std == 0)
             return self.reader.guess(bands, noise_std * 2**0.5, levels, level)
-        if gradient.dim() != 2 or gradient.shape[1] % levels:
-            raise ValueError(
-                f"the gradient must be (G, K), {levels} numbers for each row of W_O, got "
-                f"{tuple(gradient.shape)}"
-            )
         best = gradient.view(len(gradient), -1, levels).abs().amax(1)
         if noise_std == 0:
             return self.reader.guess(best, 0.0, levels, level)
@@ -379,13 +360,7 @@ class AttentionMembership(MembershipAttack):
 
         If ``exact``, differences that a sum's rounding explains are 0.
         """
-        levels = self.design.levels
-        if gradient.dim() != 2 or gradient.shape[1] != 2 * levels:
-            raise ValueError(
-                f"the gradient must be (G, {2 * levels}), one number per rung, got "
-                f"{tuple(gradient.shape)}"
-            )
-        lower, upper = gradient[:, :levels], gradient[:, levels:]
+        lower, upper = gradient.tensor_split(2, dim=1)
         bands = lower - upper
         if not exact:
             return bands
@@ -416,28 +391,23 @@ class AttentionMembership(MembershipAttack):
                 "this state is not of an AttentionMembership with these settings and this public "
                 "text: load it into one with the settings that were saved, or call prepare again"
             )
-        self._calibration = attention_calibration.Calibration.from_tensors(state)
+        self._calibration = Calibration.from_tensors(state)
         self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
 
     def calibration_inputs(self) -> dict[str, object] | None:
         """Return the settings and the public text."""
         return None if self.public_text is None else self.arguments()
 
-    def config(self) -> dict[str, object]:
-        """Return the settings for reports, with the public text's SHA-256 in place of the text."""
-        return super().config() | {
-            "widths": list(self.design.widths),
-            "calibration_tokens": self.design.calibration_tokens or "auto",
-        }
-
     def _fingerprint(self) -> Tensor:
         """Return (32,) bytes that differ for other settings or another public text."""
         digest = hashlib.sha256(self.fingerprint().encode()).digest()
         return torch.tensor(list(digest), dtype=torch.uint8)
 
-    def _require_calibration(self) -> attention_calibration.Calibration:
+    def _require_calibration(self) -> Calibration:
         if self._calibration is None:
-            raise RuntimeError(self._unprepared())
+            raise RuntimeError(
+                f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
+            )
         return self._calibration
 
     def _whiten(self, hidden: Tensor) -> Tensor:
@@ -450,25 +420,20 @@ class AttentionMembership(MembershipAttack):
         """Return whitened tokens (G, d), and rows of W_O (G, d) or None for coordinates."""
         if not bool(targets.isfinite().all()):
             raise ValueError("a target is not finite: the server's copy of the model overflowed")
-        if self.design.matched:
-            tokens, rows = targets.tensor_split(2, dim=1)
-            v = self._whiten(tokens)
-            return v, rows.to(v)
-        v = self._whiten(targets)
-        if self.design.score == "coordinates":
-            return v, None
-        return v, token_rows(v) / self._require_calibration().response
+        if self.score == "coordinates":
+            return self._whiten(targets), None
+        tokens, rows = targets.tensor_split(2, dim=1)
+        v = self._whiten(tokens)
+        return v, rows.to(v)
 
-    def _thresholds(self, rows: Tensor | None, reference: Tensor) -> Tensor:
-        """Return the gammas of one row of W_O, (K,), or of each target, (G, K)."""
-        gammas = self._require_calibration().gammas.to(reference)
-        if rows is None:
-            return gammas
-        if self.design.gamma == "lemma":
-            norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-            scaled: Tensor = (gammas * norms).nan_to_num(nan=torch.inf)
-            return scaled
-        return torch.tensor(self.design.edges, dtype=torch.float64).to(reference)
+    def _gammas(self, reference: Tensor) -> Tensor:
+        """Return the gammas of one row of W_O, (K,)."""
+        if self.score == "coordinates":
+            return self._require_calibration().gammas.to(reference)
+        return torch.tensor(self._edges, dtype=torch.float64).to(reference)
 
-    def _unprepared(self) -> str:
-        return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
+
+def _check_positive_or(argument: str, value: Any, words: tuple[str, ...]) -> None:
+    """Raise an error unless a value is a positive number, or one of a few words."""
+    if value not in words:
+        check_number(argument, value, above=0, hint=f"or one of {', '.join(map(repr, words))}")

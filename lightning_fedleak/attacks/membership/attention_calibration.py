@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.membership.attention_layers import (
-    AttentionDesign,
-    HeadPair,
-    Score,
-    token_rows,
+    attentions,
+    matched_rows,
     tokens_at,
 )
 from lightning_fedleak.attacks.public_text import PublicText
@@ -21,7 +19,9 @@ from lightning_fedleak.attacks.row_space import Whitening, fit_whitening
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 
-MOST_TARGETS = 512  # public tokens that serve as targets; not tuned; more: steadier and slower
+MAX_TARGETS = 512  # public tokens that serve as targets; not tuned; more: steadier and slower
+
+CALIBRATED_LEVELS = 16  # gammas of a ladder over coordinates; not tuned; more: a finer score
 
 WIDE_ENOUGH = 0.1
 """Half-width, in units of a member's response, that holds it in bfloat16 too (.06 was measured).
@@ -141,10 +141,10 @@ class PublicTargets:
 
     @classmethod
     def sample(cls, states: PublicStates, seed: int) -> PublicTargets:
-        """Return at most :data:`MOST_TARGETS` random tokens."""
+        """Return at most :data:`MAX_TARGETS` random tokens."""
         places = states.mask.nonzero()
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(places), generator=generator)[:MOST_TARGETS].to(places.device)
+        order = torch.randperm(len(places), generator=generator)[:MAX_TARGETS].to(places.device)
         sentence, position = places[order].T
         return cls(sentence, position, states.hidden[sentence], states.mask[sentence])
 
@@ -155,29 +155,27 @@ class PublicTargets:
 
 
 def public_scores(
-    states: PublicStates, targets: PublicTargets, score: Score, rows: Tensor | None, heads: HeadPair
+    states: PublicStates, targets: PublicTargets, rows: Tensor | None, beta: float
 ) -> PublicScores:
     """Return the scores of all public sentences for public tokens as targets.
 
     A score is minus the half-width of the narrowest band around 1 that holds a token's response
-    (``"band"``), the largest response (``"ladder"``) or coordinate (``"coordinates"``).
+    along the target's row, or without rows the largest coordinate.
 
     Args:
         states: whitened, where the attack whitens.
         targets: the public tokens.
-        score: how the crafted layers are read.
         rows: (T, d) of W_O; None for coordinates.
-        heads: of the crafted layers.
+        beta: factor of the products.
     """
     v = targets.tokens
     best = v.new_full((len(v), len(states.hidden)), -torch.inf)
-    for attention in heads.attentions(states.hidden, states.mask, v):
+    for attention in attentions(states.hidden, states.mask, v, beta):
         if rows is None:
             target, _, z = attention.coordinates()
             best[:, attention.sentence].scatter_reduce_(0, target, z.abs().amax(1), "amax")
         else:
-            z = attention.project(rows)
-            near = -(z - 1).abs() if score == "band" else z
+            near = -(attention.project(rows) - 1).abs()
             best[attention.targets, attention.sentence] = near.amax(1)
     own_scores = best.gather(1, targets.sentence[:, None])[:, 0]
     return PublicScores(best.masked_fill(_sentences_with(states, v), -torch.inf), own_scores)
@@ -198,19 +196,16 @@ class Calibration:
 
     Attributes:
         whitening: None for the model's own coordinates.
-        gammas: (levels,) absolute gammas, hardest to exceed first: of coordinates, or the lemma's;
-            empty where the attack's own widths are used.
+        gammas: (levels,) absolute gammas of coordinates, hardest to exceed first; empty for bands.
         level: index of the gamma or band that decides: the easiest at which public batches fire at
             no more than ``false_positive_rate``, or the hardest where none does.
         rate: at which public batches fire there; NaN where it was not measured.
-        response: of a member along ``-v / |v|^2``, the median over public tokens.
     """
 
     whitening: Whitening | None
     gammas: Tensor
     level: int
     rate: float = math.nan
-    response: float = 1.0
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the numbers for a checkpoint."""
@@ -218,7 +213,6 @@ class Calibration:
             "gammas": self.gammas,
             "level": torch.tensor(self.level),
             "rate": torch.tensor(self.rate, dtype=torch.float64),
-            "response": torch.tensor(self.response, dtype=torch.float64),
         }
         return tensors | ({} if self.whitening is None else self.whitening.tensors())
 
@@ -226,86 +220,66 @@ class Calibration:
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
         """Restore what :meth:`tensors` returned."""
         whitening = Whitening.from_tensors(tensors) if "whitening.matrix" in tensors else None
-        numbers = {name: float(tensors[name]) for name in ("rate", "response")}
-        return cls(whitening, tensors["gammas"], int(tensors["level"]), **numbers)
+        return cls(whitening, tensors["gammas"], int(tensors["level"]), float(tensors["rate"]))
 
 
-def calibrate(states: PublicStates, design: AttentionDesign) -> Calibration:
+def calibrate(
+    states: PublicStates,
+    *,
+    beta: float,
+    whiten: bool,
+    widths: Sequence[float] | None,
+    batch: int,
+    false_positive_rate: float,
+    seed: int,
+) -> Calibration:
     """Return whitening and gamma from the hidden states of public text.
 
     Gamma is calibrated on one half of the states, whitened by the other half: states that their own
     covariance whitens lie nearer to their mean than those of other text.
 
+    Args:
+        states: hidden states of public text.
+        beta: factor of the products.
+        whiten: whether to whiten hidden states.
+        widths: half-widths of bands; None for gammas of coordinates.
+        batch: sentences of a client.
+        false_positive_rate: at which public batches may fire.
+        seed: of the targets.
+
     Raises:
-        ValueError: too few tokens to whiten, too few texts to calibrate, or, with
-            ``readout="token"``, a median response that is not positive.
+        ValueError: too few tokens to whiten, or too few texts to calibrate.
     """
-    heads = design.heads(states.hidden.shape[-1], states.hidden)
-    whitening = fit_whitening(states.tokens) if design.whiten else None
-    if design.gamma == "lemma":
-        gamma = lemma_gamma(states.whiten(whitening), heads.beta)
-        return Calibration(whitening, torch.tensor([gamma]), level=0)
-    if design.whiten:
+    whitening = fit_whitening(states.tokens) if whiten else None
+    if whiten:
         fitted, states = states.halves()
         states = states.whiten(fit_whitening(fitted.tokens))
-    targets = PublicTargets.sample(states, design.seed)
-    rows, response = None, 1.0
-    if design.matched:
-        rows = heads.matched_rows(targets.hidden, targets.mask, targets.position)
-    elif design.score != "coordinates":
-        rows = token_rows(targets.tokens)
-        response_rows = heads.expected_response(targets.hidden, targets.mask, targets.position)
-        response = float((response_rows * rows).sum(1).median())
-        if not response > 0:
-            raise ValueError(
-                f"readout='token' reads along -v, and on public text the median response there is "
-                f"{response:.3g}, not positive, so it does not show members: use "
-                "readout='matched', or another beta or layer"
-            )
-        rows = rows / response
-    if design.gamma != "calibrated":
-        return replace(fixed_calibration(whitening, design), response=response)
-    if len(states.hidden) <= design.batch:
+    if len(states.hidden) <= batch:
         raise ValueError(
             f"{len(states.hidden)} public texts are too few to measure how often a batch of "
-            f"{design.batch} fires: give more (with whiten=True twice as many, because half of "
+            f"{batch} fires: give more (with whiten=True twice as many, because half of "
             "them fit the whitening), or set gamma to a number"
         )
-    scores = public_scores(states, targets, design.score, rows, heads)
-    gammas = torch.zeros(0)
-    if design.score == "coordinates":
-        gammas = _quantiles(scores, design)
-        thresholds = gammas.tolist()
-    elif design.score == "band":
-        thresholds = [-w for w in design.widths]
-    else:
-        thresholds = list(design.edges)
-    rates = [scores.false_positive_rate(t, design.batch) for t in thresholds]
-    decisive = [
-        i
-        for i, rate in enumerate(rates)
-        if rate <= design.false_positive_rate and (not design.matched or i < _narrow(design))
-    ]
+    targets = PublicTargets.sample(states, seed)
+    rows, gammas, n_decisive = None, torch.zeros(0), CALIBRATED_LEVELS
+    if widths is not None:
+        rows = matched_rows(targets.hidden, targets.mask, targets.position, beta)
+        n_decisive = max(1, sum(width <= WIDE_ENOUGH for width in widths))
+    scores = public_scores(states, targets, rows, beta)
+    if widths is None:
+        gammas = _quantiles(scores, batch, seed)
+    thresholds = gammas.tolist() if widths is None else [-w for w in widths]
+    rates = [scores.false_positive_rate(threshold, batch) for threshold in thresholds]
+    decisive = [i for i, rate in enumerate(rates[:n_decisive]) if rate <= false_positive_rate]
     level = max(decisive, default=0)
-    return Calibration(whitening, gammas, level, rates[level], response)
+    return Calibration(whitening, gammas, level, rates[level])
 
 
-def _narrow(design: AttentionDesign) -> int:
-    """Return how many widths are at most as wide as a member needs in any precision; at least 1."""
-    return max(1, sum(width <= WIDE_ENOUGH for width in design.widths))
-
-
-def fixed_calibration(whitening: Whitening | None, design: AttentionDesign) -> Calibration:
-    """Return the calibration for a gamma that is a number."""
-    absolute = [float(design.gamma)] if design.score == "coordinates" else []
-    return Calibration(whitening, torch.tensor(absolute), design.level_of_gamma)
-
-
-def _quantiles(scores: PublicScores, design: AttentionDesign) -> Tensor:
+def _quantiles(scores: PublicScores, batch: int, seed: int) -> Tensor:
     """Return gammas at equal shares of the maxima of public batches with and without targets."""
-    maxima = scores.batch_maxima(design.batch, 8, design.generator())
+    maxima = scores.batch_maxima(batch, 8, torch.Generator().manual_seed(seed))
     maxima = maxima.sort(descending=True).values.cpu()
-    gammas = maxima[torch.linspace(0, len(maxima) - 1, design.levels).long()].float()
+    gammas = maxima[torch.linspace(0, len(maxima) - 1, CALIBRATED_LEVELS).long()].float()
     gammas[0] *= 0.999  # the largest of all would never be exceeded
     return gammas
 

@@ -325,31 +325,6 @@ class MembershipAttack(Attack):
         return self.guess(view.gradient(CRAFTED), noise_std)
 
 
-def check_batch(
-    hidden: Tensor, mask: Tensor | None, upstream: Tensor, *, whole_sentence: bool = False
-) -> None:
-    """Raise an error unless a batch's tensors are (B, L, d), (B, L) and (B, L), or (B, 1)."""
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden states must be (B, L, d), got {tuple(hidden.shape)}")
-    b, length = hidden.shape[:2]
-    shapes = {"mask": (b, length), "upstream": (b, 1 if whole_sentence else length)}
-    for name, tensor in (("mask", mask), ("upstream", upstream)):
-        if tensor is not None and tensor.shape != shapes[name]:
-            raise ValueError(
-                f"{name} must be {shapes[name]}, one number per input, got {tuple(tensor.shape)}"
-            )
-
-
-def check_targets(targets: Tensor, width: int) -> None:
-    """Raise an error unless targets are (G, ``width``), as the batch's hidden states ask for."""
-    if targets.dim() != 2 or (len(targets) and targets.shape[1] != width):
-        raise ValueError(
-            f"targets must be (G, {width}) for these hidden states, got "
-            f"{tuple(targets.shape)}: were they embedded at the same layer, and with the same "
-            "settings?"
-        )
-
-
 def reach(counts: Tensor, tokens: int) -> int:
     """Return the column up to which every text has ``tokens`` tokens from the first that counts.
 
@@ -361,17 +336,11 @@ def reach(counts: Tensor, tokens: int) -> int:
 
 
 def last_real(mask: Tensor | None, hidden: Tensor) -> Tensor:
-    """Return (G,) index of the last token of each row that is not padded.
-
-    Raises:
-        ValueError: a row is all padding.
-    """
+    """Return (G,) index of the last token of each row that is not padded."""
     g, length = hidden.shape[:2]
     if mask is None:
         return torch.full((g,), length - 1, device=hidden.device)
     real = mask.to(hidden.device) != 0
-    if not bool(real.any(1).all()):
-        raise ValueError("a target is all padding: it holds no token to ask about")
     places = torch.arange(length, device=hidden.device)
     return places.masked_fill(~real, -1).amax(1)
 
@@ -427,14 +396,7 @@ class RungReader:
 
         Raises:
             UnusableObservation: the gradient is not finite.
-            ValueError: not (G, K), or negative noise.
         """
-        if gradient.dim() != 2 or gradient.shape[1] != rungs:
-            raise ValueError(
-                f"the gradient must be (G, {rungs}), one number per rung, got "
-                f"{tuple(gradient.shape)}"
-            )
-        check_number("noise_std", noise_std, at_least=0)
         if not bool(gradient.isfinite().all()):
             raise UnusableObservation("the gradient of the crafted layers is not finite")
         if noise_std == 0.0:

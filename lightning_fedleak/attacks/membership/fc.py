@@ -21,15 +21,13 @@ from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
     RungReader,
-    check_batch,
-    check_targets,
     sentence_rows,
 )
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding, neighbours
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import check_number
 
-MOST_STORED_WEIGHTS = 1 << 26
+MAX_STORED_WEIGHTS = 1 << 26
 """Weights of the first layer that are stored (256 MiB); more are applied without being stored."""
 
 
@@ -41,7 +39,7 @@ class CraftedFC(nn.Module):
     autocast.
 
     Args:
-        first: maps (..., D) to (..., width); has ``in_features``.
+        first: maps (..., D) to (..., width).
         second: (1, width).
         biases: (K,).
         tokens: positions of a sentence that are read as one input; None: each token is one.
@@ -60,11 +58,6 @@ class CraftedFC(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, R, K) for hidden states (B, L, d); 0 where padded."""
         inputs, real = _select_inputs(hidden, mask, self.tokens)
-        if inputs.shape[-1] != self.first.in_features:
-            raise ValueError(
-                f"these layers were crafted for inputs of {self.first.in_features} numbers, "
-                f"got {inputs.shape[-1]}"
-            )
         with torch.autocast(hidden.device.type, enabled=False):
             x = inputs.to(self.bias.dtype)
             z = nn.functional.relu(self.first(x)) @ self.second.T
@@ -82,7 +75,6 @@ class Frozen(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
-        self.in_features = weight.shape[1]
         self.register_buffer("weight", weight.detach())
         self.register_buffer("bias", bias.detach())
         self.weight: Tensor
@@ -96,30 +88,23 @@ class Frozen(nn.Module):
 class TwoIdentities(nn.Module):
     """Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], zero below.
 
-    W1 is stored up to :data:`MOST_STORED_WEIGHTS` weights. A larger one is applied without being
+    W1 is stored up to :data:`MAX_STORED_WEIGHTS` weights. A larger one is applied without being
     stored (for a sentence of 32 x 768 it would take 4.8 GB), with the same result.
 
     Args:
         target: T, (D,).
         dead_zone: a scalar.
-        width: neurons; with fewer than 2D only the first ``width // 2`` numbers are compared.
     """
 
-    def __init__(self, target: Tensor, dead_zone: Tensor, width: int) -> None:
+    def __init__(self, target: Tensor, dead_zone: Tensor) -> None:
         super().__init__()
-        d = self.in_features = len(target)
-        part = self.part = min(d, width // 2)
-        self.width = width
-        bias = target.new_zeros(width)
-        bias[:part] = -target[:part] - dead_zone
-        bias[part : 2 * part] = target[:part] - dead_zone
-        self.register_buffer("bias", bias)
+        d = len(target)
+        self.register_buffer("bias", torch.cat([-target, target]) - dead_zone)
         self.bias: Tensor
         weight = None
-        if d * width <= MOST_STORED_WEIGHTS:
-            weight = target.new_zeros((width, d))
-            weight[:part].fill_diagonal_(1.0)
-            weight[part : 2 * part].fill_diagonal_(-1.0)
+        if 2 * d * d <= MAX_STORED_WEIGHTS:
+            eye = torch.eye(d).to(target)
+            weight = torch.cat([eye, -eye])
         self.register_buffer("weight", weight)
         self.weight: Tensor | None
 
@@ -127,9 +112,7 @@ class TwoIdentities(nn.Module):
         """Return (..., width) for (..., d)."""
         if self.weight is not None:
             return nn.functional.linear(x, self.weight, self.bias)
-        compared = x[..., : self.part]
-        signs = torch.cat([compared, -compared], -1)
-        return nn.functional.pad(signs, (0, self.width - signs.shape[-1])) + self.bias
+        return torch.cat([x, -x], -1) + self.bias
 
 
 def batch_inputs(
@@ -145,11 +128,7 @@ def batch_inputs(
 
     Returns:
         Inputs (N, D), the sample of each (N,), the upstream gradient of each (N,).
-
-    Raises:
-        ValueError: shapes that do not fit.
     """
-    check_batch(hidden, mask, upstream, whole_sentence=tokens is not None)
     inputs, real = _select_inputs(hidden, mask, tokens)
     b, r, d = inputs.shape
     samples = torch.arange(b, device=hidden.device)[:, None].expand(b, r)
@@ -258,17 +237,10 @@ class FCMembership(MembershipAttack):
         ladder: the rungs as multiples of ``tau``, ascending, with 1 among them. ``"auto"``: 5
             below, halving, and 8 above, up to half of ``‖T‖_1`` (with an absolute ``tau``: 32 times
             ``tau``); where a defence acts on gradients ``(1.0,)``.
-        precision: of the hidden states, for ``"auto"`` values: ``"fp32"``, ``"tf32"``, ``"fp16"``,
-            ``"bf16"``. ``"auto"``: the coarsest of the parameters' dtype (:meth:`prepare`), the
-            trainer's precision (:meth:`set_precision`) and the target's own dtype.
-        width: neurons of the first layer, where the protocol fixes them. Those beyond 2D are zero;
-            with fewer only the first ``width // 2`` numbers of the target are compared (Sect. 4.1).
-            None: 2D.
         false_positive_rate: under noise, the chance of "yes" when no input is in reach.
         upstream_sign: +1 or -1 where the adversary knows the sign of the loss's gradient at the
             crafted output (it may choose what follows); 0 reads both signs. Under noise only.
         tokens: as in the base class.
-        prefilter: False computes every distance; the result is the same.
         name: in the logs.
 
     Raises:
@@ -291,12 +263,9 @@ class FCMembership(MembershipAttack):
         dead_zone: float | Literal["auto"] = "auto",
         *,
         ladder: Sequence[float] | Literal["auto"] = "auto",
-        precision: Precision | Literal["auto"] = "auto",
-        width: int | None = None,
         false_positive_rate: float = 0.01,
         upstream_sign: Literal[-1, 0, 1] = 0,
         tokens: int = 32,
-        prefilter: bool = True,
         name: str | None = None,
     ) -> None:
         super().__init__(layer, granularity, tokens, name)
@@ -304,22 +273,15 @@ class FCMembership(MembershipAttack):
             check_number("tau", tau, above=0, hint="a distance, or 'auto'")
         if dead_zone != "auto":
             check_number("dead_zone", dead_zone, at_least=0, hint="a distance, or 'auto'")
-        self.precision = check_choice("precision", precision, ["auto", *SAFE])
-        self.width = check_integer(
-            "width", width, at_least=2, optional=True, hint="neurons of the first layer"
-        )
         self.tau = tau
         self.dead_zone = dead_zone
         self.ladder = ladder if ladder == "auto" else tuple(float(x) for x in ladder)
         if self.ladder != "auto":
             ladder = self.ladder
             ascending = all(a < b for a, b in pairwise(ladder))
-            if not ladder or not ascending or ladder[0] <= 0 or ladder[-1] == math.inf:
-                raise ValueError(f"ladder must be positive multiples in ascending order: {ladder}")
-            if 1.0 not in ladder:
-                raise ValueError(f"ladder must hold 1, the rung at which b' is read: {ladder}")
+            if 1.0 not in ladder or not ascending or ladder[0] <= 0 or ladder[-1] == math.inf:
+                raise ValueError(f"ladder must be positive, ascending multiples with 1: {ladder}")
         self.reader = RungReader(false_positive_rate, upstream_sign)
-        self.prefilter = prefilter
         self._hints: dict[str, Precision] = {}
         self._rounding: tuple[Precision, float] | None = None
         self._measured_at = 0
@@ -427,7 +389,7 @@ class FCMembership(MembershipAttack):
             ValueError: a target is not finite, or all zero where ``tau`` is to follow its size.
         """
         safe_tau, safe_zone = self._relative(self._resolve_precision(targets.dtype))
-        targets = self._compared(targets.to(_promote(targets.dtype)))
+        targets = targets.to(_promote(targets.dtype))
         sizes = targets.abs().sum(1)
         if not bool(sizes.isfinite().all()):
             raise ValueError("a target is not finite: the server's copy of the model overflowed")
@@ -457,14 +419,9 @@ class FCMembership(MembershipAttack):
         return torch.tensor([*lower, 1.0, *higher], dtype=torch.float64)
 
     def _resolve_precision(self, dtype: torch.dtype) -> Precision:
-        if self.precision != "auto":
-            return self.precision
         order = list(SAFE)
         hints = [*self._hints.values(), _dtype_precision(dtype, torch.device("cpu"))]
         return max(hints, key=order.index)
-
-    def _compared(self, rows: Tensor) -> Tensor:
-        return rows if self.width is None else rows[..., : self.width // 2]
 
     def craft(self, target: Tensor) -> CraftedFC:
         """Run A_attack, Algorithm 2: return the layers of Eq. 6 for one target, (D,).
@@ -472,37 +429,25 @@ class FCMembership(MembershipAttack):
         Raises:
             ValueError: the target is not a finite vector.
         """
-        if target.dim() != 1:
-            raise ValueError(f"one target (D,) is crafted at a time, got {tuple(target.shape)}")
         taus, zones = self.settings(target[None])
         target = target.detach().to(taus.dtype)
-        first = TwoIdentities(target, zones[0], self.width or 2 * len(target))
-        second = target.new_zeros((1, first.width))
-        second[:, : 2 * first.part] = -1.0
+        first = TwoIdentities(target, zones[0])
+        second = target.new_full((1, 2 * len(target)), -1.0)
         return CraftedFC(first, second, taus[0], self.read_together)
 
     @torch.no_grad()
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """Return (B, G, K): upstream gradients of the inputs within each rung, summed per sample.
-
-        Raises:
-            ValueError: shapes that do not fit.
-        """
+        """Return (B, G, K): upstream gradients of inputs within each rung, summed per sample."""
         b = len(hidden)
         dtype = _promote(torch.promote_types(targets.dtype, hidden.dtype))
         rows, samples, weights = batch_inputs(hidden, mask, upstream, self.read_together)
-        check_targets(targets, rows.shape[1])
         gradient = torch.zeros((b * len(targets), self.rungs), dtype=dtype, device=hidden.device)
         if len(targets) and len(rows):
             taus, zones = (x.to(dtype) for x in self.settings(targets))
             row, target_index, distance = neighbours(
-                self._compared(rows.to(dtype)),
-                self._compared(targets.to(dtype)),
-                taus[:, -1],
-                zones,
-                prefilter=self.prefilter,
+                rows.to(dtype), targets.to(dtype), taus[:, -1], zones
             )
             fires = distance[:, None] < taus[target_index]
             parts = torch.where(fires, weights[row].to(dtype)[:, None], 0.0)
@@ -549,8 +494,6 @@ class FCMembership(MembershipAttack):
             "rounding": None if self._rounding is None else self._rounding[1],
             "dead_zone": self.dead_zone,
             "ladder": ladder if ladder == "auto" else list(ladder),
-            "precision": self.precision,
-            "width": self.width or "auto",
             "tokens": self.tokens,
             **vars(self.reader),
         }

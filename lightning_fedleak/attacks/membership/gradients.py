@@ -215,13 +215,8 @@ class GradientMembership(PassiveMembership):
         Raises:
             UnusableObservation: gradients that are not finite, zero, or hardly above what float32
                 can hold.
-            ValueError: no query.
-            RuntimeError: ``prepare`` was not called.
         """
-        if query is None:
-            raise ValueError(f"attack '{self.name}' asks about texts: give a query")
-        if not self._names and not self._excluded:
-            raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
+        assert query is not None
         check_fresh(self._facts, view.gradients[-1])
         self._exclude(view.gradients[-1].loss_terms & frozenset(self._names))
         public = self._texts(self._anatomy, self.controls, skip=self.public_rows)
@@ -276,8 +271,6 @@ class GradientMembership(PassiveMembership):
         """
         steps = LocalSteps.from_facts(self._facts)
         assert steps is not None
-        if name not in self._round_weights:
-            raise RuntimeError(f"attack '{self.name}' has no weights yet: call refresh first")
         weights, numbers = self._round_weights[name].to(g), torch.finfo(g.dtype)
         share = (g * weights).sum() / weights.square().sum().clamp_min(numbers.tiny)
         rounding = DECAY_ROUNDINGS * steps.steps * numbers.eps / update.learning_rate

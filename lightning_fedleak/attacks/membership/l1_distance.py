@@ -35,12 +35,7 @@ PADDING = 3
 
 
 def neighbours(
-    rows: Tensor,
-    targets: Tensor,
-    limits: Tensor,
-    dead_zones: Tensor,
-    *,
-    prefilter: bool = True,
+    rows: Tensor, targets: Tensor, limits: Tensor, dead_zones: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return all pairs with ``sum_i relu(|x_i - T_i| - dead_zone) < limit``.
 
@@ -49,18 +44,14 @@ def neighbours(
         targets: (G, D), of the same floating dtype, float32 or float64.
         limits: (G,).
         dead_zones: (G,), 0 for the plain L1 distance.
-        prefilter: False sums every pair: the same result, more slowly.
 
     Returns:
         (row, target, distance) of the P pairs, sorted by target, then row. A row that is not finite
         is paired with every target, at distance NaN.
     """
     norms = torch.linalg.vector_norm(rows, ord=1, dim=1)
-    if prefilter:
-        candidates = maybe_near(rows, targets, limits, dead_zones, norms)
-        candidates[2 * candidates.sum(1) > len(rows)] = True
-    else:
-        candidates = norms.new_ones(len(targets), len(rows), dtype=torch.bool)
+    candidates = maybe_near(rows, targets, limits, dead_zones, norms)
+    candidates[2 * candidates.sum(1) > len(rows)] = True
     counts, places = candidates.sum(1).tolist(), candidates.nonzero()[:, 1]
     not_finite = ~norms.isfinite()
     any_not_finite = bool(not_finite.any())

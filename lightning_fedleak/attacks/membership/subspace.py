@@ -167,13 +167,9 @@ class SubspaceMembership(PassiveMembership):
 
         Raises:
             UnusableObservation: non-finite or zero gradients.
-            ValueError: no query.
-            RuntimeError: ``prepare`` was not called.
         """
-        if query is None:
-            raise ValueError(f"attack '{self.name}' asks about texts: give a query")
-        if self._public_states is None:
-            raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
+        assert query is not None
+        assert self._public_states is not None
         anatomy = self._anatomy
         check_fresh(self._facts, view.gradients[-1])
         update = isinstance(view.gradients[-1], UpdateSnapshot)

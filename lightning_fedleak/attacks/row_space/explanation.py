@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.local_steps import WHY_CUT
 from lightning_fedleak.attacks.row_space import linear_maps
 from lightning_fedleak.attacks.row_space.atoms import Atoms, explain_kept, most_kept
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
@@ -147,12 +146,10 @@ def _recovers_planted(
 
 
 _LENGTH = 32  # positions that count as known when the capacity is measured; not tuned
-_UNEXPLAINED = 1e-3  # share of the norm of uncut entries: rounding leaves less, a missed type more
 _ROUNDS = 10  # alternations at most: a limit of time, not tuned
 _MOST_ROWS = 256  # rows per map, the most accurate ones: a limit of time, not tuned
 _RIDGE = 1e-9  # share of a Gram matrix's mean diagonal that makes it invertible; not tuned
 _ACCURATE = 0.9  # quantile of errors up to which entries measure the misfit; not tuned
-_SPARE = 1.5  # known entries per atom from which a fit of a row can fail; not tuned
 
 Finder = Callable[[Sequence[Tensor], Sequence[float]], tuple[PursuitResult, Tensor]]
 """Explains rows whose noise has these standard deviations: the result, its atoms (k, d) float64."""
@@ -243,8 +240,6 @@ class ReadableInput:
         noise: Mapping[str, float],
         autocast: torch.dtype | None,
         errors: Mapping[str, Tensor] | None = None,
-        *,
-        clipped: bool = False,
     ) -> PursuitResult:
         """Return the types that explain the gradients of these maps.
 
@@ -253,7 +248,6 @@ class ReadableInput:
             noise: standard deviation of what was added to each entry, by parameter.
             autocast: dtype that the client's forward is cast to.
             errors: standard deviation of each entry's error, by parameter, if they differ.
-            clipped: whether clipping by value has cut entries; all others must be explained then.
 
         Raises:
             UnusableObservation: the gradients cannot be read, see
@@ -282,11 +276,8 @@ class ReadableInput:
                     "apart"
                 )
             doubts = [errors[m.name] if m.axis == 1 else errors[m.name].T for m in by_map]
-            explain_rows = _explain_clipped if clipped else explain_uneven
-            result = self._words(explain_rows(gradients, doubts, find)[0])
+            result = self._words(explain_uneven(gradients, doubts, find))
             cause = "what the optimizer's step left of the gradient"
-            if clipped:
-                cause = "what clipping by value left of the gradient"
         else:
             result, cause = self._explain_even(view, by_map, noise, rounding, beside, find)
             every_token = any(m.name in self.known_input.lone_token_maps for m in by_map)
@@ -474,31 +465,8 @@ def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> fl
     return largest / 4
 
 
-def _explain_clipped(
-    rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder
-) -> tuple[PursuitResult, Tensor]:
-    """Return the types of rows with clipped entries: from unclipped rows, or from all rows.
-
-    Raises:
-        Inapplicable: neither explains all entries that were not clipped.
-    """
-    whole = [g[e.isfinite().all(1)] for g, e in zip(rows, errors, strict=True)]
-    uncut = [g for g in whole if bool(g.any())]
-    ways: list[Callable[[], tuple[PursuitResult, Tensor]]] = [
-        lambda: find(uncut, [0.0] * len(uncut)),
-        lambda: explain_uneven(rows, errors, find),
-    ]
-    for way in ways if uncut else ways[1:]:
-        result, atoms = way()
-        if unexplained_share(rows, errors, atoms) <= _UNEXPLAINED:
-            return replace(result, certified=False, silent=None), atoms
-    raise Inapplicable(WHY_CUT)
-
-
-def explain_uneven(
-    rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder
-) -> tuple[PursuitResult, Tensor]:
-    """Return the types of rows with entries of uneven accuracy, and the latest atoms.
+def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder) -> PursuitResult:
+    """Return the types of rows with entries of uneven accuracy.
 
     Args:
         rows: each (n_i, d).
@@ -523,7 +491,7 @@ def explain_uneven(
         completed = [_complete(y, e, atoms) for y, e in measured]
         current, doubts = [y for y, _ in completed], [e for _, e in completed]
     assert result is not None  # there is at least one round
-    return result, atoms
+    return result
 
 
 def _most_accurate(rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
@@ -557,22 +525,3 @@ def _complete(rows: Tensor, errors: Tensor, atoms: Tensor) -> tuple[Tensor, Tens
         means[i] = torch.where(finite, trust * row + (1 - trust) * fit, fit)
         doubts[i] = torch.where(finite, trust.sqrt() * error, variance.sqrt())
     return means, doubts
-
-
-def unexplained_share(rows: Sequence[Tensor], errors: Sequence[Tensor], atoms: Tensor) -> float:
-    """Return the share of known entries' norm that atoms do not explain; 1 if too few are known.
-
-    Args:
-        rows: each (n_i, d).
-        errors: of their entries; infinite for an unknown entry.
-        atoms: (k, d) float64.
-    """
-    residual, whole = 0.0, 0.0
-    for y, e in (_most_accurate(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)):
-        for row, finite in zip(y, e.isfinite(), strict=True):
-            if int(finite.sum()) > _SPARE * len(atoms):  # else atoms fit whatever it is
-                part = atoms[:, finite].T
-                fit = part @ torch.linalg.lstsq(part, row[finite][:, None]).solution
-                residual += float((row[finite] - fit[:, 0]).square().sum())
-                whole += float(row[finite].square().sum())
-    return (residual / whole) ** 0.5 if whole else 1.0

@@ -27,49 +27,23 @@ _ROUNDED_COSINE = 1e-5  # 1 - cosine that is compared in float64: far above floa
 _NO_SQUARE = 1e-15  # squared norm of a part that is rounding in float64
 
 
-@dataclass(frozen=True)
-class PursuitSettings:
-    """Thresholds of the pursuit; none was tuned.
-
-    Attributes:
-        noise_floor: variance of a residual over the noise's, below which the pursuit ends.
-        certified: largest root mean square of a residual, in units of the noise, for a certificate.
-        nearly_certified: the same, up to which pruning and exchanging are tried.
-        little: the same, from which they are tried before all is explained; 1e-3 of the rows.
-        exchanges: rounds in which types are exchanged for nearly equal ones.
-        equal: 1 - cosine up to which two atoms are exchanged for each other.
-        certain: share of an atom outside of the residual's span up to which it is surely used.
-        dependent: norm of an atom outside of the chosen ones up to which they nearly explain it.
-        twins: distance of unit atoms up to which a certificate must tell them apart.
-        twin_gain: what an atom may explain of the residual in units of the noise, for the same.
-        largest_share: types over directions up to which a certificate is given.
-        give_up: the same, from which the pursuit ends without one. Rows of so many directions hold
-            too many unused atoms, unless some type lies in their span for certain.
-        batch: atoms that are chosen between two scorings of the whole vocabulary: for speed.
-        screened: atoms that are compared between two such scorings: for speed.
-        rescored: atoms that are compared in double precision: for speed.
-        gap: factor around the noise within which the widest gap of singular values is the rank.
-    """
-
-    noise_floor: float = 4.0
-    certified: float = 4.0
-    nearly_certified: float = 100.0
-    little: float = 1e4
-    exchanges: int = 4
-    equal: float = 1e-6
-    certain: float = 1e-4
-    dependent: float = 1e-2
-    twins: float = 1e-4
-    twin_gain: float = 3.0
-    largest_share: float = 0.9
-    give_up: float = 0.9
-    batch: int = 8
-    screened: int = 4096
-    rescored: int = 32
-    gap: float = 30.0
-
-
-_SETTINGS = PursuitSettings()
+# Thresholds of the pursuit; none was tuned.
+NOISE_FLOOR = 4.0  # variance of a residual over the noise's, below which the pursuit ends
+CERTIFIED = 4.0  # largest root mean square of a residual, over the noise's, for a certificate
+NEARLY_CERTIFIED = 100.0  # the same, up to which pruning and exchanging are tried
+LITTLE = 1e4  # the same, from which they are tried before all is explained; 1e-3 of the rows
+EXCHANGES = 4  # rounds in which types are exchanged for nearly equal ones
+EQUAL = 1e-6  # 1 - cosine up to which two atoms are exchanged for each other
+CERTAIN = 1e-4  # share of an atom outside of the residual's span up to which it is surely used
+DEPENDENT = 1e-2  # norm of an atom outside of the chosen ones up to which they nearly explain it
+TWINS = 1e-4  # distance of unit atoms up to which a certificate must distinguish them
+TWIN_GAIN = 3.0  # what an atom may explain of the residual in units of the noise, for the same
+LARGEST_SHARE = 0.9  # types over directions up to which a certificate is given
+GIVE_UP = 0.9  # the same, from which the pursuit ends without one: too many unused atoms fit then
+CHOSEN_AT_ONCE = 8  # atoms that are chosen between two scorings of the whole vocabulary: for speed
+SCREENED = 4096  # atoms that are compared between two such scorings: for speed
+RESCORED = 32  # atoms that are compared in double precision: for speed
+GAP = 30.0  # factor around the noise within which the widest gap of singular values is the rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +95,7 @@ class SharedRows:
     @property
     def silent(self) -> bool:
         """Return whether the rows hold nothing but noise."""
-        return (
-            not len(self.principal) or float(self.whole.norm()) <= _SETTINGS.certified * self.floor
-        )
+        return not len(self.principal) or float(self.whole.norm()) <= CERTIFIED * self.floor
 
 
 def _above_noise(rows: Tensor, room: int, *, exact: bool) -> Tensor:
@@ -142,9 +114,9 @@ def _above_noise(rows: Tensor, room: int, *, exact: bool) -> Tensor:
     edge = math.sqrt(n) + math.sqrt(d)
     k = int((s > edge).sum())
     if exact and k:
-        first = int((s > edge * _SETTINGS.gap).sum())
-        last = int((s > edge / _SETTINGS.gap).sum())
-        steps = s.clamp_min(edge / _SETTINGS.gap / 10).log()
+        first = int((s > edge * GAP).sum())
+        last = int((s > edge / GAP).sum())
+        steps = s.clamp_min(edge / GAP / 10).log()
         falls = steps[:-1] - steps[1:]
         window = falls[max(first - 1, 0) : last]
         if len(window):
@@ -197,7 +169,7 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         expected = float(used.sum())
         if len(used):
             types = chosen[: int((used.cumsum(0) / (places + expected)).argmax()) + 1]
-        most = _SETTINGS.give_up * path.room
+        most = GIVE_UP * path.room
         if len(chosen) > most:
             expected = math.nan
             if len(shared.principal) > most and not path.certain:
@@ -209,8 +181,8 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         shared.exact
         and solved
         and len(types) > 0
-        and residual <= _SETTINGS.certified
-        and (len(types) <= len(shared.principal) or share <= _SETTINGS.largest_share)
+        and residual <= CERTIFIED
+        and (len(types) <= len(shared.principal) or share <= LARGEST_SHARE)
         and share < 1
     ):
         others = torch.cat([chosen, path.dependent_tokens()])
@@ -230,10 +202,10 @@ def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Ten
     one by one, for what a wrong one among them leaves.
     """
     for early in (shared.exact, False):
-        nearly, most = _SETTINGS.nearly_certified, _SETTINGS.certified
+        nearly, most = NEARLY_CERTIFIED, CERTIFIED
         if unfinished := path.run(early):
             room = 1 - len(path.chosen) / atoms.width
-            nearly, most = _SETTINGS.little, math.sqrt(_SETTINGS.noise_floor * room)
+            nearly, most = LITTLE, math.sqrt(NOISE_FLOOR * room)
         if shared.exact and (path.at_floor or _residual(atoms, shared, path.tokens) <= nearly):
             fewer = prune(atoms, shared, path.tokens)
             fewer = _exchange_twins(atoms, shared, fewer, path.dependent_tokens())
@@ -288,9 +260,9 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
     Tokens that were never trained have almost the same atom. Which of them was used shows only
     after all the rest is explained. There may be tens of thousands, which are read block by block.
     """
-    for _ in range(_SETTINGS.exchanges):
+    for _ in range(EXCHANGES):
         previous, types = types, types.clone()
-        equal = _nearly_equal(atoms, types, others, _SETTINGS.equal)
+        equal = _nearly_equal(atoms, types, others, EQUAL)
         near = equal.any(0)
         equal, twins = equal[:, near], others[near]
         places = equal.any(1).nonzero()[:, 0].tolist()
@@ -374,12 +346,12 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     be dispensable if all such tokens were there too. False if there are too many of them to tell.
     """
     others = others[~torch.isin(others, types)]
-    twins = _nearly_equal(atoms, types, others, _SETTINGS.twins**2 / 2)
+    twins = _nearly_equal(atoms, types, others, TWINS**2 / 2)
     has_twin = twins.any(0)
     if not bool(has_twin.any()):
         return True
     directions = len(types) + int(has_twin.sum()) + len(atoms.beside)
-    if directions > _SETTINGS.largest_share * atoms.width:
+    if directions > LARGEST_SHARE * atoms.width:
         return False
     twins = twins[:, has_twin]
     chosen, candidates = atoms.rows(types), atoms.rows(others[has_twin])
@@ -387,13 +359,13 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     residual = _project_off(shared.whole, basis)
     further = normalize(_project_off(candidates, basis))
     noise = max(len(residual) ** 0.5, float(residual.norm()) / atoms.width**0.5)
-    if float((residual @ further.T).norm(dim=0).max()) > _SETTINGS.twin_gain * noise:
+    if float((residual @ further.T).norm(dim=0).max()) > TWIN_GAIN * noise:
         return False
     parts = _unique_parts(shared.whole, torch.cat([chosen, candidates]))[: len(chosen)]
     for j in twins.any(1).nonzero()[:, 0].tolist():
         rest = torch.cat([chosen, candidates[~twins[j]]])
         parts[j] = _unique_parts(shared.whole, rest)[j]
-    return float(parts.min()) > _SETTINGS.certified * shared.floor
+    return float(parts.min()) > CERTIFIED * shared.floor
 
 
 def _silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor:
@@ -413,13 +385,13 @@ def _silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
     coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
     strength = (coefficients.norm(dim=1) / atoms.sizes[types]).median()
     sizes = atoms.sizes[: atoms.tokens] * strength
-    least = _SETTINGS.certified * shared.floor
-    alike = _SETTINGS.twin_gain * len(shared.whole) ** 0.5
-    small = sizes * _SETTINGS.dependent < least  # others differ from the types by more than that
+    least = CERTIFIED * shared.floor
+    alike = TWIN_GAIN * len(shared.whole) ** 0.5
+    small = sizes * DEPENDENT < least  # others differ from the types by more than that
     small[others[others < atoms.tokens]] = True
     small[types[types < atoms.tokens]] = False
     tokens = small.nonzero()[:, 0]
-    twins = _nearly_equal(atoms, types, tokens, _SETTINGS.twins**2 / 2).any(0)  # compared apart
+    twins = _nearly_equal(atoms, types, tokens, TWINS**2 / 2).any(0)  # compared apart
     parts = [_project_off(x, q).norm(dim=1) for x in _unit_atoms(atoms, tokens)]
     traces = sizes[tokens] * torch.cat([sizes[:0], *parts])
     silent: Tensor = tokens[traces < torch.where(twins, alike, least)]
@@ -465,7 +437,7 @@ class _Pursuit:
             Whether it ended early.
         """
         most = self.room - 2
-        little = _SETTINGS.little**2 * self._rows * self.atoms.width
+        little = LITTLE**2 * self._rows * self.atoms.width
         while len(self.chosen) < most and not self._is_noise():
             directions = self._directions()
             if not len(directions):
@@ -476,7 +448,7 @@ class _Pursuit:
             chance = self._screen(directions)
             if self._choose_certain(directions, most):
                 continue
-            if len(self.chosen) > _SETTINGS.give_up * self.room:
+            if len(self.chosen) > GIVE_UP * self.room:
                 return False
             if not self._choose_likeliest(directions, chance, most):
                 return False
@@ -490,7 +462,7 @@ class _Pursuit:
     def dependent_tokens(self) -> Tensor:
         """Return the (n,) tokens not chosen whose atoms the chosen ones nearly explain."""
         self._compare(self.basis[:0])
-        dependent = self.atoms.usable & (self.outside < _SETTINGS.dependent**2)
+        dependent = self.atoms.usable & (self.outside < DEPENDENT**2)
         dependent[self.tokens] = False
         tokens: Tensor = dependent.nonzero()[:, 0]
         return tokens
@@ -502,7 +474,7 @@ class _Pursuit:
             return True
         dims = max(1, self.room - len(self.chosen))
         chi_square = 1 + 3 * math.sqrt(2 / (len(self.residual) * dims))
-        limit = _SETTINGS.noise_floor if self.exact else chi_square
+        limit = NOISE_FLOOR if self.exact else chi_square
         self.at_floor = float(self._plain.square().sum()) <= limit * self._rows * dims
         return self.at_floor
 
@@ -510,7 +482,7 @@ class _Pursuit:
         """Return (k, d) orthonormal directions of the residual above the noise."""
         values, vectors = torch.linalg.eigh(self.residual @ self.residual.T)
         dims = max(1, self.room - len(self.chosen))
-        above = values > _SETTINGS.noise_floor * self.noise * dims
+        above = values > NOISE_FLOOR * self.noise * dims
         basis = (vectors[:, above].T @ self.residual) / values[above, None].sqrt()
         directions: Tensor = torch.linalg.qr(basis.T).Q.T.contiguous()
         return directions
@@ -525,8 +497,8 @@ class _Pursuit:
         squares = self.atoms.products(rows).square_()
         self.outside -= squares[:, :new].sum(1)
         self._projected = len(self.basis)
-        near = (self.alive & (self.outside < _SETTINGS.dependent)).nonzero()[:, 0]
-        if 0 < len(near) <= _SETTINGS.screened:
+        near = (self.alive & (self.outside < DEPENDENT)).nonzero()[:, 0]
+        if 0 < len(near) <= SCREENED:
             self.outside[near] = self._orthogonal_parts(near).square().sum(1).float()
         shares: Tensor = squares[:, new:].sum(1)
         return shares
@@ -581,23 +553,23 @@ class _Pursuit:
         Returns:
             Whether any was chosen.
         """
-        types = (self._raw > 1 - _SETTINGS.certain).nonzero()[:, 0]
+        types = (self._raw > 1 - CERTAIN).nonzero()[:, 0]
         if not len(types):
             return False
         # Of thousands that were never trained and equal a type, one is chosen, and then none.
-        types = types[self.scores[types].topk(min(len(types), _SETTINGS.screened)).indices]
+        types = types[self.scores[types].topk(min(len(types), SCREENED)).indices]
         types = types[self._raw[types].argsort(descending=True, stable=True)]
         parts = self._orthogonal_parts(types)
         norms = parts.norm(dim=1)
         score = (parts @ directions.T).square().sum(1) / norms.square()
         start = len(self.basis)
         for i, token in enumerate(types.tolist()):
-            if float(score[i]) < 1 - _SETTINGS.certain or len(self.chosen) >= most:
+            if float(score[i]) < 1 - CERTAIN or len(self.chosen) >= most:
                 continue
             x = parts[i]
             new = self.basis[start:]
             x = x - new.T @ (new @ x)
-            dependent = float(x.norm()) < _SETTINGS.dependent * float(norms[i])
+            dependent = float(x.norm()) < DEPENDENT * float(norms[i])
             if dependent or len(new) >= len(directions):
                 continue
             self._append(token, x, 50.0)
@@ -610,11 +582,11 @@ class _Pursuit:
         Returns:
             Whether the pursuit goes on.
         """
-        subset = self.scores.topk(min(_SETTINGS.screened, len(self.scores))).indices
+        subset = self.scores.topk(min(SCREENED, len(self.scores))).indices
         screen, outside = self.atoms.subset(subset), self.outside[subset].clone()
         odds = self.log_odds[subset]
         alive = self.alive[subset]
-        for step in range(_SETTINGS.batch):
+        for step in range(CHOSEN_AT_ONCE):
             if step:
                 if len(self.chosen) >= most or self._is_noise():
                     return True
@@ -626,7 +598,7 @@ class _Pursuit:
             score = (share / outside.clamp_min(1e-7)).clamp(0, 1)
             value = self._evidence(score, chance, k) + odds
             value[~alive] = -math.inf
-            top = value.topk(min(_SETTINGS.rescored, len(value))).indices
+            top = value.topk(min(RESCORED, len(value))).indices
             top = top[alive[top]]
             if not len(top):
                 return bool(step)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fedleak.validate import check_number
-
 RIDGE = 0.1
 """Share of the median (or mean) eigenvalue that is added to every eigenvalue.
 
@@ -37,18 +35,6 @@ class Whitening:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return (..., d) for (..., d), in the dtype and on the device of ``hidden``."""
         return (hidden - self.mean.to(hidden)) @ self.matrix.to(hidden)
-
-    def folded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weight and bias that do to ``x`` what ``weight`` does to the whitened ``x``.
-
-        Args:
-            weight: (..., k, d).
-
-        Returns:
-            (..., k, d) and (..., k), with ``W x + b = weight @ whitening(x)``.
-        """
-        folded = weight @ self.matrix.to(weight)
-        return folded, -(folded @ self.mean.to(weight))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the numbers for a checkpoint."""
@@ -74,19 +60,15 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
         The whitening, on the device of ``hidden``.
 
     Raises:
-        ValueError: fewer than d + 1 states, states that are not finite or do not vary in half of
-            their directions, or a negative ridge.
+        ValueError: fewer than d + 1 states, or states that do not vary in half of their directions.
     """
     n, d = hidden.shape
-    check_number("ridge", ridge, at_least=0)
     if n <= d:
         raise ValueError(
             f"{n} tokens of public text cannot whiten {d} dimensions: give more text (at least "
             f"{2 * d} tokens are advised), or set whiten=False"
         )
     states = hidden.double()
-    if not bool(states.isfinite().all()):
-        raise ValueError("hidden states of public text are not finite: they cannot be whitened")
     mean = states.mean(0)
     centred = states - mean
     values, vectors = torch.linalg.eigh(centred.T @ centred / (n - 1))

@@ -18,6 +18,7 @@ from lightning_fedleak.attacks.base import (
     Surfaces,
     UnusableObservation,
     WordGuess,
+    check_readable,
 )
 from lightning_fedleak.attacks.local_steps import (
     ROUNDED,
@@ -67,7 +68,7 @@ _NOT_OF_LORA = (
     "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
     "(leave local_steps out)"
 )
-_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step, where it is not prescribed
+_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step
 _TOKENS = 1600  # tokens of such a batch at most: a limit of time, not tuned
 
 
@@ -107,9 +108,6 @@ class AlignedFlatChat(Attack):
             classifier stays.
         updates: public updates that a readout for Adam is fitted on, at least 2. For rounds of
             several steps each one is that many steps of training on a copy of the weights.
-        batch_texts: texts in a batch of a local step if the server prescribes it; by default public
-            updates have 1 to 32.
-        local_steps: the round, for a server of your own; a monitor passes it to :meth:`meet`.
         seed: of everything random in the calibration.
         name: as in the logs.
 
@@ -163,8 +161,6 @@ class AlignedFlatChat(Attack):
         lengths: Sequence[int] = LENGTHS,
         refresh_every: int = 500,
         updates: int = 80,
-        batch_texts: int | None = None,
-        local_steps: LocalSteps | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
@@ -173,7 +169,6 @@ class AlignedFlatChat(Attack):
         self.n_directions = check_integer("n_directions", n_directions)
         self.calibration_tokens = check_integer("calibration_tokens", calibration_tokens)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        self.batch_texts = check_integer("batch_texts", batch_texts, optional=True)
         self.updates = check_integer("updates", updates, at_least=2)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
@@ -181,7 +176,7 @@ class AlignedFlatChat(Attack):
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.tokenizer = tokenizer
         self.lengths = tuple(lengths)
-        self.steps = self._default_steps = local_steps
+        self.steps: LocalSteps | None = None
         self._role = HEAD_WEIGHT
         self._clip: dict[str, Any] = {}
         self._compression: Compression | None = None
@@ -202,7 +197,7 @@ class AlignedFlatChat(Attack):
         if facts.clip_value is not None:
             self._clip = {"clip_value": facts.clip_value, "steps": facts.local_steps or 1}
         try:
-            self.steps = LocalSteps.from_facts(facts) or self._default_steps
+            self.steps = LocalSteps.from_facts(facts)
         except UnusableObservation as error:
             self.steps, self._why_unreadable = None, str(error)
 
@@ -277,7 +272,6 @@ class AlignedFlatChat(Attack):
             k = self.n_directions
             more: dict[str, Any] = {**self._clip, "compression": self._rehearsed}
             return rehearse(parts, weight, bias, generator, n_directions=k, **more)
-        texts = _TEXTS if self.batch_texts is None else (self.batch_texts,)
         return rehearse_updates(
             anatomy,
             parts,
@@ -285,7 +279,7 @@ class AlignedFlatChat(Attack):
             self._public_batches(anatomy, generator),
             generator,
             updates=self.updates,
-            texts=texts,
+            texts=_TEXTS,
             n_directions=self.n_directions,
         )
 
@@ -390,21 +384,16 @@ class AlignedFlatChat(Attack):
                 f"readout='sign' reads sums of gradients, which updates of "
                 f"{steps.optimizer.__name__} are not: use readout='learned'"
             )
-        if not bool(update.isfinite().all()):
-            raise UnusableObservation("the head's update has NaN or infinity")
-        if not bool(update.any()):
-            raise UnusableObservation("the head's update is all zero: nothing was trained")
+        check_readable(update.abs().max(), "the head's update")
         rate = snapshot.learning_rate
-        if self._before is None:
-            raise RuntimeError(self._not_prepared())
+        assert self._before is not None
         before = self._before = self._before.to(update.device)
         if self._adaptive_steps is None:
             return steps.without_decay(update.float(), before.float(), rate)
         return normalize_update(update, before, rate, steps)
 
     def _read_update(self, update: Tensor) -> WordGuess:
-        if self._before is None:
-            raise RuntimeError(self._not_prepared())
+        assert self._before is not None
         model = self._calibration_on(update.device)
         features = update_features(update, self._before.float(), model.directions, model.expected)
         odds = model.readout.logits(features)
@@ -414,13 +403,12 @@ class AlignedFlatChat(Attack):
 
     def _calibration_on(self, device: torch.device) -> HeadCalibration:
         if self._calibration is None:
-            raise RuntimeError(self._not_prepared())
+            raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
         self._calibration = self._calibration.on_device(device)
         return self._calibration
 
     def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
-        if self._u is None:
-            raise RuntimeError(self._not_prepared())
+        assert self._u is not None
         self._u = self._u.to(gradient.device)
         summary, u = turn_on_long_rows(gradient, self._u)
         self._check_clip(gradient, summary.norms)
@@ -481,18 +469,9 @@ class AlignedFlatChat(Attack):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a calibration of the same readout.
-
-        Raises:
-            ValueError: it is of the other readout.
-        """
+        """Restore a calibration of the same readout."""
         if not state:
             return
-        if ("u" in state) != (self.readout == "sign"):
-            raise ValueError(
-                f"this state is not of an AlignedFlatChat with readout='{self.readout}': load it "
-                "into an attack with the same arguments, or call prepare again"
-            )
         self._aligned_at = int(state["aligned_at"])
         if self.readout == "sign":
             self._u = state["u"]
@@ -509,7 +488,6 @@ class AlignedFlatChat(Attack):
             **self._compressed,
             "steps": None if steps is None else sorted(steps.describe().items()),
             "updates": self.updates,
-            "batch_texts": self.batch_texts,
             "lengths": self.lengths,
             "public_text": PublicText.label(self.public_text),
             "mask": getattr(self.tokenizer, "mask_token_id", None),
@@ -524,9 +502,6 @@ class AlignedFlatChat(Attack):
     @property
     def _compressed(self) -> dict[str, str]:
         return {} if self._rehearsed is None else {"compression": str(self._rehearsed)}
-
-    def _not_prepared(self) -> str:
-        return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
 
     def _align(self, anatomy: Anatomy) -> float:
         """Set ``u``, and return the share of public hidden states that are positive on it."""

@@ -45,8 +45,6 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
         UnusableObservation: the gradient is non-finite or all zero.
     """
     gradient = whole_tensor(gradient)
-    if gradient.ndim != 2:
-        raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         scores = gradient.values().new_zeros(gradient.shape[0])
@@ -164,8 +162,6 @@ class BagOfWords(Attack):
                 f"{steps.optimizer.__name__} divides weight decay as it does gradients, so that "
                 "rows of words that were not read change too: use AdamW, or weight_decay=0"
             )
-        if name not in self._before:
-            raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
         before = self._before[name]
         low_rank = name != EMBEDDING_WEIGHT
         change, weights = whole_tensor(shared).to_dense().float(), before.float().to(shared.device)
@@ -228,8 +224,6 @@ def bias_sign(gradient: Tensor) -> WordGuess:
         UnusableObservation: the gradient is non-finite or all zero.
     """
     gradient = whole_tensor(gradient)
-    if gradient.ndim != 1:
-        raise ValueError(f"gradient must be (V,), got shape {tuple(gradient.shape)}")
     check_readable(gradient.abs().max(), "the head's bias gradient")
     scores = -(gradient if gradient.dtype.itemsize >= 4 else gradient.float())
     return _positive_scores(scores, "output")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from lightning_fedleak.attacks.base import (
     ThreatModel,
     UnusableObservation,
     WordGuess,
+    check_readable,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
@@ -38,24 +38,14 @@ SHAPES = tuple((size, length) for size in (1, 2, 4, 8, 16, 32) for length in (25
 """Sentences and tokens of the public batches that the regression is fitted on."""
 
 
-@dataclass(frozen=True)
-class MixtureSettings:
-    """How the clusters of row sums are told apart.
+REGULARIZATION = 1e-6
+"""Added to both variances of the unit row sums, as scikit-learn's ``reg_covar``.
 
-    Real row sums have a sharper peak than a Gaussian, and the mixture of greatest likelihood puts
-    up to half of the vocabulary into the wide cluster. ``regularization`` bounds the variance of
-    the narrow cluster from below, so that the positive weight follows the number of types
-    (Remark 2).
-
-    Attributes:
-        regularization: added to both variances of the unit row sums; 1e-6 is scikit-learn's
-            ``reg_covar``.
-        min_ratio: of the variances, wide over narrow, from which they count as separated; not
-            tuned.
-    """
-
-    regularization: float = 1e-6
-    min_ratio: float = 4.0
+Real row sums have a sharper peak than a Gaussian, and the mixture of greatest likelihood puts up to
+half of the vocabulary into the wide cluster. This bounds the variance of the narrow cluster from
+below, so that the positive weight follows the number of types (Remark 2).
+"""
+MIN_RATIO = 4.0  # of the variances, wide over narrow, from which they count as separated; not tuned
 
 
 def flatten(gradient: Tensor) -> Tensor:
@@ -70,8 +60,6 @@ def flatten(gradient: Tensor) -> Tensor:
     Returns:
         (V,) on the same device, float64 for float64, float32 otherwise.
     """
-    if gradient.ndim != 2:
-        raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
     gradient = gradient.detach()
     if hasattr(gradient, "full_tensor"):
         local = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
@@ -97,32 +85,18 @@ def normalized_row_sums(gradient: Tensor) -> Tensor:
         (V,) float64 on the CPU.
 
     Raises:
-        UnusableObservation: the sums have NaN or infinity, are all zero or equal, or are rounding
-            errors.
+        UnusableObservation: the sums have NaN or infinity, are all zero, or are rounding errors.
     """
     sums = flatten(gradient)
     s = sums.cpu().double()
-    low, high = torch.aminmax(s)
-    if not math.isfinite(low) or not math.isfinite(high):
-        n_bad = int((~s.isfinite()).sum())
-        raise UnusableObservation(
-            f"the head's gradient has NaN or infinity in {n_bad} of {len(s)} rows: nothing can be "
-            "read from it (an overflow in mixed precision, or a model that diverged)"
-        )
     norm: Tensor = torch.linalg.vector_norm(s)
-    if not bool(norm > 0):
-        raise UnusableObservation(
-            "every row of the head's gradient sums to zero: no token was trained on in this step, "
-            "or the head's gradient is not shared"
-        )
+    check_readable(norm, "the head's gradient")
     if _is_rounding(gradient.detach(), sums):
         raise UnusableObservation(
             "the row sums of the head's gradient are rounding errors: all hidden states sum to "
             "zero, as behind a LayerNorm that is not trained yet. FlatChat's ones direction reads "
             "nothing there; AlignedFlatChat chooses one that does"
         )
-    if bool(low == high):
-        raise UnusableObservation("all rows of the head's gradient have the same sum")
     return s.div_(norm)
 
 
@@ -143,13 +117,13 @@ def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
 
 
 def separate_clusters(
-    s: Tensor, settings: MixtureSettings | None = None, tails: Sequence[float] = TAILS
+    s: Tensor, min_ratio: float = MIN_RATIO, tails: Sequence[float] = TAILS
 ) -> tuple[Mixture, bool]:
     """Return the first mixture whose positive cluster is wide enough (Remark 1).
 
     Args:
         s: (V,) flattened gradient, of norm 1.
-        settings: of the mixture; their defaults if it is None.
+        min_ratio: of the variances, wide over narrow, from which they count as separated.
         tails: shares of the values that start in the wide component, tried in this order until
             one succeeds (the paper re-runs with random starts).
 
@@ -157,17 +131,12 @@ def separate_clusters(
         The mixture (of the largest ratio if none reached ``min_ratio``), and whether the clusters
         are separated.
 
-    Raises:
-        ValueError: ``s`` is non-finite or constant, or ``tails`` is empty.
     """
-    if not tails:
-        raise ValueError("tails is empty: give at least one share to start from")
-    settings = settings or MixtureSettings()
     mixtures: list[Mixture] = []
     for tail in tails:
-        mixture = fit_two_gaussians(s, start=tail, regularization=settings.regularization)
+        mixture = fit_two_gaussians(s, start=tail, regularization=REGULARIZATION)
         mixtures.append(mixture)
-        if mixture.variance_ratio >= settings.min_ratio:
+        if mixture.variance_ratio >= min_ratio:
             return mixture, True
     return max(mixtures, key=lambda m: m.variance_ratio), False
 
@@ -184,7 +153,6 @@ def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
     Returns:
         (V,) float64 on the CPU.
     """
-    check_choice("scorer", scorer, ("gmm", "abs"))
     x = s.detach().cpu().double()
     if scorer == "abs":
         return x.abs()
@@ -250,7 +218,6 @@ def flatchat(
     gradient: Tensor,
     n_types: float | Callable[[Mixture], float],
     scorer: Scorer = "gmm",
-    settings: MixtureSettings | None = None,
 ) -> FlatChatGuess:
     """Return the guess of Algorithm 1 for one gradient.
 
@@ -259,13 +226,12 @@ def flatchat(
         n_types: how many types to name, or a function that estimates it from the mixture. It is
             rounded, to 1 at least and V at most.
         scorer: see :func:`rank_types`.
-        settings: of the mixture; their defaults if it is None.
 
     Raises:
-        UnusableObservation: the row sums are non-finite, all zero or equal, or rounding errors.
+        UnusableObservation: the row sums are non-finite, all zero, or rounding errors.
     """
     s = normalized_row_sums(gradient)
-    mixture, separated = separate_clusters(s, settings)
+    mixture, separated = separate_clusters(s)
     scores = rank_types(s, mixture, scorer)
     estimate = float(n_types(mixture) if callable(n_types) else n_types)
     top = scores.topk(min(max(round(estimate), 1), len(scores)))
@@ -298,8 +264,6 @@ class FlatChat(Attack):
         shapes: (sentences, length) of the public batches.
         batches_per_shape: public gradients for each shape (20 in the paper).
         mask_token_id: needed to calibrate a masked language model.
-        mixture: how the clusters are told apart; the defaults of :class:`MixtureSettings` if it is
-            None.
         seed: of the public batches.
         name: as in the logs.
 
@@ -341,7 +305,6 @@ class FlatChat(Attack):
         shapes: Sequence[tuple[int, int]] = SHAPES,
         batches_per_shape: int = 1,
         mask_token_id: int | None = None,
-        mixture: MixtureSettings | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
@@ -353,15 +316,12 @@ class FlatChat(Attack):
             raise ValueError(f"n_types must be 'predicted', a number or callable, got {n_types!r}")
         if oracle_n_types is not None and n_types != "predicted":
             raise ValueError("give n_types or oracle_n_types, not both")
-        if not shapes:
-            raise ValueError("shapes is empty: give at least one (sentences, length)")
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.n_types = n_types
         self.oracle_n_types = oracle_n_types
         self.scorer: Scorer = scorer
         self.shapes = tuple(shapes)
         self.mask_token_id = mask_token_id
-        self.mixture = mixture or MixtureSettings()
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
         self._role = HEAD_WEIGHT
@@ -409,7 +369,7 @@ class FlatChat(Attack):
         weights = []
         try:
             for gradient in each_gradient(anatomy, batches, self._role):
-                mixture, _ = separate_clusters(normalized_row_sums(gradient), self.mixture)
+                mixture, _ = separate_clusters(normalized_row_sums(gradient))
                 weights.append(float(mixture.weights[1]))
         except UnusableObservation as error:
             self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
@@ -432,11 +392,11 @@ class FlatChat(Attack):
         gradient, oracle = view.gradient(self._role), self.oracle_n_types
         if oracle is not None:
             number = oracle() if callable(oracle) else oracle
-            return replace(flatchat(gradient, number, self.scorer, self.mixture), n_types=None)
+            return replace(flatchat(gradient, number, self.scorer), n_types=None)
         n_types = self.regressor if isinstance(self.n_types, str) else self.n_types
         if n_types is None:
             raise UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
-        return flatchat(gradient, n_types, self.scorer, self.mixture)
+        return flatchat(gradient, n_types, self.scorer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the fitted regression, if there is one."""
@@ -455,7 +415,6 @@ class FlatChat(Attack):
             "shapes": self.shapes,
             "batches_per_shape": self.batches_per_shape,
             "mask": self.mask_token_id,
-            "min_ratio": self.mixture.min_ratio,
             "seed": self.seed,
             "public_text": PublicText.label(self.public_text),
         }
@@ -470,5 +429,4 @@ class FlatChat(Attack):
             "scorer": self.scorer,
             "n_types": source,
             "degree": self.degree,
-            "regularization": self.mixture.regularization,
         }

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_fedleak.validate import check_number
+from lightning_fedleak.attacks.base import UnusableObservation
 
 _Array = NDArray[np.float64]
 _Parameters = tuple[float, float, float, float, float]
@@ -70,7 +70,6 @@ def tail_start(x: _Array, tail: float, floor: float = 0.0) -> Mixture:
         tail: share of the values that starts in the wide component, between 0 and 1.
         floor: smallest variance of a component.
     """
-    check_number("tail", tail, above=0, below=1)
     if len(x) > 2 * _START_VALUES:  # a start needs no more
         thinned = x[:: len(x) // _START_VALUES]
         if thinned.min() < thinned.max():
@@ -114,9 +113,11 @@ def fit_two_gaussians(
             the likelihood.
 
     Raises:
-        ValueError: there are too few values, non-finite ones, or all are equal.
+        UnusableObservation: all values are equal.
     """
-    x = _to_numpy(values)
+    x: _Array = values.detach().cpu().double().contiguous().numpy()
+    if x.min() == x.max():
+        raise UnusableObservation("all values are equal: two Gaussians do not separate them")
     scaled = x - x.mean()
     floor = float(scaled @ scaled) / len(x) * _VARIANCE_FLOOR
     mixture, steps_left = tail_start(x, start, floor), _MOST_STEPS
@@ -133,18 +134,6 @@ def fit_two_gaussians(
         if not converged or float(mixture.variances[0]) >= (_FINEST * unit) ** 2:
             break
     return mixture
-
-
-def _to_numpy(values: Tensor) -> _Array:
-    if values.ndim != 1 or values.numel() < 2:
-        raise ValueError(f"values must be (n,) with n >= 2, got shape {tuple(values.shape)}")
-    x: _Array = values.detach().cpu().double().contiguous().numpy()
-    low, high = x.min(), x.max()
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError("values hold NaN or infinity; a mixture has no fit to them")
-    if low == high:
-        raise ValueError("all values are equal; two Gaussians cannot be separated in them")
-    return x
 
 
 def _bin(x: _Array) -> tuple[_Array, _Array]:

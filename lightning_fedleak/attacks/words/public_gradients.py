@@ -182,11 +182,6 @@ def _leaves(
         for name, p in named.items()
     }
     leaves = {id(named[name]): views[name] for name in named}
-    absent = [role for role, p in targets.items() if id(p) not in leaves]
-    if absent:
-        raise ValueError(
-            f"the parameters of {absent} are not inside the language model ({type(anatomy.model)})"
-        )
     return views, {role: leaves[id(p)] for role, p in targets.items()}
 
 
@@ -297,7 +292,7 @@ def log_partitions(
 
 
 def _head(anatomy: Anatomy) -> nn.Module:
-    if anatomy.head is None:
+    if anatomy.head is None or anatomy.parameter(HEAD_WEIGHT) is None:
         raise ValueError("this model has no output head whose gradient could be read")
     return anatomy.head
 
@@ -482,9 +477,9 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: the model has no head.
     """
+    _head(anatomy)
     weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
-    if weight is None:
-        raise ValueError("this model has no output head whose gradient could be read")
+    assert weight is not None
     whole = weight.detach().float()
     adapter = _head_adapter(anatomy)
     if adapter is not None and not getattr(anatomy.head, "merged", False):

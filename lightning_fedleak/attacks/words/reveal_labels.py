@@ -14,8 +14,15 @@ from scipy.linalg import qr
 from scipy.optimize import linprog
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Attack, Query, Surfaces, UnusableObservation, WordGuess
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+    check_readable,
+)
+from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_parameters
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, whole_tensor
@@ -48,7 +55,6 @@ def reveal_labels(
     max_seconds: float = 60.0,
     allow_full_rank: bool = False,
     hidden_rank: int | None = None,
-    tolerance: float | None = None,
 ) -> RevealLabelsGuess:
     """Return the types whose row one linear functional makes negative, and no other row.
 
@@ -74,8 +80,6 @@ def reveal_labels(
         max_seconds: time for the linear programs together.
         allow_full_rank: whether to attack if the rank is full.
         hidden_rank: dimensions that the model's hidden states span; by default all d.
-        tolerance: singular values below this share of the largest count as zero; by default eight
-            times the rounding error of the gradient's dtype.
 
     Returns:
         The separable types in ascending order; ``scores`` is None.
@@ -85,7 +89,7 @@ def reveal_labels(
             not sum to zero; or the time ran out, or the solver cannot decide a program.
     """
     deadline = time.monotonic() + max_seconds
-    rows = _row_space(gradient, tolerance)
+    rows = _row_space(gradient)
     n_types, rank = rows.shape
     full = min(gradient.shape) if hidden_rank is None else hidden_rank
     if rank >= full and not allow_full_rank:
@@ -130,7 +134,6 @@ class RevealLabels(Attack):
         max_seconds: time for the linear programs of one look; the result is unknown if it runs out.
         allow_full_rank: whether to attack if the rank is as large as hidden states allow, which
             ``prepare`` measures on random tokens.
-        tolerance: see :func:`reveal_labels`.
         name: as in the logs.
 
     Raises:
@@ -160,13 +163,11 @@ class RevealLabels(Attack):
         *,
         max_seconds: float = 60.0,
         allow_full_rank: bool = False,
-        tolerance: float | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
         self.max_seconds = check_number("max_seconds", max_seconds, above=0)
         self.allow_full_rank = allow_full_rank
-        self.tolerance = tolerance
         self._hidden_rank: int | None = None
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
@@ -193,31 +194,22 @@ class RevealLabels(Attack):
             ValueError: the model has no output head.
             UnusableObservation: this method cannot read the gradient (capped logits).
         """
-        weight = anatomy.parameter(HEAD_WEIGHT)
-        if weight is None:
-            raise ValueError("this model has no output head whose gradient could be read")
+        weight = head_parameters(anatomy)[0]
         batch = _random_tokens(anatomy, 2 * weight.shape[1])
         gradient = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
-        self._hidden_rank = _row_space(gradient, self.tolerance).shape[1]
+        self._hidden_rank = _row_space(gradient).shape[1]
 
     def run(self, view: Observation, query: Query | None = None) -> RevealLabelsGuess:
         """Return the separable types of the newest head gradient.
 
         Raises:
             UnusableObservation: see :func:`reveal_labels`.
-            RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
-        if self._hidden_rank is None:
-            raise RuntimeError(
-                f"attack '{self.name}' does not know the rank of this model's hidden states: call "
-                "prepare(anatomy) first"
-            )
         return reveal_labels(
             view.gradient(HEAD_WEIGHT),
             max_seconds=self.max_seconds,
             allow_full_rank=self.allow_full_rank,
             hidden_rank=self._hidden_rank,
-            tolerance=self.tolerance,
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -243,17 +235,15 @@ def _random_tokens(anatomy: Anatomy, n: int) -> TokenBatch:
     return TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
 
 
-def _row_space(gradient: Tensor, tolerance: float | None) -> Array:
-    """Return rows in coordinates of the row space, (V, S) with orthonormal columns, S the rank."""
+def _row_space(gradient: Tensor) -> Array:
+    """Return rows in coordinates of the row space, (V, S) with orthonormal columns, S the rank.
+
+    Singular values below eight roundings of the gradient's dtype count as zero.
+    """
     gradient = whole_tensor(gradient)
-    if gradient.ndim != 2:
-        raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
     precision = torch.finfo(gradient.dtype).eps
     matrix = gradient.cpu().double()
-    if not bool(matrix.isfinite().all()):
-        raise UnusableObservation("the head's gradient has NaN or infinity")
-    if not bool(matrix.any()):
-        raise UnusableObservation("the head's gradient is all zero: no token was trained on")
+    check_readable(matrix.abs().max(), "the head's gradient")
     imbalance = float(matrix.sum(dim=0).norm() / matrix.abs().sum(dim=0).norm())
     if imbalance > min(64 * precision, 0.05):
         raise UnusableObservation(
@@ -264,7 +254,7 @@ def _row_space(gradient: Tensor, tolerance: float | None) -> Array:
         )
     triangle = torch.linalg.qr(matrix, mode="r").R
     _, singular, right = torch.linalg.svd(triangle)
-    threshold = (8 * precision if tolerance is None else tolerance) * float(singular[0])
+    threshold = 8 * precision * float(singular[0])
     rank = int((singular > threshold).sum())
     rows: np.ndarray[Any, Any] = ((matrix @ right[:rank].T) / singular[:rank]).numpy()
     return rows

@@ -26,9 +26,7 @@ from lightning_fedleak.attacks.local_steps import (
     COMPRESSED_STEPS,
     LocalSteps,
     check_compressed,
-    check_uncut,
     copy_weights,
-    entry_errors,
     rounding_error,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
@@ -110,7 +108,6 @@ class SubspaceWords(Attack):
     needs_float64 = True
     reads_adaptive_updates = True
     removes_loss_terms = True
-    reads_clipped = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
     needs_plain_inputs = True
     restores_fully = False
@@ -134,7 +131,6 @@ class SubspaceWords(Attack):
         self._inputs = row_space.PerMaps(self._find_inputs)
         self._sides: frozenset[bool] = frozenset()
         self._readable: list[row_space.ReadableInput] = []
-        self._is_prepared = False
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the trained maps that read a known input, or those of the widest input.
@@ -185,7 +181,7 @@ class SubspaceWords(Attack):
         Raises:
             ValueError: the input of every map depends on positions in an unknown way.
         """
-        self._readable, self._is_prepared = [], True
+        self._readable = []
         self._prepare_inputs(anatomy, self._log_odds(anatomy))
         if self._readable and self._capacity is None and self.capacity_seconds:
             first = self._readable[0]
@@ -269,10 +265,7 @@ class SubspaceWords(Attack):
             UnusableObservation: the gradient is non-finite or all zero, has more types than
                 directions tell apart, or is an update that is no sum of gradients; or no map that
                 reads a known input is trained.
-            RuntimeError: ``prepare`` was not called.
         """
-        if not self._is_prepared:
-            raise RuntimeError(f"attack '{self.name}' has no dictionary: call prepare(anatomy)")
         if not self._readable:
             raise UnusableObservation("no map whose input a token determines is trained")
         snapshot = view.gradients[-1]
@@ -312,10 +305,6 @@ class SubspaceWords(Attack):
         Raises:
             UnusableObservation: nothing can be read, with the reasons of all inputs.
         """
-        snapshot = view.gradients[-1]
-        maps_on_words = [r for r in self._readable if not r.is_factor_b] or self._readable
-        roles = [m.name for readable in maps_on_words for m in readable.maps]
-        uneven, errors = errors, entry_errors(snapshot, roles, self._facts, noise, errors)
         results: dict[bool, row_space.PursuitResult] = {}
         refusals: list[UnusableObservation] = []
         for readable in self._readable:
@@ -323,10 +312,7 @@ class SubspaceWords(Attack):
             if side in results and (results[side].silent is not None or readable.is_factor_b):
                 continue
             try:
-                if readable.is_factor_b:
-                    check_uncut(snapshot, [m.name for m in readable.maps], self._facts)
-                clipped = errors is not uneven
-                result = readable.read(view, noise, self._facts.autocast, errors, clipped=clipped)
+                result = readable.read(view, noise, self._facts.autocast, errors)
             except UnusableObservation as error:
                 refusals.append(error)
                 continue
@@ -401,8 +387,6 @@ class SubspaceWords(Attack):
         if steps.linear and not steps.settings.get("weight_decay"):
             return update, None
         names = [m.name for readable in self._readable for m in readable.maps]
-        if any(n not in self._before for n in names):
-            raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
         shared = {n: update.tensors[n] for n in names if n in update.tensors}
         if not steps.linear:
             return self._invert(update, shared, steps)

@@ -12,6 +12,7 @@ from lightning_fedleak import attacks
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.evaluation.games.play import Adversary
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
 
 PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
@@ -61,7 +62,7 @@ class MembershipAdversaries:
             return FCMembership(layer, granularity, tokens=tokens, name=label, **ladder)
         public = self._public_text(name)
         if name.startswith("trained"):
-            return attacks.TrainedMembership(
+            return TrainedMembership(
                 layer, public, granularity, tokens=tokens, seed=seed, name=label
             )
         return attacks.AttentionMembership(

@@ -134,7 +134,7 @@ class Controls:
         """Return the channel of an attack, if it is given controls."""
         owners = (c for s, c in self._series.items() if s.attack == plan.attack.name)
         channel = next(owners, None)
-        if channel is None or not plan.exposed or plan.attack.sends_values:
+        if channel is None or not plan.exposed:
             return None
         if not plan.roles and not channel.controls_states:
             return None

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack, Capability, ThreatModelError, WordGuess
+from lightning_fedleak.attacks import Attack, WordGuess
 from lightning_fedleak.engine.channels.base import Channel, Plan, guess, worst_of
 from lightning_fedleak.engine.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
 from lightning_fedleak.engine.options import Options
@@ -36,7 +36,6 @@ from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Stage,
     UnusableObservation,
-    UpdateSnapshot,
 )
 from lightning_fedleak.model.taps import Draw, TiedHeadTap
 from lightning_fedleak.records import WORDS
@@ -136,8 +135,6 @@ class WordsChannel(Channel):
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        if any(attack.sends_values for attack in attacks):  # none is chosen automatically
-            self.adversary |= {Capability.CHOOSES_WEIGHTS}
         self._own_part: TiedHeadTap | None = None
         self._truth: WordTruth | None = None
         self._one_way = False
@@ -187,21 +184,6 @@ class WordsChannel(Channel):
             self._own_part.close()
         self._own_part = None
 
-    def plan(self, attack: Attack) -> Plan:
-        """Return the plan of an attack. Attacks that send values run in an observer's rounds only.
-
-        Raises:
-            ThreatModelError: training would have to go on with crafted values.
-        """
-        if attack.sends_values and self.run.unit != "round":
-            raise ThreatModelError(
-                f"attack '{attack.name}' sends values of its own, which change training, and this "
-                "run's training must not change: list it in RoundObserver(attacks=...), which "
-                "plays rounds on copies, or call play_crafted_rounds of "
-                "lightning_fedleak.evaluation.games"
-            )
-        return super().plan(attack)
-
     # ---- a look -----------------------------------------------------------------------------
 
     def arm(self) -> None:
@@ -210,18 +192,8 @@ class WordsChannel(Channel):
             self._own_part.arm()
 
     def at_moment(self, moment: Moment) -> None:
-        """Let the attacks guess from gradients, and at the last stage from the head's own part.
-
-        Attacks that send values of their own read a round that is played on copies.
-        """
-        self.read_gradients(moment, [p for p in self.plans if not p.attack.sends_values])
-        for plan in (p for p in self.plans if p.attack.sends_values and p.exposed):
-            attack: Any = plan.attack
-            shared, crafted = moment.gradients(), moment
-            if isinstance(shared, UpdateSnapshot):
-                take = partial(attack.play, self.run.anatomy, moment.look.batches, shared)
-                crafted = replace(moment, take=take, _view=None)
-            self.read_gradients(crafted, [plan])
+        """Let the attacks guess from gradients, and at the last stage from the head's own part."""
+        self.read_gradients(moment, self.plans)
         own_part = self._own_part
         if own_part is None or Stage.AGGREGATE not in moment.stages:
             return

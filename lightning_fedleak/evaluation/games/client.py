@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_fedleak.attacks import MembershipAttack
-from lightning_fedleak.attacks.membership.insertion import Placement, insert
+from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.evaluation.games.config import GameError
 from lightning_fedleak.evaluation.games.pool import Challenge, pad
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy, place_of
@@ -22,12 +22,7 @@ PROBE_TOKENS = 4  # before and after the token that tests whether a model reads 
 
 
 def client_states(
-    anatomy: Anatomy,
-    layers: Sequence[int],
-    ids: Tensor,
-    mask: Tensor | None,
-    *,
-    dropout_seed: int | None = None,
+    anatomy: Anatomy, layers: Sequence[int], ids: Tensor, mask: Tensor | None
 ) -> dict[int, Tensor]:
     """Return hidden states at several layers, from one forward of the client's whole batch.
 
@@ -40,8 +35,6 @@ def client_states(
         layers: 0 for the blocks' input, k for the output of block k.
         ids: (B, L).
         mask: (B, L), or None where the client has none.
-        dropout_seed: a seed for a forward in train mode with the model's own dropout; None for a
-            forward without dropout, which a dishonest server demands.
 
     Returns:
         (B, L, d) by layer, detached.
@@ -53,10 +46,6 @@ def client_states(
     if mask is not None:
         inputs["attention_mask"] = mask.to(device)
     with undisturbed(anatomy) as model, torch.no_grad():
-        if dropout_seed is not None:
-            torch.manual_seed(dropout_seed)
-            for module in model.modules():
-                module.training = True
         states = stop_behind(model, places)(**inputs)
     return {layer: x.detach() for layer, x in zip(layers, states, strict=True)}
 
@@ -276,26 +265,12 @@ def _random_head(states: Tensor) -> Tensor:
     return scaled.to(states)
 
 
-class _Blank(nn.Module):
-    """Crafted layers that add nothing; they show the gradient that arrives at their output."""
-
-    def __init__(self, whole_sentence: bool) -> None:
-        super().__init__()
-        self.whole_sentence = whole_sentence
-
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return zeros, (B, L, 1), or (B, 1, 1) for whole sentences."""
-        inputs = 1 if self.whole_sentence else hidden.shape[1]
-        return hidden.new_zeros((len(hidden), inputs, 1), requires_grad=True)
-
-
 def autograd_gradient(
     anatomy: Anatomy,
     attack: MembershipAttack,
     target: Tensor,
     ids: Tensor,
     mask: Tensor | None,
-    placement: Placement,
     loss: Loss,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``attack.craft(target)`` inside the model, in eval mode.
@@ -306,7 +281,6 @@ def autograd_gradient(
         target: (D,).
         ids: (B, L).
         mask: (B, L) or None.
-        placement: see :func:`~lightning_fedleak.attacks.membership.insertion.insert`.
         loss: the client's.
 
     Returns:
@@ -315,28 +289,9 @@ def autograd_gradient(
     """
     crafted = attack.craft(target)
     bias = crafted.get_parameter("bias")
-    with _output_of(crafted) as outputs, insert(anatomy, attack.layer, crafted, placement):
+    with _output_of(crafted) as outputs, Inserted(anatomy, attack.layer, crafted):
         gradient, upstream = _gradients(anatomy, ids, mask, loss, lambda: [bias, outputs[-1]])
     return gradient, upstream[..., 0]
-
-
-def loss_upstream(
-    anatomy: Anatomy,
-    attack: MembershipAttack,
-    ids: Tensor,
-    mask: Tensor | None,
-    placement: Placement,
-    loss: Loss,
-) -> Tensor:
-    """Return the loss's gradient at the crafted output, (B, L), or (B, 1) for whole sentences.
-
-    The layers inserted here add nothing, so the result is exact to first order in what crafted
-    layers add.
-    """
-    blank = _Blank(attack.granularity == "full")
-    with _output_of(blank) as outputs, insert(anatomy, attack.layer, blank, placement):
-        (upstream,) = _gradients(anatomy, ids, mask, loss, lambda: [outputs[-1]])
-    return upstream[..., 0]
 
 
 @contextmanager

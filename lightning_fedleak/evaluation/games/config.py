@@ -9,7 +9,6 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from lightning_fedleak.attacks.membership.insertion import Placement
 from lightning_fedleak.evaluation.metrics import Rate, membership_rates
 from lightning_fedleak.validate import check_choice, check_integer
 
@@ -21,9 +20,7 @@ class GameError(ValueError):
 Protocol = Literal["game", "authors"]
 Relation = Literal["replace_one", "add_remove"]
 Gradients = Literal["autograd", "closed_form"]
-Upstream = Literal["generic", "loss"]
 Forwards = Literal["fresh", "pooled"]
-Recompute = Literal["alone", "padded"]
 
 
 @dataclass(frozen=True)
@@ -43,14 +40,12 @@ class GameConfig:
             ``batch - 1`` sentences with or without the target, as accountants of DP-SGD compare
             (:func:`lightning_fedleak.evaluation.auditing.audit_games`).
         gradients: ``"autograd"`` runs backward through crafted layers that are really inserted into
-            the model (``upstream`` and ``forwards`` must then have their defaults);
-            ``"closed_form"`` uses the attack's own formula.
+            the model (``forwards`` must then be ``"fresh"``); ``"closed_form"`` uses the attack's
+            own formula with random upstream gradients, on which no guess may depend.
         position: the target token, where an attack asks for tokens: ``"random"``, ``"last"`` or an
             index counted from 0. The first two skip special tokens, whose states in early layers
             hardly differ between sentences, and in a causal model the last token, whose hidden
             states enter no next-token loss: ``"last"`` is then the one before.
-        upstream: of the closed form: ``"generic"`` for random numbers (the guess must not depend
-            on them), ``"loss"`` for the gradient of the user's own loss at the crafted output.
         forwards: of the client, in closed form. ``"fresh"``: one forward of the whole batch D in
             every game. ``"pooled"``: each sentence is computed once, in a batch of ``batch``
             sentences with its padding, and every D is assembled from these. Sentences of a batch do
@@ -58,13 +53,6 @@ class GameConfig:
             thousands of games.
         targets_per_batch: games that share one D; each has its own bit and target. Above 1 the
             games are no longer independent, and intervals are over batches.
-        recompute: how the server embeds its target: ``"alone"`` in a batch of one without padding,
-            or ``"padded"`` together with the other targets of the batch and further sentences,
-            padded to another length than the client's.
-        dropout: whether the client's forward drops units. A dishonest server sets dropout to 0
-            (False); True shows how much the attack loses with dropout.
-        placement: where crafted layers go (Fig. 3), see
-            :func:`lightning_fedleak.attacks.membership.insertion.insert`.
         seed: of the game's own generators; global random numbers are not used.
 
     Raises:
@@ -83,12 +71,8 @@ class GameConfig:
     relation: Relation = "replace_one"
     gradients: Gradients = "closed_form"
     position: Literal["random", "last"] | int = "random"
-    upstream: Upstream = "generic"
     forwards: Forwards = "fresh"
     targets_per_batch: int = 1
-    recompute: Recompute = "alone"
-    dropout: bool = False
-    placement: Placement = "sequential"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,26 +87,18 @@ class GameConfig:
             raise GameError(f"position must be 'random', 'last' or an index, got {position!r}")
         if self.protocol == "authors" and (position == "last" or self.targets_per_batch > 1):
             raise GameError("the authors' protocol has one target at one index in each batch")
-        if self.relation == "add_remove":
-            if self.protocol == "authors":
-                raise GameError(
-                    "the authors' protocol replaces one sentence by another: leave "
-                    "relation='add_remove' out, or set protocol='game'"
-                )
-            if self.targets_per_batch > 1 or self.batch < 2:
-                raise GameError(
-                    "relation='add_remove' removes the target from its batch: set batch to at "
-                    "least 2 and targets_per_batch to 1, got "
-                    f"{self.batch} and {self.targets_per_batch}"
-                )
-        if self.gradients == "autograd" and (self.forwards, self.upstream) != ("fresh", "generic"):
+        if self.relation == "add_remove" and (
+            self.protocol == "authors" or self.targets_per_batch > 1 or self.batch < 2
+        ):
             raise GameError(
-                "gradients='autograd' runs the client's own forward and loss in every game, so "
-                f"forwards={self.forwards!r} and upstream={self.upstream!r} would do nothing: "
-                "leave both out, or set gradients='closed_form'"
+                "relation='add_remove' removes the target from its batch: set protocol='game', "
+                "batch to at least 2 and targets_per_batch to 1"
             )
-        if self.dropout and (self.gradients == "autograd" or self.forwards == "pooled"):
-            raise GameError("dropout=True needs gradients='closed_form' and forwards='fresh'")
+        if self.gradients == "autograd" and self.forwards == "pooled":
+            raise GameError(
+                "gradients='autograd' runs the client's own forward in every game: leave "
+                "forwards='pooled' out, or set gradients='closed_form'"
+            )
 
 
 _SETTINGS = ("attack", "layer", "granularity", "protocol", "relation", "gradients", "dtype")

@@ -29,7 +29,6 @@ from lightning_fedleak.evaluation.games.client import (
     default_loss,
     find_collisions,
     generic_upstream,
-    loss_upstream,
     reads_ahead,
     tells_positions_apart,
 )
@@ -45,8 +44,6 @@ from lightning_fedleak.evaluation.games.pool import (
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states, undisturbed
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
-
-PADDING_SENTENCES = 5  # that the server embeds beside its targets where it pads; not tuned
 
 Adversary = MembershipAttack | PassiveMembership
 
@@ -69,7 +66,7 @@ def play(
 
     A_init is ``attack.meet`` and ``attack.prepare``, and runs once. In each game the client
     computes the hidden states of its whole batch. The server computes those of its target
-    separately (``config.recompute``), crafts (A_attack), and guesses from the gradient of its
+    separately, crafts (A_attack), and guesses from the gradient of its
     crafted layers alone (A_guess). A
     :class:`~lightning_fedleak.attacks.membership.base.PassiveMembership` guesses from the gradient
     that the whole batch gives the model's own trained parameters.
@@ -82,7 +79,7 @@ def play(
         planted: ids of the sentence that the authors' protocol plants.
         loss: the client's; default
             :func:`~lightning_fedleak.evaluation.games.client.default_loss`. Used with
-            ``gradients="autograd"`` and with ``upstream="loss"``.
+            ``gradients="autograd"``.
         progress: called with the number of games played since the last call.
         defend: a defence of the client's token ids, called for every batch; the adversary knows of
             it (:meth:`~lightning_fedleak.attacks.base.Attack.meet`). The server's own forwards and
@@ -164,15 +161,13 @@ class _GameRun:
         loss: Loss,
         defend: Defend | None = None,
     ) -> None:
-        if not attacks:
-            raise GameError("no attack to play the game with")
         if defend is not None and config.forwards == "pooled":
             raise GameError("defend= changes every batch and needs forwards='fresh'")
-        self.context = context_length(anatomy)
-        if self.context is not None and pool.tokens > self.context:
+        context = context_length(anatomy)
+        if context is not None and pool.tokens > context:
             raise GameError(
                 f"targets of up to {pool.tokens} tokens do not fit into the model's context of "
-                f"{self.context}: make the pool with tokens={self.context} or fewer"
+                f"{context}: make the pool with tokens={context} or fewer"
             )
         facts = RunFacts() if defend is None else RunFacts(defended=frozenset({"batches"}))
         for attack in attacks:
@@ -191,7 +186,6 @@ class _GameRun:
         self.ahead = {k: k > 0 and reads_ahead(anatomy, k) for k in self.layers}
         self.positional = tells_positions_apart(anatomy)
         self.client_generator = torch.Generator().manual_seed(config.seed + 1)
-        self.server_generator = torch.Generator().manual_seed(config.seed + 2)
         pooled = config.forwards == "pooled" and self.layers
         self.pooled = self._pool_states(planted) if pooled else None
         self.truth: dict[str, list[Tensor]] = {"bits": [], "batches": [], "positions": []}
@@ -230,7 +224,11 @@ class _GameRun:
                 if self.config.gradients == "closed_form":
                     kind = (attack.layer, attack.granularity)
                     if kind not in upstreams:
-                        upstreams[kind] = self._upstream(attack, client)
+                        upstreams[kind] = generic_upstream(
+                            client.hidden[attack.layer],
+                            attack.granularity == "full",
+                            self.client_generator,
+                        )
                         start = time.perf_counter()
                 targets = attack.embed(embedded[attack.layer], query)
                 self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
@@ -290,9 +288,8 @@ class _GameRun:
         """Return the settings of the game that had an effect."""
         settings = asdict(self.config)
         if self.config.gradients == "autograd":
-            del settings["forwards"], settings["upstream"]
+            del settings["forwards"]
         if self.config.protocol == "authors":
-            del settings["recompute"]
             settings["position"] = _authors_place(self.config)
         return settings
 
@@ -304,9 +301,7 @@ class _GameRun:
             return _Client(ids, mask, {})
         if self.pooled is not None:
             return _Client(ids, mask, self.pooled.batch_states(challenge.data))
-        drop = self.config.seed + number if self.config.dropout else None
-        hidden = client_states(self.anatomy, self.layers, ids, mask, dropout_seed=drop)
-        return _Client(ids, mask, hidden)
+        return _Client(ids, mask, client_states(self.anatomy, self.layers, ids, mask))
 
     def _pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return ids and mask on the model's device; the authors' model reads the padding."""
@@ -321,34 +316,14 @@ class _GameRun:
         query = Query(ids, mask, challenge.positions.to(self.anatomy.device))
         if self.config.protocol == "authors":
             return query, {k: hidden_states(self.anatomy, k, ids) for k in self.layers}
-        if self.config.recompute == "alone":
-            with undisturbed(self.anatomy):
-                states = {
-                    k: [hidden_states(self.anatomy, k, t[None])[0] for t in challenge.targets]
-                    for k in self.layers
-                }
-            return query, {
-                k: nn.utils.rnn.pad_sequence(rows, batch_first=True) for k, rows in states.items()
+        with undisturbed(self.anatomy):
+            states = {
+                k: [hidden_states(self.anatomy, k, t[None])[0] for t in challenge.targets]
+                for k in self.layers
             }
-        padding = torch.randint(
-            len(self.pool), (PADDING_SENTENCES,), generator=self.server_generator
-        )
-        rows = [*(self.pool.rows[i] for i in padding.tolist()), *challenge.targets]
-        length = min(self.pool.tokens + 3, self.context or self.pool.tokens + 3)
-        batch = pad(rows, self.pool.pad_id, length)
         return query, {
-            k: hidden_states(self.anatomy, k, *batch)[PADDING_SENTENCES:, : ids.shape[1]]
-            for k in self.layers
+            k: nn.utils.rnn.pad_sequence(rows, batch_first=True) for k, rows in states.items()
         }
-
-    def _upstream(self, attack: MembershipAttack, client: _Client) -> Tensor:
-        if self.config.upstream == "generic":
-            return generic_upstream(
-                client.hidden[attack.layer], attack.granularity == "full", self.client_generator
-            )
-        return loss_upstream(
-            self.anatomy, attack, client.ids, client.mask, self.config.placement, self.loss
-        )
 
     def _gradient(
         self,
@@ -361,6 +336,6 @@ class _GameRun:
         if upstream is not None:
             hidden = client.hidden[attack.layer]
             return attack.gradient(targets, hidden, client.mask, upstream).sum(0)
-        rest = (client.ids, client.mask, self.config.placement, self.loss)
+        rest = (client.ids, client.mask, self.loss)
         gradients = [autograd_gradient(self.anatomy, attack, t, *rest)[0] for t in targets]
         return torch.stack(gradients)

@@ -32,7 +32,7 @@ class SentencePool:
         short: number of rows dropped because they had fewer than ``at_least`` ids.
 
     Raises:
-        GameError: fewer than 2 distinct rows remain, or ``tokens < at_least``.
+        GameError: fewer than 2 distinct rows remain.
 
     Examples:
         >>> from lightning_fedleak.evaluation.games import SentencePool
@@ -50,8 +50,6 @@ class SentencePool:
         pad_id: int = 0,
         special_ids: Collection[int] = (),
     ) -> None:
-        if tokens < max(1, at_least):
-            raise GameError(f"tokens={tokens} is fewer than the {at_least} that a row must have")
         self.special_ids = frozenset(special_ids)
         distinct: dict[tuple[int, ...], None] = {}
         self.short = self.duplicates = 0
@@ -94,10 +92,7 @@ class SentencePool:
                 its tokenizer does not write.
         """
         prefix = [] if start_token_id is None else [start_token_id]
-        length = tokens - len(prefix)
-        if length < 1:
-            raise GameError(f"tokens={tokens} leaves no room for text after the start token")
-        ids = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
+        ids = tokenizer(list(texts), truncation=True, max_length=tokens - len(prefix))["input_ids"]
         pad = getattr(tokenizer, "pad_token_id", None)
         return cls(
             [prefix + row for row in ids],
@@ -128,16 +123,10 @@ class SentencePool:
 
 
 def pad(rows: Sequence[Tensor], pad_id: int, length: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return rows as ids and mask, each (n, L), where L is the longest row or ``length``.
-
-    Raises:
-        GameError: a row is longer than ``length``.
-    """
+    """Return rows as ids and mask, each (n, L), where L is the longest row or ``length``."""
     ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_id)
-    padding = 0 if length is None else length - ids.shape[1]
-    if padding < 0:
-        raise GameError(f"a row of {ids.shape[1]} tokens does not fit into {length}")
-    ids = nn.functional.pad(ids, (0, padding), value=pad_id)
+    if length is not None:
+        ids = nn.functional.pad(ids, (0, length - ids.shape[1]), value=pad_id)
     lengths = torch.tensor([len(r) for r in rows])
     return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).to(torch.int64)
 

@@ -4,14 +4,13 @@ import csv
 import gzip
 import itertools
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.papers import retrieval_error, separation
@@ -25,16 +24,9 @@ from lightning_fedleak.attacks.membership.attention_calibration import (
     Calibration,
     PublicScores,
     PublicStates,
-    calibrate,
-    fixed_calibration,
     lemma_gamma,
 )
-from lightning_fedleak.attacks.membership.attention_layers import (
-    HeadPair,
-    algorithm_one,
-    omitted_direction,
-    projector_heads,
-)
+from lightning_fedleak.attacks.membership.attention_layers import attentions, expected_response
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.row_space.whitening import fit_whitening
@@ -71,7 +63,7 @@ def built(whitening=None, **given):
     if whitening is None:
         return attention(1, whiten=False, **given)
     attack = attention(1, [[1, 2]], **given)
-    attack._calibration = fixed_calibration(whitening, attack.design)
+    attack._calibration = replace(attack._fixed_calibration(), whitening=whitening)
     attack._d = len(whitening.mean)
     return attack
 
@@ -97,7 +89,7 @@ def games(draw):
     seed = draw(st.integers(0, 2**20))
     b, length, d = draw(st.integers(1, 4)), draw(st.integers(1, 7)), draw(st.integers(2, 9))
     g = draw(st.integers(1, 4))
-    score = draw(st.sampled_from(["band", "ladder", "coordinates"]))
+    score = draw(st.sampled_from(["band", "coordinates"]))
     whitening = None
     if draw(st.booleans()):
         whitening = fit_whitening(normal(12 * d, d, seed=seed) @ normal(d, d, seed=seed) + 1)
@@ -106,10 +98,6 @@ def games(draw):
         score=score,
         gamma=draw(st.sampled_from([0.05, 0.3, 0.9])),
         beta=draw(st.sampled_from(["authors", 0.1, 1.0, 5.0])),
-        readout=draw(st.sampled_from(["matched", "token"])),
-        variant=draw(st.sampled_from(["projector", "paper"])),
-        omit_random=draw(st.booleans()),
-        causal=draw(st.booleans()),
         widths=draw(st.sampled_from([WIDTHS, (0.4,)])),
     )
     hidden = 2 * normal(b, length, d, seed=seed)
@@ -162,49 +150,47 @@ def softmax(values):
 
 
 def test_differences_are_those_of_the_definition():
-    """Eq. 1 with W_K^T W_Q = beta (I - v v^T / |v|^2) and beta (I - u u^T), in plain Python."""
-    x, v, u = normal(5, 3), normal(3, seed=1), F.normalize(normal(3, seed=2), dim=0)
+    """Eq. 1 with W_K^T W_Q = beta (I - v v^T / |v|^2) and beta I, in plain Python."""
+    x, v = normal(5, 3), normal(3, seed=1)
     beta = 0.8
-    found = torch.zeros(5, 3, dtype=torch.float64)
+    differences = torch.zeros(5, 3, dtype=torch.float64)
     for i in range(5):
         heads = []
-        for omitted in (v / v.norm(), u):
+        for omitted in (v / v.norm(), torch.zeros(3).double()):
             matrix = torch.eye(3).double() - torch.outer(omitted, omitted)
             weights = softmax([beta * float(x[j] @ matrix @ x[i]) for j in range(5)])
             heads.append(sum(w * x[j] for j, w in enumerate(weights)))
-        found[i] = heads[0] - heads[1]
-    (seen,) = HeadPair(beta, u).attentions(x[None], None, v[None])
-    assert (seen.sentence, seen.places.tolist(), seen.targets.start) == (0, [0, 1, 2, 3, 4], 0)
-    target, token, z = seen.coordinates()
+        differences[i] = heads[0] - heads[1]
+    (attention_of_v,) = attentions(x[None], None, v[None], beta)
+    assert attention_of_v.places.tolist() == [0, 1, 2, 3, 4]
+    target, token, z = attention_of_v.coordinates()
     assert target.tolist() == [0] * 5
-    torch.testing.assert_close(z, found[token], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(z, differences[token], rtol=1e-12, atol=1e-14)
     row = normal(1, 3, seed=3)
-    torch.testing.assert_close(seen.project(row)[0], found @ row[0], rtol=1e-12, atol=1e-14)
+    projected = attention_of_v.project(row)[0]
+    torch.testing.assert_close(projected, differences @ row[0], rtol=1e-12, atol=1e-14)
 
 
-@given(st.integers(2, 7), st.integers(2, 8), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_the_difference_expected_is_the_one_that_comes(length, d, causal, random, seed):
+@given(st.integers(2, 7), st.integers(2, 8), st.integers(0, 99))
+def test_the_expected_response_is_the_one_in_the_targets_sentence(length, d, seed):
     x = normal(3, length, d, seed=seed)
     mask = torch.ones(3, length)
     mask[0, length - 1] = mask[1, 0] = 0
     positions = torch.tensor([0, length - 1, length // 2])
-    u = F.normalize(normal(d, seed=seed + 1), dim=0) if random else None
-    heads = HeadPair(0.7, u, causal)
-    expected = heads.expected_response(x, mask, positions)
-    for g, at in enumerate(positions.tolist()):
-        target = x[g, at][None]
-        (seen,) = heads.attentions(x[g][None], mask[g][None], target)
-        _, _, come = seen.coordinates()
-        own = come[seen.places.tolist().index(at)]
-        torch.testing.assert_close(expected[g], own, rtol=1e-9, atol=1e-12)
+    expected = expected_response(x, mask, positions, 0.7)
+    for g, position in enumerate(positions.tolist()):
+        (alone,) = attentions(x[g][None], mask[g][None], x[g, position][None], 0.7)
+        _, _, responses = alone.coordinates()
+        response = responses[alone.places.tolist().index(position)]
+        torch.testing.assert_close(expected[g], response, rtol=1e-9, atol=1e-12)
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.floats(0.0, 3.0), st.integers(0, 99))
 def test_tokens_that_are_left_out_exceed_no_gamma(length, d, gamma, seed):
     x = normal(1, length, d, seed=seed)
-    (seen,) = HeadPair(2.0).attentions(x, None, normal(3, d, seed=seed + 1))
-    target, token, z = seen.coordinates()
-    kept, kept_token, kept_z = seen.coordinates(gamma)
+    (attention_of_targets,) = attentions(x, None, normal(3, d, seed=seed + 1), 2.0)
+    target, token, z = attention_of_targets.coordinates()
+    kept, kept_token, kept_z = attention_of_targets.coordinates(gamma)
     assert len(target) == 3 * length
     dense = torch.zeros(3, length, d, dtype=torch.float64)
     dense[target, token] = z
@@ -213,94 +199,48 @@ def test_tokens_that_are_left_out_exceed_no_gamma(length, d, gamma, seed):
     assert bool((dense.abs() <= gamma).all())
 
 
-def test_the_literal_weights_are_those_of_algorithm_1():
-    d, beta, gamma = 6, 0.9, 0.25
-    v = normal(d)
-    attack = built(variant="paper", beta=beta, gamma=gamma, seed=3)
-    layers = attack.craft(v)
-    assert layers.w_q.shape == layers.w_k.shape == (4, d - 1, d)
-    scale = beta * math.sqrt(d - 1)
-    for h in range(4):
-        inverse = torch.linalg.pinv(layers.w_q[h])
-        torch.testing.assert_close(layers.w_k[h], scale * inverse.T)
-    assert torch.equal(layers.w_q[0], layers.w_q[2])
-    assert torch.equal(layers.w_q[1], layers.w_q[3])
-    assert float((layers.w_q[0] @ v).abs().max()) < 1e-12
-    product = layers.w_k[0].T @ layers.w_q[0] / scale
-    torch.testing.assert_close(product, torch.eye(d).double() - torch.outer(v, v) / (v @ v))
-    u = omitted_direction(d, generator(3))
-    product = layers.w_k[1].T @ layers.w_q[1] / scale
-    torch.testing.assert_close(product, torch.eye(d).double() - torch.outer(u, u))
-    eye, zero = torch.eye(d), torch.zeros(d, d)
-    line_11 = torch.cat(
-        [torch.cat([eye, -eye, zero, zero], 1), torch.cat([zero, zero, -eye, eye], 1)]
-    )
-    assert torch.equal(layers.w_o, line_11.double())
-    assert torch.equal(layers.w_v, eye.double().expand(4, d, d))
-    assert not layers.b_q.any()
-    assert not layers.b_k.any()
-    torch.testing.assert_close(layers.bias.data, torch.full((2 * d,), -gamma).double())
+def algorithm_one(v, beta, generator):
+    """Queries and keys (4, d - 1, d), and W_O (2 d, 4 d), of lines 1 to 11 of Algorithm 1.
+
+    Head 2's matrix is square here, so that it omits no random direction.
+    """
+    d = len(v)
+    w = torch.randn(d, d, generator=generator, dtype=torch.float64)
+    w[:, 0] = v
+    q, _ = torch.linalg.qr(w)
+    first, second = q[:, 1:].T, torch.randn(d, d, generator=generator, dtype=torch.float64)
+    queries = [first, second, first, second]
+    keys = [beta * torch.linalg.pinv(m).T for m in queries]
+    eye, zero = torch.eye(d).double(), torch.zeros(d, d).double()
+    output = [torch.cat([eye, -eye, zero, zero], 1), torch.cat([zero, zero, -eye, eye], 1)]
+    return queries, keys, torch.cat(output)
+
+
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(2, 10), st.integers(0, 999))
+def test_the_layers_compute_what_algorithm_1_does(b, length, d, seed):
+    x, beta = normal(b, length, d, seed=seed), 0.9
+    attack = built(score="coordinates", gamma=0.25, beta=beta)
+    target = attack.embed(x, Query(torch.zeros(b, length)))[0]
+    queries, keys, output = algorithm_one(target, beta, generator(seed))
+    heads = [((x @ q.T) @ (x @ k.T).mT).softmax(-1) @ x for q, k in zip(queries, keys, strict=True)]
+    exact = (torch.cat(heads, -1) @ output.T - 0.25).relu()
+    layers = attack.craft(target)
+    torch.testing.assert_close(layers(x), exact, rtol=1e-7, atol=1e-9)
     assert [n for n, p in layers.named_parameters() if p.requires_grad] == ["bias"]
 
 
 def test_the_authors_beta_is_2_over_the_root_of_d_minus_1():
     v = normal(10)
-    layers = built(variant="paper", beta="authors").craft(v)
-    product = layers.w_k[0].T @ layers.w_q[0] / 3.0
+    layers = built(score="coordinates", beta="authors").craft(v)
+    product = layers.w_k[0].T @ layers.w_q[0] / 10**0.5
     exact = (torch.eye(10).double() - torch.outer(v, v) / (v @ v)) * 2 / 3
     torch.testing.assert_close(product, exact)
-
-
-@given(
-    st.integers(1, 3),
-    st.integers(1, 6),
-    st.integers(2, 10),
-    st.sampled_from(["coordinates", "ladder", "band"]),
-    st.booleans(),
-    st.integers(0, 999),
-)
-def test_projectors_are_algorithm_1_without_qr_and_pseudo_inverse(
-    b, length, d, score, whiten, seed
-):
-    x = normal(b, length, d, seed=seed)
-    whitening = (
-        fit_whitening(normal(9 * d, d, seed=seed) @ normal(d, d, seed=seed)) if whiten else None
-    )
-    given = {"score": score, "gamma": 0.2, "beta": 1.3, "seed": seed}
-    paper = built(whitening, variant="paper", **given)
-    ours = built(whitening, omit_random=True, **given)
-    query = Query(torch.zeros(b, length), positions=torch.zeros(b, dtype=torch.int64))
-    targets = ours.embed(x, query)
-    torch.testing.assert_close(paper.embed(x, query), targets)
-    one, two = paper.craft(targets[0]), ours.craft(targets[0])
-    # Without biases and ReLU: W_O Z, for both halves of the rows.
-    torch.testing.assert_close(
-        one._heads(x, None) @ one.w_o.T, two._heads(x, None) @ two.w_o.T, rtol=1e-9, atol=1e-9
-    )
-    upstream = normal(b, length, seed=seed + 1)
-    literal = by_autograd(paper, targets, x, None, upstream)
-    closed = ours.gradient(targets, x, None, upstream)
-    torch.testing.assert_close(closed, literal, rtol=1e-10, atol=1e-14)
-    assert torch.equal(ours.guess(closed.sum(0)).members, paper.guess(literal.sum(0)).members)
-
-
-def test_heads_agree_with_algorithm_1_in_float64():
-    d = 40
-    x, v = normal(1, 12, d), normal(d, seed=1)
-    literal = algorithm_one(v, 0.5, generator(5))
-    ours = projector_heads(v, 0.5, omitted_direction(d, generator(5)))
-
-    def products(heads):
-        q, k = x @ heads.queries.mT, x @ heads.keys.mT
-        return q @ k.mT / math.sqrt(heads.queries.shape[1])
-
-    torch.testing.assert_close(products(ours), products(literal)[:2], rtol=1e-9, atol=1e-9)
 
 
 def test_a_member_responds_with_one_wherever_its_sentence_is():
     """Whatever else is in the batch, on either side of the padding."""
     x = normal(4, 6, 8)
-    attack = built(score="ladder", gamma=0.5, widths=(1e-9,))
+    attack = built(gamma=0.5, widths=(1e-9,))
     query = Query(torch.zeros(1, 5), positions=torch.tensor([2]))
     target = attack.embed(x[1:2, :5], query)
     padded = torch.cat([normal(1, 2, 8, seed=5), x[1:2, :5], normal(1, 3, 8, seed=6)], 1)
@@ -347,7 +287,7 @@ def test_a_sentence_of_one_token_is_never_found():
 def test_a_band_is_the_difference_of_its_edges():
     """Tokens above both edges cancel, whatever their upstream gradients sum to."""
     attack = built(widths=(0.01, 0.1), gamma=0.9)
-    assert attack.design.widths == (0.01, 0.1)
+    assert attack.widths == [0.01, 0.1]
     inside, above = 0.3, 17.123456
     gradient = torch.tensor(
         [
@@ -374,16 +314,15 @@ def test_targets_are_told_from_others_and_ranked_by_rungs():
     ]
     assert bool(scores[0].members.all())
     assert not bool(scores[1].members.any())
-    assert float(scores[0].scores.min()) == attack.design.levels > float(scores[1].scores.max())
+    assert float(scores[0].scores.min()) == attack._levels > float(scores[1].scores.max())
 
 
 def test_the_last_token_is_asked_for():
     x = normal(3, 6, 5)
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [0] * 3 + [1] * 3])
     query = Query(mask, mask)
-    assert torch.equal(
-        built(readout="token").embed(x, query), x[torch.arange(3), torch.tensor([5, 3, 5])]
-    )
+    attack = built(score="coordinates")
+    assert torch.equal(attack.embed(x, query), x[torch.arange(3), torch.tensor([5, 3, 5])])
 
 
 @given(st.integers(2, 5), st.integers(2, 5), st.sampled_from([0.05, 0.5, 2.0]), st.integers(0, 99))
@@ -404,7 +343,7 @@ def test_a_gamma_that_overflows_never_fires():
     hidden[:, 1] = 2 * hidden[:, 0]
     states = PublicStates(hidden, torch.ones(2, 3, dtype=torch.bool))
     assert lemma_gamma(states, 1.0) == math.inf
-    attack = attention(1, [[1, 2]], whiten=False, gamma="lemma")
+    attack = attention(1, [[1, 2]], whiten=False, gamma="lemma", score="coordinates")
     attack._calibration, attack._d = Calibration(None, torch.tensor([math.inf]), level=0), 4
     targets = attack.embed(hidden, Query(torch.zeros(2, 3)))
     assert not attack.gradient(targets, hidden, None, normal(2, 3)).any()
@@ -426,7 +365,7 @@ def test_the_public_rate_is_that_of_all_batches(targets, sentences, batch, seed)
 
 
 def test_noise_alone_is_taken_for_a_member_at_the_stated_rate():
-    for score in ("band", "ladder", "coordinates"):
+    for score in ("band", "coordinates"):
         attack = built(score=score, gamma=0.4, false_positive_rate=0.05)
         attack._d = 3
         noise = 0.2 * torch.randn(40_000, attack.rungs, generator=generator(1))
@@ -450,7 +389,7 @@ def test_under_noise_members_still_rank_above_others():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("score", ["band", "ladder", "coordinates"])
+@pytest.mark.parametrize("score", ["band", "coordinates"])
 def test_gradients_that_are_not_finite_are_refused(value, score):
     attack = built(score=score)
     attack._d = 3
@@ -481,7 +420,8 @@ def public():
     "make", [models.tiny_bert_mlm, models.tiny_gpt2, models.tiny_llama], ids=lambda m: m.__name__
 )
 @pytest.mark.parametrize(
-    "given", [{}, {"score": "coordinates"}, {"gamma": "lemma"}, {"gamma": 0.8}]
+    "given",
+    [{}, {"score": "coordinates"}, {"gamma": "lemma", "score": "coordinates"}, {"gamma": 0.8}],
 )
 def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, public):
     anatomy = find_anatomy(make())
@@ -513,9 +453,7 @@ def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, pub
 def test_the_rate_asked_for_holds_in_games_on_other_text(public):
     """300 batches of 20 texts and a target outside of them."""
     anatomy = find_anatomy(models.tiny_llama(d=32))
-    attack = attention(
-        1, public, batch=20, false_positive_rate=0.1, readout="token", score="ladder"
-    )
+    attack = attention(1, public, batch=20, false_positive_rate=0.1)
     attack.prepare(anatomy)
     texts = torch.randint(5, models.VOCAB, (400, 12), generator=generator(9))
     hidden = hidden_states(anatomy, 1, texts)
@@ -529,36 +467,33 @@ def test_the_rate_asked_for_holds_in_games_on_other_text(public):
     assert sum(fires) / 300 < 0.16
 
 
-@pytest.mark.parametrize("score", ["band", "ladder"])
-def test_no_wider_band_decides_than_a_member_needs(public, score):
+def test_no_wider_band_decides_than_a_member_needs(public):
     """Whatever rate is allowed: wider ones rank, and one that is given as a number decides."""
     anatomy = find_anatomy(models.tiny_llama())
-    for own, width in (({}, 0.1), ({"gamma": 0.5}, 0.5), ({"widths": (0.3, 0.5)}, 0.3)):
-        attack = attention(1, public, batch=20, score=score, false_positive_rate=0.999, **own)
+    for arguments, width in (({}, 0.1), ({"gamma": 0.5}, 0.5), ({"widths": (0.3, 0.5)}, 0.3)):
+        attack = attention(1, public, batch=20, false_positive_rate=0.999, **arguments)
         attack.prepare(anatomy)
-        assert attack.design.widths[attack._calibration.level] == width
+        assert attack.widths[attack._calibration.level] == width
 
 
 def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response(public):
     for own, plain, replaced in (
         ({}, 0.7, 0.999),
-        ({"score": "ladder"}, 0.7, 0.999),
-        ({"readout": "token"}, 0.7, 0.999),
         ({"widths": WIDTHS}, 0.7, 0.7),
         ({"widths": (0.3,)}, 0.3, 0.3),
     ):
         attack = attention(1, public, batch=20, **own)
         before = attack.config()
-        assert attack.design.widths[-1] == plain
+        assert attack.widths[-1] == plain
         expect(attack, defended=False, replaced=True)
-        assert attack.design.widths[-1] == replaced
+        assert attack.widths[-1] == replaced
         assert set(before["widths"]) <= set(attack.config()["widths"])
         expect(attack, defended=False)
         assert attack.config() == before
     # The rungs that gradients are clipped with share a norm, whatever the text.
     attack = attention(1, public, batch=20)
     expect(attack, defended=True, replaced=True)
-    assert attack.design.widths == (0.1,)
+    assert attack.widths == [0.1]
 
 
 def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
@@ -566,12 +501,12 @@ def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
         attack = attention(1, public, batch=20, **own)
         for defended in (False, True):
             expect(attack, defended=defended, replaced=True)
-            assert attack.design.beta == replaced
+            assert attack.beta == replaced
             expect(attack, defended=defended)
-            assert attack.design.beta == plain
+            assert attack.beta == plain
     published = AttentionMembership.as_published(1, public)
     expect(published, defended=False, replaced=True)
-    assert published.design.beta == "authors"
+    assert published.beta == "authors"
 
 
 def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
@@ -596,8 +531,8 @@ def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
 def test_a_gamma_of_ones_own_decides_among_the_wider_bands_too():
     attack = attention(1, whiten=False, gamma=0.45)
     expect(attack, defended=False, replaced=True)
-    assert attack.design.widths[attack.design.level_of_gamma] == 0.55
-    assert attack.design.widths[-1] == 0.999
+    assert attack.widths[attack._fixed_calibration().level] == 0.55
+    assert attack.widths[-1] == 0.999
 
 
 def test_refresh_waits_and_follows(public):
@@ -626,7 +561,6 @@ def test_state_of_other_settings_is_refused(public):
         attention(1, public, batch=20, whiten=False),
         attention(1, public, batch=20, score="coordinates"),
         attention(1, public, batch=20, refresh_every=7),
-        attention(1, public, batch=20, causal=True),
         attention(2, public, batch=20),
         attention(1, texts, batch=20),
         attention(1, "sampled", batch=20),
@@ -655,13 +589,11 @@ def few(n, tokens=12):
         (lambda: attention(1, [[1, 2]], gamma="high"), "gamma"),
         (lambda: attention(1, [[1, 2]], gamma=1.5), "below 1"),
         (lambda: attention(1, [[1, 2]], score="norm"), "score"),
-        (lambda: attention(1, [[1, 2]], variant="other"), "variant"),
-        (lambda: attention(1, [[1, 2]], readout="none"), "readout"),
         (lambda: attention(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
         (lambda: attention(1, [[1, 2]], widths=()), "widths"),
         (lambda: attention(1, [[1, 2]], batch=0), "batch"),
         (lambda: attention(1, [[1, 2]], false_positive_rate=0.0), "false_positive_rate"),
-        (lambda: attention(1, [[1, 2]], score="band", gamma="lemma"), "ladder"),
+        (lambda: attention(1, [[1, 2]], score="band", gamma="lemma"), "one threshold"),
         (
             lambda: attention(3, few(99)).prepare(find_anatomy(models.tiny_gpt2())),
             "out of range",
@@ -674,43 +606,12 @@ def few(n, tokens=12):
             lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
             "30 public texts are too few",
         ),
-        (
-            lambda: built().gradient(normal(2, 8), normal(2, 3, 5), None, normal(2, 3)),
-            r"targets must be \(G, 10\)",
-        ),
-        (
-            lambda: built().gradient(normal(2, 10), normal(2, 3, 5), None, normal(2, 4)),
-            "upstream",
-        ),
-        (
-            lambda: built().gradient(
-                normal(2, 10), normal(2, 3, 5), torch.ones(2, 4), normal(2, 3)
-            ),
-            "mask",
-        ),
-        (lambda: built().craft(normal(2, 10)), "one target"),
         (lambda: built().craft(normal(10) * math.nan), "not finite"),
-        (lambda: built().craft(normal(10))(normal(1, 3, 7)), "hidden states of 5 numbers"),
-        (lambda: built().guess(torch.zeros(2, 3)), "number per rung"),
-        (lambda: built(score="coordinates").guess(torch.zeros(2)), "row of W_O"),
-        (lambda: built().guess(torch.zeros(2, 24), -1.0), "noise_std"),
-        (lambda: built(score="coordinates").guess(torch.zeros(2, 10), -1.0), "noise_std"),
     ],
 )
 def test_refusals_say_what_to_do(build, words):
     with pytest.raises(ValueError, match=words):
         build()
-
-
-def test_a_token_that_makes_no_difference_on_public_text_is_refused():
-    """Sentences of one word again and again: both heads return that word."""
-    words = normal(40, 1, 6).expand(40, 4, 6)
-    states = PublicStates(words, torch.ones(40, 4, dtype=torch.bool))
-    for gamma in ("calibrated", 0.5):
-        design = attention(1, [[1, 2]], whiten=False, readout="token", gamma=gamma, batch=10).design
-        with pytest.raises(ValueError, match=r"median response there is .* not positive"):
-            calibrate(states, design)
-    assert calibrate(PublicStates(normal(40, 4, 6), states.mask), design).response > 0
 
 
 def test_working_unprepared_says_so():
@@ -720,7 +621,6 @@ def test_working_unprepared_says_so():
         lambda: attack.embed(normal(1, 2, 5), Query(torch.zeros(1, 2))),
         lambda: attack.gradient(normal(1, 10), normal(1, 2, 5), None, normal(1, 2)),
         lambda: attack.guess(torch.zeros(1, 24)),
-        lambda: attention(1, [[1, 2]], score="coordinates").rungs,
     ):
         with pytest.raises(RuntimeError, match="prepare"):
             work()
@@ -728,7 +628,6 @@ def test_working_unprepared_says_so():
 
 def test_config_is_plain_and_the_published_setting_is_the_papers():
     config = AttentionMembership.as_published(2, [[1, 2]]).config()
-    assert config["variant"] == "paper"
     assert config["whiten"] is False
     assert config["score"] == "coordinates"
     assert config["beta"] == "authors"
@@ -777,12 +676,11 @@ def played(attack, ids, mask, hidden, n):
 @pytest.mark.assets
 def test_on_a_real_model_the_lemmas_gamma_never_fires_and_the_calibrated_tells(stories):
     anatomy, public, *data = stories
-    raw = AttentionMembership.as_published(3, public, variant="projector", gamma="lemma")
-    for lemma, n in ((attention(3, public, gamma="lemma"), 12), (raw, 4)):
-        lemma.prepare(anatomy)
-        _, bits, members = played(lemma, *data, n)
-        assert not any(members)
-        assert sum(bits) == n // 2
+    lemma = AttentionMembership.as_published(3, public, gamma="lemma")
+    lemma.prepare(anatomy)
+    _, bits, members = played(lemma, *data, 4)
+    assert not any(members)
+    assert sum(bits) == 2
     attack = attention(3, public)
     attack.prepare(anatomy)
     scores, bits, members = played(attack, *data, 40)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -202,7 +201,7 @@ def test_many_tokens_that_equal_a_type_do_not_hide_the_others(
     rows[200:] = rows[200:201] + 1e-4 * torch.randn(200, D, generator=g)
     weights = torch.randn(12, 9, generator=g, dtype=torch.float64)
     truth = torch.tensor([*range(8), 250])
-    monkeypatch.setattr(pursuit, "_SETTINGS", replace(pursuit._SETTINGS, screened=50))
+    monkeypatch.setattr(pursuit, "SCREENED", 50)
     gradient = (weights @ rows[truth].double()).float()
     shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
     path = pursuit._Pursuit(Atoms(rows, NOTHING), shared, torch.zeros(V))

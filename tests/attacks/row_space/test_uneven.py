@@ -49,7 +49,7 @@ def test_entries_that_are_hardly_known_are_filled_in(seed: int) -> None:
     seen = rows + errors * torch.randn(rows.shape, generator=generator, dtype=torch.float64)
     counted: list[int] = []
     find = finder(atoms, counted)
-    found, _ = explain_uneven([seen], [errors], find)
+    found = explain_uneven([seen], [errors], find)
     once, _ = find([seen], [float(errors.square().mean().sqrt())])
     assert len(counted) > 2
     assert f1(found.types, truth) >= 0.9
@@ -61,12 +61,12 @@ def test_only_the_rows_that_are_known_best_are_used() -> None:
     errors = torch.full_like(rows, 1e-6)
     errors[256:] = 1e3
     seen = rows + errors * torch.randn(rows.shape, generator=generator, dtype=torch.float64)
-    found, _ = explain_uneven([seen], [errors], finder(atoms, []))
+    found = explain_uneven([seen], [errors], finder(atoms, []))
     assert set(found.types.tolist()) == set(truth.tolist())
 
 
 def test_noise_alone_names_nothing() -> None:
     atoms, _, rows, generator = planted(6, 10)
     noise = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
-    found, _ = explain_uneven([noise], [torch.ones_like(noise)], finder(atoms, []))
+    found = explain_uneven([noise], [torch.ones_like(noise)], finder(atoms, []))
     assert len(found.types) <= 1

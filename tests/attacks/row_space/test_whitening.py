@@ -39,18 +39,6 @@ def test_the_matrix_is_the_inverse_root_of_the_covariance_plus_ridge(d, ridge, s
     np.testing.assert_allclose(matrix, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
 
 
-@given(st.integers(1, 5), st.integers(2, 9), st.integers(0, 999))
-def test_folded_weights_do_what_whitening_first_does(k, d, seed):
-    g = generator(seed)
-    whitening = fit_whitening(states(10 * d, d, seed))
-    weight = torch.randn(3, k, d, generator=g, dtype=torch.float64)
-    x = states(6, d, seed + 1)
-    folded, bias = whitening.folded(weight)
-    ours = torch.einsum("nd,hkd->hnk", x, folded) + bias[:, None]
-    explicit = torch.einsum("nd,hkd->hnk", whitening(x), weight)
-    torch.testing.assert_close(ours, explicit, rtol=1e-9, atol=1e-9 * float(explicit.abs().max()))
-
-
 def test_a_massive_direction_does_not_drown_the_others():
     """One variance a billion times the others, as of the first token in some causal models."""
     g = generator(3)
@@ -84,9 +72,6 @@ def test_tensors_come_back():
         (states(8, 8), 0.1, "8 tokens of public text cannot whiten 8 dimensions"),
         (torch.ones(50, 4), 0.1, "fewer than half of the 4 dimensions"),
         (torch.cat([torch.randn(50, 1), torch.zeros(50, 3)], 1), 0.1, "more varied text"),
-        (states(50, 4) * float("nan"), 0.1, "not finite"),
-        (states(50, 4), -1.0, "ridge"),
-        (states(50, 4), float("nan"), "ridge"),
     ],
 )
 def test_refusals_say_what_to_do(hidden, ridge, words):

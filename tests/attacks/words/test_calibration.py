@@ -199,7 +199,6 @@ def test_sampled_text_is_the_seeds_alone(use_cache):
         (lambda: PublicText(["a text"]), "tokenizer"),
         (lambda: PublicText([[3], []]), "at least 2 tokens"),
         (lambda: PublicText("a text"), "not one string"),
-        (lambda: PublicText(torch.randn(3, 4)), "token ids"),
         (lambda: PublicText([[1, 2]], targets=[[1], [2]]), "1 texts but 2 targets"),
         (lambda: public_text().batch(2, 1, generator()), "length must be an integer of at least 2"),
         (lambda: public_text().batch(2, 5, generator(), kind="masked"), "mask_token_id"),

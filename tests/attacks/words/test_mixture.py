@@ -152,23 +152,3 @@ def test_tail_start_splits_by_distance_from_the_median() -> None:
     assert start.weights.tolist() == [0.8, 0.2]
     assert start.means.tolist() == [1.5, 100.0]
     assert start.variances.tolist() == [1.25, 98.5**2]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (torch.tensor([1.0, math.nan]), "NaN or infinity"),
-        (torch.tensor([1.0, math.inf]), "NaN or infinity"),
-        (torch.ones(5), "all values are equal"),
-        (torch.ones(1), "n >= 2"),
-        (torch.ones(2, 2), "n >= 2"),
-    ],
-)
-def test_refuses_what_has_no_fit(values: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit_two_gaussians(values)
-
-
-def test_refuses_a_start_without_mass() -> None:
-    with pytest.raises(ValueError, match="tail must be a number above 0 and below 1"):
-        fit_two_gaussians(torch.arange(5.0), start=1.5)

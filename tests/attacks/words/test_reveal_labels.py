@@ -222,13 +222,6 @@ def test_more_tokens_than_dimensions_of_the_hidden_states_read_unknown(name: str
             attack.run(seen(*shape)[0])
 
 
-def test_one_that_was_not_prepared_does_not_know_the_rank_and_says_so() -> None:
-    gradient, _ = softmax_model(120, 16, 7, 9)
-    view = Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
-    with pytest.raises(RuntimeError, match="prepare"):
-        RevealLabels().run(view)
-
-
 def test_a_calibration_outlives_a_checkpoint() -> None:
     attack, restored = RevealLabels(), RevealLabels()
     attack.prepare(find_anatomy(tiny_gpt2(tied=False, vocab=400, d=24)))

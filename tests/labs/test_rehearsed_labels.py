@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.attacks.setups import adapters
-from lightning_fedleak.attacks import PublicText, RehearsedLabels, gradient_of
-from lightning_fedleak.attacks.words import rehearsed
+from lightning_fedleak.attacks import PublicText, gradient_of
 from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.labs import rehearsed_labels
+from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import (
@@ -33,6 +34,8 @@ from lightning_fedleak.model.snapshots import (
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
+
+pytestmark = pytest.mark.slow
 
 ROWS, LENGTH, TYPES = 2, 9, 97
 
@@ -98,9 +101,9 @@ def test_the_readout_is_a_penalised_logistic_regression() -> None:
     truth = (torch.rand(400, generator=generator) < torch.sigmoid(x[:, 0] + x[:, 2] - 2)).double()
     count = torch.ones(400).double()
     count[300:] = 7
-    mean, scale, weights = rehearsed.logistic_regression(x, truth, count)
+    mean, scale, weights = rehearsed_labels.logistic_regression(x, truth, count)
     scaled = ((x - mean) / scale).numpy()
-    inverse = 1 / (2 * rehearsed._PENALTY * len(x))
+    inverse = 1 / (2 * rehearsed_labels._PENALTY * len(x))
     peer = LogisticRegression(C=inverse, tol=1e-10, max_iter=1000)
     peer.fit(scaled, truth.numpy(), sample_weight=count.numpy())
     both = [*peer.coef_[0], peer.intercept_[0]]
@@ -110,11 +113,11 @@ def test_the_readout_is_a_penalised_logistic_regression() -> None:
 def test_a_filter_is_the_whitened_energy_along_each_vector() -> None:
     generator = torch.Generator().manual_seed(0)
     rows, atoms = (torch.randn(*s, generator=generator) for s in ((12, 4, 6), (20, 6)))
-    part = rehearsed._Part("w", 1, atoms)
-    fitted = rehearsed._Filter.fit(part, rows)
+    part = rehearsed_labels._Part("w", 1, atoms)
+    fitted = rehearsed_labels._Filter.fit(part, rows)
     white = (fitted.root @ rows).reshape(-1, 6).double()
     covariance = white.T @ white / len(white)
-    covariance += torch.eye(6) * covariance.diagonal().mean() * rehearsed._RIDGE
+    covariance += torch.eye(6) * covariance.diagonal().mean() * rehearsed_labels._RIDGE
     gradient = torch.randn(6, 4, generator=generator)
     for token in (0, 7):
         a = atoms[token].double()
@@ -158,7 +161,7 @@ def test_frequency_alone_is_unknown(
         shapes = {name: anatomy.root.get_parameter(name).shape for name in roles}
         return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
-    monkeypatch.setattr(rehearsed, "gradient_of", noise)
+    monkeypatch.setattr(rehearsed_labels, "gradient_of", noise)
     attack = RehearsedLabels(PublicText(texts(60, 1)), shapes=[(ROWS, LENGTH)], rehearsals=12)
     attack.prepare(anatomy)
     with pytest.raises(UnusableObservation, match="frequent tokens"):
@@ -169,13 +172,13 @@ def test_rehearsals_are_read_by_what_others_were_fitted_to(
     anatomy: Anatomy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fits: list[list[int]] = []
-    fit = rehearsed._Readout.fit
+    fit = rehearsed_labels._Readout.fit
 
     def kept(gradients: Any, labels: Any, *rest: Any) -> Any:
         fits.append([id(used) for used in labels])
         return fit(gradients, labels, *rest)
 
-    monkeypatch.setattr(rehearsed._Readout, "fit", kept)
+    monkeypatch.setattr(rehearsed_labels._Readout, "fit", kept)
     RehearsedLabels(PublicText(texts(60, 1)), shapes=[(ROWS, LENGTH)], rehearsals=15).prepare(
         anatomy
     )
@@ -185,10 +188,10 @@ def test_rehearsals_are_read_by_what_others_were_fitted_to(
 
 
 def test_a_gain_has_to_exceed_chance() -> None:
-    assert rehearsed._exceed(torch.tensor([0.1, 0.12, 0.08, 0.1]))
-    assert not rehearsed._exceed(torch.tensor([0.3, -0.2, 0.1, -0.1]))
-    assert not rehearsed._exceed(torch.tensor([0.5]))
-    assert not rehearsed._exceed(torch.zeros(4))
+    assert rehearsed_labels._exceed(torch.tensor([0.1, 0.12, 0.08, 0.1]))
+    assert not rehearsed_labels._exceed(torch.tensor([0.3, -0.2, 0.1, -0.1]))
+    assert not rehearsed_labels._exceed(torch.tensor([0.5]))
+    assert not rehearsed_labels._exceed(torch.zeros(4))
 
 
 def test_a_scaled_gradient_reads_the_same(anatomy: Anatomy, attack: RehearsedLabels) -> None:
@@ -236,7 +239,7 @@ def test_it_reads_a_fit_live_and_again_when_the_steps_have_doubled(tmp_path: Pat
 def test_a_labels_vector_is_the_slope_of_its_logit(make: Callable[[], nn.Module]) -> None:
     """Beside autograd, through the norm, of states whose own norm no change alters."""
     anatomy = find_anatomy(make())
-    vectors = rehearsed._label_vectors(anatomy).detach()
+    vectors = rehearsed_labels._label_vectors(anatomy).detach()
     norm = {"llama": "model.norm", "gpt2": "transformer.ln_f"}[anatomy.model.config.model_type]
     x = torch.randn(16, generator=torch.Generator().manual_seed(0))
     x = (x - x.mean()).requires_grad_()

@@ -1,7 +1,8 @@
 """Rounds of a client that a dishonest server sent crafted values, played on copies.
 
-The client trains with the values of :class:`~lightning_fedleak.attacks.CraftedAdapterWords`, and
-once more with those of the model, from the same texts. The model itself stays as it is.
+The client trains with the values of
+:class:`~lightning_fedleak.labs.crafted_words.CraftedAdapterWords`, and once more with those of the
+model, from the same texts. The model itself stays as it is.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_fedleak.attacks import CraftedAdapterWords, RunFacts, WordGuess
-from lightning_fedleak.evaluation.games.config import GameError
+from lightning_fedleak.attacks import RunFacts, WordGuess
+from lightning_fedleak.attacks.words.public_gradients import train_copies
+from lightning_fedleak.evaluation.games import GameError
 from lightning_fedleak.evaluation.metrics import Counts, word_counts
+from lightning_fedleak.labs.crafted_words import CraftedAdapterWords
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import micro_batches, token_logits, undisturbed
@@ -83,7 +86,6 @@ def play_crafted_rounds(
             )
     attack.needs(anatomy)
     attack.meet(facts)
-    attack.check_updates(facts)
     attack.prepare(anatomy)
     return [_score(anatomy, attack, clients, held_out) for clients in rounds]
 
@@ -126,6 +128,7 @@ def _losses(
 ) -> dict[str, float]:
     if held_out is None or len(clients) > 1:
         return dict.fromkeys(("before", "honest", "crafted", "trapped"), math.nan)
+    steps = attack._steps(attack._facts)
     trapped = {
         name: attack.values.get(name, anatomy.root.get_parameter(name))
         - update.learning_rate * change
@@ -133,7 +136,7 @@ def _losses(
     }
     return {
         "before": _loss(anatomy, held_out, {}),
-        "honest": _loss(anatomy, held_out, attack.train_honestly(anatomy, clients[0])),
+        "honest": _loss(anatomy, held_out, train_copies(anatomy, clients[0], steps)),
         "crafted": _loss(anatomy, held_out, attack.values),
         "trapped": _loss(anatomy, held_out, trapped),
     }

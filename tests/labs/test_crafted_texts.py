@@ -10,16 +10,19 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lightning_fedleak.attacks import PublicText, RunFacts
-from lightning_fedleak.evaluation.games import (
+from lightning_fedleak.evaluation.games import GameError
+from lightning_fedleak.labs.crafted_texts import (
+    ABSENT,
     CraftedTexts,
-    GameError,
     TextSearch,
+    _Server,
     play_crafted_texts,
 )
-from lightning_fedleak.evaluation.games.crafted_texts import ABSENT, _Server
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
+
+pytestmark = pytest.mark.slow
 
 TYPES, LENGTH = 40, 6
 ADAPTERS = [EMBEDDING_ADAPTER, "model.layers.0.mlp.adapter", "model.layers.1.mlp.adapter"]
@@ -53,7 +56,7 @@ def server(model):
 def test_texts_are_read_that_the_model_would_not_write_and_the_model_stays(model) -> None:
     before = copy.deepcopy(model.state_dict())
     rounds = [[batch(seed)] for seed in range(8)]
-    search = TextSearch(beam=64, tries=1024, least=-20)
+    search = TextSearch(beam=64, candidates=1024, threshold=-20)
     arguments = (find_anatomy(model), ADAPTERS, rounds, facts(1), PUBLIC, search)
     played = play_crafted_texts(*arguments)
     shares = {"guesses": 0.0, "alone": 0.0}

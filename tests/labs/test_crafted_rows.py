@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.attacks.words.crafted_rows import (
+from lightning_fedleak.labs.crafted_rows import (
     CraftedValues,
     RowSettings,
     chance_in_round,
@@ -21,6 +21,8 @@ from lightning_fedleak.attacks.words.crafted_rows import (
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
+
+pytestmark = pytest.mark.slow
 
 VOCABULARY, TOKENS = 120, 64
 
@@ -154,7 +156,7 @@ class Smooth(nn.Sequential):
 @pytest.mark.parametrize(
     ("adapter", "why"),
     [
-        (Smooth(nn.GELU()), "something else than one ReLU"),
+        (Smooth(nn.GELU()), "no ReLU"),
         (Smooth(nn.ReLU(), bias=False), "no bias"),
         (nn.Linear(16, 16), "no bottleneck"),
         (Smooth(nn.ReLU()).requires_grad_(False), "not trained"),
@@ -173,7 +175,6 @@ def test_other_adapters_are_refused_with_the_reason(public, adapter, why) -> Non
         ({"target_modules": ["q_proj", "v_proj"]}, MLP.replace("mlp", "self_attn"), "no gated"),
         ({"target_modules": ["up_proj"]}, MLP, "no gated"),
         ({"use_dora": True}, MLP, "DoRA"),
-        ({}, "nowhere", "no module"),
     ],
 )
 def test_other_loras_are_refused_with_the_reason(public, more, name, why) -> None:

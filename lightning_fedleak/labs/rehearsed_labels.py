@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import (
+from lightning_fedleak.attacks import (
     Attack,
+    PublicText,
     Query,
     Surfaces,
+    TextSource,
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.attacks.base import check_readable
 from lightning_fedleak.attacks.row_space import (
     LinearMap,
     PerMaps,
@@ -205,7 +207,7 @@ class RehearsedLabels(Attack):
     much to trust each parameter and the frequency of tokens. That readout gives the probability of
     each type, and the set of the highest expected F1 is named.
 
-    This method is our own. It names labels alone, and a part of them: its guess is evidence, and
+    This method is new here. It names labels alone, and a part of them: its guess is evidence, and
     nothing is certified. It rehearses again when the number of steps has doubled. It reads
     gradients of single steps, without noise. Where rehearsals that it was not fitted to are read no
     better with their own gradients than with each other's, its result is *unknown*.
@@ -225,7 +227,7 @@ class RehearsedLabels(Attack):
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from lightning_fedleak.model.anatomy import find_anatomy
-        >>> from lightning_fedleak.attacks import RehearsedLabels
+        >>> from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
         >>> size = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2)
         >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **size))
         >>> _ = model.requires_grad_(False)
@@ -316,8 +318,8 @@ class RehearsedLabels(Attack):
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Rehearse again if the number of steps has doubled, or other parameters are trained."""
-        others = self._roles != self.needs(anatomy).gradients
-        if others or self._readout is None or step >= max(1, 2 * self._rehearsed_at):
+        changed = self._roles != self.needs(anatomy).gradients
+        if changed or self._readout is None or step >= max(1, 2 * self._rehearsed_at):
             self.prepare(anatomy)
             self._rehearsed_at = step
 
@@ -333,19 +335,15 @@ class RehearsedLabels(Attack):
             UnusableObservation: the gradient is non-finite or zero, has noise, or is an update.
         """
         snapshot = view.gradients[-1]
-        if isinstance(snapshot, UpdateSnapshot):
+        if isinstance(snapshot, UpdateSnapshot) or snapshot.noise_std != 0:
             raise Inapplicable(
-                "rehearsals are single steps, and this is a round: measure gradients, not updates"
+                "rehearsals are single steps without noise: measure gradients of undefended steps"
             )
-        if not snapshot.noise_std == 0:
-            raise Inapplicable("a defence adds noise, which the rehearsals do not have")
         if self._readout is None:
             raise NotYet("no map that is read had a gradient in the rehearsals")
         gradients = {f.part.name: view.gradient(f.part.name) for f in self._readout.filters}
-        if not all(bool(g.isfinite().all()) for g in gradients.values()):
-            raise UnusableObservation("a gradient has NaN or infinity")
-        if not all(bool(g.any()) for g in gradients.values()):
-            raise UnusableObservation("a gradient is all zero")
+        for name, gradient in gradients.items():
+            check_readable(gradient.abs().max(), f"the gradient of {name}")
         if not self._reads_gradients:
             raise UnusableObservation(
                 "its rehearsals show frequent tokens alone, as another batch's gradients would"

@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks import CraftedAdapterWords, PublicText, RunFacts
-from lightning_fedleak.attacks.words.crafted import RoundShape
-from lightning_fedleak.attacks.words.crafted_rows import RowSettings
-from lightning_fedleak.evaluation.games import GameError, play_crafted_rounds
+from lightning_fedleak.attacks import PublicText, RunFacts
+from lightning_fedleak.evaluation.games import GameError
+from lightning_fedleak.labs.crafted_rounds import play_crafted_rounds
+from lightning_fedleak.labs.crafted_rows import RowSettings
+from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Observation
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
+
+pytestmark = pytest.mark.slow
 
 TYPES, STEPS = 120, 2
 FACTS = RunFacts(optimizer="AdamW", optimizer_settings={"lr": 1e-3}, local_steps=STEPS)

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from lightning_fedleak.attacks import CraftedAdapterWords, PublicText, RunFacts
-from lightning_fedleak.attacks.words.crafted import STEP_ERROR, change_sizes
-from lightning_fedleak.attacks.words.crafted_rows import Bottleneck, find_adapter
+from lightning_fedleak.attacks import PublicText, RunFacts
 from lightning_fedleak.attacks.words.public_gradients import train_copies
-from lightning_fedleak.evaluation.games.config import GameError
+from lightning_fedleak.evaluation.games import GameError
+from lightning_fedleak.labs.crafted_rows import Bottleneck, find_adapter
+from lightning_fedleak.labs.crafted_words import STEP_ERROR, CraftedAdapterWords, change_sizes
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 
@@ -36,7 +36,7 @@ MOST_OF_TOKEN = 10.0  # nats that all rows say of a token at most: they depend o
 SHRINK = 1e-2  # share of the mean variance that is added to each; not tuned
 MISREAD = 200  # public texts with wrong tokens, for the likelihoods; not tuned
 ABSENT = 100  # public texts that were in no round, for the same; not tuned
-NEXT = 32  # tokens that the model proposes behind each beginning; more cost time
+NEXT = 32  # tokens that the model proposes after each prefix; more cost time
 LABELS = 8  # tokens that are tried as the last one, which is a label alone; more cost time
 AT_ONCE = 64  # texts of one run, which bounds the memory
 
@@ -49,17 +49,17 @@ class TextSearch:
         kappa: tokens of a round that a row fires for, on average.
         row_norm: norm of a row; None keeps the median of the adapter's own rows. Rows that are
             longer move less in a round, by which what they fire for stays the same.
-        beam: beginnings that are kept.
-        tries: beginnings, one token longer, of which they are chosen.
-        least: log odds from which a text counts as found.
+        beam: prefixes that are kept.
+        candidates: prefixes, one token longer, of which they are chosen.
+        threshold: log odds from which a text counts as recovered.
         seed: of the rows.
     """
 
     kappa: float = 1.0
     row_norm: float | None = None
     beam: int = 64
-    tries: int = 256
-    least: float = 3.0
+    candidates: int = 256
+    threshold: float = 3.0
     seed: int = 0
 
 
@@ -125,16 +125,16 @@ def play_crafted_texts(
         )
     texts, length = shapes.pop()
     ids = [sentence[:length] for sentence in public.sentences if len(sentence) >= length]
-    played, others = texts * steps, texts * steps + ABSENT
-    if len(ids) <= others:
+    calibrating, held_out = texts * steps, texts * steps + ABSENT
+    if len(ids) <= held_out:
         raise GameError(
-            f"{len(ids)} public texts have {length} tokens, and more than {others} are needed"
+            f"{len(ids)} public texts have {length} tokens, and more than {held_out} are needed"
         )
     copied = copy.deepcopy(anatomy)
     copied.root.cpu().float()
     server = _Server(copied, adapters, facts, texts, search or TextSearch())
-    server.craft(torch.stack(ids[others:]))
-    server.fit(torch.stack(ids[:played]), torch.stack(ids[played:others]))
+    server.craft(torch.stack(ids[held_out:]))
+    server.fit(torch.stack(ids[:calibrating]), torch.stack(ids[calibrating:held_out]))
     results = []
     for batches in rounds:
         private = _texts_of(batches)
@@ -381,7 +381,7 @@ class _Server:
         while ids.shape[1] < length:
             logs, tokens = head(hidden).log_softmax(-1).topk(min(NEXT, head.out_features), dim=1)
             total = ((prior + evidence.sum((1, 2)))[:, None] + logs).flatten()
-            order = total.topk(min(self.settings.tries, len(total))).indices
+            order = total.topk(min(self.settings.candidates, len(total))).indices
             parent, child = order // tokens.shape[1], tokens.flatten()[order]
             cache.batch_select_indices(parent)
             with self._reading() as states:
@@ -416,7 +416,7 @@ class _Server:
             best, new = self.search((update, free), start, length), False
             while best and len(guesses) < self.texts:
                 best.sort(key=lambda text: text.score(free))
-                if best[-1].score(free) + math.log(self.texts) < self.settings.least:
+                if best[-1].score(free) + math.log(self.texts) < self.settings.threshold:
                     break
                 text, new = best.pop(), True
                 free &= ~(text.evidence > 0)

@@ -6,8 +6,7 @@ federated learning", extended to hidden states of language models as in Vu et al
 
 The network has one hidden layer of ReLUs and one output. Loss and optimizer are those of the
 published attack: a logistic loss in which the target weighs as much as all public samples together,
-and Adam. The gradients are written out, so the caller's autograd mode and random state have no
-effect.
+and Adam.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_fedleak.attacks import MembershipAttack, MembershipGuess, PublicText, TextSource
 from lightning_fedleak.attacks.membership.base import (
     Granularity,
-    MembershipAttack,
-    MembershipGuess,
     RungReader,
-    check_targets,
     sentence_rows,
     threat_with_public_text,
 )
 from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
-from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import check_integer
 
 TWIN_DISTANCE = 1e-2  # L1, over the target's norm, of a sample that is skipped; not tuned
 CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
 CACHE_BYTES = 1 << 28  # of trained networks that are stored; more: fewer trainings, more memory
 FEWEST_SAMPLES = 8  # public samples to train against; not tuned
+LEARNING_RATE = 1e-3  # of Adam; not tuned
+MARGIN = 3.0  # of outputs, at which training stops; not tuned
+BATCH = 256  # public samples in a step; more: slower steps, not tuned
 
 HARDER = (0.9, 0.8, 0.6, 0.4, 0.2)
 """Rungs above the decision, as shares of the distance to the target's output; not tuned."""
@@ -81,45 +80,16 @@ class Neuron:
         return self.weight.nbytes + self.bias.nbytes + self.second.nbytes
 
 
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How a network is trained to fire on a target.
-
-    Attributes:
-        hidden_units: d_h, the width of the hidden layer.
-        steps: of Adam at most, for each target.
-        learning_rate: Adam's.
-        margin: training stops where the target's output is above it, and all public outputs are
-            below minus it; 0 stops as soon as they are separated.
-        batch: public samples in a step; all of them where there are no more.
-        public_rows: public samples at most.
-
-    Raises:
-        ValueError: a number out of range.
-    """
-
-    hidden_units: int = 1000
-    steps: int = 200
-    learning_rate: float = 1e-3
-    margin: float = 3.0
-    batch: int = 256
-    public_rows: int = 1024
-
-    def __post_init__(self) -> None:
-        check_integer("hidden_units", self.hidden_units)
-        check_integer("steps", self.steps)
-        check_number("learning_rate", self.learning_rate, above=0)
-        check_number("margin", self.margin, at_least=0)
-        check_integer("batch", self.batch)
-        check_integer("public_rows", self.public_rows, at_least=FEWEST_SAMPLES)
-
-
-@torch.no_grad()
 def train_neuron(
     target: Tensor,
     public: Tensor,
     generator: torch.Generator,
-    settings: TrainingSettings,
+    *,
+    hidden_units: int,
+    steps: int,
+    learning_rate: float = LEARNING_RATE,
+    margin: float = MARGIN,
+    batch: int = BATCH,
 ) -> Neuron:
     """Return a network trained to output above ``margin`` on the target, below minus it on others.
 
@@ -128,33 +98,42 @@ def train_neuron(
         public: (N, D). Samples within 1% of the target (in L1) are skipped, such as the same prefix
             in a causal model.
         generator: on the CPU; the only source of random numbers.
-        settings: of the training.
+        hidden_units: width of the hidden layer.
+        steps: of Adam at most.
+        learning_rate: Adam's.
+        margin: training stops where the target's output is above it, and all public outputs are
+            below minus it.
+        batch: public samples in a step; all of them where there are no more.
     """
-    twins = (public - target).abs().sum(1) < TWIN_DISTANCE * target.abs().sum()
-    mean, spread = mean_and_spread(public)
-    samples, scaled_target = (public[~twins] - mean) / spread, (target[None] - mean) / spread
-    parameters = _initial(samples.shape[1], settings.hidden_units, generator, target)
-    adam = Adam(parameters, settings.learning_rate)
-    step = 0
-    for _ in range(settings.steps):
-        rows = samples
-        if settings.batch < len(samples):
-            indices = torch.randint(len(samples), (settings.batch,), generator=generator)
-            rows = samples[indices.to(samples.device)]
-        x = torch.cat([scaled_target, rows])
-        outputs, gradients = loss_gradients(parameters, x)
-        if step % CHECK_EVERY == 0 and _separated(outputs, settings.margin):
-            all_outputs = network_outputs(parameters, torch.cat([scaled_target, samples]))
-            if _separated(all_outputs, settings.margin):
-                break
-        adam.step(gradients)
-        step += 1
-    weight, bias, second, offset = parameters
-    folded = [weight / spread, bias - weight @ (mean / spread), second, offset]
-    others = public[~twins]
-    on_target = network_outputs(folded, target[None])[0]
-    on_public = network_outputs(folded, others).max() if len(others) else on_target - 1
-    return Neuron(folded[0], folded[1], second, offset[0], on_target, on_public, step)
+    with torch.inference_mode(False), torch.enable_grad():
+        target, public = target.clone(), public.clone()  # which a backward can save
+        twins = (public - target).abs().sum(1) < TWIN_DISTANCE * target.abs().sum()
+        mean, spread = mean_and_spread(public)
+        samples, scaled_target = (public[~twins] - mean) / spread, (target[None] - mean) / spread
+        parameters = _initial(samples.shape[1], hidden_units, generator, target)
+        optimizer = torch.optim.Adam(parameters, learning_rate)
+        n_steps = 0
+        for _ in range(steps):
+            rows = samples
+            if batch < len(samples):
+                indices = torch.randint(len(samples), (batch,), generator=generator)
+                rows = samples[indices.to(samples.device)]
+            outputs = network_outputs(parameters, torch.cat([scaled_target, rows]))
+            if n_steps % CHECK_EVERY == 0 and _separated(outputs, margin):
+                all_outputs = network_outputs(parameters, torch.cat([scaled_target, samples]))
+                if _separated(all_outputs, margin):
+                    break
+            loss = F.softplus(-outputs[0]) + F.softplus(outputs[1:]).sum() / max(1, len(rows))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            n_steps += 1
+        weight, bias, second, offset = (p.detach() for p in parameters)
+        folded = [weight / spread, bias - weight @ (mean / spread), second, offset]
+        others = public[~twins]
+        on_target = network_outputs(folded, target[None])[0]
+        on_public = network_outputs(folded, others).max() if len(others) else on_target - 1
+        return Neuron(folded[0], folded[1], second, offset[0], on_target, on_public, n_steps)
 
 
 def mean_and_spread(public: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,54 +150,12 @@ def network_outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
     return outputs + offset[0] if offset else outputs
 
 
-def loss_gradients(parameters: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return outputs (n,), and the gradient of ``softplus(-z_0) + mean softplus(z_1...)``.
-
-    The first row of ``x`` is the target, the others are public samples.
-    """
-    weight, bias, second, offset = parameters
-    active = F.relu(F.linear(x, weight, bias))
-    outputs = (active @ second.T)[:, 0] + offset
-    slope = outputs.sigmoid()
-    slope[0] -= 1.0
-    slope[1:] /= max(1, len(x) - 1)
-    back = slope[:, None] * second * (active > 0)
-    return outputs, [back.T @ x, back.sum(0), (slope @ active)[None], slope.sum()[None]]
-
-
-class Adam:
-    """Adam with its usual constants, in place.
-
-    Args:
-        parameters: which it changes.
-        learning_rate: of its steps.
-    """
-
-    def __init__(self, parameters: list[Tensor], learning_rate: float) -> None:
-        self.parameters, self.learning_rate, self.t = parameters, learning_rate, 0
-        self.first = [torch.zeros_like(p) for p in parameters]
-        self.second = [torch.zeros_like(p) for p in parameters]
-
-    def step(self, gradients: list[Tensor]) -> None:
-        """Make one step along ``gradients``, one for each parameter."""
-        self.t += 1
-        rate = self.learning_rate / (1 - 0.9**self.t)
-        unbias = (1 - 0.999**self.t) ** -0.5
-        moments = zip(self.parameters, gradients, self.first, self.second, strict=True)
-        for p, g, m, v in moments:
-            m.lerp_(g, 0.1)
-            v.mul_(0.999).addcmul_(g, g, value=0.001)
-            p.addcdiv_(m, v.sqrt().mul_(unbias).add_(1e-8), value=-rate)
-
-
 def _initial(d: int, h: int, generator: torch.Generator, reference: Tensor) -> list[Tensor]:
-    """Return ``nn.Linear``'s initial weights: uniform within one over the square root of the
-    inputs.
-    """
+    """Return the initial weights of ``nn.Linear``."""
 
     def uniform(*shape: int, fan_in: int) -> Tensor:
-        uniform_numbers = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
-        return uniform_numbers.mul_(fan_in**-0.5).to(reference)
+        numbers = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
+        return numbers.mul_(fan_in**-0.5).to(reference).requires_grad_()
 
     shapes = (((h, d), d), ((h,), d), ((1, h), h), ((1,), h))
     return [uniform(*shape, fan_in=fan_in) for shape, fan_in in shapes]
@@ -238,9 +175,9 @@ class TrainedMembership(MembershipAttack):
     Departures from the published code: inputs are scaled by the mean and spread of public samples
     (folded into the weights; hidden states of some models reach 30,000), the logistic loss has one
     output, training stops at a margin, and the decision b' (was the text there?) is read half way
-    between the target's output and the largest on public text. ``threshold="trained"`` reads it at
-    0, as published. Both give the same order of scores; on MiniLM-L6, in batches of 40 sentences
-    without the target, some input fires in 3 of 10 at 0 and in 1 of 7 half way.
+    between the target's output and the largest on public text, not at 0. Both give the same order
+    of scores; on MiniLM-L6, in batches of 40 sentences without the target, some input fires in 3 of
+    10 at 0 and in 1 of 7 half way.
 
     One network is trained for each target: on one core .6 to 1 s for a token of MiniLM-L6, 2.5 s
     for a sentence of 32 tokens.
@@ -254,13 +191,11 @@ class TrainedMembership(MembershipAttack):
             ``"sampled"`` for text that a causal model writes.
         granularity: ``"token"`` or ``"full"``.
         tokenizer: for strings.
-        training: how the layers are trained, and on how many public samples.
-        threshold: ``"midpoint"`` or ``"trained"``, see above.
+        hidden_units: d_h, the width of the hidden layer.
+        steps: of Adam at most, for each target.
+        public_rows: public samples at most.
         refresh_every: steps after which :meth:`refresh` embeds the public text again.
         seed: of the choice of samples and of every training.
-        false_positive_rate: under noise, as in
-            :class:`~lightning_fedleak.attacks.membership.fc.FCMembership`.
-        upstream_sign: likewise.
         tokens: as in the base class.
         name: in the logs.
 
@@ -268,7 +203,7 @@ class TrainedMembership(MembershipAttack):
         ValueError: a setting outside of its range.
 
     Examples:
-        >>> from lightning_fedleak.attacks import TrainedMembership
+        >>> from lightning_fedleak.labs.trained_membership import TrainedMembership
         >>> public = [[5, 6, 7, 8], [9, 8, 7, 6]]  # token ids, or strings with tokenizer=
         >>> TrainedMembership(layer=1, public_text=public).rungs
         14
@@ -286,23 +221,23 @@ class TrainedMembership(MembershipAttack):
         granularity: Granularity = "token",
         *,
         tokenizer: Any = None,
-        training: TrainingSettings | None = None,
-        threshold: Literal["midpoint", "trained"] = "midpoint",
+        hidden_units: int = 1000,
+        steps: int = 200,
+        public_rows: int = 1024,
         refresh_every: int = 500,
         seed: int = 0,
-        false_positive_rate: float = 0.01,
-        upstream_sign: Literal[-1, 0, 1] = 0,
         tokens: int = 32,
         name: str | None = None,
     ) -> None:
         super().__init__(layer, granularity, tokens, name)
-        self.training = training or TrainingSettings()
+        self.hidden_units = check_integer("hidden_units", hidden_units)
+        self.steps = check_integer("steps", steps)
+        self.public_rows = check_integer("public_rows", public_rows, at_least=FEWEST_SAMPLES)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        self.threshold = check_choice("threshold", threshold, ("midpoint", "trained"))
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
-        self.reader = RungReader(false_positive_rate, upstream_sign)
+        self.reader = RungReader(0.01, 0)
         self._public: Tensor | None = None
         self._embedded_at = 0
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
@@ -327,7 +262,7 @@ class TrainedMembership(MembershipAttack):
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
         length = min(2 * self.tokens, context_length(anatomy) or 2 * self.tokens)
         samples: list[Tensor] = []
-        order = text.draw(min(len(text), self.training.public_rows), generator)
+        order = text.draw(min(len(text), self.public_rows), generator)
         for indices in torch.split(order, 64):
             batch = text.rows(indices.tolist(), length, generator)
             mask = batch.attention_mask
@@ -338,7 +273,7 @@ class TrainedMembership(MembershipAttack):
                 samples.append(sentence_rows(states, mask, self.tokens))
             else:
                 samples.append(states[mask.to(states.device) != 0])
-            if sum(map(len, samples)) >= 4 * self.training.public_rows:
+            if sum(map(len, samples)) >= 4 * self.public_rows:
                 break
         rows = torch.cat(samples)
         rows = rows[rows.isfinite().all(1)]
@@ -348,7 +283,7 @@ class TrainedMembership(MembershipAttack):
                 f"attack '{self.name}': {len(rows)} {unit} of public text are too few to train "
                 f"against; give at least {FEWEST_SAMPLES}, better a thousand"
             )
-        order = torch.randperm(len(rows), generator=generator)[: self.training.public_rows]
+        order = torch.randperm(len(rows), generator=generator)[: self.public_rows]
         self._public = rows[order.to(rows.device)]
         self._neurons.clear()
 
@@ -392,29 +327,20 @@ class TrainedMembership(MembershipAttack):
         """Return the network of one target (D,); the first call trains it, the same each time.
 
         Raises:
-            RuntimeError: :meth:`prepare` was not called.
-            ValueError: the target is not finite, or of another size than the public samples.
+            ValueError: the target is not finite.
         """
-        if self._public is None:
-            raise RuntimeError(
-                f"attack '{self.name}' has no public samples: call prepare(anatomy) first"
-            )
+        assert self._public is not None
         dtype = torch.promote_types(target.dtype, torch.float32)
         target = target.detach().to(dtype)
-        if target.shape != self._public.shape[1:]:
-            raise ValueError(
-                f"a target must be ({self._public.shape[1]},) like the public samples, got "
-                f"{tuple(target.shape)}: was it embedded at the same layer, and with the same "
-                "granularity and tokens?"
-            )
         if not bool(target.isfinite().all()):
             raise ValueError("a target is not finite: the server's copy of the model overflowed")
         key = hashlib.sha256(target.cpu().double().numpy().tobytes() + str(dtype).encode()).digest()
         if key not in self._neurons:
             public, generator = self._public.to(target), torch.Generator().manual_seed(self.seed)
             with torch.autocast(target.device.type, enabled=False):
-                neuron = train_neuron(target, public, generator, self.training)
-            self._neurons[key] = neuron
+                self._neurons[key] = train_neuron(
+                    target, public, generator, hidden_units=self.hidden_units, steps=self.steps
+                )
             while len(self._neurons) > 1 and self._cached_bytes() > CACHE_BYTES:
                 self._neurons.popitem(last=False)
         self._neurons.move_to_end(key)
@@ -425,19 +351,13 @@ class TrainedMembership(MembershipAttack):
 
     def _biases(self, neuron: Neuron) -> Tensor:
         """Return (K,) the last bias of each rung, ascending."""
-        middle = (neuron.on_target + neuron.on_public) / 2
-        decision = middle if self.threshold == "midpoint" else torch.zeros_like(middle)
+        decision = (neuron.on_target + neuron.on_public) / 2
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
         parts = torch.tensor(self._rung_parts).to(distance)
         return neuron.offset - decision - parts * distance
 
     def craft(self, target: Tensor) -> CraftedFC:
-        """Run A_attack of the paper: return the trained layers for one target, (D,).
-
-        Raises:
-            RuntimeError: :meth:`prepare` was not called.
-            ValueError: the target does not fit the public samples.
-        """
+        """Run A_attack of the paper: return the trained layers for one target, (D,)."""
         neuron = self.neuron(target)
         first = Frozen(neuron.weight, neuron.bias)
         return CraftedFC(first, neuron.second, self._biases(neuron), self.read_together)
@@ -446,16 +366,10 @@ class TrainedMembership(MembershipAttack):
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """Return (B, G, K): upstream gradients of the inputs on which each rung fires, summed.
-
-        Raises:
-            RuntimeError: :meth:`prepare` was not called.
-            ValueError: shapes that do not fit.
-        """
+        """Return (B, G, K): upstream gradients of the inputs on which each rung fires, summed."""
         b, g = len(hidden), len(targets)
         dtype = torch.promote_types(torch.promote_types(targets.dtype, hidden.dtype), torch.float32)
         rows, samples, weights = batch_inputs(hidden, mask, upstream, self.read_together)
-        check_targets(targets, rows.shape[1])
         gradient = torch.zeros((b, g, self.rungs), dtype=dtype, device=hidden.device)
         upstream_by_row = weights.to(dtype)[:, None]
         for k, target in enumerate(targets):
@@ -481,12 +395,12 @@ class TrainedMembership(MembershipAttack):
         return {
             "layer": self.layer,
             "granularity": self.granularity,
-            **vars(self.training),
-            "threshold": self.threshold,
+            "hidden_units": self.hidden_units,
+            "steps": self.steps,
+            "public_rows": self.public_rows,
             "public_text": PublicText.label(self.public_text),
             "refresh_every": self.refresh_every,
             "seed": self.seed,
             "rungs": self.rungs,
             "tokens": self.tokens,
-            **vars(self.reader),
         }

@@ -10,24 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.base import (
+from lightning_fedleak.attacks import (
     Attack,
+    PublicText,
     Query,
     RunFacts,
     Surfaces,
+    TextSource,
     UnusableObservation,
     WordGuess,
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.words.crafted_rows import (
+from lightning_fedleak.attacks.words.public_gradients import train_copies
+from lightning_fedleak.labs.crafted_rows import (
     CraftedRows,
     CraftedValues,
     RowSettings,
     craft,
     find_adapter,
 )
-from lightning_fedleak.attacks.words.public_gradients import train_copies
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Observation, Stage, UpdateSnapshot, whole_tensor
@@ -126,39 +127,30 @@ class RoundShape:
     Attributes:
         texts: in a step of a client.
         tokens: of a text.
-        clients: whose updates the server sees the mean of, as behind a secure aggregation. Rounds
-            of several clients are played by :mod:`lightning_fedleak.evaluation.games` alone.
-
-    Raises:
-        ValueError: a number below 1, or texts of one token.
+        clients: whose updates the server sees the mean of, as behind a secure aggregation.
     """
 
     texts: int = 4
     tokens: int = 32
     clients: int = 1
 
-    def __post_init__(self) -> None:
-        for name, least in (("texts", 1), ("tokens", 2), ("clients", 1)):
-            check_integer(name, getattr(self, name), at_least=least)
-
 
 class CraftedAdapterWords(Attack):
     """The word types of a round, from an adapter whose values a dishonest server has chosen.
 
     The server sends the modules that the client agreed to train, with values of its own
-    (:func:`~lightning_fedleak.attacks.words.crafted_rows.craft`): each row of a bottleneck adapter,
+    (:func:`~lightning_fedleak.labs.crafted_rows.craft`): each row of a bottleneck adapter,
     or each neuron behind LoRAs on the gate and up projections, fires for few types. The change of
     such a row, after any number of steps of an optimizer, shows which of them the round held. Types
     that most rounds hold are guessed without being read.
 
-    Training on such values differs from the user's own. So a round is played on copies of the
-    weights with the client's batches, and the values are put into no model. It is played only by
-    :class:`~lightning_fedleak.federation.RoundObserver` and
-    :mod:`lightning_fedleak.evaluation.games`, and only where it is listed.
+    Training on such values differs from the user's own. So rounds run on copies of the weights
+    (:func:`~lightning_fedleak.labs.crafted_rounds.play_crafted_rounds`), and the values are put
+    into no model.
 
     Args:
         adapter: path of the adapter's module in the model, or several; see
-            :func:`~lightning_fedleak.attacks.words.crafted_rows.craft`.
+            :func:`~lightning_fedleak.labs.crafted_rows.craft`.
         public_text: text like the clients', or ``"sampled"`` for text that the model writes.
         tokenizer: for strings.
         shape: of a round.
@@ -174,9 +166,9 @@ class CraftedAdapterWords(Attack):
         >>> import torch
         >>> from torch import nn
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> from lightning_fedleak import CraftedAdapterWords, PublicText
+        >>> from lightning_fedleak.attacks import PublicText, RunFacts
+        >>> from lightning_fedleak.labs.crafted_words import CraftedAdapterWords
         >>> from lightning_fedleak.model.anatomy import find_anatomy
-        >>> from lightning_fedleak.attacks import RunFacts
         >>> class Adapted(nn.Embedding):
         ...     def __init__(self, types, width):
         ...         super().__init__(types, width)
@@ -203,7 +195,6 @@ class CraftedAdapterWords(Attack):
     )
     default_name = "crafted_adapter_words"
     reads_adaptive_updates = True
-    sends_values = True
     restores_fully = False
 
     def __init__(
@@ -220,10 +211,8 @@ class CraftedAdapterWords(Attack):
     ) -> None:
         super().__init__(name)
         self.adapters = (adapter,) if isinstance(adapter, str) else tuple(adapter)
-        text = PublicText.parse(public_text, tokenizer)
-        if text is None or not self.adapters:
-            raise ValueError(f"{type(self).__name__} needs an adapter and public_text")
-        self.public_text = text
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.shape = shape or RoundShape()
         self.rounds = check_integer("rounds", rounds)
         self.rows, self.seed = rows or RowSettings(), seed
@@ -240,19 +229,6 @@ class CraftedAdapterWords(Attack):
             **vars(self.shape),
             **vars(self.rows),
         }
-
-    def check_updates(self, facts: RunFacts) -> None:
-        """Refuse rounds that a copy would not play as the client does.
-
-        Raises:
-            UnusableObservation: defences act on what is shared, or the optimizer is not known.
-        """
-        if facts.defended:
-            raise UnusableObservation(
-                "the round of a dishonest server is played on a copy, without the run's defences, "
-                "and shows nothing about what they leave: measure a run without them"
-            )
-        self._steps(facts)
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the matrix whose rows are read, of each adapter.
@@ -286,68 +262,31 @@ class CraftedAdapterWords(Attack):
         steps = LocalSteps.from_facts(facts)
         if steps is None:
             raise UnusableObservation(
-                "the round of a dishonest server is played on a copy, and needs local_steps and "
-                "the optimizer that it prescribes"
+                "rounds of a dishonest server run on copies: give RunFacts local_steps and the "
+                "optimizer that it prescribes"
             )
         return steps
-
-    def play(
-        self, anatomy: Anatomy, batches: Sequence[TokenBatch], honest: UpdateSnapshot
-    ) -> UpdateSnapshot:
-        """Return the update that a client's batches make of the crafted values, on copies.
-
-        The model and its gradients stay as they are.
-
-        Args:
-            anatomy: of the model that the client was sent.
-            batches: one for each local step.
-            honest: what the client shared of the model that it really trained.
-
-        Raises:
-            UnusableObservation: the client's round cannot be played on a copy.
-        """
-        self.check_updates(self._facts)
-        steps = self._steps(self._facts)
-        steps.check_fresh(honest.fresh)
-        if honest.noise_std or honest.stage is not Stage.SHARED or len(batches) != steps.steps:
-            raise UnusableObservation(
-                "the round of a dishonest server is played on a copy: of one client, without "
-                f"noise, with one batch for each of its {steps.steps} steps ({len(batches)} are "
-                "known here)"
-            )
-        return self._train(anatomy, [batches], honest)
-
-    def _train(
-        self, anatomy: Anatomy, clients: Sequence[Sequence[TokenBatch]], like: UpdateSnapshot
-    ) -> UpdateSnapshot:
-        """Return the mean update of clients, each of which trains copies with crafted values."""
-        steps = self._steps(self._facts)
-        steps = replace(steps, settings={**steps.settings, "lr": like.learning_rate})
-        total: dict[str, Tensor] = {}
-        for batches in clients:
-            for name, after in train_copies(anatomy, batches, steps, self.values).items():
-                change = self.values.get(name, anatomy.root.get_parameter(name)) - after
-                total[name] = total.get(name, 0) + change.detach()
-        divisor = like.learning_rate * len(clients)
-        return replace(like, tensors={name: t / divisor for name, t in total.items()})
 
     def mean_update(
         self, anatomy: Anatomy, clients: Sequence[Sequence[TokenBatch]]
     ) -> UpdateSnapshot:
         """Return the mean update of clients that train copies with the crafted values.
 
+        The model and its gradients stay as they are.
+
         Args:
             anatomy: of the model.
             clients: for each client the batch of each local step.
         """
-        steps = self._steps(self._facts)
+        steps, rate = self._steps(self._facts), self._steps(self._facts).rate
+        total: dict[str, Tensor] = {}
+        for batches in clients:
+            for name, after in train_copies(anatomy, batches, steps, self.values).items():
+                change = self.values.get(name, anatomy.root.get_parameter(name)) - after
+                total[name] = total.get(name, 0) + change.detach()
         stage = Stage.SHARED if len(clients) == 1 else Stage.AGGREGATE
-        empty = UpdateSnapshot(0, stage, {}, local_steps=steps.steps, learning_rate=steps.rate)
-        return self._train(anatomy, clients, empty)
-
-    def train_honestly(self, anatomy: Anatomy, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
-        """Return what a client's batches make of copies with the model's own values, by name."""
-        return train_copies(anatomy, batches, self._steps(self._facts))
+        tensors = {name: t / (rate * len(clients)) for name, t in total.items()}
+        return UpdateSnapshot(0, stage, tensors, local_steps=steps.steps, learning_rate=rate)
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Craft the values, and choose the cut on public rounds that are played on copies."""
@@ -399,10 +338,8 @@ class CraftedAdapterWords(Attack):
 
         Raises:
             UnusableObservation: the update is not finite, or all zero.
-            RuntimeError: nothing was crafted: call :meth:`prepare`.
         """
-        if self.cut is None:
-            raise RuntimeError(f"attack '{self.name}' has crafted nothing: call prepare")
+        assert self.cut is not None
         if not any(bool(change.any()) for change in view.gradients[-1].tensors.values()):
             raise UnusableObservation("nothing has changed: nothing was trained on")
         readings = self._readings(view)

@@ -2,34 +2,29 @@
 
 import csv
 import gzip
-from dataclasses import fields
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
-from torch import nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.base import sentence_rows
-from lightning_fedleak.attacks.membership.trained import (
-    Adam,
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.labs.trained_membership import (
     TrainedMembership,
-    TrainingSettings,
-    loss_gradients,
     mean_and_spread,
-    network_outputs,
     train_neuron,
 )
-from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers import models
 
-SMALL = {"hidden_units": 24, "steps": 40, "public_rows": 64, "batch": 32}
+pytestmark = pytest.mark.slow
+
+SMALL = {"hidden_units": 24, "steps": 40, "public_rows": 64}
 
 
 def generator(seed=0):
@@ -48,7 +43,7 @@ def public():
 
 @pytest.fixture(scope="module", params=["token", "full"])
 def attack(request, anatomy, public):
-    made = attacker(1, public, request.param, tokens=8, **SMALL)
+    made = TrainedMembership(1, public, request.param, tokens=8, **SMALL)
     made.prepare(anatomy)
     return made
 
@@ -61,48 +56,9 @@ def texts(anatomy, n=4, length=8, seed=2):
 # --- the training
 
 
-def test_gradients_are_autograds():
-    g = generator(3)
-    parameters = [
-        torch.randn(*s, generator=g, dtype=torch.float64).requires_grad_()
-        for s in ((7, 5), (7,), (1, 7), (1,))
-    ]
-    x = torch.randn(9, 5, generator=g, dtype=torch.float64)
-    z = network_outputs(parameters, x)
-    (F.softplus(-z[0]) + F.softplus(z[1:]).mean()).backward()
-    outputs, ours = loss_gradients([p.detach() for p in parameters], x)
-    torch.testing.assert_close(outputs, z.detach())
-    for p, gradient in zip(parameters, ours, strict=True):
-        torch.testing.assert_close(gradient, p.grad, rtol=1e-12, atol=1e-14)
-
-
-def test_steps_are_those_of_torchs_adam():
-    g = generator(4)
-    start = [torch.randn(3, 2, generator=g, dtype=torch.float64), torch.zeros(2).double()]
-    theirs = [nn.Parameter(p.clone()) for p in start]
-    optimizer = torch.optim.Adam(theirs, lr=0.03)
-    adam = Adam(start, 0.03)
-    for _ in range(20):
-        gradients = [torch.randn(p.shape, generator=g, dtype=torch.float64) for p in start]
-        for p, gradient in zip(theirs, gradients, strict=True):
-            p.grad = gradient.clone()
-        optimizer.step()
-        adam.step(gradients)
-    for ours, p in zip(start, theirs, strict=True):
-        torch.testing.assert_close(ours, p.detach(), rtol=1e-10, atol=1e-12)
-
-
-def attacker(layer, public, *given, **arguments):
-    """An attack whose settings of training may stand among its arguments."""
-    names = {field.name for field in fields(TrainingSettings)} & arguments.keys()
-    settings = TrainingSettings(**{name: arguments.pop(name) for name in names})
-    return TrainedMembership(layer, public, *given, training=settings, **arguments)
-
-
 def trained(target, samples, **changed):
     options = {"hidden_units": 32, "steps": 200, "learning_rate": 1e-2, "margin": 2.0, "batch": 999}
-    settings = TrainingSettings(**{**options, **changed})
-    return train_neuron(target, samples, generator(), settings)
+    return train_neuron(target, samples, generator(), **options | changed)
 
 
 def test_it_fires_on_the_target_and_stops_at_the_margin():
@@ -193,7 +149,7 @@ def test_training_is_the_seeds_alone_and_leaves_no_trace(anatomy, public):
     target = texts(anatomy)[0, 3].float()
     crafted = []
     for seed in (0, 0, 1):
-        attack = attacker(1, public, seed=seed, **SMALL)
+        attack = TrainedMembership(1, public, seed=seed, **SMALL)
         attack.prepare(anatomy)
         with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
             crafted.append(attack.neuron(target).weight.clone())
@@ -226,17 +182,9 @@ def test_only_the_rungs_are_trained_by_the_client(attack, anatomy):
     assert (layers.bias.diff() > 0).all()
 
 
-def test_the_published_threshold_is_the_networks_own(anatomy, public):
-    attack = attacker(1, public, threshold="trained", **SMALL)
-    attack.prepare(anatomy)
-    target = texts(anatomy)[0, 3]
-    layers = attack.craft(target)
-    assert layers.bias[attack.guess_rung] == attack.neuron(target).offset
-
-
 def test_refresh_follows_the_model(public):
     anatomy = find_anatomy(models.tiny_gpt2())
-    attack = attacker(1, public, refresh_every=10, **SMALL)
+    attack = TrainedMembership(1, public, refresh_every=10, **SMALL)
     attack.prepare(anatomy)
     target = torch.randn(models.DIM, generator=generator())
     before = attack.neuron(target).weight
@@ -253,10 +201,10 @@ def test_refresh_follows_the_model(public):
 
 
 def test_networks_are_kept_within_bounds(anatomy, public, monkeypatch):
-    attack = attacker(1, public, **SMALL)
+    attack = TrainedMembership(1, public, **SMALL)
     attack.prepare(anatomy)
     one = attack.neuron(torch.ones(models.DIM)).nbytes
-    monkeypatch.setattr("lightning_fedleak.attacks.membership.trained.CACHE_BYTES", 3 * one)
+    monkeypatch.setattr("lightning_fedleak.labs.trained_membership.CACHE_BYTES", 3 * one)
     for k in range(6):
         attack.neuron(torch.ones(models.DIM) * k)
     assert len(attack._neurons) == 3
@@ -276,16 +224,13 @@ def test_what_is_not_finite_is_refused(attack, anatomy):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda p, a: attacker(1, "one text"), "not one string"),
-        (lambda p, a: attacker(1, ["some text"]), "tokenizer"),
-        (lambda p, a: attacker(1, p, hidden_units=0), "hidden_units"),
-        (lambda p, a: attacker(1, p, steps=0), "steps"),
-        (lambda p, a: attacker(1, p, learning_rate=0.0), "learning_rate"),
-        (lambda p, a: attacker(1, p, margin=-1.0), "margin"),
-        (lambda p, a: attacker(1, p, public_rows=2), "public_rows"),
-        (lambda p, a: attacker(1, p, threshold="best"), "threshold"),
-        (lambda p, a: attacker(5, p).prepare(a), "out of range"),
-        (lambda p, a: attacker(1, [[5, 6], [7, 8]], "full").prepare(a), "too few"),
+        (lambda p, a: TrainedMembership(1, "one text"), "not one string"),
+        (lambda p, a: TrainedMembership(1, ["some text"]), "tokenizer"),
+        (lambda p, a: TrainedMembership(1, p, hidden_units=0), "hidden_units"),
+        (lambda p, a: TrainedMembership(1, p, steps=0), "steps"),
+        (lambda p, a: TrainedMembership(1, p, public_rows=2), "public_rows"),
+        (lambda p, a: TrainedMembership(5, p).prepare(a), "out of range"),
+        (lambda p, a: TrainedMembership(1, [[5, 6], [7, 8]], "full").prepare(a), "too few"),
     ],
 )
 def test_refusals_say_what_to_do(build, words, public, anatomy):
@@ -293,17 +238,6 @@ def test_refusals_say_what_to_do(build, words, public, anatomy):
         build(public, anatomy)
 
 
-def test_targets_must_fit_and_prepare_must_come_first(attack, public):
-    with pytest.raises(RuntimeError, match="prepare"):
-        attacker(1, public).craft(torch.ones(4))
-    with pytest.raises(ValueError, match="a target must be"):
-        attack.craft(torch.ones(4))
-    upstream = torch.ones(2, 1 if attack.granularity == "full" else 3)
-    with pytest.raises(ValueError, match="targets must be"):
-        attack.gradient(torch.ones(1, 4), torch.ones(2, 3, 16), None, upstream)
-
-
-@pytest.mark.slow
 @pytest.mark.assets
 def test_on_a_real_model_members_score_higher(assets):
     """stories15M, batches of 20 sentences, other sentences of the same kind as public text."""
@@ -315,7 +249,7 @@ def test_on_a_real_model_members_score_higher(assets):
     picks = torch.randperm(len(rows), generator=generator(7))[:300].tolist()
     ids = [[1, *tokenizer(rows[i], add_special_tokens=False)["input_ids"]][:24] for i in picks]
     public, pool = PublicText(ids[:100]), PublicText(ids[100:])
-    attack = attacker(3, public, hidden_units=64, steps=100)
+    attack = TrainedMembership(3, public, hidden_units=64, steps=100)
     attack.prepare(anatomy)
     scores, truth = [], []
     for game in range(4):

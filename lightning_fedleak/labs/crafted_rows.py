@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.row_space import (
     LinearMap,
     SharedInput,
@@ -33,10 +33,9 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE
 from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.threats import ThreatModelError
-from lightning_fedleak.validate import check_integer, check_number
 
 UNSEEN = 0.02  # occurrences that a type without any in the public text counts as; not tuned
-LEAST = 1e-3  # chance to be in a round from which a type is worth a row; not tuned
+MIN_PRESENCE = 1e-3  # chance to be in a round from which a type is worth a row; not tuned
 SWEEPS = 8  # of the clustering; more change few types, not tuned
 _PRICE = 0.05  # change of a full cluster's price in a sweep; larger balances more, not tuned
 _RIDGE = 1e-2  # share of the mean eigenvalue that is added before rows are solved; not tuned
@@ -54,21 +53,12 @@ class RowSettings:
         frequent: most frequent types that no row may fire for; at most half of the width is used.
         row_norm: norm of a row; None keeps the median of the adapter's own rows.
         seed: of the clusters' first centres.
-
-    Raises:
-        ValueError: a number out of range.
     """
 
     kappa: float = 3.0
     frequent: int = 150
     row_norm: float | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_number("kappa", self.kappa, above=0)
-        check_integer("frequent", self.frequent, at_least=0)
-        if self.row_norm is not None:
-            check_number("row_norm", self.row_norm, above=0)
 
 
 @dataclass(frozen=True)
@@ -164,7 +154,6 @@ def chance_in_round(public: PublicText, tokens: int, types: int) -> Tensor:
 
     Tokens count as independent. A type that the public text lacks counts :data:`UNSEEN` times.
     """
-    check_integer("tokens_per_round", tokens)
     counts = torch.bincount(torch.cat(public.sentences), minlength=types).double() + UNSEEN
     return -torch.expm1(tokens * torch.log1p(-counts / counts.sum())).float()
 
@@ -193,7 +182,7 @@ def deal_rows(
     top = presence.topk(min(settings.frequent, width // 2)).indices
     span = torch.linalg.qr(inputs[top].T).Q
     worth = worth.index_fill(0, top, 0.0)
-    used = (worth > LEAST).nonzero()[:, 0]
+    used = (worth > MIN_PRESENCE).nonzero()[:, 0]
     if len(used) < rows:
         raise ThreatModelError(
             f"{rows} rows need as many types that a round may hold, and the public text has "
@@ -219,7 +208,7 @@ def deal_rows(
     products, order = (inputs @ directions.T).sort(dim=0, descending=True)
     passed = (worth[order].cumsum(0) <= settings.kappa).sum(0).clamp(1, len(inputs) - 1)
     cuts = products.gather(0, torch.stack([passed - 1, passed])).mean(0)
-    return directions, cuts.clamp(min=LEAST * float(rest.norm(dim=1).mean()))
+    return directions, cuts.clamp(min=MIN_PRESENCE * float(rest.norm(dim=1).mean()))
 
 
 def type_inputs(
@@ -383,15 +372,9 @@ def find_adapter(anatomy: Anatomy, name: str) -> Bottleneck | GatedLoRA:
     """Return the adapter at a path in ``anatomy.root``.
 
     Raises:
-        ThreatModelError: there is no such module, it is of another kind, or a part is not trained.
+        ThreatModelError: it is of another kind, or a part is not trained.
     """
-    try:
-        module = anatomy.root.get_submodule(name)
-    except AttributeError:
-        raise ThreatModelError(
-            f"adapter='{name}' is no module of {type(anatomy.root).__name__}: give a path as "
-            "named_modules() has it"
-        ) from None
+    module = anatomy.root.get_submodule(name)
     maps = {m.name: m for m in find_linear_maps(anatomy)}
     inside = {n: m for n, m in maps.items() if n.startswith(f"{name}.")}
     parts: Bottleneck | GatedLoRA
@@ -433,16 +416,10 @@ def _bottleneck(
     first, second = down.reader, up.reader
     assert isinstance(first, nn.Linear)
     assert isinstance(second, nn.Linear)
-    if first.bias is None:
+    if first.bias is None or not _is_relu(module, first, second):
         raise ThreatModelError(
-            f"the first map of adapter '{name}' has no bias, in which a row's threshold would "
-            "stand: without one, every row fires for half of all types"
-        )
-    if not _is_relu(module, first, second):
-        raise ThreatModelError(
-            f"between the maps of adapter '{name}' stands something else than one ReLU: with a "
-            "smooth activation every row moves in every round, and what is read of rows that did "
-            "not move does not hold"
+            f"the first map of adapter '{name}' has no bias for a row's threshold, or no ReLU "
+            "follows it, so that every row moves in every round: name another adapter"
         )
     names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
     biases = (names[id(first.bias)], None if second.bias is None else names[id(second.bias)])
@@ -475,18 +452,14 @@ def _gated_lora(name: str, module: nn.Module, maps: Mapping[str, LinearMap]) -> 
     layers: Any = [module._modules.get(n) for n in ("gate_proj", "up_proj", "down_proj")]
     factors = [m for m in maps.values() if m.factor != "whole" and not m.regularised]
     gate, up = ([m for m in factors if m.layer is layer] for layer in layers[:2])
-    if layers[2] is None or len(gate) != 2 or len(up) != 2:
+    gated = layers[2] is not None and len(gate) == len(up) == 2
+    active = layers[1].active_adapters[0] if gated else ""
+    is_dora = gated and any(layer.use_dora[active] for layer in layers[:2])
+    activation = type(getattr(module, "act_fn", None)).__name__
+    if not gated or is_dora or activation not in ("SiLU", "SiLUActivation"):
         raise ThreatModelError(
-            f"adapter '{name}' has a LoRA, and is no gated feed-forward layer with one LoRA on "
-            "both gate_proj and up_proj. A LoRA elsewhere sets no neuron at will: without a ReLU "
-            "or a gate behind it every row moves for every token. An AdaLoRA is not crafted"
-        )
-    active = layers[1].active_adapters[0]
-    if layers[0].use_dora[active] or layers[1].use_dora[active]:
-        raise ThreatModelError(f"adapter '{name}' is a DoRA, whose norms are not crafted")
-    if type(getattr(module, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
-        raise ThreatModelError(
-            f"the activation of '{name}' is no SiLU (act_fn), for which the gate's rows are made"
+            f"adapter '{name}' has a LoRA, and is no gated feed-forward layer with a SiLU and one "
+            "LoRA on both gate_proj and up_proj: other LoRAs, DoRA and AdaLoRA are not crafted"
         )
     return GatedLoRA(
         reads=up[0],

@@ -7,8 +7,7 @@ not looked at. Calibration is told apart::
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost share --model DIR --text FILE
 
 ``clients``: processor and elapsed time and peak memory of ``fedleak federate`` by the number of
-clients, each in a process of its own; its least-squares line, and how far the times are from it.
-With ``--engine flower`` the processor time leaves out Ray's workers::
+clients, each in a process of its own; its least-squares line, and how far the times are from it::
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 16 64
 """
@@ -30,6 +29,7 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from torch import Tensor
 from benchmarks.federation.rounds import OPTIMIZERS, batches, model_of, optimizer_of, train
 from lightning_fedleak.attacks import GradientMembership, PublicText
 from lightning_fedleak.callbacks import Games
+from lightning_fedleak.cli import main as main_of_fedleak
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
@@ -166,26 +167,22 @@ def measure_clients(args: argparse.Namespace) -> None:
 
 def one_federation(args: argparse.Namespace) -> None:
     """Run one federation, and print what it has cost as JSON."""
-    from rich.console import Console
-
-    from lightning_fedleak.cli.commands.federate import FederateCommand
-
     processor, start = processor_seconds(), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        FederateCommand(
-            clients=args.one,
-            rounds=1,
-            local_steps=args.steps,
-            batch_size=args.rows,
-            length=args.length,
-            members=args.targets,
-            optimizer=args.optimizer,
-            peft="lora",
-            model=args.model,
-            text=args.text,
-            engine=args.engine,
-            out=Path(folder),
-        ).run(Console(file=io.StringIO()))
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        words = {
+            "clients": args.one,
+            "rounds": 1,
+            "local-steps": args.steps,
+            "batch-size": args.rows,
+            "length": args.length,
+            "members": args.targets,
+            "optimizer": args.optimizer,
+            "peft": "lora",
+            "model": args.model,
+            "text": args.text,
+            "out": folder,
+        }
+        main_of_fedleak(["federate", *(f"--{k}={v}" for k, v in words.items() if v is not None)])
     result = {
         "processor": processor_seconds() - processor,
         "elapsed": time.perf_counter() - start,
@@ -213,7 +210,6 @@ def main() -> None:
     share.add_argument("--share", type=float, default=0.05, help="max_overhead")
     clients = which.add_parser("clients")
     clients.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
-    clients.add_argument("--engine", choices=["local", "flower"], default="local")
     clients.add_argument("--one", type=int, help=argparse.SUPPRESS)
     small = {"steps": 2, "rows": 2, "length": 12, "targets": 2, "optimizer": "sgd"}
     usual = {"steps": 10, "rows": 4, "length": 32, "targets": 16, "optimizer": "adamw"}

@@ -1,20 +1,18 @@
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak import Games, LeakageMonitor, with_canaries
 from lightning_fedleak.attacks.memorization import Canaries, Combined
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.memorization import BREACH, MemorizationCommand
+from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
@@ -24,6 +22,7 @@ from lightning_fedleak.cli.studies.memorization import tokenize
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.model.anatomy import find_anatomy
 from tests.engine.channels.test_memorization import fit
+from tests.helpers.commands import run_command
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +67,15 @@ def train(model: torch.nn.Module, rows: list[torch.Tensor], rate: float) -> None
 
 
 def run(folder: Path, model: str = "model", **settings: object) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=160)
-    command = MemorizationCommand(
+    return run_command(
+        "memorization",
         model=str(folder / model),
         base=str(EMBEDDED_MODEL),
         members=str(folder / "members.jsonl"),
         others=str(folder / "others.jsonl"),
         length=32,
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
-    status = command.run(console)
-    return status, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("model", ["model", "adapters"])
@@ -109,7 +106,7 @@ def test_the_base_itself_gives_nothing_away(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("n", [10, 20])
-def test_texts_that_are_told_apart_wholly_never_pass(
+def test_members_that_are_distinguished_wholly_never_pass(
     folder: Path, tmp_path: Path, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten texts a side show an AUC of .645 at most, and twenty .80: more than .7 or not?"""
@@ -169,7 +166,7 @@ def test_members_that_are_copies_are_asked_for_extraction_by_how_often_they_repe
     assert "12 members that have copies" in text
 
 
-def test_others_of_unknown_law_are_unknown_and_a_breach(folder: Path) -> None:
+def test_non_members_that_are_not_exchangeable_are_unknown_and_a_breach(folder: Path) -> None:
     status, text = run(folder, at_most=0.99)
     assert status == BREACH
     assert "Membership is UNKNOWN" in text
@@ -279,6 +276,5 @@ def test_canaries_in_another_order_or_without_their_record_are_refused(
         with pytest.raises(SourceError):
             PlantedCanaries(other, planted["record"])
     assert len(PlantedCanaries(planted["canaries"], planted["record"]).texts) == 80
-    alone = MemorizationCommand(model="m", base="b", canaries=other)
     with pytest.raises(SourceError, match="go together"):
-        alone._canaries()
+        run_command("memorization", model="m", base="b", canaries=other)

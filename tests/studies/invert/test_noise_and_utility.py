@@ -77,7 +77,7 @@ def test_next_token_utility_is_that_of_the_plain_model(
     anatomy = find_anatomy(model)
     model.train()
     tokens, state = ids(), torch.random.get_rng_state()
-    found = utility(anatomy, 2, tokens, Noise(0.7, True, 3))
+    measured = utility(anatomy, 2, tokens, Noise(0.7, True, 3))
     assert model.training
     assert torch.equal(torch.random.get_rng_state(), state)
     model.eval()
@@ -90,11 +90,11 @@ def test_next_token_utility_is_that_of_the_plain_model(
             chances = logits[row, place].softmax(0)
             right.append(float(chances.argmax() == tokens[row, place + 1]))
             nats.append(-math.log(float(chances[tokens[row, place + 1]])))
-    assert found.task == "next-token accuracy"
-    assert found.accuracy == pytest.approx(sum(right) / len(right))
-    assert found.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+    assert measured.task == "next-token accuracy"
+    assert measured.accuracy == pytest.approx(sum(right) / len(right))
+    assert measured.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
     clean = utility(anatomy, 2, tokens, Noise(0.0, True))
-    assert clean.perplexity != found.perplexity
+    assert clean.perplexity != measured.perplexity
 
 
 def test_masked_places_are_15_percent_and_no_special_ones() -> None:
@@ -112,14 +112,14 @@ def test_masked_token_utility_is_that_of_the_plain_model() -> None:
     model = tiny_bert_mlm(layers=3).eval()
     anatomy = find_anatomy(model)
     tokens = ids(4, 24)
-    found = utility(anatomy, 1, tokens, Noise(0.0, True, 5), mask_token_id=MASK)
+    measured = utility(anatomy, 1, tokens, Noise(0.0, True, 5), mask_token_id=MASK)
     places = chosen_places(tokens, (), 5)
     with torch.no_grad():
         logits = model(input_ids=torch.where(places, MASK, tokens)).logits
     nats = -logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0][places]
-    assert found.task == "masked-token accuracy"
-    assert found.accuracy == float((logits.argmax(-1) == tokens)[places].float().mean())
-    assert found.perplexity == pytest.approx(float(nats.mean().exp()), rel=1e-5)
+    assert measured.task == "masked-token accuracy"
+    assert measured.accuracy == float((logits.argmax(-1) == tokens)[places].float().mean())
+    assert measured.perplexity == pytest.approx(float(nats.mean().exp()), rel=1e-5)
     with pytest.raises(ValueError, match="mask id"):
         utility(anatomy, 1, tokens, Noise(0.0, True))
 

@@ -22,8 +22,8 @@ CELLS = [GridCell(Setting(), spec) for spec in SPECS]
 
 
 def result(loss: float) -> CellResult:
-    found = Leakage("f1", 0.5, 0.4, 0.6, looks=3, unknown=1, exposed=True, why="no time")
-    return CellResult(loss, {"epsilon": 1.0}, {"flatchat": found}, seconds=2.0)
+    leakage = Leakage("f1", 0.5, 0.4, 0.6, looks=3, unknown=1, exposed=True, why="no time")
+    return CellResult(loss, {"epsilon": 1.0}, {"flatchat": leakage}, seconds=2.0)
 
 
 class Runner:
@@ -60,13 +60,6 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     rest = Runner()
     Grid(CELLS, tmp_path).run(rest)
     assert rest.ran == [1, 2]
-
-
-def test_a_column_makes_other_cells_and_none_leaves_the_names_of_old_ones() -> None:
-    assert "column" not in CELLS[0].to_dict()["setting"]
-    named = GridCell(Setting(text="a.csv", column="review"), SPECS[0])
-    assert named.to_dict()["setting"]["column"] == "review"
-    assert named.key != GridCell(Setting(text="a.csv"), SPECS[0]).key
 
 
 def test_other_settings_are_other_cells(tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ CHECKED = (
         (["game", "--text", "t.csv"], "name one with --column"),
         (["sweep", "--model", "./nomodel"], "there is no folder './nomodel'"),
         (["invert", "--model", "."], "holds no model (no config.json), but 'inside' does"),
-        (["demo", "--model", "inside/runs"], "'last.ckpt' in it is a checkpoint of a Trainer"),
         (
             ["sweep", "--defense", "none", "gradient_nose:sigma=1"],
             "(did you mean 'gradient_noise'?)",

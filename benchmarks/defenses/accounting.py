@@ -93,12 +93,12 @@ def grid() -> None:
         for sigma, rate, steps, delta in GRID:
             cell = sigma, rate, steps
             _rdp_of_poisson.cache_clear()
-            ours, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
-            theirs, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
-            rows.append((theirs, ours / theirs if theirs else math.nan, t_ours / t_theirs))
+            result, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
+            peer, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
+            rows.append((peer, result / peer if peer else math.nan, t_ours / t_theirs))
         for low, high in ((0.001, 0.1), (0.1, 10), (10, LARGEST_EPSILON)):
-            ratios = [ratio for theirs, ratio, _ in rows if low <= theirs < high]
-            times = [time for theirs, _, time in rows if low <= theirs < high]
+            ratios = [ratio for peer, ratio, _ in rows if low <= peer < high]
+            times = [time for peer, _, time in rows if low <= peer < high]
             close = sum(abs(ratio - 1) <= 0.01 for ratio in ratios)
             print(
                 f"{kind:5} {low:5g}-{high:<5g} {len(ratios):5} {min(ratios):8.4f} "
@@ -115,12 +115,12 @@ def fixed() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for sigma, rate, count in FIXED:
         cell = [(sigma, rate, count)]
-        found, renyi = (epsilon_of(cell, 1e-5, k, "without_replacement") for k in ("prv", "rdp"))
-        floor, theirs = epsilon_of(cell, 1e-5, "prv"), google_fixed(sigma, rate, count)
-        enough = noise_multiplier_for(theirs, 1e-5, rate, count, "prv", "without_replacement")
+        results, renyi = (epsilon_of(cell, 1e-5, k, "without_replacement") for k in ("prv", "rdp"))
+        floor, peer = epsilon_of(cell, 1e-5, "prv"), google_fixed(sigma, rate, count)
+        enough = noise_multiplier_for(peer, 1e-5, rate, count, "prv", "without_replacement")
         print(
-            f"| {sigma:g} | {rate:g} | {count} | {found:.3g} | {floor:.3g} | {renyi:.3g} | "
-            f"{theirs:.3g} | {enough / sigma - 1:.0%} |",
+            f"| {sigma:g} | {rate:g} | {count} | {results:.3g} | {floor:.3g} | {renyi:.3g} | "
+            f"{peer:.3g} | {enough / sigma - 1:.0%} |",
             flush=True,
         )
 
@@ -180,12 +180,12 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
                 1e-3, noise_multiplier=sigma, target_delta=delta, clip=ClipSettings(loss="trusted")
             )
 
-        own = int(10 * sigma) + 1000 * seed
-        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=own)
-        played = play_add_remove(neuron.release, games, seed=own)
+        local = int(10 * sigma) + 1000 * seed
+        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=local)
+        played = play_add_remove(neuron.release, games, seed=local)
         scores, members = played.scores, played.members
         code, rng = np.arange(games), np.random.default_rng(0)
-        found = auc(scores.numpy(), members.numpy(), code, 0.05, 200, rng)
+        results = auc(scores.numpy(), members.numpy(), code, 0.05, 200, rng)
         outside = scores if rate == 1 else scores[~members]
         noise = outside - (members.double() if rate == 1 else 0.0)
         spread = float(noise.square().mean().sqrt()) / sigma
@@ -196,12 +196,14 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
         assert rate < 1 or epsilon <= accounted
         claim, cut = ("gaussian", 0.5) if rate == 1 else ("dp", "union")
         bounds = [
-            audit_scores(scores[own], members[own], delta=delta, claim=claim, threshold=cut).epsilon
-            for own in torch.arange(games).split(games // audits)[:audits]
+            audit_scores(
+                scores[local], members[local], delta=delta, claim=claim, threshold=cut
+            ).epsilon
+            for local in torch.arange(games).split(games // audits)[:audits]
         ]
         count = refutations(bounds, accounted)
         print(
-            f"{sigma:5} {rate:4} {found.value:7.4f} [{found.low:.4f}, {found.high:.4f}] "
+            f"{sigma:5} {rate:4} {results.value:7.4f} [{results.low:.4f}, {results.high:.4f}] "
             f"{sampled_gaussian_auc(sigma, rate):11.4f} {spread:11.4f} "
             f"{count.refuted:4}/{count.audits} {count.p_value:6.3f} {np.median(bounds):12.3f} "
             f"{accounted:9.3f}",

@@ -121,11 +121,11 @@ def main() -> None:
         key |= {"per_round": min(args.per_round, key["clients"]), "rounds": args.rounds}
         if any(key.items() <= line.items() for line in lines):
             continue
-        began = time.process_time()
+        start = time.process_time()
         values, noise, norm = losses(args, key)
         result = {"losses": [round(x, 4) for x in values], "noise": round(noise, 3), "norm": norm}
         result |= {"model": Path(args.model or "embedded").name, "lr": args.lr, "rank": args.rank}
-        result |= {"seconds": round(time.process_time() - began), "steps": args.local_steps}
+        result |= {"seconds": round(time.process_time() - start), "steps": args.local_steps}
         result |= {"date": str(datetime.date.today()), "machine": platform.machine()}
         lines.append(key | result)
         with args.log.open("a", encoding="utf-8") as log:

@@ -258,7 +258,8 @@ def _check_name(source: str) -> None:
     path = Path(source)
     name, colon, _ = source.partition(":")
     suffix = Path(name).suffix.lower()
-    if is_path(name) or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name):
+    spelled_as_path = is_path(name) or "\\" in source or "://" in source
+    if spelled_as_path or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name):
         raise SourceError(f"there is no file '{source}'{nearest(path)}")
     owner = path.parts[0]
     if not colon and len(path.parts) > 1 and Path(owner).is_dir():

@@ -60,7 +60,10 @@ def _run(options: argparse.Namespace) -> int:
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if options.command not in ("report", "compare"):
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     command = importlib.import_module(f"lightning_fedleak.cli.commands.{options.command}")
     status: int = command.run(options)
     return status

@@ -402,33 +402,9 @@ def _explain_activations(cells: Sequence[ActivationCell]) -> list[str]:
         f"ROUGE: ROUGE-L. ms: wall time per token. split: block, of {cells[0].blocks}. len: "
         f"tokens. noise: standard deviations{unit}. task: {task if tasks else 'unknown'}.",
     ]
-    for layer, length in dict.fromkeys((c.layer, c.length) for c in cells):
-        lines += _half([c for c in cells if (c.layer, c.length) == (layer, length)], layer, length)
     problems = dict.fromkeys(
         f"{c.attack}, split {c.layer}, {c.length} tokens, noise {c.sigma:g}: {c.problem}"
         for c in cells
         if c.problem
     )
     return [*lines, *(f"Failed: {problem}" for problem in problems)]
-
-
-def _half(cells: Sequence[ActivationCell], layer: int, length: int) -> list[str]:
-    """Return what is still read where noise has cost half of the task."""
-    clean = next((c.utility for c in cells if c.sigma == 0 and c.utility is not None), None)
-    if clean is None or clean.accuracy <= 0:
-        return []
-    useful = [
-        c for c in cells if c.utility and c.rates and c.utility.accuracy >= clean.accuracy / 2
-    ]
-    noise = max((c.sigma for c in useful), default=0.0)
-    if noise == 0:
-        return []
-    results = ", ".join(
-        f"{c.attack}{'' if c.finished else '*'} {short(c.rates['token_accuracy'].value)}"
-        for c in useful
-        if c.sigma == noise
-    )
-    return [
-        f"Split {layer}, {length} tokens: at noise {noise:g}, the most tried that leaves the model "
-        f"half of its {clean.task}, the share of tokens read is: {results}."
-    ]

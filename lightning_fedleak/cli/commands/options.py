@@ -203,7 +203,7 @@ def invert(add: Add) -> None:
             batch), after which its best so far counts; 'inf' for no bound.
         bos: token id put before every text.
         seed: seed of the choice of texts and of the noise.
-        out: folder of results and plots.
+        out: folder of the results.
     """
     sources = ("activations", "gradients")
     add("--from", dest="from_", choices=sources, default="activations")

@@ -48,9 +48,6 @@ def test_noise_follows_the_law() -> None:
     assert not bool(gaussian_noise(hidden, Noise(0.0, True)).any())
     again = gaussian_noise(hidden, Noise(1.0, False)).flatten(0, 1)
     torch.testing.assert_close(again, 2 * absolute)
-    for wrong in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="sigma"):
-            gaussian_noise(hidden, Noise(wrong, True))
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
@@ -120,8 +117,6 @@ def test_masked_token_utility_is_that_of_the_plain_model() -> None:
     assert measured.task == "masked-token accuracy"
     assert measured.accuracy == float((logits.argmax(-1) == tokens)[places].float().mean())
     assert measured.perplexity == pytest.approx(float(nats.mean().exp()), rel=1e-5)
-    with pytest.raises(ValueError, match="mask id"):
-        utility(anatomy, 1, tokens, Noise(0.0, True))
 
 
 def test_plain_encoder_is_compared_with_itself() -> None:
@@ -129,8 +124,3 @@ def test_plain_encoder_is_compared_with_itself() -> None:
     values = [utility(anatomy, 1, ids(), Noise(s, True)).accuracy for s in (0.0, 0.5, 8.0)]
     assert values[0] == pytest.approx(1.0)
     assert values[0] > values[1] > values[2]
-
-
-def test_texts_of_one_token_are_refused() -> None:
-    with pytest.raises(ValueError, match="one token"):
-        utility(find_anatomy(tiny_gpt2()), 1, ids(3, 1), Noise(0.0, True))

@@ -15,14 +15,14 @@ from lightning_fedleak.extras import install
 
 
 def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-m", "lightning_fedleak", "--help"],
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: fedleak ")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("usage: fedleak ")
 
 
 def test_help_and_version_load_no_heavy_module(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,10 +34,12 @@ def test_help_and_version_load_no_heavy_module(capsys: pytest.CaptureFixture[str
         "heavy = {'torch', 'lightning', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "demo" in done.stdout
-    assert "fit" in done.stdout
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "demo" in finished.stdout
+    assert "fit" in finished.stdout
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.strip() == version("lightning-fedleak")
@@ -139,7 +141,7 @@ def test_missing_sources_are_reported_before_libraries_load(
         (tmp_path / "inside" / folder).mkdir(parents=True)
     (tmp_path / "inside" / "runs" / "last.ckpt").touch()
     (tmp_path / "inside" / "config.json").touch()
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", CHECKED, *arguments],
         capture_output=True,
         text=True,
@@ -147,10 +149,10 @@ def test_missing_sources_are_reported_before_libraries_load(
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("fedleak: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert finished.returncode == 1, finished.stderr
+    assert finished.stderr.startswith("fedleak: ")
+    assert message in finished.stderr
+    assert finished.stderr.count("\n") == 1
 
 
 def test_the_error_of_fit_is_one_line(

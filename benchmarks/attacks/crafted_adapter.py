@@ -231,12 +231,12 @@ def table(path: Path) -> str:
     lines = [f"| cell | rounds | {columns} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for name, splits in cells.items():
         rounds = [read_round(one) for split in splits for one in split["each"]]
-        table_rows = [
+        display = [
             "not measured" if math.isnan(mean) else f"{mean:.3g}" + f" ± {half:.2g}" * (half > 0)
             for mean, half in (measured(rounds)[column] for column in COLUMNS)
         ]
         first = f"| {name} | {len(rounds)} | "
-        lines.append(first + " | ".join(table_rows) + " |")
+        lines.append(first + " | ".join(display) + " |")
     return "\n".join(lines)
 
 

@@ -297,12 +297,10 @@ def judge(
         for n, part in controls.items()
     )
     destination.looks["by aggregation" if parted else "low"] += 1
-    table_rows = shown_of(latest)
+    display = shown_of(latest)
     for name, f1 in read_afresh(training, seen, step).items():
         if f1 > number + REFUTES:
-            line = (
-                f"step {step}: {name} reads {f1:.3f} afresh, the log has {number:.3f}; {table_rows}"
-            )
+            line = f"step {step}: {name} reads {f1:.3f} afresh, the log has {number:.3f}; {display}"
             (destination.aggregated if parted else destination.refuted).append(
                 f"{training}\n    {line}"
             )

@@ -140,9 +140,9 @@ def best_threshold(
             round(half * (1 - np.searchsorted(side, cut, "right") / SIMULATED))
             for side in (non_members, held_out)
         )
-        table_rows = epsilon_from_counts(tp, half, fp, half, delta=delta, confidence=confidence)
-        if table_rows > best:
-            best, chosen = table_rows, cut
+        display = epsilon_from_counts(tp, half, fp, half, delta=delta, confidence=confidence)
+        if display > best:
+            best, chosen = display, cut
     return chosen
 
 

@@ -348,8 +348,8 @@ def one_run(
     ).fit(module, DataLoader(Places(range(count)), batch, shuffle=True, collate_fn=collated))
     seconds = time.process_time() - start
     if private:
-        table_rows = defense.accountant.epsilon(DELTA)
-        assert table_rows <= epsilon, (table_rows, epsilon)
+        display = defense.accountant.epsilon(DELTA)
+        assert display <= epsilon, (display, epsilon)
     return {
         "task": options.task,
         "model": Path(options.model).name,
@@ -426,8 +426,8 @@ def table(options: argparse.Namespace) -> None:
     print(f"{platform.machine()}, one thread, {datetime.date.today()}")
     for (name, epsilon), local in results.items():
         if epsilon is None:
-            table_rows = ", ".join(f"{key} {column(local)}" for key, column in columns.items())
-            print(f"{name}, no defence: before {local[0]['before']:.3f}, {table_rows}")
+            display = ", ".join(f"{key} {column(local)}" for key, column in columns.items())
+            print(f"{name}, no defence: before {local[0]['before']:.3f}, {display}")
     private = {
         (name, epsilon): local for (name, epsilon), local in results.items() if epsilon is not None
     }

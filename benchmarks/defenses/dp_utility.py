@@ -246,8 +246,8 @@ def one_run(
     ).fit(module, loader)
     seconds = time.process_time() - start
     if method != "plain":
-        table_rows = defense.accountant.epsilon(DELTA)
-        assert table_rows <= epsilon, (table_rows, epsilon)
+        display = defense.accountant.epsilon(DELTA)
+        assert display <= epsilon, (display, epsilon)
     with torch.no_grad():
         logits = module.head(data["test"])
         truth = data["test_labels"]
@@ -312,12 +312,12 @@ def print_tables(
     """A table for each of ``columns``: the methods of ``names`` by epsilon, but for ``plain``."""
     epsilons = sorted({epsilon for method, epsilon in results if method != "plain"})
     heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
-    for title, table_rows in columns.items():
+    for title, display in columns.items():
         print(f"\n| {title} | " + " | ".join(heads) + " |\n" + "|---" * (len(heads) + 1) + "|")
         for method, name in names.items():
             local = [results.get((method, epsilon), []) for epsilon in epsilons]
             if method != "plain" and any(local):
-                cells = [table_rows(runs) if runs else "" for runs in local]
+                cells = [display(runs) if runs else "" for runs in local]
                 print(f"| {name} | " + " | ".join(cells) + " |")
 
 
@@ -352,8 +352,7 @@ def table(options: argparse.Namespace) -> None:
     }
     print(f"{platform.machine()}, one thread, {datetime.date.today()}; {len(rows)} runs")
     print(
-        "without a defence: "
-        + ", ".join(f"{k} {table_rows(plain)}" for k, table_rows in columns.items())
+        "without a defence: " + ", ".join(f"{k} {display(plain)}" for k, display in columns.items())
     )
     print_tables(results, columns, NAMES)
 

@@ -132,13 +132,13 @@ def text_of(
     cells = unique(table.cells(size, names))
     results = Found(row for cell in cells for row in log.rows(cell) or ())
     show = table.page if on_page and table.page else table.show
-    table_rows = show(results, size)
+    display = show(results, size)
     reference = published()[paper.name][table.name]
-    parts = [f"### {paper.name} {table.name}: {table.title}", table_rows.finding]
+    parts = [f"### {paper.name} {table.name}: {table.title}", display.finding]
     if "says" in reference:
         parts.append(f"The paper ({reference['source']}) says: {reference['says']}.")
     if results:
-        parts += map(str, table_rows.grids)
+        parts += map(str, display.grids)
     parts.append(told_of(cells, log, on_page=on_page))
     return "\n\n".join(parts)
 

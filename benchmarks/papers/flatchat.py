@@ -628,8 +628,8 @@ def show_table2(results: Found, size: Size) -> Shown:
 
 def table2_page(results: Found, size: Size) -> Shown:
     """Return Table 2 with the paper's numbers and ours in one row; RLG without what gave none."""
-    table_rows = show_table2(results, size)
-    (grid,) = table_rows.grids
+    display = show_table2(results, size)
+    (grid,) = display.grids
     groups: dict[tuple[str, ...], dict[str, Sequence[str]]] = {}
     for row in grid.rows:
         groups.setdefault(tuple(row[:3]), {})[row[3]] = row[4:10]
@@ -644,7 +644,7 @@ def table2_page(results: Found, size: Size) -> Shown:
         rows.append([*front, *("; ".join(filter(None, pair)) for pair in pairs)])
     head = [*grid.head[:3], *grid.head[4:10]]
     caption = "The paper's number, then ours; one number is of the paper, of Aligned ours."
-    return Shown([Grid(head, rows, caption)], first_sentences(table_rows.finding, 2))
+    return Shown([Grid(head, rows, caption)], first_sentences(display.finding, 2))
 
 
 def show_table3(results: Found, size: Size) -> Shown:
@@ -684,8 +684,8 @@ def table3_page(results: Found, size: Size) -> Shown:
 
 def table4_page(results: Found, size: Size) -> Shown:
     """Return Table 4 with the paper's numbers and ours in one row."""
-    table_rows = show_table4(results, size)
-    return replace(table_rows, grids=[in_pairs(grid) for grid in table_rows.grids])
+    display = show_table4(results, size)
+    return replace(display, grids=[in_pairs(grid) for grid in display.grids])
 
 
 def fig4_page(results: Found, size: Size) -> Shown:
@@ -767,14 +767,14 @@ def show_table5(results: Found, size: Size) -> Shown:
 
 def table5_page(results: Found, size: Size) -> Shown:
     """Return Table 5 where the paper has a number; without `sum`, where it is `sum/B`."""
-    table_rows = show_table5(results, size)
-    (grid,) = table_rows.grids
+    display = show_table5(results, size)
+    (grid,) = display.grids
     i, j = grid.head.index("sum"), grid.head.index("sum/B")
     if any(row[i] != row[j] for row in grid.rows):
-        return table_rows
+        return display
     rows = [[*row[:i], *row[j:]] for row in grid.rows if row[2]]
     head = [*grid.head[:i], "sum and sum/B", *grid.head[j + 1 :]]
-    return Shown([Grid(head, rows)], table_rows.finding)
+    return Shown([Grid(head, rows)], display.finding)
 
 
 def show_fig3(results: Found, size: Size) -> Shown:

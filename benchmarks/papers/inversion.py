@@ -268,21 +268,21 @@ def _ms(rows: Sequence[Row]) -> str:
 
 def fig1_page(results: Found, size: Size) -> Shown:
     """Return Fig. 1 without the weakest noise."""
-    table_rows = show_fig1(results, size)
+    display = show_fig1(results, size)
     weakest = f"{size.noises[1]:g}" if len(size.noises) > 3 else ""
-    grid, published_ = table_rows.grids
+    grid, published_ = display.grids
     retained = replace(grid, rows=[row for row in grid.rows if row[3] != weakest])
     return Shown(
-        [of_one_model(retained), of_one_model(published_)], first_sentences(table_rows.finding, 1)
+        [of_one_model(retained), of_one_model(published_)], first_sentences(display.finding, 1)
     )
 
 
 def fig2_page(results: Found, size: Size) -> Shown:
     """Return Fig. 2 without steps and times."""
-    table_rows = show_fig2(results, size)
-    (grid,) = table_rows.grids
+    display = show_fig2(results, size)
+    (grid,) = display.grids
     return Shown([of_one_model(without(grid, "steps", "ms a token"))],
-                 first_sentences(table_rows.finding, 2))  # fmt: skip
+                 first_sentences(display.finding, 2))  # fmt: skip
 
 
 def of_one_model(grid: Grid) -> Grid:

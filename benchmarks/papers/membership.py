@@ -514,9 +514,9 @@ def on_page(
     """Return a table as the page has it: a row for each label, intervals of AUC alone."""
 
     def page(outcome: Found, size: Size) -> Shown:
-        table_rows = show(outcome, size)
-        grids = [in_one_row(grid) for grid in table_rows.grids]
-        return Shown(grids, first_sentences(table_rows.finding, sentences))
+        display = show(outcome, size)
+        grids = [in_one_row(grid) for grid in display.grids]
+        return Shown(grids, first_sentences(display.finding, sentences))
 
     return page
 
@@ -730,10 +730,10 @@ def wide(rate: Mapping[str, float]) -> str:
 
 def fig5_page(outcome: Found, size: Size) -> Shown:
     """Return Fig. 5 without intervals, which are .001 to either side at most."""
-    table_rows = show_fig5(outcome, size)
+    display = show_fig5(outcome, size)
     return replace(
-        table_rows,
-        grids=[replace(g, rows=[[*map(bare, row)] for row in g.rows]) for g in table_rows.grids],
+        display,
+        grids=[replace(g, rows=[[*map(bare, row)] for row in g.rows]) for g in display.grids],
     )
 
 
@@ -786,8 +786,8 @@ def show_fig6(outcome: Found, size: Size) -> Shown:
 
 def fig6_page(outcome: Found, size: Size) -> Shown:
     """Return Fig. 6 without F1 and games; neighbouring betas of the same rates have one row."""
-    table_rows = show_fig6(outcome, size)
-    (grid,) = table_rows.grids
+    display = show_fig6(outcome, size)
+    (grid,) = display.grids
     rows: list[list[str]] = []
     for row in grid.rows:
         if rows and [*rows[-1][:3], *rows[-1][4:]] == [*row[:3], *row[4:]]:
@@ -798,7 +798,7 @@ def fig6_page(outcome: Found, size: Size) -> Shown:
     merged = without(
         replace(grid, rows=rows), "games", "F1", *(["model"] if len(models) == 1 else [])
     )
-    return Shown([merged], first_sentences(table_rows.finding, 2))
+    return Shown([merged], first_sentences(display.finding, 2))
 
 
 def spread(values: Sequence[float]) -> str:

@@ -78,8 +78,8 @@ def test_revealed_words_are_for_the_owner_alone(model: str, text: str, tmp_path:
 
 
 def test_live_table_on_a_terminal(model: str, text: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    _, printed = shown(model=model, text=text, steps=3, every_n_steps=1, out=out, terminal=True)
+    output = tmp_path / "out"
+    _, printed = shown(model=model, text=text, steps=3, every_n_steps=1, out=output, terminal=True)
     assert "Run 1: watched" in printed
     assert "aligned_flatchat" in printed
     assert "3/3" in printed
@@ -88,10 +88,10 @@ def test_live_table_on_a_terminal(model: str, text: str, tmp_path: Path) -> None
 def test_an_output_folder_that_cannot_be_made_is_said_before_training(
     model: str, text: str, tmp_path: Path
 ) -> None:
-    taken = tmp_path / "taken"
-    taken.write_text("a file")
+    file = tmp_path / "taken"
+    file.write_text("a file")
     with pytest.raises(SourceError, match=r"cannot be written to.*--out"):
-        shown(model=model, text=text, out=taken)
+        shown(model=model, text=text, out=file)
 
 
 def test_ctrl_c_ends_with_what_was_measured(

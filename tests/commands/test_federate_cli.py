@@ -68,9 +68,9 @@ def test_each_round_is_shown_and_watching_changes_no_bit(
     first = printed[printed.index("\n round ") :].splitlines()[2].split()
     assert first == ["0", first[1], "-", "-", "-"]  # the loss before anything was trained
     assert float(first[1]) > 0
-    shown = [line.split() for line in printed.splitlines() if "words, F1" in line][:2]
-    assert [row[0] for row in shown] == ["1", "2"]
-    assert all(float(value) > 0.3 for row in shown for value in row[4:])
+    display = [line.split() for line in printed.splitlines() if "words, F1" in line][:2]
+    assert [row[0] for row in display] == ["1", "2"]
+    assert all(float(value) > 0.3 for row in display for value in row[4:])
     records = {(x["round"], x["client"]) for x in lines(watched, "leakage.jsonl") if x["n"]}
     assert records >= {(r, c) for r in (1, 2) for c in (0, 1, "sum")}
     assert lines(watched, "run.jsonl")[-1]["how"] == "finished"
@@ -90,9 +90,9 @@ def test_each_client_asks_the_models_that_it_is_sent(tmp_path: Path, small: dict
     settings = {"text": str(texts), "column": None, "length": 24, "local_steps": 12}
     _, results = federate(tmp_path / "out", small | settings, leave_out=12)
     records = [line for line in lines(results, "leakage.jsonl") if line["stage"] == "released"]
-    known = [line for line in records if line["attack"] == "combined" and not line["unknown"]]
-    assert {str(line["client"]) for line in known} == {"0", "1"}
-    for line in known:
+    measured = [line for line in records if line["attack"] == "combined" and not line["unknown"]]
+    assert {str(line["client"]) for line in measured} == {"0", "1"}
+    for line in measured:
         assert line["metrics"]["others"]["value"] == 12
         assert 0 <= line["metrics"]["auc"]["value"] <= 1
     with pytest.raises(SourceError, match="--leave-out 4000 is more than half"):
@@ -130,9 +130,9 @@ def test_the_default_gate_watches_what_the_table_shows(tmp_path: Path, small: di
     [start, *_] = lines(folder, "run.jsonl")
     assert [gate["metric"] for gate in start["gates"]] == ["leakage/worst/membership"]
     [row] = [line for line in printed.splitlines() if "membership, AUC  " in line]
-    shown = row.split("AUC")[1].split()[:2]
-    assert [cell.startswith("(") for cell in shown] == [
-        float(cell.strip("()")) > 0.75 for cell in shown
+    display = row.split("AUC")[1].split()[:2]
+    assert [cell.startswith("(") for cell in display] == [
+        float(cell.strip("()")) > 0.75 for cell in display
     ]
     assert "1 of 2 updates did not leave" in printed
 
@@ -152,12 +152,12 @@ def test_what_is_read_without_an_error_does_not_leave(tmp_path: Path) -> None:
 def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> None:
     private = {"noise_multiplier": 2.0, "trust": trust, "attack": "none"}
     printed, folder = federate(tmp_path, small, **private)
-    start, *shown = printed[printed.index("\n round ") :].splitlines()[2:5]
+    start, *display = printed[printed.index("\n round ") :].splitlines()[2:5]
     assert start.split() == ["0", start.split()[1], *"-----"]  # before any noise
-    assert all(x.split()[-2].endswith("x") for x in shown)
+    assert all(x.split()[-2].endswith("x") for x in display)
     assert "Noise drowned the updates: its norm is" in printed
-    spent = [float(x.split()[-1]) for x in shown]
-    assert [x.split()[0] for x in shown] == ["1", "2"]
+    spent = [float(x.split()[-1]) for x in display]
+    assert [x.split()[0] for x in display] == ["1", "2"]
     assert 0 < spent[0] < spent[1]
     ledgers = {p.name for p in folder.glob("*.ledger")}
     assert (

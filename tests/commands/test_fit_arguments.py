@@ -39,8 +39,8 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
     """Return the error of a run that cannot start."""
-    off = ["--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
-    assert cli.main(["fit", *arguments, *off]) == 1
+    disabled = ["--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
+    assert cli.main(["fit", *arguments, *disabled]) == 1
     return capsys.readouterr().err
 
 

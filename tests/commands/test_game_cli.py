@@ -75,8 +75,8 @@ def test_results_are_printed_and_written_without_text(
     assert collisions > 0
     assert f"Layer 0: in {collisions} of 30 games" in output
     accuracy = results["fc@0"]["rates"]["accuracy"]
-    shown = (f"{accuracy[end]:.3f}".removeprefix("0") for end in ("value", "low", "high"))
-    assert "{} [{}, {}]".format(*shown) in output
+    display = (f"{accuracy[end]:.3f}".removeprefix("0") for end in ("value", "low", "high"))
+    assert "{} [{}, {}]".format(*display) in output
     assert "dishonest" in output
     for line in Path(text).read_text().splitlines():
         assert line not in output

@@ -62,10 +62,10 @@ def cells_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_causal_model_is_read_exactly(model: str, text: str, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "folder"
-    settings = {"noise": [0.0, 4.0], "lengths": [8, 12], "texts": 3, "layer": [1], "out": out}
+    outputs = tmp_path / "new" / "folder"
+    settings = {"noise": [0.0, 4.0], "lengths": [8, 12], "texts": 3, "layer": [1], "out": outputs}
     output = printed(model=model, text=text, **settings)
-    cells = cells_in(out)
+    cells = cells_in(outputs)
     assert {(c["attack"], c["layer"]) for c in cells} == {("prefix", 1)}
     assert [(c["length"], c["sigma"]) for c in cells] == [(8, 0), (8, 4), (12, 0), (12, 4)]
     assert not [c for c in cells if c["problem"]]
@@ -78,10 +78,10 @@ def test_a_causal_model_is_read_exactly(model: str, text: str, tmp_path: Path) -
     assert "budget: 60 s" in output
     assert "next-token accuracy of the whole model" in " ".join(output.split())
     for name in ("noise.png", "length.png"):
-        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        assert (outputs / name).read_bytes().startswith(b"\x89PNG")
         assert name in output.replace("\n", "")
     private = " ".join(TEXTS).split()
-    assert not [w for w in private if len(w) > 6 and w in (out / "inversion.json").read_text()]
+    assert not [w for w in private if len(w) > 6 and w in (outputs / "inversion.json").read_text()]
 
 
 def test_an_encoder_is_read_by_sweeps(encoder: str, text: str, tmp_path: Path) -> None:

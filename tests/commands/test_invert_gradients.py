@@ -135,8 +135,8 @@ def test_what_makes_no_sense_is_refused_by_name(
     model: str, text: str, tmp_path: Path, arguments: Sequence[str], message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    given = ["invert", "--model", model, "--text", text, "--out", str(tmp_path / "out")]
-    assert main([*given, *arguments]) == 1
+    words = ["invert", "--model", model, "--text", text, "--out", str(tmp_path / "out")]
+    assert main([*words, *arguments]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "inversion.json").exists()
 
@@ -236,9 +236,9 @@ def test_a_batch_without_an_answer_counts_in_no_number() -> None:
     [cell] = cells(made, Known(guesses, certified=True), tokens)
     assert (cell.batches, cell.unknown, cell.texts, cell.certified) == (2, 1, 2, 1)
     assert cell.rates["token_accuracy"].value == 1
-    said = explain_cells([cell])
-    assert "1 of 2 batches, which count in no number" in said
-    assert "UnusableObservation: no word stands out" in said
+    answer = explain_cells([cell])
+    assert "1 of 2 batches, which count in no number" in answer
+    assert "UnusableObservation: no word stands out" in answer
     cut = explain_cells([replace(cell, finished=False, budget_seconds=0.5)])
     assert "*: cut off by the budget of 0.5 s" in cut
 
@@ -279,10 +279,10 @@ def test_a_step_of_adamw_is_torchs() -> None:
     backward(other, tokens)
     trained = [p for p in other.parameters() if p.requires_grad]
     torch.optim.AdamW(trained, lr=2e-4).step()
-    ours = [p for p in made.parameters() if p.requires_grad]
-    assert all(p.grad is None for p in ours)
-    for mine, theirs in zip(ours, trained, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+    result = [p for p in made.parameters() if p.requires_grad]
+    assert all(p.grad is None for p in result)
+    for local, peer in zip(result, trained, strict=True):
+        torch.testing.assert_close(local, peer, rtol=1e-5, atol=2e-6)
 
 
 def test_whole_batches_and_names() -> None:

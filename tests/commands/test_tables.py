@@ -70,9 +70,9 @@ def of_games() -> Table:
 
 def of_a_sweep() -> Table:
     setting = grid.Setting()
-    known = grid.Leakage("token_accuracy", 0.9123, 0.8765, 0.9876, 12, 0, True)
+    leakage = grid.Leakage("token_accuracy", 0.9123, 0.8765, 0.9876, 12, 0, True)
     names = ("flatchat", "aligned_flatchat", "fc_membership", "prefix_inversion", "descent")
-    result = grid.CellResult(12.3456, {"epsilon": 123.456}, dict.fromkeys(names, known))
+    result = grid.CellResult(12.3456, {"epsilon": 123.456}, dict.fromkeys(names, leakage))
     long = DefenseSpec("dpsgd", {"max_grad_norm": 1.25, "noise_multiplier": 0.75, "poisson": True})
     return sweep.defense_table(
         [(grid.GridCell(setting, spec), result) for spec in (DefenseSpec("none", {}), long)],
@@ -95,22 +95,22 @@ def of_capacity() -> Table:
     ],
 )
 def test_no_number_is_cut_at_80_columns(table, keys: int) -> None:
-    shown = table()
-    lines = printed(shown, 80, keys)
+    display = table()
+    lines = printed(display, 80, keys)
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)
     together = "\n".join(lines)
-    for column in shown.columns[keys:]:
+    for column in display.columns[keys:]:
         for word in column.header.split():
             assert word in together
         for cell in column.cells:
             assert cell in together
     # What does not fit is another block, whose lines are named again.
-    first = shown.columns[0].header
+    first = display.columns[0].header
     blocks = sum(line.lstrip("┃ ").startswith(f"{first} ") for line in lines)
     assert blocks >= 1
     if keys > 1:
-        name = next(iter(shown.columns[0].cells))
+        name = next(iter(display.columns[0].cells))
         assert sum(line.startswith(f"{name} ") for line in lines) == blocks
 
 

@@ -171,10 +171,10 @@ class Hub:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    made = Hub()
-    monkeypatch.setitem(sys.modules, "datasets", made)
+    created = Hub()
+    monkeypatch.setitem(sys.modules, "datasets", created)
     monkeypatch.setattr(real_hub, "why_unreachable", lambda: None)
-    return made
+    return created
 
 
 @pytest.mark.parametrize(

@@ -77,15 +77,15 @@ def test_tensors_come_as_they_were_sent(line, dtype, shape):
     sender.join()
     assert message.kind is Kind.INFER
     assert list(message.tensors) == ["hidden", "labels"]
-    for mine, theirs in zip(message.tensors.values(), (sent, strided), strict=True):
-        assert mine.dtype == theirs.dtype
-        assert torch.equal(mine, theirs)
+    for local, peer in zip(message.tensors.values(), (sent, strided), strict=True):
+        assert local.dtype == peer.dtype
+        assert torch.equal(local, peer)
 
 
 def test_silence_ends_in_an_error(line):
     client, server = line()
     server.timeout = 0.5
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(PeerError, match=r"client .* did not answer within 0.5 s"):
         server.receive()
     with pytest.raises(PeerError, match="server of the split model is gone"):
@@ -94,7 +94,7 @@ def test_silence_ends_in_an_error(line):
         assert not end.open
         with pytest.raises(PeerError, match="is closed"):
             end.receive()
-    assert time.monotonic() - began < TIMEOUT / 2
+    assert time.monotonic() - start_time < TIMEOUT / 2
 
 
 def test_an_idle_client_may_take_longer_than_an_answer(line):
@@ -128,8 +128,8 @@ def test_an_error_of_the_client_is_not_hidden_by_the_lines(line, monkeypatch):
         monkeypatch.setattr(client, "send", gone)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), SplitClient(split, client, on_send=fails) as mine:
-        mine.logits(IDS)
+    with pytest.raises(ZeroDivisionError), SplitClient(split, client, on_send=fails) as local:
+        local.logits(IDS)
     client.drop()
     assert "client of the split model is gone" in str(serving.ended())
 
@@ -145,8 +145,8 @@ def test_over_tcp():
     other.join()
     split = split_model(tiny_llama(), 1)
     serving = Serving(SplitServer(split, ends["server"], keep=1))
-    with SplitClient(split, client) as mine:
-        mine.logits(IDS)
+    with SplitClient(split, client) as local:
+        local.logits(IDS)
     assert serving.ended() is None
     assert len(serving.server.received) == 1
 
@@ -155,10 +155,10 @@ def test_nothing_is_kept_unless_asked(line):
     client, server = line()
     split = split_model(tiny_llama(), 1, head="client")
     serving = Serving(SplitServer(split, server))
-    with SplitClient(split, client) as mine:
-        mine.logits(IDS)
-        mine.generate(IDS, 2)
-        mine.train_step(IDS, IDS)
+    with SplitClient(split, client) as local:
+        local.logits(IDS)
+        local.generate(IDS, 2)
+        local.train_step(IDS, IDS)
     assert serving.ended() is None
     assert not serving.server.received
     assert not serving.server.returned
@@ -172,10 +172,10 @@ def test_what_leaves_can_be_changed(line):
     with torch.no_grad():
         clean = split.bottom.eval().states(IDS)
         expected = split.top.eval().output(clean + noise).logits
-    with SplitClient(split, client, on_send=lambda h: h + noise[:, : h.shape[1]]) as mine:
-        torch.testing.assert_close(mine.logits(IDS), expected)
-        mine.generate(IDS, 3)
-        mine.train_step(IDS, IDS)
+    with SplitClient(split, client, on_send=lambda h: h + noise[:, : h.shape[1]]) as local:
+        torch.testing.assert_close(local.logits(IDS), expected)
+        local.generate(IDS, 3)
+        local.train_step(IDS, IDS)
     assert serving.ended() is None
     first, generated, trained = (next(iter(s.tensors.values())) for s in serving.server.received)
     torch.testing.assert_close(first, clean + noise)
@@ -191,9 +191,9 @@ def test_what_on_send_gives_must_fit(line, wrong):
     serving = Serving(SplitServer(split, server))
     with (
         pytest.raises(SplitError, match="on_send must return"),
-        SplitClient(split, client, on_send=wrong) as mine,
+        SplitClient(split, client, on_send=wrong) as local,
     ):
-        mine.logits(IDS)
+        local.logits(IDS)
     assert serving.ended() is None, "leaving the context closed the server in good order"
 
 
@@ -205,16 +205,16 @@ def test_ended_texts_are_padded_and_all_ended_stops(line):
     plain = model.generate(IDS, max_new_tokens=5, do_sample=False, eos_token_id=None)
     end = int(plain[0, 7])
     expected = model.generate(IDS, max_new_tokens=5, do_sample=False, eos_token_id=end)
-    with SplitClient(split, client) as mine:
-        assert torch.equal(mine.generate(IDS, 5), plain)
-        assert torch.equal(mine.generate(IDS, 5, eos_token_id=end), expected)
-        one = mine.generate(IDS[:1], 5, eos_token_id=int(plain[0, 6]))
+    with SplitClient(split, client) as local:
+        assert torch.equal(local.generate(IDS, 5), plain)
+        assert torch.equal(local.generate(IDS, 5, eos_token_id=end), expected)
+        one = local.generate(IDS[:1], 5, eos_token_id=int(plain[0, 6]))
         assert one.shape == (1, 7)
         right = torch.tensor([[1, 1, 1, 1, 1, 0]] * 2)
         with pytest.raises(SplitError, match="padded on the left"):
-            mine.generate(IDS, 5, right)
+            local.generate(IDS, 5, right)
         with pytest.raises(SplitError, match="max_new_tokens"):
-            mine.generate(IDS, 0)
+            local.generate(IDS, 0)
     assert serving.ended() is None
 
 
@@ -250,18 +250,18 @@ def test_a_tied_matrix_is_trained_only_where_one_side_has_it(line):
     model = tiny_gpt2(dropout=0.0)
     split = split_model(model, 1)
     serving = Serving(SplitServer(split, server))
-    with SplitClient(split, client) as mine:
-        mine.logits(IDS)
+    with SplitClient(split, client) as local:
+        local.logits(IDS)
         with pytest.raises(SplitError, match="one matrix"):
-            mine.train_step(IDS, IDS)
+            local.train_step(IDS, IDS)
     assert serving.ended() is None
     assert split_model(model, 1, head="client").drifts is None
 
     client, server = line()
     split = split_model(model, 1, untie=True)
     serving = Serving(SplitServer(split, server))
-    with SplitClient(split, client) as mine:
-        mine.train_step(IDS, IDS)
+    with SplitClient(split, client) as local:
+        local.train_step(IDS, IDS)
     assert serving.ended() is None
     head, embedding = split.top.model.lm_head.weight, split.bottom.model.transformer.wte.weight
     assert head is not embedding
@@ -291,13 +291,13 @@ def test_lora_and_checkpointing(line):
     client, server = line()
     split = split_model(model(), 2)
     serving = Serving(SplitServer(split, server))
-    with SplitClient(split, client) as mine:
-        torch.testing.assert_close(mine.train_step(IDS, IDS), loss.detach())
-        torch.testing.assert_close(mine.logits(IDS), whole.eval()(input_ids=IDS).logits)
+    with SplitClient(split, client) as local:
+        torch.testing.assert_close(local.train_step(IDS, IDS), loss.detach())
+        torch.testing.assert_close(local.logits(IDS), whole.eval()(input_ids=IDS).logits)
     assert serving.ended() is None
     expected = split_model(whole, 2)
-    for part, theirs in ((split.bottom, expected.bottom), (split.top, expected.top)):
-        pairs = list(zip(part.parameters(), theirs.parameters(), strict=True))
+    for part, peer in ((split.bottom, expected.bottom), (split.top, expected.top)):
+        pairs = list(zip(part.parameters(), peer.parameters(), strict=True))
         assert sum(a.grad is not None for a, _ in pairs) > 0
         for a, b in pairs:
             assert (a.grad is None) == (b.grad is None)
@@ -319,10 +319,10 @@ def test_parts_hold_what_they_need_and_no_copy():
 def test_the_model_is_left_as_it_was():
     model = tiny_gpt2().train()
     state, before = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
-    seen = []
-    handle = model.register_forward_hook(lambda *_: seen.append(1))
+    observed = []
+    handle = model.register_forward_hook(lambda *_: observed.append(1))
     split = split_model(model, 1)
-    assert not seen
+    assert not observed
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

@@ -32,8 +32,8 @@ def gpt2_logits(model: torch.nn.Module, tokens: Tensor, layer: int, noise: Tenso
     states = core.wte(tokens) + core.wpe(torch.arange(tokens.shape[1]))
     for number, block in enumerate(core.h):
         states = states + noise if number == layer else states
-        out = block(states)
-        states = out if isinstance(out, Tensor) else out[0]
+        output = block(states)
+        states = output if isinstance(output, Tensor) else output[0]
     states = states + noise if layer == len(core.h) else states
     return model.lm_head(core.ln_f(states))
 
@@ -58,10 +58,10 @@ def test_noise_goes_in_at_the_split(layer: int) -> None:
     with torch.no_grad():
         clean = model(input_ids=ids()).logits
         with noised(anatomy, layer, noise):
-            moved = model(input_ids=ids()).logits
+            update = model(input_ids=ids()).logits
         expected = gpt2_logits(model, ids(), layer, noise)
-        torch.testing.assert_close(moved, expected)
-        assert float((moved - clean).abs().max()) > 0.1
+        torch.testing.assert_close(update, expected)
+        assert float((update - clean).abs().max()) > 0.1
         assert torch.equal(model(input_ids=ids()).logits, clean)
 
 

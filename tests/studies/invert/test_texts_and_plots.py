@@ -84,8 +84,8 @@ def test_lines_are_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     plot_cells(cells(), "sigma", tmp_path / "noise.png", model="m")
     assert (tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
-    left, right = figures[0].axes[:2]
-    assert left.get_title() == "split 1 of 3, 32 tokens"
+    remaining, right = figures[0].axes[:2]
+    assert remaining.get_title() == "split 1 of 3, 32 tokens"
     assert right.get_title() == "split 2 of 3, 32 tokens"
     lines = {line.get_label(): line for line in right.get_lines()}
     assert lines["descent: tokens"].get_xdata().tolist() == [0.0, 0.1, 1.0]

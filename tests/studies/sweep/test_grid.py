@@ -82,8 +82,8 @@ def test_all_results_in_one_file(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 def test_pareto_keeps_what_nothing_beats(points: list[tuple[int, int]]) -> None:
-    kept = pareto(points)
+    retained = pareto(points)
     for i, (x, y) in enumerate(points):
         beaten = any(a <= x and b <= y and (a < x or b < y) for a, b in points)
-        assert (i in kept) != beaten
-    assert [points[i] for i in kept] == sorted(points[i] for i in kept)
+        assert (i in retained) != beaten
+    assert [points[i] for i in retained] == sorted(points[i] for i in retained)

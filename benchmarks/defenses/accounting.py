@@ -1,15 +1,12 @@
 """Accounting of DP-SGD: against Google's dp-accounting, and the proof that it holds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --grid
-    OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --fixed
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --truncated
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --proof
 
 ``--grid`` compares epsilon with dp-accounting (extra ``test``) for the same events, alternating:
 RDP at the same orders, PRV with Google's PLD; left out is what Google puts above 200, where
-epsilon is reported as infinite here. Times are of the processor. ``--fixed`` prints epsilon of
-batches of a fixed number, drawn without replacement, beside dp-accounting's and a floor, and the
-noise that an epsilon needs. ``--truncated`` prints epsilon of Poisson samples of at most so many
+epsilon is reported as infinite here. Times are of the processor. ``--truncated`` prints epsilon of Poisson samples of at most so many
 examples, by how many roots of the batch size these lie above it. ``--proof`` inserts a crafted
 neuron into a small GPT-2, plays games of one release each under ``DPSGD``, and holds the releases
 against what they must be: the AUC of the target's membership against ``Phi(1 / (sigma sqrt 2))``,
@@ -39,20 +36,17 @@ from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     Accountant,
     epsilon_of,
-    noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, _rdp_of_poisson
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import auc
 
 SMOKE = (
-    "--fixed",
     "--truncated --cells 1",
     "--proof --sigmas 1.0 --games 40 --audits 2",
 )
 
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
-FIXED = ((3.0, 0.01, 25), (2.0, 0.05, 100), (1.0, 0.1, 100), (0.6, 0.02, 200))
 TRUNCATED = ((1.0, 64, 10_000, 1000), (1.0, 250, 10_000, 200), (2.0, 1000, 10_000, 100))
 """Noise, batch size, examples, steps."""
 ROOTS = (0, 2, 4, 5, 6)
@@ -108,23 +102,6 @@ def grid() -> None:
             )
 
 
-def fixed() -> None:
-    print(
-        "| noise / sensitivity | share drawn | rounds | epsilon | floor | `rdp` | before | noise |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for sigma, rate, count in FIXED:
-        cell = [(sigma, rate, count)]
-        results, renyi = (epsilon_of(cell, 1e-5, k, "without_replacement") for k in ("prv", "rdp"))
-        floor, peer = epsilon_of(cell, 1e-5, "prv"), google_fixed(sigma, rate, count)
-        enough = noise_multiplier_for(peer, 1e-5, rate, count, "prv", "without_replacement")
-        print(
-            f"| {sigma:g} | {rate:g} | {count} | {results:.3g} | {floor:.3g} | {renyi:.3g} | "
-            f"{peer:.3g} | {enough / sigma - 1:.0%} |",
-            flush=True,
-        )
-
-
 def truncated(cells: int) -> None:
     columns = " | ".join(f"{roots} roots" for roots in ROOTS)
     print(f"| noise | batches of | steps | not truncated | {columns} |")
@@ -139,17 +116,6 @@ def truncated(cells: int) -> None:
         row += [f"{epsilon_of(cell, 1e-5, 'prv'):.3f}"]
         row += [f"{epsilon:.3f} ({most:,})" for epsilon, most in pairs]
         print(f"| {' | '.join(row)} |", flush=True)
-
-
-def google_fixed(sigma: float, rate: float, steps: int) -> float:
-    import dp_accounting as dp
-    from dp_accounting.rdp import RdpAccountant
-
-    replaced = dp.NeighboringRelation.REPLACE_ONE
-    accountant = RdpAccountant([o for o in ORDERS if o <= 128], neighboring_relation=replaced)
-    event = dp.SampledWithoutReplacementDpEvent(1000, int(1000 * rate), dp.GaussianDpEvent(sigma))
-    accountant.compose(dp.SelfComposedDpEvent(event, steps))
-    return float(accountant.get_epsilon(1e-5))
 
 
 def small_gpt2() -> GPT2LMHeadModel:
@@ -217,7 +183,6 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--grid", action="store_true")
-    parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--truncated", action="store_true")
     parser.add_argument("--cells", type=int, default=len(TRUNCATED), help="of --truncated")
     parser.add_argument("--proof", action="store_true")
@@ -231,8 +196,6 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if args.grid:
         grid()
-    if args.fixed:
-        fixed()
     if args.truncated:
         truncated(args.cells)
     if args.proof:

@@ -6,12 +6,12 @@
 
 ``--grid`` compares epsilon with dp-accounting (extra ``test``) for the same events, alternating:
 RDP at the same orders, PRV with Google's PLD; left out is what Google puts above 200, where
-epsilon is reported as infinite here. Times are of the processor. ``--truncated`` prints epsilon of Poisson samples of at most so many
-examples, by how many roots of the batch size these lie above it. ``--proof`` inserts a crafted
-neuron into a small GPT-2, plays games of one release each under ``DPSGD``, and holds the releases
-against what they must be: the AUC of the target's membership against ``Phi(1 / (sigma sqrt 2))``,
-the noise's standard deviation against sigma, and 100 audits of 100 games each against the accounted
-epsilon.
+epsilon is reported as infinite here. Times are of the processor. ``--truncated`` prints epsilon of
+Poisson samples of at most so many examples, by how many roots of the batch size these lie above
+it. ``--proof`` inserts a crafted neuron into a small GPT-2, plays games of one release each under
+``DPSGD``, and holds the releases against what they must be: the AUC of the target's membership
+against ``Phi(1 / (sigma sqrt 2))``, the noise's standard deviation against sigma, and 100 audits
+of 100 games each against the accounted epsilon.
 """
 
 from __future__ import annotations

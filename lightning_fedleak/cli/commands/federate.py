@@ -126,9 +126,9 @@ def _check_options(options: Namespace) -> None:
             "--epsilon or --noise-multiplier",
         ),
     )
-    for given, names, needed in rules:
+    for setting, names, needed in rules:
         for name in names:
-            if given is None and getattr(options, name) != getattr(Federation, name):
+            if setting is None and getattr(options, name) != getattr(Federation, name):
                 option = f"--{name.replace('_', '-')}"
                 raise SourceError(f"{option} has no effect alone: give {needed} too.")
     if options.partition == "speaker" and options.partition_by is None:

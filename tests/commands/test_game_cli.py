@@ -138,7 +138,7 @@ def test_encoders_with_and_without_a_head(head: bool, text: str, tmp_path: Path,
         (["--attack", "fc", "--layer", "3"], "layer=3 is out of range"),
         (["--attack", "fc", "--tokens", "65"], "longer than the model's context of 64"),
         (["--attack", "fc", "--json", "."], "name another file with --json"),
-        (["--attack", "attention", "--text", "few"], "public texts are too few"),
+        (["--attack", "attention", "--text", "some"], "public texts are too few"),
         (["--attack", "attention", "--public", "short"], "cannot whiten"),
         (["--targets", "c_attn"], "give its rank too, --lora-r 8"),
     ],
@@ -154,6 +154,7 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("few").write_text("\n".join(many(10)))
+    Path("some").write_text("\n".join(many(20)))
     Path("short").write_text("Thanks.")
     words = ["game", "--model", model, "--text", text, "--batch", "6", "--games", "2"]
     assert main([*words, "--tokens", "12", *arguments]) == 1

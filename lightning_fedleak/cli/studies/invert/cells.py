@@ -113,6 +113,7 @@ def utility(
         targeted[:, :-1] = True
         return _predictions(anatomy, layer, ids, ids.roll(-1, 1), targeted, "next-token", noise)
     if anatomy.kind == "masked" and anatomy.head is not None:
+        assert mask_token_id is not None
         targeted = chosen_places(ids, special_ids, noise.seed)
         masked = ids.masked_fill(targeted, mask_token_id)
         return _predictions(anatomy, layer, masked, ids, targeted, "masked-token", noise)

@@ -304,8 +304,8 @@ def loop(c: Configuration, folder: Path, watched: bool, ddp: bool = False) -> li
 
 def process(rank: int, c: Configuration, folder: Path, watched: bool) -> None:
     quiet(c)
-    where = f"file://{folder}/meeting-{watched}"
-    distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+    place = f"file://{folder}/meeting-{watched}"
+    distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
     torch.save(loop(c, folder, watched, ddp=True), folder / f"{watched}-{rank}.pt")
     distributed.destroy_process_group()
 
@@ -345,12 +345,12 @@ def differ(c: Configuration) -> str | None:
     for watched in (True, False):
         with tempfile.TemporaryDirectory() as name:
             runs.append(run(c, Path(name), watched))
-    on, off = runs
-    if len(on) != len(off):
-        return f"{len(on)} tensors, not {len(off)}"
-    pairs = enumerate(zip(on, off, strict=True))
+    enabled, disabled = runs
+    if len(enabled) != len(disabled):
+        return f"{len(enabled)} tensors, not {len(disabled)}"
+    pairs = enumerate(zip(enabled, disabled, strict=True))
     wrong = [i for i, (a, b) in pairs if not torch.equal(a.nan_to_num(), b.nan_to_num())]
-    return f"tensors {wrong} of {len(on)}" if wrong else None
+    return f"tensors {wrong} of {len(enabled)}" if wrong else None
 
 
 def main() -> int:
@@ -359,7 +359,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, default=0, help="the first configuration")
     parser.add_argument("--faces", nargs="+", default=FACES, choices=FACES)
     options = parser.parse_args()
-    began, count, wrong = time.monotonic(), Counter[str](), 0
+    start, count, wrong = time.monotonic(), Counter[str](), 0
     for seed in range(options.only, options.only + options.runs):
         c = Configuration.drawn(seed, tuple(options.faces))
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -369,8 +369,8 @@ def main() -> int:
         if difference is not None:
             wrong += 1
             print("DIFFERENT", c, difference, flush=True)
-    took = time.monotonic() - began
-    print(f"{count.total()} configurations, {took:.0f} s, {wrong} differ: {dict(count)}")
+    elapsed = time.monotonic() - start
+    print(f"{count.total()} configurations, {elapsed:.0f} s, {wrong} differ: {dict(count)}")
     print(f"controls: {dict(controls)}")
     return 1 if wrong else 0
 

@@ -58,15 +58,15 @@ class Done:
 
 def scripts(names: list[str]) -> list[Path]:
     """All files that are scripts, or those named."""
-    found = [
+    results = [
         path
         for path in sorted(HERE.rglob("*.py"))
         if path != Path(__file__).resolve() and "__main__" in path.read_text("utf-8")
     ]
-    unknown = set(names) - {path.stem for path in found}
+    unknown = set(names) - {path.stem for path in results}
     if unknown:
         raise SystemExit(f"no script is called {', '.join(sorted(unknown))}")
-    return [path for path in found if not names or path.stem in names]
+    return [path for path in results if not names or path.stem in names]
 
 
 def runs_of(path: Path) -> tuple[str, ...]:
@@ -90,8 +90,8 @@ def make_assets(folder: Path) -> dict[str, str]:
     plain = "\n".join(texts)
     files = {"imdb/test.jsonl.gz": records, "wikitext2/train.raw.txt.gz": plain}
     pairs = [{"translation": {"de": text, "en": text}} for text in texts]
-    own = [json.dumps({"text": text}) for text in reversed(texts)]
-    files["imdb/train.jsonl.gz"] = "\n".join(own[: len(own) // 2])
+    local = [json.dumps({"text": text}) for text in reversed(texts)]
+    files["imdb/train.jsonl.gz"] = "\n".join(local[: len(local) // 2])
     files |= {f"iwslt17_de_en/{part}.json.gz": json.dumps(pairs) for part in ("test", "validation")}
     for part in ("train", "test_2016_flickr"):
         files |= {f"multi30k/{part}.{language}.gz": plain for language in ("de", "en")}
@@ -129,31 +129,31 @@ def ended(process: ForkServerProcess, seconds: float) -> bool:
 
 def run(path: Path, arguments: str, places: dict[str, str], folder: Path) -> Done:
     """One run of a script, in a folder of its own."""
-    out = Path(tempfile.mkdtemp(dir=folder))
-    given = shlex.split(arguments.format(**places, out=out))
+    output = Path(tempfile.mkdtemp(dir=folder))
+    settings = shlex.split(arguments.format(**places, out=output))
     python_path = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "FEDLEAK_ASSETS": str(folder),
         "PYTHONPATH": os.pathsep.join(python_path),
     }
-    began = time.monotonic()
-    process = imported().Process(target=as_script, args=(path, given, out, environment))
+    start_time = time.monotonic()
+    process = imported().Process(target=as_script, args=(path, settings, output, environment))
     process.start()
     late = not ended(process, LIMIT_S)
     if late:
         process.kill()
         process.join()
-    printed = out / PRINTED
-    said = printed.read_text("utf-8", "replace").rstrip() if printed.exists() else ""
+    printed = output / PRINTED
+    message = printed.read_text("utf-8", "replace").rstrip() if printed.exists() else ""
     problem = ""
     if late:
-        problem = f"{said}\nnot done after {LIMIT_S:g} s"
+        problem = f"{message}\nnot done after {LIMIT_S:g} s"
     elif process.exitcode:
-        problem = f"{said}\nexit status {process.exitcode}"
-    elif not said:
+        problem = f"{message}\nexit status {process.exitcode}"
+    elif not message:
         problem = "printed nothing"
     name = path.relative_to(HERE)
-    return Done(f"{name} {arguments}".strip(), time.monotonic() - began, problem)
+    return Done(f"{name} {arguments}".strip(), time.monotonic() - start_time, problem)
 
 
 def main() -> int:
@@ -168,19 +168,20 @@ def main() -> int:
             print(f"skipped  {path.relative_to(HERE)}: {lacking} is not installed")
             continue
         jobs += [(path, arguments) for arguments in runs_of(path)]
-    began, failed = time.monotonic(), 0
+    start_time, failed = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path(name)
         places = make_assets(folder)
-        for done in pool.map(lambda job: run(*job, places, folder), jobs):
+        for finished in pool.map(lambda job: run(*job, places, folder), jobs):
             print(
-                f"{'FAILED ' if done.problem else 'ok     '} {done.seconds:6.1f} s  {done.command}"
+                f"{'FAILED ' if finished.problem else 'ok     '} {finished.seconds:6.1f} s  "
+                f"{finished.command}"
             )
-            if done.problem:
+            if finished.problem:
                 failed += 1
-                print(f"{done.problem}\n")
+                print(f"{finished.problem}\n")
             sys.stdout.flush()
-    print(f"\n{len(jobs)} runs, {failed} failed, {time.monotonic() - began:.0f} s")
+    print(f"\n{len(jobs)} runs, {failed} failed, {time.monotonic() - start_time:.0f} s")
     return 1 if failed else 0
 
 

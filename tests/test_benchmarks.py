@@ -69,24 +69,24 @@ def test_what_fails_hangs_or_is_silent_is_told(
     script(tmp_path / "papers" / "bad.py", 'SMOKE = ("", "")', "print('so far'); 1 / 0")
     script(tmp_path / "silent.py", 'SMOKE = ("",)', "pass")
     assert main(smoke, monkeypatch, tmp_path) == 1
-    said = capsys.readouterr().out
-    assert "5 runs, 3 failed" in said
-    assert "so far" in said
-    assert "ZeroDivisionError" in said
-    assert "printed nothing" in said
+    message = capsys.readouterr().out
+    assert "5 runs, 3 failed" in message
+    assert "so far" in message
+    assert "ZeroDivisionError" in message
+    assert "printed nothing" in message
 
 
 def test_a_run_that_does_not_end_is_killed_and_told(
     smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    there = tmp_path / "there"
-    stays = f"print('begun', flush=True); open({str(there)!r}, 'x'); time.sleep(1000)"
+    present = tmp_path / "there"
+    stays = f"print('begun', flush=True); open({str(present)!r}, 'x'); time.sleep(1000)"
     script(tmp_path / "slow.py", 'import time; SMOKE = ("",)', stays)
     pids = []
 
     def time_is_over(process: BaseProcess, seconds: float) -> bool:
         assert seconds == smoke.LIMIT_S
-        while not there.exists():
+        while not present.exists():
             assert process.is_alive()
             time.sleep(0.05)
         pids.append(process.pid)

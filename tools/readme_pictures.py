@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
-from lightning_fedleak.cli.commands.demo import Demo
+from lightning_fedleak.cli.commands import demo
+from lightning_fedleak.cli.commands.parser import parse
 
 EVERY = 10  # steps between two looks: half of the demo's lines, so that the picture fits a screen
 COMMAND = f"fedleak demo --every-n-steps {EVERY}"
@@ -79,7 +80,7 @@ def main() -> None:
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="truecolor")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # the demo names its files as they are seen from here
-        Demo(every_n_steps=EVERY).run(console)
+        demo.run(parse(COMMAND.split()[1:]), console)
         [page] = Path(folder).rglob("report.html")
         (out / "demo.svg").write_text(draw_terminal(console), encoding="utf-8")
         draw_page(page, out / "report.png", Path(folder) / "chromium")

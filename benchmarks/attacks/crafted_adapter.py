@@ -165,10 +165,10 @@ def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[Crafte
     )
     settings = {"lr": options.rate, "weight_decay": 0.01}
     facts = RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=options.steps)
-    held = TokenBatch(held_out, held_out, None, "causal") if options.held else None
+    reserved = TokenBatch(held_out, held_out, None, "causal") if options.held else None
     some = partial(craft_share, options.crafted_rows) if options.crafted_rows < 1 else craft
     with patch.object(crafted_words, "craft", some):
-        played = play_crafted_rounds(find_anatomy(model), attack, rounds, facts, held_out=held)
+        played = play_crafted_rounds(find_anatomy(model), attack, rounds, facts, held_out=reserved)
     print(f"split {number}: cut {attack.cut:.3f}", flush=True)
     return played
 
@@ -232,12 +232,12 @@ def table(path: Path) -> str:
     lines = [f"| cell | rounds | {columns} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for name, splits in cells.items():
         rounds = [read_round(one) for split in splits for one in split["each"]]
-        shown = [
+        display = [
             "not measured" if math.isnan(mean) else f"{mean:.3g}" + f" ± {half:.2g}" * (half > 0)
             for mean, half in (measured(rounds)[column] for column in COLUMNS)
         ]
         first = f"| {name} | {len(rounds)} | "
-        lines.append(first + " | ".join(shown) + " |")
+        lines.append(first + " | ".join(display) + " |")
     return "\n".join(lines)
 
 

@@ -248,7 +248,7 @@ def read_afresh(training: Training, seen: Seen, step: int) -> dict[str, float]:
     names = {id(p): name for name, p in model.named_parameters()}
     autocast = torch.bfloat16 if training.precision == "bf16-mixed" else None
     facts = RunFacts(training.precision, autocast, "AdamW", step=step)
-    found = {}
+    outcome = {}
     for attack in family(training):
         try:
             roles = attack.needs(anatomy).gradients
@@ -262,8 +262,8 @@ def read_afresh(training: Training, seen: Seen, step: int) -> dict[str, float]:
             continue  # it does not apply to what is trained, or says itself that it cannot read it
         assert isinstance(guess, WordGuess)
         truth, named = seen.words[guess.surface], {*guess.types.tolist()}
-        found[attack.name] = 2 * len(truth & named) / max(1, len(truth) + len(named))
-    return found
+        outcome[attack.name] = 2 * len(truth & named) / max(1, len(truth) + len(named))
+    return outcome
 
 
 def shown_of(latest: Mapping[str, float]) -> dict[str, float]:
@@ -273,40 +273,49 @@ def shown_of(latest: Mapping[str, float]) -> dict[str, float]:
 
 
 def judge(
-    training: Training, watch: Watch, seen: Seen, gate: Threshold, fired: list[Any], to: Verdict
+    training: Training,
+    watch: Watch,
+    seen: Seen,
+    gate: Threshold,
+    fired: list[Any],
+    destination: Verdict,
 ) -> None:
     """Add a look to the verdict."""
     need = max(gate.at_most, 0.5)
     step, latest = watch.engine.results.last_step, watch.latest
     number = latest.get("leakage/worst/words")
     if number is None or "leakage/worst/words" not in watch.engine.results.look_values:
-        to.looks["no result yet"] += 1
+        destination.looks["no result yet"] += 1
         return
     if fired:
         unknown = fired[-1].value != fired[-1].value
-        to.looks["unknown" if unknown else "fired"] += 1
+        destination.looks["unknown" if unknown else "fired"] += 1
         return
     controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
     parted = any(
         part > need and not latest[n.removesuffix("_of_a_part")] > gate.at_most
         for n, part in controls.items()
     )
-    to.looks["by aggregation" if parted else "low"] += 1
-    shown = shown_of(latest)
+    destination.looks["by aggregation" if parted else "low"] += 1
+    display = shown_of(latest)
     for name, f1 in read_afresh(training, seen, step).items():
         if f1 > number + REFUTES:
-            line = f"step {step}: {name} reads {f1:.3f} afresh, the log has {number:.3f}; {shown}"
-            (to.aggregated if parted else to.refuted).append(f"{training}\n    {line}")
+            line = f"step {step}: {name} reads {f1:.3f} afresh, the log has {number:.3f}; {display}"
+            (destination.aggregated if parted else destination.refuted).append(
+                f"{training}\n    {line}"
+            )
 
 
-def check_truth(training: Training, folder: Path, truths: Mapping[int, Seen], to: Verdict) -> None:
+def check_truth(
+    training: Training, folder: Path, truths: Mapping[int, Seen], destination: Verdict
+) -> None:
     """Compare the number of true words of each result in the log with the script's own."""
     for line in map(json.loads, (folder / "leakage.jsonl").read_text().splitlines()):
         surface = "input" if line["attack"] in ("subspace_words", "bag_of_words") else "output"
-        own = len(truths[line["step"]].words[surface]) if line["step"] in truths else line["n"]
-        if line["unknown"] is None and line["n"] and line["n"] != own:
-            why = f"step {line['step']}: {line['attack']} has {line['n']} true words, not {own}"
-            to.refuted.append(f"{training}\n    {why}")
+        local = len(truths[line["step"]].words[surface]) if line["step"] in truths else line["n"]
+        if line["unknown"] is None and line["n"] and line["n"] != local:
+            why = f"step {line['step']}: {line['attack']} has {line['n']} true words, not {local}"
+            destination.refuted.append(f"{training}\n    {why}")
 
 
 def run(training: Training, folder: Path, at_most: float) -> Verdict:
@@ -368,7 +377,7 @@ def main() -> int:
     looks: Counter[str] = Counter()
     refuted: list[str] = []
     aggregated: list[str] = []
-    began = time.monotonic()
+    start = time.monotonic()
     for seed in range(options.only, options.only + options.runs):
         training = (Training.large if options.large else Training.drawn)(seed)
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
@@ -384,7 +393,7 @@ def main() -> int:
         aggregated += verdict.aggregated
         for line in verdict.refuted:
             print("REFUTED", line, flush=True)
-    print(f"{options.runs} trainings, {time.monotonic() - began:.0f} s, looks: {dict(looks)}")
+    print(f"{options.runs} trainings, {time.monotonic() - start:.0f} s, looks: {dict(looks)}")
     print(f"known and refuted: {len(refuted)}; by aggregation, and another reads more:")
     print("\n".join(aggregated) or "none")
     return 1 if refuted else 0

@@ -177,18 +177,18 @@ def collate(rows: str, texts: list[Tensor]) -> dict[str, Any]:
 
 def true_words(model: nn.Module, batches: Sequence[dict[str, Any]]) -> set[int]:
     """Tokens at whose embedding the loss has a gradient, without noise and dropout."""
-    kept: list[tuple[Tensor, Tensor]] = []
+    retained: list[tuple[Tensor, Tensor]] = []
 
     def watch(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         output = output.detach().requires_grad_()
-        kept.append((args[0], output))
+        retained.append((args[0], output))
         return output
 
     handle = model.get_input_embeddings().register_forward_hook(watch)
     for batch in batches:
         model.eval()(**batch).loss.backward()
     handle.remove()
-    return {i for ids, x in kept for i in ids[x.grad.abs().amax(-1) > 0].tolist()}
+    return {i for ids, x in retained for i in ids[x.grad.abs().amax(-1) > 0].tolist()}
 
 
 def own_auc(members: Members, batches: Sequence[dict[str, Any]], step: int) -> float:
@@ -199,9 +199,9 @@ def own_auc(members: Members, batches: Sequence[dict[str, Any]], step: int) -> f
     masks = (
         torch.ones_like(query.input_ids) if query.attention_mask is None else query.attention_mask
     )
-    asked = [ids[mask != 0].tolist() for ids, mask in zip(query.input_ids, masks, strict=True)]
+    queried = [ids[mask != 0].tolist() for ids, mask in zip(query.input_ids, masks, strict=True)]
     rows = [f" {' '.join(map(str, row))} " for b in batches for row in b["input_ids"].tolist()]
-    inside = [any(f" {' '.join(map(str, ids))} " in row for row in rows) for ids in asked]
+    inside = [any(f" {' '.join(map(str, ids))} " in row for row in rows) for ids in queried]
     return float(roc_auc_score(inside, scores)) if 0 < sum(inside) < len(inside) else math.nan
 
 
@@ -259,16 +259,16 @@ def run(
         lines = map(json.loads, (Path(logs) / "leakage.jsonl").read_text().splitlines())
         last = {line["attack"]: line for line in lines if line["step"] == looks - 1}
     batches = client.batches[-cell.accumulate :]
-    said = {n: one["unknown"] or one["metrics"] for n, one in last.items()}
+    message = {n: one["unknown"] or one["metrics"] for n, one in last.items()}
     truth = true_words(model.float(), batches)
     guess = words.guesses.get(looks - 1)
-    found = {"types": len(truth), "own_auc": own_auc(members, batches, looks - 1)}
+    results = {"types": len(truth), "own_auc": own_auc(members, batches, looks - 1)}
     if guess is not None:
-        found["own_f1"] = 2 * len(guess & truth) / (len(guess) + len(truth))
+        results["own_f1"] = 2 * len(guess & truth) / (len(guess) + len(truth))
     for name, metric in (("subspace_words", "f1"), ("gradient_membership", "auc")):
-        value = said.get(name, "none reads it")
-        found[metric] = value if isinstance(value, str) else value[metric]["value"]
-    return found
+        value = message.get(name, "none reads it")
+        results[metric] = value if isinstance(value, str) else value[metric]["value"]
+    return results
 
 
 # ---- the table ------------------------------------------------------------------------------
@@ -288,9 +288,9 @@ def print_table(path: Path) -> None:
     for name in dict.fromkeys(line["cell"] for line in lines):
         cells = {line["steps"]: line for line in lines if line["cell"] == name}
         row = [
-            f"{shown(one.get(m, 'not run'))}" + (f" ({shown(own)})" if own is not None else "")
+            f"{shown(one.get(m, 'not run'))}" + (f" ({shown(local)})" if local is not None else "")
             for one in (cells.get(s, {}) for s in steps)
-            for m, own in (("f1", one.get("own_f1")), ("auc", one.get("own_auc")))
+            for m, local in (("f1", one.get("own_f1")), ("auc", one.get("own_auc")))
         ]
         print(f"| {name} | {' | '.join(row)} |")
     error = [abs(x["f1"] - x["own_f1"]) for x in lines if isinstance(x["f1"], float)]
@@ -326,16 +326,16 @@ def main() -> None:
         long[name] = [ids[:64] for ids in every if len(ids) >= length]
     private = long[options.private]
     texts = Texts(private[::2], private[1::2], long[options.public][:120])
-    done = options.out.read_text("utf-8").splitlines() if options.out.is_file() else []
-    have = {(line["cell"], line["steps"]) for line in map(json.loads, done)}
+    finished = options.out.read_text("utf-8").splitlines() if options.out.is_file() else []
+    have = {(line["cell"], line["steps"]) for line in map(json.loads, finished)}
     for steps in options.steps:
         for name in options.cells:
             cell = CELLS[name]
             if (name, steps) in have or (cell.base != "plain" and not find_spec("bitsandbytes")):
                 continue
             with quiet():
-                found = run(cell, options.model, texts, options.shape, steps, options.looks)
-            line = {"cell": name, "steps": steps, "day": str(date.today()), **found}
+                results = run(cell, options.model, texts, options.shape, steps, options.looks)
+            line = {"cell": name, "steps": steps, "day": str(date.today()), **results}
             with options.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(line, flush=True)

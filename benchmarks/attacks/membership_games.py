@@ -30,22 +30,24 @@ def texts_of(name: str, public: str | None) -> tuple[list[str], list[str]]:
     """The clients' texts and the server's."""
     if name in NAMED:
         folder = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data"
-        private, own = (lines_of(folder / path) for path in NAMED[name])
-        return private, own if public is None else read_texts(public)
+        private, local = (lines_of(folder / path) for path in NAMED[name])
+        return private, local if public is None else read_texts(public)
     if public is None:
         raise SystemExit(f"--text {name} needs --public, the server's own text")
     return read_texts(name), read_texts(public)
 
 
-def halves(name: str, own: str | None, pool: int, public_texts: int) -> tuple[list[str], list[str]]:
+def halves(
+    name: str, local: str | None, pool: int, public_texts: int
+) -> tuple[list[str], list[str]]:
     """So many texts of the clients' and of the server's, none in both."""
-    private, public = texts_of(name, own)
+    private, public = texts_of(name, local)
     order = torch.randperm(len(private), generator=torch.Generator().manual_seed(1)).tolist()
     private = [private[i] for i in order[:pool]]
     order = torch.randperm(len(public), generator=torch.Generator().manual_seed(2)).tolist()
     public = [public[i] for i in order[:public_texts]]
-    known = set(public)
-    return [t for t in private if t not in known], public
+    reference = set(public)
+    return [t for t in private if t not in reference], public
 
 
 def lines_of(path: Path) -> list[str]:

@@ -88,10 +88,10 @@ def describe(pool: ReleasedPool, base: TokenSnapshot, now: TokenSnapshot) -> dic
 
 def true_positives(scores: torch.Tensor, members: torch.Tensor) -> str:
     """Return the TPR at 1% FPR, to stand behind the AUC; nothing where it is unknown."""
-    others = scores[~members].sort(descending=True).values
-    if len(others) < OTHERS:
+    non_members = scores[~members].sort(descending=True).values
+    if len(non_members) < OTHERS:
         return ""
-    bar = others[int(FPR * len(others))]
+    bar = non_members[int(FPR * len(non_members))]
     return f" / {float((scores[members] > bar).double().mean()):.3f}"
 
 

@@ -49,17 +49,17 @@ def scores_of(
 
 def near_auc(scores: np.ndarray, members: np.ndarray, at_most: float, spent: float) -> bool:
     """Return whether the AUC lies so far above that its interval may; by its variance alone."""
-    inside, others = np.sort(scores[members]), np.sort(scores[~members])
-    below = np.searchsorted(others, inside) / len(others)
-    above = 1 - np.searchsorted(inside, others, "right") / len(inside)
-    error = np.sqrt(below.var() / len(inside) + above.var() / len(others))
+    inside, non_members = np.sort(scores[members]), np.sort(scores[~members])
+    below = np.searchsorted(non_members, inside) / len(non_members)
+    above = 1 - np.searchsorted(inside, non_members, "right") / len(inside)
+    error = np.sqrt(below.var() / len(inside) + above.var() / len(non_members))
     return bool(below.mean() - at_most > NEAR * norm.isf(spent / 2) * error)
 
 
 def near_tpr(scores: np.ndarray, members: np.ndarray, at_most: float, spent: float) -> bool:
     """Return whether the TPR's lower end would be above at the largest FPR that its bar allows."""
-    inside, others = scores[members], scores[~members]
-    bar = np.sort(others)[::-1][int(FPR * len(others))]
+    inside, non_members = scores[members], scores[~members]
+    bar = np.sort(non_members)[::-1][int(FPR * len(non_members))]
     hits = int((inside > bar).sum())
     return hits > 0 and bool(beta.ppf(spent / 2, hits, len(inside) - hits + 1) > at_most)
 
@@ -85,10 +85,10 @@ def alarms(
     for run in range(options.runs):
         rng = np.random.default_rng([options.seed, run])
         inside = scores_of(rng, options.members, options.looks, shift, attacks)
-        others = scores_of(rng, options.others, options.looks, 0.0, attacks)
+        non_members = scores_of(rng, options.others, options.looks, 0.0, attacks)
         fired += any(
             acts(one, members, rate, at_most, look=look, alpha=ALPHA / attacks)
-            for look, scores in enumerate(np.concatenate([inside, others], 2), 1)
+            for look, scores in enumerate(np.concatenate([inside, non_members], 2), 1)
             for one in scores
         )
     return fired / options.runs

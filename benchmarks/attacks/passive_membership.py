@@ -68,12 +68,12 @@ def variants(
     rows, length = ids.shape
     order = torch.stack([row[torch.randperm(length, generator=generator)] for row in ids])
     places = torch.randint(length - 1, (rows,), generator=generator)
-    foreign, own, end = ids.clone(), ids.clone(), ids.clone()
+    foreign, local, end = ids.clone(), ids.clone(), ids.clone()
     for row, place in enumerate(places.tolist()):
         foreign[row, place] = _another(ids[row, place], others[row], generator)
-        own[row, place] = _another(ids[row, place], words, generator)
+        local[row, place] = _another(ids[row, place], words, generator)
         end[row, -1] = _another(ids[row, -1], others[row], generator)
-    return dict(zip(KINDS, (others, order, foreign, own, end), strict=True))
+    return dict(zip(KINDS, (others, order, foreign, local, end), strict=True))
 
 
 def _another(word: Tensor, words: Tensor, generator: torch.Generator) -> Tensor:
@@ -106,11 +106,11 @@ def main() -> None:
         private = Source(options.private, options, anatomy.vocab_size)
         public = Source(options.public, options, anatomy.vocab_size)
         training = Training(model, public, (texts, length), options.device)
-        given = public.batch(24, length).input_ids.tolist()
+        settings = public.batch(24, length).input_ids.tolist()
         for warm in map(int, options.warm.split(",")):
             training.until(warm if options.rank else 0)
             attacks = {
-                name: ATTACKS[name](given, tokens=options.tokens) for name in options.attacks
+                name: ATTACKS[name](settings, tokens=options.tokens) for name in options.attacks
             }
             roles: set[str] = set()
             for attack in attacks.values():
@@ -153,24 +153,24 @@ def measure(
         kinds = variants(members, others, trained[:, :-1].unique(), generator)
         query = torch.cat([members, *kinds.values()])
         with torch.no_grad():
-            began = time.perf_counter()
+            start = time.perf_counter()
             model(input_ids=query.to(options.device))
-            forward.append((time.perf_counter() - began) / len(query))
+            forward.append((time.perf_counter() - start) / len(query))
         for name, attack in attacks.items():
             attack.refresh(anatomy, number)
             try:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 attack.run(view, Query(query[:1]))
-                one = time.perf_counter() - began
-                said = attack.run(view, Query(query))
-                every = time.perf_counter() - began - one
+                one = time.perf_counter() - start
+                message = attack.run(view, Query(query))
+                every = time.perf_counter() - start - one
             except UnusableObservation:
                 continue
             candidate[name].append((every - one) / (len(query) - 1))
-            for kind, found in zip(scores[name], said.scores.split(len(members)), strict=True):
-                scores[name][kind].append(found)
-    for name, of in scores.items():
-        rounds = len(of["member"])
+            for kind, results in zip(scores[name], message.scores.split(len(members)), strict=True):
+                scores[name][kind].append(results)
+    for name, source in scores.items():
+        rounds = len(source["member"])
         setting = (
             f"{Path(options.model).name} {options.private} r {options.rank} "
             f"{options.targets if options.rank else 'whole'} {texts}x{length} "
@@ -180,11 +180,11 @@ def measure(
         print(f"{setting} | {options.batches - rounds} of {options.batches} unknown", flush=True)
         if not rounds:
             continue
-        sizes = torch.tensor([len(found) for found in of["member"]])
+        sizes = torch.tensor([len(results) for results in source["member"]])
         cluster = torch.arange(rounds).repeat_interleave(sizes).repeat(2)
-        member = torch.cat(of["member"])
+        member = torch.cat(source["member"])
         for kind in KINDS:
-            both = torch.cat([member, *of[kind]])
+            both = torch.cat([member, *source[kind]])
             bits = torch.arange(len(both)) < len(member)
             auc = membership_rates(both, bits, cluster)["auc"]
             print(

@@ -376,12 +376,12 @@ def run_cell(
             log_dir=folder,
             settings=MonitorSettings(look_seconds=600.0, cache=False),
         )
-    given = [built for spec in parse_defenses(defense) for built in spec.build()]
+    arguments = [built for spec in parse_defenses(defense) for built in spec.build()]
     trainer = L.Trainer(
         max_steps=options.batches * steps,
         accelerator="cpu",
         devices=1,
-        strategy=DefendedStrategy("auto", defenses=given) if given else "auto",
+        strategy=DefendedStrategy("auto", defenses=arguments) if arguments else "auto",
         callbacks=[*([FreshRounds(steps)] if count else []), monitor],
         default_root_dir=folder,
         logger=False,
@@ -415,40 +415,43 @@ def families_in(column: str) -> tuple[str, ...]:
 
 def summary(lines: list[dict]) -> dict[str, dict]:
     """By attack: mean and interval, and in how many looks it was unknown and why."""
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for attack in dict.fromkeys(line["attack"] for line in lines):
-        mine = [line for line in lines if line["attack"] == attack]
-        unknown = [line["unknown"] for line in mine if line["unknown"]]
-        known = [line["metrics"] for line in mine if not line["unknown"] and line["exposed"]]
-        of: dict[str, Any] = {"looks": len(known), "unknown": len(unknown)}
-        of["why"] = unknown[-1] if unknown else "" if known else "what it reads is not shared"
+        local = [line for line in lines if line["attack"] == attack]
+        unknown = [line["unknown"] for line in local if line["unknown"]]
+        reference = [line["metrics"] for line in local if not line["unknown"] and line["exposed"]]
+        source: dict[str, Any] = {"looks": len(reference), "unknown": len(unknown)}
+        source["why"] = (
+            unknown[-1] if unknown else "" if reference else "what it reads is not shared"
+        )
         family = family_of(attack)
-        of["family"] = family
-        if known and family == "membership":
-            of |= known[-1]["auc"]
-        elif known:
-            mean, half = mean_and_half([metrics[VALUES[family]]["value"] for metrics in known])
-            of |= {"value": mean, "low": mean - half, "high": mean + half}
-        if known and family == "texts":
+        source["family"] = family
+        if reference and family == "membership":
+            source |= reference[-1]["auc"]
+        elif reference:
+            mean, half = mean_and_half([metrics[VALUES[family]]["value"] for metrics in reference])
+            source |= {"value": mean, "low": mean - half, "high": mean + half}
+        if reference and family == "texts":
             for name in ("exact_sentences", "certified"):
-                values = [metrics[name]["value"] for metrics in known if name in metrics]
-                of[name] = sum(values) / len(values) if values else None
-        found[attack] = of
-    return found
+                values = [metrics[name]["value"] for metrics in reference if name in metrics]
+                source[name] = sum(values) / len(values) if values else None
+        results[attack] = source
+    return results
 
 
 def shown(cell: dict[str, Any], family: str) -> str:
     """What the best attack of a family found."""
     if "skipped" in cell:
         return f"not run: {cell['skipped']}"
-    mine = {n: of for n, of in cell["attacks"].items() if family_of(n) == family}
-    known = [of for of in mine.values() if "value" in of]
-    if not known:
+    local = {n: source for n, source in cell["attacks"].items() if family_of(n) == family}
+    reference = [source for source in local.values() if "value" in source]
+    if not reference:
         tried = any(
-            of["unknown"] and not of["why"].startswith("not played") for of in mine.values()
+            source["unknown"] and not source["why"].startswith("not played")
+            for source in local.values()
         )
         return "*unknown*" if tried else "none reads it"
-    best = max(known, key=lambda of: of["value"])
+    best = max(reference, key=lambda source: source["value"])
     if family != "membership":
         text = f"{best['value']:.3f} ± {(best['high'] - best['low']) / 2:.3f}"
     else:
@@ -461,18 +464,20 @@ def print_table(path: Path) -> None:
     """For each model and shape: set-ups and defences by what is shared."""
     cells = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     for model, shape in dict.fromkeys((cell["model"], cell["shape"]) for cell in cells):
-        mine = [c for c in cells if (c["model"], c["shape"]) == (model, shape)]
-        columns = list(dict.fromkeys(c["column"] for c in mine))
+        local = [c for c in cells if (c["model"], c["shape"]) == (model, shape)]
+        columns = list(dict.fromkeys(c["column"] for c in local))
         print(
-            f"{model}, {shape}, {mine[-1]['day']}, {sum(c['seconds'] for c in mine) / 60:.0f} min"
+            f"{model}, {shape}, {local[-1]['day']}, {sum(c['seconds'] for c in local) / 60:.0f} min"
         )
         pairs = [(column, family) for column in columns for family in families_in(column)]
         heads = " | ".join(f"{column}: {HEADS[family]}" for column, family in pairs)
         print(f"\n| trained | {heads} |\n|---|{'---|' * len(pairs)}")
-        for setup, defense in dict.fromkeys((c["setup"], c["defense"]) for c in mine):
-            found = {c["column"]: c for c in mine if (c["setup"], c["defense"]) == (setup, defense)}
+        for setup, defense in dict.fromkeys((c["setup"], c["defense"]) for c in local):
+            results = {
+                c["column"]: c for c in local if (c["setup"], c["defense"]) == (setup, defense)
+            }
             row = [
-                shown(found[column], family) if column in found else "not run"
+                shown(results[column], family) if column in results else "not run"
                 for column, family in pairs
             ]
             label = setup if defense == "none" else f"{setup}; {defense}"
@@ -511,8 +516,8 @@ def main() -> None:
         parser.error("give --model DIR and --out FILE, or --table FILE")
     torch.set_num_threads(1)
     print(f"# {platform.machine()}, one thread, {date.today()}")
-    done = options.out.read_text("utf-8").splitlines() if options.out.is_file() else []
-    have = {tuple(json.loads(line)["key"]) for line in done}
+    finished = options.out.read_text("utf-8").splitlines() if options.out.is_file() else []
+    have = {tuple(json.loads(line)["key"]) for line in finished}
     defenses = [str(spec) for text in options.defenses for spec in parse_defenses(text)]
     model = Path(options.model).name
     if options.head != "next":
@@ -524,19 +529,26 @@ def main() -> None:
         if tuple(key) in have:
             continue
         cell = dict(zip(("model", "shape", "setup", "column", "defense"), key, strict=True))
-        began = time.perf_counter()
+        start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, quiet():
             try:
                 cell["attacks"] = summary(run_cell(setup, column, defense, options, folder))
             except NothingToTrain as nothing:
                 cell["skipped"] = str(nothing)
-        cell["seconds"] = time.perf_counter() - began
+        cell["seconds"] = time.perf_counter() - start
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "day": str(date.today()), **cell}) + "\n")
         print(setup, column, defense, f"{cell['seconds']:.0f} s", cell.get("skipped", ""))
-        for attack, of in cell.get("attacks", {}).items():
-            value = f"{of['value']:.3f} ({of['low']} to {of['high']})" if "value" in of else ""
-            print(f"    {attack} {value} unknown {of['unknown']} {of['why'][:200]}", flush=True)
+        for attack, source in cell.get("attacks", {}).items():
+            value = (
+                f"{source['value']:.3f} ({source['low']} to {source['high']})"
+                if "value" in source
+                else ""
+            )
+            print(
+                f"    {attack} {value} unknown {source['unknown']} {source['why'][:200]}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

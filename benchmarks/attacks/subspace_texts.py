@@ -103,48 +103,50 @@ def shared(
 
     if kind == "sgd":
         parts = list(ids.chunk(int(value)))
-        held = [p.detach().clone() for p in trained(model)]
+        held_out = [p.detach().clone() for p in trained(model)]
         before = {r: anatomy.parameter(r).detach().clone() for r in roles}
         optimizer = torch.optim.SGD(trained(model), lr=options.lr)
         for part in parts:
             backward(model, part, options)
             optimizer.step()
-        moved = {r: (before[r] - anatomy.parameter(r).detach()) / options.lr for r in roles}
+        shifted = {r: (before[r] - anatomy.parameter(r).detach()) / options.lr for r in roles}
         with torch.no_grad():
-            for parameter, old in zip(trained(model), held, strict=True):
+            for parameter, old in zip(trained(model), held_out, strict=True):
                 parameter.copy_(old)
         update = UpdateSnapshot(
-            number, Stage.SHARED, moved, local_steps=len(parts), learning_rate=options.lr
+            number, Stage.SHARED, shifted, local_steps=len(parts), learning_rate=options.lr
         )
         return Observation((update,))
-    std = told = 0.0
+    std = notes = 0.0
     if kind == "dpsgd":
-        found = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
+        results = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
         for row in ids:
             backward(model, row[None], options)
             norm = torch.stack([p.grad.norm() for p in trained(model) if p.grad is not None]).norm()
             for role in roles:
-                found[role] += anatomy.parameter(role).grad / norm.clamp_min(1.0)
+                results[role] += anatomy.parameter(role).grad / norm.clamp_min(1.0)
         std = float(value)
     else:
         backward(model, ids, options)
-        found = {r: anatomy.parameter(r).grad.clone() for r in roles}
+        results = {r: anatomy.parameter(r).grad.clone() for r in roles}
     if kind == "noise":
-        flat = torch.cat([g.flatten() for g in found.values()])
+        flat = torch.cat([g.flatten() for g in results.values()])
         std = float(value) * float(flat.square().mean().sqrt())
-    for role, g in found.items():
+    for role, g in results.items():
         if std:
-            found[role] = g + std * normal(g)
+            results[role] = g + std * normal(g)
         elif kind == "bf16":
-            found[role] = g.bfloat16()
+            results[role] = g.bfloat16()
         elif kind == "int8":
             step = g.abs().max() / 127
-            found[role] = (g / step).round() * step
-            told = max(told, float(step) / 12**0.5)
+            results[role] = (g / step).round() * step
+            notes = max(notes, float(step) / 12**0.5)
         elif kind == "topk":
             least = g.abs().flatten().topk(max(1, int(float(value) * g.numel()))).values[-1]
-            found[role] = g.where(g.abs() >= least, 0.0)
-    return Observation((GradientSnapshot(number, Stage.SHARED, found, noise_std=max(std, told)),))
+            results[role] = g.where(g.abs() >= least, 0.0)
+    return Observation(
+        (GradientSnapshot(number, Stage.SHARED, results, noise_std=max(std, notes)),)
+    )
 
 
 def cells(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -207,21 +209,21 @@ def main() -> None:
             ids = texts_of(private, rows * steps, length, options)
             attack.refresh(anatomy, number)
             view = shared(anatomy, roles, ids, defense, number, options)
-            began = time.process_time()
+            start = time.process_time()
             truth = (ids if options.classes else ids[:, :-1]).cpu()
-            said = torch.full_like(truth, -1)
+            message = torch.full_like(truth, -1)
             sure, extra = False, False
             try:
                 guess = attack.run(view)
-                said = in_true_order(guess.tokens, truth)
+                message = in_true_order(guess.tokens, truth)
                 sure = bool(guess.certified)
                 extra = guess.tokens.shape != truth.shape
             except UnusableObservation:
                 unknown += 1
-            seconds.append(time.process_time() - began)
+            seconds.append(time.process_time() - start)
             certified += sure
-            wrong += sure and (extra or not torch.equal(said, truth))
-            metric.update(said, truth)
+            wrong += sure and (extra or not torch.equal(message, truth))
+            metric.update(message, truth)
         rates = metric.rates()
         place, exact = rates["token_accuracy"], rates["exact_sentences"]
         print(

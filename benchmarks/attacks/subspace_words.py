@@ -182,14 +182,14 @@ def backward(model: nn.Module, batch: TokenBatch, device: str) -> None:
 
 def observed(anatomy: Anatomy, roles: tuple[str, ...], noise: float, seed: int) -> Observation:
     """What the attack reads, with noise of ``noise`` times its rms."""
-    found = {r: anatomy.parameter(r).grad.clone() for r in roles}
-    flat = torch.cat([g.flatten() for g in found.values()])
+    results = {r: anatomy.parameter(r).grad.clone() for r in roles}
+    flat = torch.cat([g.flatten() for g in results.values()])
     std = noise * float(flat.square().mean().sqrt())
     generator = torch.Generator(flat.device).manual_seed(seed)
     if std:
-        for g in found.values():
+        for g in results.values():
             g += std * torch.randn(g.shape, generator=generator, device=g.device)
-    return Observation((GradientSnapshot(0, Stage.SHARED, found, noise_std=std),))
+    return Observation((GradientSnapshot(0, Stage.SHARED, results, noise_std=std),))
 
 
 def updated(
@@ -208,11 +208,11 @@ def updated(
         backward(model, batch, device)
         optimizer.step()
     with torch.no_grad():
-        found = {r: (before[r] - p) / RATE for r, p in parameters.items()}
+        results = {r: (before[r] - p) / RATE for r, p in parameters.items()}
         for r, p in parameters.items():
             p.copy_(before[r])
     steps = len(batches)
-    update = UpdateSnapshot(0, Stage.SHARED, found, local_steps=steps, learning_rate=RATE)
+    update = UpdateSnapshot(0, Stage.SHARED, results, local_steps=steps, learning_rate=RATE)
     return Observation((update,))
 
 
@@ -224,8 +224,8 @@ def facts_of(kind: str, steps: int) -> RunFacts:
     return RunFacts(optimizer=kind, optimizer_settings=settings, local_steps=steps)
 
 
-def f1_of(found: set[int], truth: set[int]) -> float:
-    return 2 * len(found & truth) / (len(found) + len(truth))
+def f1_of(results: set[int], truth: set[int]) -> float:
+    return 2 * len(results & truth) / (len(results) + len(truth))
 
 
 def mean_and_half(values: list[float]) -> tuple[float, float]:
@@ -319,10 +319,10 @@ def measured(
         scores["types"].append(len(truth))
         if guess is None or not (len(guess.types) or noise):
             continue
-        found = set(guess.types.tolist())
+        results = set(guess.types.tolist())
         ranked = set() if guess.scores is None else _first(guess.scores, len(truth))
-        scores["f1"].append(f1_of(found, truth))
-        scores["precision"].append(len(found & truth) / max(1, len(found)))
+        scores["f1"].append(f1_of(results, truth))
+        scores["precision"].append(len(results & truth) / max(1, len(results)))
         scores["ranked"].append(len(ranked & truth) / len(truth))
         scores["certified"].append(float(bool(guess.certified)))
     row: dict[str, object] = {name: mean_and_half(values) for name, values in scores.items()}
@@ -331,7 +331,7 @@ def measured(
 
 def described(row: dict[str, Any], options: argparse.Namespace) -> str:
     """Return a line for people."""
-    known = row["n"] > row["unknown"]
+    reference = row["n"] > row["unknown"]
     words = (
         f"F1 {row['f1'][0]:.4f} +- {row['f1'][1]:.4f} | precision {row['precision'][0]:.3f} | "
         f"n given {row['ranked'][0]:.3f} | certified {row['certified'][0]:.2f}"
@@ -342,7 +342,8 @@ def described(row: dict[str, Any], options: argparse.Namespace) -> str:
         f"{options.config or Path(options.model).name} {options.private}{chats} r {options.rank} "
         f"{options.targets if options.rank else 'whole'}{dropout} {row['shape']} noise "
         f"{row['noise']:g} {options.update or 'gradient'} | after {row['warm']} steps | types "
-        f"{row['types'][0]:.0f} | {words if known else 'unknown'} | {row['seconds'][0]:.1f} s | "
+        f"{row['types'][0]:.0f} | {words if reference else 'unknown'} | "
+        f"{row['seconds'][0]:.1f} s | "
         f"{row['unknown']} of {row['n']} unknown"
     )
 

@@ -90,8 +90,8 @@ def read_texts(name: str) -> list[str]:
         folder = os.environ.get("FEDLEAK_ASSETS", "../shared/assets")
         path = Path(folder) / "data" / NAMED[name]
     if not path.exists():
-        known = ", ".join(NAMED)
-        raise SystemExit(f"no text at {path}: name a file, or one of {known} (FEDLEAK_ASSETS)")
+        reference = ", ".join(NAMED)
+        raise SystemExit(f"no text at {path}: name a file, or one of {reference} (FEDLEAK_ASSETS)")
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     content = raw.decode("utf-8")
     if ".jsonl" in path.name:
@@ -171,14 +171,14 @@ def type_count_regressor(anatomy, text: PublicText, per_shape: int, pool: int, s
 
 def runners(names, anatomy, public: PublicText, args):
     """name -> function of (observation, true number of types) to a guess; and calibration times."""
-    made, seconds = {}, {}
+    created, seconds = {}, {}
     regressor = None
     if {"flatchat-gmm", "flatchat-abs"} & set(names):
-        began = time.perf_counter()
+        start = time.perf_counter()
         regressor = type_count_regressor(
             anatomy, public, args.regression_batches, args.regression_pool, args.seed
         )
-        seconds["flatchat"] = time.perf_counter() - began
+        seconds["flatchat"] = time.perf_counter() - start
     for name in names:
         if name == "blind-oracle":
             tokens = torch.cat(public.sentences)
@@ -188,7 +188,7 @@ def runners(names, anatomy, public: PublicText, args):
             def blind(view, truth, ranked=ranked):
                 return WordGuess(ranked[:truth], n_types=float(truth))
 
-            made[name] = blind
+            created[name] = blind
             continue
         if name.startswith("flatchat"):
             scorer, oracle = name.split("-")[1], name.endswith("oracle")
@@ -197,7 +197,7 @@ def runners(names, anatomy, public: PublicText, args):
                 gradient = next(iter(view.gradients[-1].tensors.values()))
                 return flatchat(gradient, truth if oracle else regressor, scorer)
 
-            made[name] = run
+            created[name] = run
             continue
         attack = AlignedFlatChat(
             public,
@@ -208,8 +208,8 @@ def runners(names, anatomy, public: PublicText, args):
         )
         attack.prepare(anatomy)
         seconds[name] = attack.calibration_seconds
-        made[name] = lambda view, truth, attack=attack: guessed(attack, view)
-    return made, seconds
+        created[name] = lambda view, truth, attack=attack: guessed(attack, view)
+    return created, seconds
 
 
 def score(guess, truth) -> dict[str, float]:
@@ -301,13 +301,13 @@ def main() -> None:
         )
         scores = {name: [] for name in names}
         for gradient, truth in batches:
-            seen = GradientSnapshot(0, Stage.SHARED, {role: gradient}, tied=anatomy.tied)
+            observed = GradientSnapshot(0, Stage.SHARED, {role: gradient}, tied=anatomy.tied)
             for name, run in attacks.items():
-                began = time.perf_counter()
-                guess = run(Observation((seen,)), len(truth))
-                took = time.perf_counter() - began
+                start = time.perf_counter()
+                guess = run(Observation((observed,)), len(truth))
+                elapsed = time.perf_counter() - start
                 scores[name].append(
-                    score(guess, truth) | {"seconds": took, "types": float(len(truth))}
+                    score(guess, truth) | {"seconds": elapsed, "types": float(len(truth))}
                 )
         for name, rows in scores.items():
             columns = {k: [r[k] for r in rows] for k in rows[0]}

@@ -134,8 +134,8 @@ def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
             some = ids[start : start + rows]
             optimizer.zero_grad()
             labels = nn.functional.pad(some[:, 1:], (0, 1), value=-100).flatten()
-            given = {"input_ids": some, "position_ids": positions[: len(some)]}
-            logits = private(**given).logits.flatten(0, 1)
+            arguments = {"input_ids": some, "position_ids": positions[: len(some)]}
+            logits = private(**arguments).logits.flatten(0, 1)
             if criterion is None:
                 nn.functional.cross_entropy(logits, labels).backward()
             else:
@@ -149,18 +149,18 @@ def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
 
 def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     model = build(options)
-    found: dict[str, Step] = {}
+    results: dict[str, Step] = {}
     for name in options.peers:
-        own = copy.deepcopy(model) if len(options.peers) > 1 else model
+        local = copy.deepcopy(model) if len(options.peers) > 1 else model
         try:
             rows = options.pieces or len(ids)
-            step = plain(own, ids, rows) if name == "plain" else opacus(own, ids, name, rows)
+            step = plain(local, ids, rows) if name == "plain" else opacus(local, ids, name, rows)
             step()
         except NotImplementedError as error:
             print(f"{name}: refused by Opacus: {str(error)[:100]}")
             continue
-        found[name] = step
-    return found
+        results[name] = step
+    return results
 
 
 class InTurn(L.Callback):
@@ -271,19 +271,19 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     ids = batch(options)
-    where = f"{platform.machine()}, one thread, {options.device}, {datetime.date.today()}"
+    place = f"{platform.machine()}, one thread, {options.device}, {datetime.date.today()}"
     if options.memory:
         most, grown = peak(options, ids)
         rows = f"{len(ids)} rows" + (f" in pieces of {options.pieces}" if options.pieces else "")
-        print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({where})")
+        print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({place})")
         return
-    found = timed(options, ids)
-    medians = {name: statistics.median(times[1:]) for name, times in found.items()}
-    print(f"{where}; B x T {tuple(ids.shape)}, {options.rounds} rounds; ", end="")
-    print(f"first step of ours (with the checks) {found['ours'][0]:.2f} s")
+    results = timed(options, ids)
+    medians = {name: statistics.median(times[1:]) for name, times in results.items()}
+    print(f"{place}; B x T {tuple(ids.shape)}, {options.rounds} rounds; ", end="")
+    print(f"first step of ours (with the checks) {results['ours'][0]:.2f} s")
     for name, seconds in medians.items():
-        spread = f"{min(found[name][1:]):.3f} to {max(found[name][1:]):.3f}"
-        ratio = paired(found["ours"], found[name])
+        spread = f"{min(results[name][1:]):.3f} to {max(results[name][1:]):.3f}"
+        ratio = paired(results["ours"], results[name])
         print(f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {ratio:.3f}")
 
 

@@ -116,8 +116,8 @@ class Clock(L.Callback):
             torch.cuda.synchronize()
         now = (time.perf_counter(), time.process_time(), self.monitor.own)
         if self.started is not None and trainer.global_step > self.warmup:
-            arm, *then = self.started
-            self.times[arm].append(tuple(a - b for a, b in zip(now, then, strict=True)))
+            arm, *later = self.started
+            self.times[arm].append(tuple(a - b for a, b in zip(now, later, strict=True)))
         self.started = (self.monitor.arm(trainer), *now)
 
 
@@ -186,14 +186,14 @@ def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, f
 
 
 def time_steps(arguments: argparse.Namespace) -> None:
-    found = timed(arguments)
+    results = timed(arguments)
     print(f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__},")
     print(f"{datetime.date.today()}, {arguments.model or model_name(arguments)}, batch")
     print(f"{arguments.shape}, {arguments.precision}, attacks {arguments.attacks}\n")
     print("| time | step | n | median (s) | ratio to off | 95% interval |")
     print("|---|---|---|---|---|---|")
     for column, name in enumerate(("elapsed", "processor")):
-        times = {arm: [row[column] for row in rows] for arm, rows in found.items()}
+        times = {arm: [row[column] for row in rows] for arm, rows in results.items()}
         medians = {arm: statistics.median(seconds) for arm, seconds in times.items()}
         plain = medians["off"]
         for arm, seconds in times.items():
@@ -208,7 +208,7 @@ def time_steps(arguments: argparse.Namespace) -> None:
         print(f"| {name} | a control, in plain steps | | | {more:.4f} | |")
     print("\nProcessor time in the monitor's own hooks (median), and the plain step with it:")
     for arm in ("idle", "control", "look"):
-        own = statistics.median(row[2] for row in found[arm])
+        own = statistics.median(row[2] for row in results[arm])
         print(f"{arm} {own * 1e3:.2f} ms, {1 + own / plain:.4f}")
     print(f"one look in 50 steps {1 + own / 50 / plain:.4f}")
 
@@ -222,8 +222,8 @@ def peak_memory(arguments: argparse.Namespace) -> None:
     peaks = {}
     for arm in ("off", "look"):
         command = [sys.executable, "-m", "benchmarks.cost.overhead", "--peak", arm, *same]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks[arm] = int(done.stdout.split()[-1])
+        finished = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[arm] = int(finished.stdout.split()[-1])
     model, vocab = build(arguments)
     head = vocab * model.get_output_embeddings().weight.shape[1] * 4
     more = peaks["look"] - peaks["off"]

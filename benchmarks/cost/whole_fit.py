@@ -118,11 +118,11 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.cost.whole_fit", shape, "--json", kind]
             command += ["--steps", str(OPTIONS.steps), "--batch", OPTIONS.batch]
             command += ["--rank", str(OPTIONS.rank)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            got = json.loads(done.stdout.splitlines()[-1])
-            words = "" if got["words"] is None else f"{got['words']:.3f}"
-            row = f"{got['peak'] / 1e9:.2f} | {got['seconds']:.0f} | {words}"
-            print(f"| {shape} | {kind} | {row} | {', '.join(got['results'])} |", flush=True)
+            finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            received = json.loads(finished.stdout.splitlines()[-1])
+            words = "" if received["words"] is None else f"{received['words']:.3f}"
+            row = f"{received['peak'] / 1e9:.2f} | {received['seconds']:.0f} | {words}"
+            print(f"| {shape} | {kind} | {row} | {', '.join(received['results'])} |", flush=True)
 
 
 if __name__ == "__main__":

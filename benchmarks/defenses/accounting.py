@@ -1,20 +1,17 @@
 """Accounting of DP-SGD: against Google's dp-accounting, and the proof that it holds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --grid
-    OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --fixed
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --truncated
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --proof
 
 ``--grid`` compares epsilon with dp-accounting (extra ``test``) for the same events, alternating:
 RDP at the same orders, PRV with Google's PLD; left out is what Google puts above 200, where
-epsilon is reported as infinite here. Times are of the processor. ``--fixed`` prints epsilon of
-batches of a fixed number, drawn without replacement, beside dp-accounting's and a floor, and the
-noise that an epsilon needs. ``--truncated`` prints epsilon of Poisson samples of at most so many
-examples, by how many roots of the batch size these lie above it. ``--proof`` inserts a crafted
-neuron into a small GPT-2, plays games of one release each under ``DPSGD``, and holds the releases
-against what they must be: the AUC of the target's membership against ``Phi(1 / (sigma sqrt 2))``,
-the noise's standard deviation against sigma, and 100 audits of 100 games each against the accounted
-epsilon.
+epsilon is reported as infinite here. Times are of the processor. ``--truncated`` prints epsilon of
+Poisson samples of at most so many examples, by how many roots of the batch size these lie above
+it. ``--proof`` inserts a crafted neuron into a small GPT-2, plays games of one release each under
+``DPSGD``, and holds the releases against what they must be: the AUC of the target's membership
+against ``Phi(1 / (sigma sqrt 2))``, the noise's standard deviation against sigma, and 100 audits
+of 100 games each against the accounted epsilon.
 """
 
 from __future__ import annotations
@@ -39,20 +36,17 @@ from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     Accountant,
     epsilon_of,
-    noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, _rdp_of_poisson
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import auc
 
 SMOKE = (
-    "--fixed",
     "--truncated --cells 1",
     "--proof --sigmas 1.0 --games 40 --audits 2",
 )
 
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
-FIXED = ((3.0, 0.01, 25), (2.0, 0.05, 100), (1.0, 0.1, 100), (0.6, 0.02, 200))
 TRUNCATED = ((1.0, 64, 10_000, 1000), (1.0, 250, 10_000, 200), (2.0, 1000, 10_000, 100))
 """Noise, batch size, examples, steps."""
 ROOTS = (0, 2, 4, 5, 6)
@@ -93,12 +87,12 @@ def grid() -> None:
         for sigma, rate, steps, delta in GRID:
             cell = sigma, rate, steps
             _rdp_of_poisson.cache_clear()
-            ours, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
-            theirs, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
-            rows.append((theirs, ours / theirs if theirs else math.nan, t_ours / t_theirs))
+            result, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
+            peer, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
+            rows.append((peer, result / peer if peer else math.nan, t_ours / t_theirs))
         for low, high in ((0.001, 0.1), (0.1, 10), (10, LARGEST_EPSILON)):
-            ratios = [ratio for theirs, ratio, _ in rows if low <= theirs < high]
-            times = [time for theirs, _, time in rows if low <= theirs < high]
+            ratios = [ratio for peer, ratio, _ in rows if low <= peer < high]
+            times = [time for peer, _, time in rows if low <= peer < high]
             close = sum(abs(ratio - 1) <= 0.01 for ratio in ratios)
             print(
                 f"{kind:5} {low:5g}-{high:<5g} {len(ratios):5} {min(ratios):8.4f} "
@@ -106,23 +100,6 @@ def grid() -> None:
                 f"{close:4}/{len(ratios):<4} {statistics.median(times):7.2f}",
                 flush=True,
             )
-
-
-def fixed() -> None:
-    print(
-        "| noise / sensitivity | share drawn | rounds | epsilon | floor | `rdp` | before | noise |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for sigma, rate, count in FIXED:
-        cell = [(sigma, rate, count)]
-        found, renyi = (epsilon_of(cell, 1e-5, k, "without_replacement") for k in ("prv", "rdp"))
-        floor, theirs = epsilon_of(cell, 1e-5, "prv"), google_fixed(sigma, rate, count)
-        enough = noise_multiplier_for(theirs, 1e-5, rate, count, "prv", "without_replacement")
-        print(
-            f"| {sigma:g} | {rate:g} | {count} | {found:.3g} | {floor:.3g} | {renyi:.3g} | "
-            f"{theirs:.3g} | {enough / sigma - 1:.0%} |",
-            flush=True,
-        )
 
 
 def truncated(cells: int) -> None:
@@ -139,17 +116,6 @@ def truncated(cells: int) -> None:
         row += [f"{epsilon_of(cell, 1e-5, 'prv'):.3f}"]
         row += [f"{epsilon:.3f} ({most:,})" for epsilon, most in pairs]
         print(f"| {' | '.join(row)} |", flush=True)
-
-
-def google_fixed(sigma: float, rate: float, steps: int) -> float:
-    import dp_accounting as dp
-    from dp_accounting.rdp import RdpAccountant
-
-    replaced = dp.NeighboringRelation.REPLACE_ONE
-    accountant = RdpAccountant([o for o in ORDERS if o <= 128], neighboring_relation=replaced)
-    event = dp.SampledWithoutReplacementDpEvent(1000, int(1000 * rate), dp.GaussianDpEvent(sigma))
-    accountant.compose(dp.SelfComposedDpEvent(event, steps))
-    return float(accountant.get_epsilon(1e-5))
 
 
 def small_gpt2() -> GPT2LMHeadModel:
@@ -180,12 +146,12 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
                 1e-3, noise_multiplier=sigma, target_delta=delta, clip=ClipSettings(loss="trusted")
             )
 
-        own = int(10 * sigma) + 1000 * seed
-        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=own)
-        played = play_add_remove(neuron.release, games, seed=own)
+        local = int(10 * sigma) + 1000 * seed
+        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=local)
+        played = play_add_remove(neuron.release, games, seed=local)
         scores, members = played.scores, played.members
         code, rng = np.arange(games), np.random.default_rng(0)
-        found = auc(scores.numpy(), members.numpy(), code, 0.05, 200, rng)
+        results = auc(scores.numpy(), members.numpy(), code, 0.05, 200, rng)
         outside = scores if rate == 1 else scores[~members]
         noise = outside - (members.double() if rate == 1 else 0.0)
         spread = float(noise.square().mean().sqrt()) / sigma
@@ -196,12 +162,14 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
         assert rate < 1 or epsilon <= accounted
         claim, cut = ("gaussian", 0.5) if rate == 1 else ("dp", "union")
         bounds = [
-            audit_scores(scores[own], members[own], delta=delta, claim=claim, threshold=cut).epsilon
-            for own in torch.arange(games).split(games // audits)[:audits]
+            audit_scores(
+                scores[local], members[local], delta=delta, claim=claim, threshold=cut
+            ).epsilon
+            for local in torch.arange(games).split(games // audits)[:audits]
         ]
         count = refutations(bounds, accounted)
         print(
-            f"{sigma:5} {rate:4} {found.value:7.4f} [{found.low:.4f}, {found.high:.4f}] "
+            f"{sigma:5} {rate:4} {results.value:7.4f} [{results.low:.4f}, {results.high:.4f}] "
             f"{sampled_gaussian_auc(sigma, rate):11.4f} {spread:11.4f} "
             f"{count.refuted:4}/{count.audits} {count.p_value:6.3f} {np.median(bounds):12.3f} "
             f"{accounted:9.3f}",
@@ -215,7 +183,6 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--grid", action="store_true")
-    parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--truncated", action="store_true")
     parser.add_argument("--cells", type=int, default=len(TRUNCATED), help="of --truncated")
     parser.add_argument("--proof", action="store_true")
@@ -229,8 +196,6 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if args.grid:
         grid()
-    if args.fixed:
-        fixed()
     if args.truncated:
         truncated(args.cells)
     if args.proof:

@@ -42,15 +42,17 @@ Make = Callable[[], ActivationDefense]
 
 def defences(layer: int, d: int, public: Tensor) -> dict[str, Make | None]:
     """By name; the dimensions that are kept are a half, a quarter and a sixteenth."""
-    found: dict[str, Make | None] = {"none": None}
+    results: dict[str, Make | None] = {"none": None}
     for sigma in (0.1, 0.3, 1.0):
-        found[f"noise, {sigma} std"] = lambda sigma=sigma: ActivationNoise(layer, sigma, True)
+        results[f"noise, {sigma} std"] = lambda sigma=sigma: ActivationNoise(layer, sigma, True)
     for keep in (d // 2, d // 4, d // 16):
-        found[f"{keep} of {d} dims, random"] = lambda keep=keep: ActivationCompression(layer, keep)
-        found[f"{keep} of {d} dims, principal"] = lambda keep=keep: ActivationCompression(
+        results[f"{keep} of {d} dims, random"] = lambda keep=keep: ActivationCompression(
+            layer, keep
+        )
+        results[f"{keep} of {d} dims, principal"] = lambda keep=keep: ActivationCompression(
             layer, keep, basis="principal", public_ids=public
         )
-    return found
+    return results
 
 
 def where(root: nn.Module) -> DefenseContext:
@@ -60,15 +62,15 @@ def where(root: nn.Module) -> DefenseContext:
 
 def sent(anatomy: Anatomy, layer: int, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states (B, L, d) as they leave the client, and the model's logits (B, L, V)."""
-    seen: list[Tensor] = []
+    observed: list[Tensor] = []
     place = place_of(anatomy, layer)
-    handle = place.module.register_forward_hook(lambda _, a, out: seen.append(states_out(out)))
+    handle = place.module.register_forward_hook(lambda _, a, out: observed.append(states_out(out)))
     try:
         with torch.no_grad():
             logits = anatomy.model(input_ids=ids).logits
     finally:
         handle.remove()
-    return seen[0], logits
+    return observed[0], logits
 
 
 def knows(anatomy: Anatomy, layer: int, defence: ActivationDefense | None) -> Anatomy:

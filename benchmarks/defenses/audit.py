@@ -107,8 +107,8 @@ def report(row: Row, label: str, count: int, games: int, seed: int) -> None:
     start = time.process_time()
     played, planted = audits(row, count, games, seed)
     each = 1e3 * (time.process_time() - start) / count
-    scores = torch.cat([own.scores for own in played])
-    members = torch.cat([own.members for own in played])
+    scores = torch.cat([local.scores for local in played])
+    members = torch.cat([local.members for local in played])
     claims: list[tuple[Claim, float]] = [("dp", SMALL), ("dp", LARGE)]
     if row.rate == 1:
         claims.append(("gaussian", SMALL))
@@ -120,12 +120,12 @@ def report(row: Row, label: str, count: int, games: int, seed: int) -> None:
             cut = 0.0 if claim == "gaussian" else threshold(row, n, d)
             return audit_scores(scores, members, delta=d, claim=claim, threshold=cut).epsilon
 
-        bounds = [bound(own.scores, own.members) for own in played]
-        found = refutations(bounds, epsilon)
+        bounds = [bound(local.scores, local.members) for local in played]
+        results = refutations(bounds, epsilon)
         print(
             f"{row} {label:14} {claim:>8} {delta:6g} {epsilon:7.3f} "
-            f"{statistics.median(bounds) / epsilon:7.2f} {found.refuted:4}/{found.audits:<4} "
-            f"{found.p_value:8.2g} {bound(scores, members) / epsilon:7.3f} {each:6.1f}",
+            f"{statistics.median(bounds) / epsilon:7.2f} {results.refuted:4}/{results.audits:<4} "
+            f"{results.p_value:8.2g} {bound(scores, members) / epsilon:7.3f} {each:6.1f}",
             flush=True,
         )
 

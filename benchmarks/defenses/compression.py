@@ -81,8 +81,8 @@ def read(
 
 
 def word_f1(guess: Tensor, truth: Tensor) -> float:
-    named, there = set(guess.tolist()), set(truth.flatten().tolist())
-    return 2 * len(named & there) / (len(named) + len(there))
+    named, exists = set(guess.tolist()), set(truth.flatten().tolist())
+    return 2 * len(named & exists) / (len(named) + len(exists))
 
 
 def auc(members: Tensor, others: Tensor) -> float:
@@ -131,8 +131,8 @@ def main() -> None:
     words, texts = SubspaceWords(capacity_seconds=0), SubspaceTexts(budget_seconds=options.budget)
     head = AlignedFlatChat(PublicText(list(texts_of(public, options.head_rows, 64, options))))
     attacks = [words, *games, texts] if options.rank else [words, head, *games, texts]
-    asked = options.attacks.split(",") if options.attacks else [a.name for a in attacks]
-    attacks = [attack for attack in attacks if attack.name in asked]
+    queried = options.attacks.split(",") if options.attacks else [a.name for a in attacks]
+    attacks = [attack for attack in attacks if attack.name in queried]
     roles = {attack: attack.needs(anatomy).gradients for attack in attacks}
     for attack in attacks:
         if attack is not head:
@@ -151,7 +151,7 @@ def main() -> None:
             head.prepare(anatomy)
         scores: dict[Any, list[float]] = {attack: [] for attack in attacks}
         reconstruction = TextReconstruction()
-        began = time.process_time()
+        start = time.process_time()
         for number, ids in enumerate(batches):
             backward(model, ids[:rows], options)
             gradients = {name: anatomy.parameter(name).grad.clone() for name in names}
@@ -178,7 +178,7 @@ def main() -> None:
         rates = reconstruction.rates()
         cells = []
         for attack, values in scores.items():
-            lost = len(batches) - len(values)
+            missed = len(batches) - len(values)
             if attack is texts:
                 place, exact = rates["token_accuracy"], rates["exact_sentences"]
                 rate = f"in place {place.value:.3f}, exact {exact.value:.3f}"
@@ -186,9 +186,9 @@ def main() -> None:
             else:  # words that are unknown count as none
                 count = len(batches) if attack in (words, head) else max(1, len(values))
                 rate = f"{sum(values) / count:.3f}"
-            text = f"{rate} ({lost} unknown)" if lost else rate
+            text = f"{rate} ({missed} unknown)" if missed else rate
             cells.append(f"{attack.name} {text if values else 'unknown'}")
-        seconds = (time.process_time() - began) / len(batches)
+        seconds = (time.process_time() - start) / len(batches)
         print(
             f"{whole} {options.shape} {method} | {' | '.join(cells)} | {seconds:.1f} s a batch",
             flush=True,

@@ -94,8 +94,8 @@ def log_likelihood_ratios(releases: Tensor, sigma: float, sample_rate: float = 1
     exponent = (2 * releases.double() - 1) / (2 * sigma**2)
     if sample_rate == 1:
         return exponent
-    out = torch.full_like(exponent, math.log1p(-sample_rate))
-    return torch.logaddexp(out, exponent + math.log(sample_rate))
+    output = torch.full_like(exponent, math.log1p(-sample_rate))
+    return torch.logaddexp(output, exponent + math.log(sample_rate))
 
 
 def best_threshold(
@@ -132,19 +132,19 @@ def best_threshold(
     noise = sigma * rng.standard_normal((2, SIMULATED, steps))
     noise[1] += rng.random((SIMULATED, steps)) < sample_rate
     ratios = log_likelihood_ratios(torch.from_numpy(noise), sigma, sample_rate).sum(2)
-    others, held = (np.sort(side) for side in ratios.numpy())
-    cuts = np.quantile(np.concatenate((others, held)), np.linspace(0.005, 0.995, CUTS))
+    non_members, held_out = (np.sort(side) for side in ratios.numpy())
+    cuts = np.quantile(np.concatenate((non_members, held_out)), np.linspace(0.005, 0.995, CUTS))
     best, chosen = -1.0, float(cuts[CUTS // 2])
     for cut in cuts.tolist():
         fp, tp = (
             round(half * (1 - np.searchsorted(side, cut, "right") / SIMULATED))
-            for side in (others, held)
+            for side in (non_members, held_out)
         )
         guesses = torch.cat([torch.arange(half) < tp, torch.arange(half) < fp]).double()
         settings = {"delta": delta, "confidence": confidence, "threshold": 0.5}
-        shown = audit_scores(guesses, torch.arange(2 * half) < half, **settings).epsilon
-        if shown > best:
-            best, chosen = shown, cut
+        epsilon = audit_scores(guesses, torch.arange(2 * half) < half, **settings).epsilon
+        if epsilon > best:
+            best, chosen = epsilon, cut
     return chosen
 
 

@@ -95,9 +95,9 @@ def lines_of(path: Path) -> list[str]:
 
 
 def shuffled(rows: Sequence[Any]) -> list[Any]:
-    found = [*rows]
-    random.Random(0).shuffle(found)
-    return found
+    results = [*rows]
+    random.Random(0).shuffle(results)
+    return results
 
 
 def words(text: str) -> str:
@@ -110,21 +110,21 @@ def public_sentences(options: argparse.Namespace) -> list[str]:
     if options.task == "sentiment":
         return movie_sentences()
     texts = [t for p in sorted((DATA / "yelp_sentences").glob("*.gz")) for t in lines_of(p)]
-    return shuffled([own for t in texts if 6 <= len((own := words(t)).split()) <= 16])
+    return shuffled([local for t in texts if 6 <= len((local := words(t)).split()) <= 16])
 
 
 def movie_sentences() -> list[str]:
     """Sentences of IMDB's reviews."""
     lines = (t for p in sorted((DATA / "imdb").glob("*.gz")) for t in lines_of(p))
     rows = [json.loads(t)["text"].lower().replace("<br />", " ") for t in lines]
-    found = [t.strip() for own in rows for t in re.split("[.!?]", own)]
-    return shuffled([t for t in found if 6 <= len(t.split()) <= 16])
+    results = [t.strip() for local in rows for t in re.split("[.!?]", local)]
+    return shuffled([t for t in results if 6 <= len(t.split()) <= 16])
 
 
 def review_sentences() -> list[tuple[str, str]]:
     """Sentences of Yelp's reviews and their sentiment, as many of both, none twice."""
-    files = [sorted((DATA / "yelp_sentences").glob(f"*.{own}.gz")) for own in "01"]
-    texts = [shuffled(sorted({t for p in own for t in lines_of(p)})) for own in files]
+    files = [sorted((DATA / "yelp_sentences").glob(f"*.{local}.gz")) for local in "01"]
+    texts = [shuffled(sorted({t for p in local for t in lines_of(p)})) for local in files]
     return shuffled([row for a, b in zip(*texts, strict=False) for row in ((a, "0"), (b, "1"))])
 
 
@@ -150,17 +150,17 @@ def states_of(model: Any, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """(n, longest, d) states before the last block, zeros behind; (n,) lengths."""
     states = torch.zeros(len(ids), max(map(len, ids)), model.config.hidden_size)
     by_length = defaultdict(list)
-    for place, own in enumerate(ids):
-        by_length[len(own)].append(place)
+    for place, local in enumerate(ids):
+        by_length[len(local)].append(place)
     for length, places in by_length.items():
         for start in range(0, len(places), 64):
             some = places[start : start + 64]
-            given = torch.tensor([list(ids[place]) for place in some])
+            settings = torch.tensor([list(ids[place]) for place in some])
             positions = model.model.rotary_emb(states, torch.arange(length)[None])
-            found = model.model.embed_tokens(given)
+            results = model.model.embed_tokens(settings)
             for block in model.model.layers[:-1]:
-                found = block(found, position_embeddings=positions)
-            states[some, :length] = found
+                results = block(results, position_embeddings=positions)
+            states[some, :length] = results
     return {"states": states, "lengths": torch.tensor([*map(len, ids)])}
 
 
@@ -173,17 +173,17 @@ def last_token(model: Any, states: Tensor, lengths: Tensor) -> dict[str, Tensor]
     positions = model.model.rotary_emb(states, torch.arange(states.shape[1])[None])
     keys, values, sums = [], [], []
     places = torch.arange(states.shape[1])[None, :, None]
-    for some, own in zip(states.split(256), lengths.split(256), strict=True):
+    for some, local in zip(states.split(256), lengths.split(256), strict=True):
         normed = block.input_layernorm(some)
         parts = (block.self_attn.k_proj(normed), block.self_attn.v_proj(normed))
         key, value = (p.unflatten(2, (-1, block.self_attn.head_dim)).transpose(1, 2) for p in parts)
         keys.append(turned(key, *(part[:, None] for part in positions)).half())
         values.append(value.half())
-        sums.append((normed * (places > 0) * (places < own[:, None, None])).sum(1))
+        sums.append((normed * (places > 0) * (places < local[:, None, None])).sum(1))
     last = states[torch.arange(len(states)), lengths - 1]
     pooled = torch.cat(sums) / (lengths - 1).clamp_min(1)[:, None]
-    found = {"keys": torch.cat(keys), "values": torch.cat(values), "pooled": pooled}
-    return found | {"last": last, "lengths": lengths}
+    results = {"keys": torch.cat(keys), "values": torch.cat(values), "pooled": pooled}
+    return results | {"last": last, "lengths": lengths}
 
 
 def compute(options: argparse.Namespace) -> None:
@@ -191,7 +191,7 @@ def compute(options: argparse.Namespace) -> None:
     tokenizer, model = loaded(options)
     data: dict[str, Tensor] = {}
     train, test = rows_to_classify(options)
-    names = sorted({own for _, own in train})
+    names = sorted({local for _, local in train})
     public = [(text, names[0]) for text in public_sentences(options)[:PUBLIC]]
     for name, rows in {"": train, "test_": test, "public_": public}.items():
         ids = [encode(tokenizer, text)[:TOKENS] for text, _ in rows[: options.texts]]
@@ -207,8 +207,8 @@ def compute(options: argparse.Namespace) -> None:
                     whole[start : start + len(value), :, : value.shape[2]] = value
                 else:
                     whole[start : start + len(value)] = value
-        found = [names.index(own) for _, own in rows[: options.texts]]
-        data[name + "classes"] = torch.tensor(found)
+        results = [names.index(local) for _, local in rows[: options.texts]]
+        data[name + "classes"] = torch.tensor(results)
     save_file(data, options.states)
     print(f"{options.states}: {len(data['lengths'])} texts, {data['lengths'].sum()} tokens")
 
@@ -231,8 +231,8 @@ class Tuned(L.LightningModule):
         self.head = nn.Linear(2 * model.config.hidden_size, int(data["classes"].max()) + 1, False)
         nn.init.zeros_(self.head.weight)
         with torch.no_grad():
-            found = self.in_pieces("public_", self.features)
-        self.mean, self.deviation = found.mean(0), found.std(0)
+            results = self.in_pieces("public_", self.features)
+        self.mean, self.deviation = results.mean(0), results.std(0)
         self.weights = [weight for weight in self.parameters() if weight.requires_grad]
 
     def in_pieces(self, name: str, function: Callable[[str, Tensor], Tensor]) -> Tensor:
@@ -251,30 +251,30 @@ class Tuned(L.LightningModule):
         query = turned(query, cos[:, None], sin[:, None])
         cached = (self.data[name + part][rows, :, :longest] for part in ("keys", "values"))
         keys, values = (part.float() for part in cached)
-        seen = (torch.arange(longest) < lengths[:, None])[:, None, None]
-        found = F.scaled_dot_product_attention(query, keys, values, seen, enable_gqa=True)
-        found = last + attention.o_proj(found.transpose(1, 2).flatten(2))
-        found = self.norm(found + block.mlp(block.post_attention_layernorm(found)))
-        return torch.cat([found, self.data[name + "pooled"][rows][:, None]], 1)
+        observed = (torch.arange(longest) < lengths[:, None])[:, None, None]
+        results = F.scaled_dot_product_attention(query, keys, values, observed, enable_gqa=True)
+        results = last + attention.o_proj(results.transpose(1, 2).flatten(2))
+        results = self.norm(results + block.mlp(block.post_attention_layernorm(results)))
+        return torch.cat([results, self.data[name + "pooled"][rows][:, None]], 1)
 
     def classified(self, name: str, rows: Tensor) -> Tensor:
-        found = (self.features(name, rows) - self.mean) / self.deviation
-        return self.head(self.recipe.scale * F.normalize(found, dim=2).flatten(1))
+        results = (self.features(name, rows) - self.mean) / self.deviation
+        return self.head(self.recipe.scale * F.normalize(results, dim=2).flatten(1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.classified("", batch), self.data["classes"][batch])
 
     def configure_optimizers(self) -> Any:
         recipe, steps = self.recipe, int(self.trainer.estimated_stepping_batches)
-        own = [
+        local = [
             {"params": [weight for weight in self.weights if weight is not self.head.weight]},
             {"params": [self.head.weight], "lr": recipe.head_rate},
         ]
         optimizer: torch.optim.Optimizer
         if self.private:
-            optimizer = DPAdamBC(own, recipe.rate, floor=0.5)
+            optimizer = DPAdamBC(local, recipe.rate, floor=0.5)
         else:
-            optimizer = torch.optim.AdamW(own, recipe.rate, weight_decay=0.0)
+            optimizer = torch.optim.AdamW(local, recipe.rate, weight_decay=0.0)
         falls = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         return [optimizer], [{"scheduler": falls, "interval": "step"}]
 
@@ -348,8 +348,8 @@ def one_run(
     ).fit(module, DataLoader(Places(range(count)), batch, shuffle=True, collate_fn=collated))
     seconds = time.process_time() - start
     if private:
-        shown = defense.accountant.epsilon(DELTA)
-        assert shown <= epsilon, (shown, epsilon)
+        display = defense.accountant.epsilon(DELTA)
+        assert display <= epsilon, (display, epsilon)
     return {
         "task": options.task,
         "model": Path(options.model).name,
@@ -375,59 +375,61 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def train(options: argparse.Namespace) -> None:
     data, path = load_file(options.states), Path(options.out)
-    done = {key_of(row) for row in known(path)}
+    finished = {key_of(row) for row in known(path)}
     for seed, changes, epsilon in product(options.seeds, options.sets, [None, *options.epsilons]):
         key = (options.task, Path(options.model).name, epsilon, seed, changes)
-        if key in done:
+        if key in finished:
             continue
         row = one_run(data, epsilon, seed, changes, options)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        found = " ".join(f"{n} {row[n]:.4g}" for n in ("before", "score", "sigma", "seconds"))
-        print(f"{options.task} epsilon {epsilon} seed {seed} {changes}: {found}", flush=True)
+        results = " ".join(f"{n} {row[n]:.4g}" for n in ("before", "score", "sigma", "seconds"))
+        print(f"{options.task} epsilon {epsilon} seed {seed} {changes}: {results}", flush=True)
 
 
 def found_in(options: argparse.Namespace) -> dict[tuple[str, float | None], list[dict[str, Any]]]:
     """Runs by name and epsilon; None: no defence."""
-    found: dict[tuple[str, float | None], list[dict[str, Any]]] = defaultdict(list)
+    results: dict[tuple[str, float | None], list[dict[str, Any]]] = defaultdict(list)
     for row in known(Path(options.out)):
         name = f"{TASKS[row['task']]}, {row['model']}"
         changes = row["changes"].replace("alpha=0", "head alone")
-        found[name + (f", {changes}" if changes else ""), key_of(row)[2]].append(row)
-    return found
+        results[name + (f", {changes}" if changes else ""), key_of(row)[2]].append(row)
+    return results
 
 
-def best_of(found: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> float:
+def best_of(results: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> float:
     """Mean score without a defence, of the row's task and model."""
-    plain = [own for runs in found.values() for own in runs if not own["private"]]
+    plain = [local for runs in results.values() for local in runs if not local["private"]]
     plain = [r for r in plain if (r["task"], r["model"]) == (row["task"], row["model"])]
     same = [r["score"] for r in plain if not r["changes"]] or [r["score"] for r in plain]
     return statistics.mean(same) if same else math.nan
 
 
-def kept(found: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> float:
+def kept(results: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> float:
     """The share of the task gain that a run keeps."""
-    return (row["score"] - row["before"]) / (best_of(found, row) - row["before"])
+    return (row["score"] - row["before"]) / (best_of(results, row) - row["before"])
 
 
 def table(options: argparse.Namespace) -> None:
     """Tasks by epsilon: means over seeds, and half of what lies between the least and the most."""
-    found = found_in(options)
+    results = found_in(options)
     columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-        "task gain that is kept": lambda own: spread([kept(found, row) for row in own], ".1%"),
-        "accuracy": lambda own: spread([row["score"] for row in own], ".3f"),
-        "noise": lambda own: f"{own[0]['sigma']:.2f}",
-        "seconds": lambda own: f"{statistics.median(row['seconds'] for row in own):.0f}",
-        "MiB": lambda own: f"{max(row['memory'] for row in own):.0f}",
-        "seeds": lambda own: f"{len(own)}",
+        "task gain that is kept": lambda local: spread(
+            [kept(results, row) for row in local], ".1%"
+        ),
+        "accuracy": lambda local: spread([row["score"] for row in local], ".3f"),
+        "noise": lambda local: f"{local[0]['sigma']:.2f}",
+        "seconds": lambda local: f"{statistics.median(row['seconds'] for row in local):.0f}",
+        "MiB": lambda local: f"{max(row['memory'] for row in local):.0f}",
+        "seeds": lambda local: f"{len(local)}",
     }
     print(f"{platform.machine()}, one thread, {datetime.date.today()}")
-    for (name, epsilon), own in found.items():
+    for (name, epsilon), local in results.items():
         if epsilon is None:
-            shown = ", ".join(f"{key} {column(own)}" for key, column in columns.items())
-            print(f"{name}, no defence: before {own[0]['before']:.3f}, {shown}")
+            display = ", ".join(f"{key} {column(local)}" for key, column in columns.items())
+            print(f"{name}, no defence: before {local[0]['before']:.3f}, {display}")
     private = {
-        (name, epsilon): own for (name, epsilon), own in found.items() if epsilon is not None
+        (name, epsilon): local for (name, epsilon), local in results.items() if epsilon is not None
     }
     print_tables(private, columns, {name: name for name, _ in private})
 
@@ -449,8 +451,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    for what in options.what:
-        {"states": compute, "run": train, "table": table}[what](options)
+    for quantity in options.what:
+        {"states": compute, "run": train, "table": table}[quantity](options)
 
 
 if __name__ == "__main__":

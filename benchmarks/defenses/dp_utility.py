@@ -141,16 +141,16 @@ def rows_of(path: Path) -> list[tuple[str, str]]:
 @torch.no_grad()
 def states(model: nn.Module, ids: Sequence[list[int]]) -> Tensor:
     """(n, d) mean over each text's last hidden states; texts of one length at once, unpadded."""
-    found = torch.zeros(len(ids), model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    results = torch.zeros(len(ids), model.config.hidden_size)  # type: ignore[union-attr, arg-type]
     by_length = defaultdict(list)
-    for place, own in enumerate(ids):
-        by_length[len(own)].append(place)
+    for place, local in enumerate(ids):
+        by_length[len(local)].append(place)
     for places in by_length.values():
         for start in range(0, len(places), 64):
             some = places[start : start + 64]
-            given = torch.tensor([ids[i] for i in some])
-            found[some] = model(input_ids=given).last_hidden_state.mean(1)
-    return found
+            settings = torch.tensor([ids[i] for i in some])
+            results[some] = model(input_ids=settings).last_hidden_state.mean(1)
+    return results
 
 
 def compute(options: argparse.Namespace) -> None:
@@ -166,14 +166,14 @@ def compute(options: argparse.Namespace) -> None:
     else:
         sets = {"train": rows_of(DATA / "train.csv.gz"), "test": rows_of(DATA / "test.csv")}
     classes = sorted({intent for _, intent in sets["train"]})
-    found = {}
+    results = {}
     for name, rows in sets.items():
         ids = [tokenizer(text, truncation=True, max_length=64).input_ids for text, _ in rows]
-        found[name] = SCALE * F.normalize(states(model, ids))
+        results[name] = SCALE * F.normalize(states(model, ids))
         labels = torch.tensor([classes.index(intent) for _, intent in rows])
-        found["labels" if name == "train" else "test_labels"] = labels
-    save_file(found, options.features)
-    print(f"{options.features}: {len(found['train'])} and {len(found['test'])} texts")
+        results["labels" if name == "train" else "test_labels"] = labels
+    save_file(results, options.features)
+    print(f"{options.features}: {len(results['train'])} and {len(results['test'])} texts")
 
 
 def planted(data: dict[str, Tensor], canaries: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,18 +198,18 @@ def one_run(
     data: dict[str, Tensor], method: str, epsilon: float, seed: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Trains a head; what it is worth, and what its canaries tell."""
-    own, epochs = METHODS[method], options.epochs
+    local, epochs = METHODS[method], options.epochs
     labels, chosen, inside = planted(data, options.canaries, seed)
-    out = set(chosen[~inside].tolist())
-    places = [i for i in range(len(labels)) if i not in out]
-    users = own.get("user", False)
+    output = set(chosen[~inside].tolist())
+    places = [i for i in range(len(labels)) if i not in output]
+    users = local.get("user", False)
     units = math.ceil(len(places) / ROWS) if users else len(places)
-    batch = min(own.get("batch", LARGE), units // 4)
-    adam = own.get("adam", 0.0)
+    batch = min(local.get("batch", LARGE), units // 4)
+    adam = local.get("adam", 0.0)
     adam = adam[epsilon] if isinstance(adam, dict) else adam
     # A user's mean is under the noise of five times as many rows: as a row at a smaller epsilon.
     like = {8.0: 2.0, 4.0: 1.0, 2.0: 1.0}.get(epsilon, epsilon) if users else epsilon
-    module = Head(data, labels, adam, RATES[like] * own.get("rate", 1.0))
+    module = Head(data, labels, adam, RATES[like] * local.get("rate", 1.0))
     loader = DataLoader(Places(places), batch, shuffle=True)
     strategy: Any = "auto"
     sigma = 0.0
@@ -217,7 +217,7 @@ def one_run(
         module.private = False
         L.seed_everything(seed, verbose=False)
     else:
-        noise = own.get("noise", {"mechanism": "independent"})
+        noise = local.get("noise", {"mechanism": "independent"})
         if epsilon < math.inf:
             per_epoch = max(1, round(units / batch))
             sigma = multiplier(epsilon, batch / units, epochs * per_epoch, **noise)
@@ -226,7 +226,7 @@ def one_run(
             mixed = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
             unit = Users((mixed % units).tolist())
         defense = DPSGD(
-            own.get("clip", CLIP),
+            local.get("clip", CLIP),
             sigma,
             target_delta=DELTA,
             max_physical_batch_size=LARGE * 2,
@@ -246,13 +246,13 @@ def one_run(
     ).fit(module, loader)
     seconds = time.process_time() - start
     if method != "plain":
-        shown = defense.accountant.epsilon(DELTA)
-        assert shown <= epsilon, (shown, epsilon)
+        display = defense.accountant.epsilon(DELTA)
+        assert display <= epsilon, (display, epsilon)
     with torch.no_grad():
         logits = module.head(data["test"])
         truth = data["test_labels"]
         canaries = module.head(data["train"][chosen])
-        asked = F.cross_entropy(canaries, labels[chosen], reduction="none")
+        queried = F.cross_entropy(canaries, labels[chosen], reduction="none")
         loss = float(F.cross_entropy(logits, truth))
     return {
         "method": method,
@@ -263,8 +263,8 @@ def one_run(
         "accuracy": float((logits.argmax(1) == truth).float().mean()),
         "start": math.log(module.head.out_features),
         "chance": 1 / module.head.out_features,
-        "auc": membership_rates(-asked, inside)["auc"].value,
-        "audit": audit_one_run(-asked, inside, delta=DELTA).epsilon,
+        "auc": membership_rates(-queried, inside)["auc"].value,
+        "audit": audit_one_run(-queried, inside, delta=DELTA).epsilon,
         "seconds": seconds,
         "epochs": epochs,
     }
@@ -284,15 +284,15 @@ def known(path: Path) -> list[dict[str, Any]]:
 
 def train(options: argparse.Namespace) -> None:
     data, path = load_file(options.features), Path(options.out)
-    done = {(r["method"], r["epsilon"] or math.inf, r["seed"]) for r in known(path)}
+    finished = {(r["method"], r["epsilon"] or math.inf, r["seed"]) for r in known(path)}
     for method, epsilon, seed in wanted(options):
-        if (method, epsilon, seed) in done:
+        if (method, epsilon, seed) in finished:
             continue
         row = one_run(data, method, epsilon, seed, options)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        found = " ".join(f"{key} {row[key]:.4f}" for key in ("loss", "accuracy", "auc"))
-        print(f"{method} epsilon {epsilon:g} seed {seed}: {found}", flush=True)
+        results = " ".join(f"{key} {row[key]:.4f}" for key in ("loss", "accuracy", "auc"))
+        print(f"{method} epsilon {epsilon:g} seed {seed}: {results}", flush=True)
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -305,19 +305,19 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def print_tables(
-    found: Mapping[tuple[str, float], list[dict[str, Any]]],
+    results: Mapping[tuple[str, float], list[dict[str, Any]]],
     columns: Mapping[str, Callable[[list[dict[str, Any]]], str]],
     names: Mapping[str, str],
 ) -> None:
     """A table for each of ``columns``: the methods of ``names`` by epsilon, but for ``plain``."""
-    epsilons = sorted({epsilon for method, epsilon in found if method != "plain"})
+    epsilons = sorted({epsilon for method, epsilon in results if method != "plain"})
     heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
-    for title, shown in columns.items():
+    for title, display in columns.items():
         print(f"\n| {title} | " + " | ".join(heads) + " |\n" + "|---" * (len(heads) + 1) + "|")
         for method, name in names.items():
-            own = [found.get((method, epsilon), []) for epsilon in epsilons]
-            if method != "plain" and any(own):
-                cells = [shown(runs) if runs else "" for runs in own]
+            local = [results.get((method, epsilon), []) for epsilon in epsilons]
+            if method != "plain" and any(local):
+                cells = [display(runs) if runs else "" for runs in local]
                 print(f"| {name} | " + " | ".join(cells) + " |")
 
 
@@ -328,10 +328,10 @@ def table(options: argparse.Namespace) -> None:
     one-run bound over seeds, at 95% for each.
     """
     rows = known(Path(options.out))
-    found: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
+    results: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        found[row["method"], row["epsilon"] or math.inf].append(row)
-    plain = found["plain", math.inf]
+        results[row["method"], row["epsilon"] or math.inf].append(row)
+    plain = results["plain", math.inf]
     best = {key: statistics.mean(row[key] for row in plain) for key in ("loss", "accuracy")}
 
     def gain(row: dict[str, Any]) -> float:
@@ -341,18 +341,20 @@ def table(options: argparse.Namespace) -> None:
         return float((row["accuracy"] - row["chance"]) / (best["accuracy"] - row["chance"]))
 
     columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-        "gain in validation loss": lambda own: spread([*map(gain, own)], ".1%"),
-        "gain in accuracy": lambda own: spread([*map(hits, own)], ".1%"),
-        "accuracy": lambda own: spread([row["accuracy"] for row in own], ".3f"),
-        "canaries' AUC": lambda own: spread([row["auc"] for row in own], ".2f"),
-        "audit": lambda own: f"{max(row['audit'] for row in own):.2f}",
-        "noise": lambda own: f"{own[0]['sigma']:.2f}",
-        "seconds": lambda own: f"{statistics.median(row['seconds'] for row in own):.0f}",
-        "seeds": lambda own: f"{len(own)}",
+        "gain in validation loss": lambda local: spread([*map(gain, local)], ".1%"),
+        "gain in accuracy": lambda local: spread([*map(hits, local)], ".1%"),
+        "accuracy": lambda local: spread([row["accuracy"] for row in local], ".3f"),
+        "canaries' AUC": lambda local: spread([row["auc"] for row in local], ".2f"),
+        "audit": lambda local: f"{max(row['audit'] for row in local):.2f}",
+        "noise": lambda local: f"{local[0]['sigma']:.2f}",
+        "seconds": lambda local: f"{statistics.median(row['seconds'] for row in local):.0f}",
+        "seeds": lambda local: f"{len(local)}",
     }
     print(f"{platform.machine()}, one thread, {datetime.date.today()}; {len(rows)} runs")
-    print("without a defence: " + ", ".join(f"{k} {shown(plain)}" for k, shown in columns.items()))
-    print_tables(found, columns, NAMES)
+    print(
+        "without a defence: " + ", ".join(f"{k} {display(plain)}" for k, display in columns.items())
+    )
+    print_tables(results, columns, NAMES)
 
 
 def main() -> None:
@@ -371,8 +373,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    for what in options.what:
-        {"features": compute, "run": train, "table": table}[what](options)
+    for quantity in options.what:
+        {"features": compute, "run": train, "table": table}[quantity](options)
 
 
 if __name__ == "__main__":

@@ -88,13 +88,13 @@ def run(seed: int, defended: bool) -> tuple[str, dict[str, float], float]:
             default_root_dir=folder, strategy=DefendedStrategy("auto", [defense] * defended),
         )  # fmt: skip
         trainer.fit(Module(model), DataLoader(rows, batch_size=BATCH, shuffle=True))
-    shown = monitor.latest
-    controls = {n.split("/")[1]: v for n, v in shown.items() if n.endswith("/control")}
+    display = monitor.latest
+    controls = {n.split("/")[1]: v for n, v in display.items() if n.endswith("/control")}
     event = gate.fired
     ended = "silent"
     if event is not None:
         ended = f"unknown ({event.why})" if math.isnan(event.value) else "fired"
-    return ended, controls, shown.get(WORST, math.nan)
+    return ended, controls, display.get(WORST, math.nan)
 
 
 def main() -> int:
@@ -105,7 +105,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    began, ends, above, highest = time.monotonic(), Counter[str](), 0, 0.0
+    start, ends, above, highest = time.monotonic(), Counter[str](), 0, 0.0
     for seed in range(options.runs):
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             ended, controls, worst = run(seed, not options.without)
@@ -114,7 +114,7 @@ def main() -> int:
         highest = max(highest, worst)
         if ended != "silent" or options.runs <= 2:
             print(f"run {seed}: {ended}, worst {worst:.3f}, controls {controls}", flush=True)
-    print(f"{options.runs} runs, {time.monotonic() - began:.0f} s: {dict(ends)}")
+    print(f"{options.runs} runs, {time.monotonic() - start:.0f} s: {dict(ends)}")
     print(f"silent with a control above {AT_MOST}: {above}; highest worst at an end: {highest:.3f}")
     judged = not options.without and options.runs >= FEWEST
     return int(judged and above < 0.95 * options.runs)

@@ -104,7 +104,7 @@ def fitted(
     texts = texts_of(kind, language_model, rows, args)
     train = with_canaries(rows[: args.data], texts, seed=1000 * args.seed + number)
     ways = ["loss"] if args.lora or "row_norm" not in KINDS[kind] else ["loss", "row"]
-    scorers = {by: CanaryScorer(train.canaries, by, every_n_steps=1) for by in ways}
+    scorers = {grouped: CanaryScorer(train.canaries, grouped, every_n_steps=1) for grouped in ways}
     module = Fit(language_model, args.rate, peft="lora" if args.lora else None, loss="sample_mean")
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -120,8 +120,8 @@ def fitted(
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(module, DataLoader(train, round(rate * len(train)), collate_fn=PadRight(0)))
-    found = {by: (s.scores(), train.canaries.included) for by, s in scorers.items()}
-    return found, defense.accountant.epsilon(DELTA)
+    results = {grouped: (s.scores(), train.canaries.included) for grouped, s in scorers.items()}
+    return results, defense.accountant.epsilon(DELTA)
 
 
 def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> None:
@@ -132,40 +132,44 @@ def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace
         bounds: dict[str, dict[str, list[float]]] = {}
         refused: dict[str, int] = collections.Counter()
         for number in range(args.audits):
-            found, epsilon = fitted(kind, (sigma, rate, steps), number, rows, args)
-            for by, given in found.items():
-                own = bounds.setdefault(by, collections.defaultdict(list))
-                scores, members = given
-                held, others = scores[members], scores[~members]
-                spread = ((held.var() + others.var()) / 2).sqrt()
-                own["apart"].append(float((held.mean() - others.mean()) / spread) * sigma)
-                refused[by] += not bound(own, given, epsilon)
-        for by, own in bounds.items():
-            apart = own.pop("apart")
+            results, epsilon = fitted(kind, (sigma, rate, steps), number, rows, args)
+            for grouped, arguments in results.items():
+                local = bounds.setdefault(grouped, collections.defaultdict(list))
+                scores, members = arguments
+                held_out, non_members = scores[members], scores[~members]
+                spread = ((held_out.var() + non_members.var()) / 2).sqrt()
+                local["apart"].append(
+                    float((held_out.mean() - non_members.mean()) / spread) * sigma
+                )
+                refused[grouped] += not bound(local, arguments, epsilon)
+        for grouped, local in bounds.items():
+            apart = local.pop("apart")
             error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
             print(
-                f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind} by {by}: "
+                f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind} by {grouped}: "
                 f"apart {statistics.mean(apart):.2f} ± {error:.2f}",
                 *(
                     f"{name} {statistics.median(each):.2f} ({sum(b > 1 for b in each)} exceed)"
-                    for name, each in own.items()
+                    for name, each in local.items()
                     if each
                 ),
-                f"refused {refused[by]} of {args.audits}",
+                f"refused {refused[grouped]} of {args.audits}",
                 sep=", ",
                 flush=True,
             )
 
 
-def bound(own: dict[str, list[float]], given: tuple[Tensor, Tensor], epsilon: float) -> bool:
+def bound(local: dict[str, list[float]], arguments: tuple[Tensor, Tensor], epsilon: float) -> bool:
     """Adds the three bounds over epsilon; False where the last is refused."""
-    own["guesses"].append(audit_one_run(*given, delta=DELTA).epsilon / epsilon)
-    own["curve"].append(audit_one_run(*given, delta=DELTA, claim="gaussian").epsilon / epsilon)
+    local["guesses"].append(audit_one_run(*arguments, delta=DELTA).epsilon / epsilon)
+    local["curve"].append(
+        audit_one_run(*arguments, delta=DELTA, claim="gaussian").epsilon / epsilon
+    )
     try:
-        sums = audit_gaussian_scores(*given, delta=DELTA).epsilon / epsilon
+        sums = audit_gaussian_scores(*arguments, delta=DELTA).epsilon / epsilon
     except ValueError:
         return False
-    own["sums"].append(sums)
+    local["sums"].append(sums)
     return True
 
 
@@ -181,21 +185,22 @@ def report(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> N
     refused = 0
     for number in range(args.audits):
         members = planted.coins(number)
-        given = planted.run(members, number).sum(0), members
-        bounds["guesses"].append(audit_one_run(*given, delta=DELTA).epsilon)
-        bounds["curve"].append(audit_one_run(*given, delta=DELTA, claim="gaussian").epsilon)
+        arguments = planted.run(members, number).sum(0), members
+        bounds["guesses"].append(audit_one_run(*arguments, delta=DELTA).epsilon)
+        bounds["curve"].append(audit_one_run(*arguments, delta=DELTA, claim="gaussian").epsilon)
         try:
-            bounds["sums"].append(audit_gaussian_scores(*given, delta=DELTA).epsilon)
+            bounds["sums"].append(audit_gaussian_scores(*arguments, delta=DELTA).epsilon)
         except ValueError:
             refused += 1
     epsilon = epsilon_of(planted.history, DELTA, "prv")
     print(f"sigma {sigma:g}, rate {rate:g}, {steps} steps: epsilon {epsilon:.3f}", end="")
     print(f", sums refused in {refused} of {args.audits}" if refused else "")
-    for name, own in bounds.items():
-        found = refutations(own, epsilon)
+    for name, local in bounds.items():
+        results = refutations(local, epsilon)
         print(
-            f"  {name:12} median {statistics.median(own) / epsilon:.3f}   exceed {found.refuted:3} "
-            f"of {found.audits}, p {found.p_value:.2g}",
+            f"  {name:12} median {statistics.median(local) / epsilon:.3f}   exceed "
+            f"{results.refuted:3} "
+            f"of {results.audits}, p {results.p_value:.2g}",
             flush=True,
         )
 

@@ -64,10 +64,10 @@ class PlantedNeuron:
     ) -> None:
         if len(ids) < 2:
             raise ValueError(f"ids must hold at least 2 examples, got {len(ids)}")
-        drawn = sample_rate * len(ids)
-        if not 1 <= round(drawn) <= len(ids) or abs(drawn - round(drawn)) > 1e-9:
+        sample = sample_rate * len(ids)
+        if not 1 <= round(sample) <= len(ids) or abs(sample - round(sample)) > 1e-9:
             raise ValueError(
-                f"sample_rate={sample_rate!r} of {len(ids)} examples is a batch of {drawn:g}: a "
+                f"sample_rate={sample_rate!r} of {len(ids)} examples is a batch of {sample:g}: a "
                 f"loader's rate is a whole number of examples, 1 to {len(ids)}, over {len(ids)}"
             )
         for parameter in model.parameters():
@@ -85,8 +85,8 @@ class PlantedNeuron:
         self._root = model
         self._label = torch.tensor([int(ids[0, 0])])
         self.gradient = float(torch.autograd.grad(self._loss(ids[-1:]), self._bias)[0])
-        others = float(torch.autograd.grad(self._loss(ids[:-1]), self._bias)[0])
-        if others or not tau:
+        non_members = float(torch.autograd.grad(self._loss(ids[:-1]), self._bias)[0])
+        if non_members or not tau:
             raise ValueError("another token's hidden state is too near to the target's")
         self.defenses = (defense(), defense())
         clip = self.defenses[0].max_grad_norm
@@ -130,9 +130,9 @@ class PlantedNeuron:
             self.close()
             defense.before_setup(context)
             self._hooked = world
-        drawn = sampler.draw(sampler.step)
+        sample = sampler.draw(sampler.step)
         sampler.step += 1
-        batch = self._data[world][drawn]
+        batch = self._data[world][sample]
         self._root.zero_grad()
         loss = defense.on_training_step(lambda: self._loss(batch), {"input_ids": batch}, context)
         loss.backward()

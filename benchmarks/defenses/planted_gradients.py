@@ -82,8 +82,8 @@ class PlantedGradients:
         self.seed = seed
         self.history: History = ()
         self._defense = defense
-        given = defense()
-        self._clip = 1.0 if given.max_grad_norm == "auto" else given.max_grad_norm
+        arguments = defense()
+        self._clip = 1.0 if arguments.max_grad_norm == "auto" else arguments.max_grad_norm
         self._data = torch.diag(self._clip * torch.linspace(1.5, 10.0, targets))
         if rows is not None:
             shares = [torch.linspace(0.5, 1.5, n) if n > 1 else torch.ones(1) for n in rows]
@@ -91,9 +91,9 @@ class PlantedGradients:
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
         )
-        if given.mechanism != "independent" or PLANNED & given.settings().keys():
-            told = SimpleNamespace(max_steps=steps, max_epochs=None, should_stop=False)
-            self._model._trainer = told  # it is asked how many steps there will be
+        if arguments.mechanism != "independent" or PLANNED & arguments.settings().keys():
+            notes = SimpleNamespace(max_steps=steps, max_epochs=None, should_stop=False)
+            self._model._trainer = notes  # it is asked how many steps there will be
         self._weights = list(self._model.parameters())
         self._loader = DataLoader(TensorDataset(self._data), batch_size=self._batch_size)
 
@@ -181,18 +181,20 @@ class PlantedGradients:
         """
         if isinstance(sampler, UserBatchSampler):
             for step in itertools.count(sampler.step):
-                there = [user for user in sampler.draw(step) if members[user]]
-                rows = sorted((sampler.user_rows(u, step) for u in there), key=len, reverse=True)
-                sampler._counts.append([len(own) for own in rows])
+                exists = [user for user in sampler.draw(step) if members[user]]
+                rows = sorted((sampler.user_rows(u, step) for u in exists), key=len, reverse=True)
+                sampler._counts.append([len(local) for local in rows])
                 yield self._data[[*itertools.chain.from_iterable(rows)]]
         draws = itertools.chain.from_iterable(itertools.repeat(sampler))
         if isinstance(sampler, PoissonBatchSampler):
             draws = map(sampler.draw, itertools.count(sampler.step))
-        for drawn in draws:
-            yield self._data[[target for target in drawn if members[target]]]
+        for sample in draws:
+            yield self._data[[target for target in sample if members[target]]]
 
-    def _secret(self, what: str, number: int) -> bytes:
-        return hashlib.sha256(f"planted gradients {what} {self.seed} {number}".encode()).digest()
+    def _secret(self, quantity: str, number: int) -> bytes:
+        return hashlib.sha256(
+            f"planted gradients {quantity} {self.seed} {number}".encode()
+        ).digest()
 
 
 def owners(rows: Sequence[int]) -> list[int]:

@@ -91,14 +91,14 @@ class TokenCount(MembershipAttack):
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
         rows, samples, weights = batch_inputs(hidden, mask, upstream, self.tokens)
-        out = torch.zeros(len(hidden), len(targets), self.rungs)
+        output = torch.zeros(len(hidden), len(targets), self.rungs)
         for g, target in enumerate(targets):
             weight, bias, worth, thresholds = self._layers(target)
             ends = self._ends((target.view(self.tokens, -1) != 0).any(1))
             total = self._fires(rows, weight, bias, ends) @ worth
             fires = (total[:, None] > thresholds) * weights[:, None]
-            out[:, g] = torch.zeros(len(hidden), self.rungs).index_add_(0, samples, fires)
-        return out
+            output[:, g] = torch.zeros(len(hidden), self.rungs).index_add_(0, samples, fires)
+        return output
 
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
         scores = (gradient != 0).sum(1)

@@ -46,11 +46,11 @@ def kept(args: argparse.Namespace) -> None:
         ("the", "uniform", None),
     ):
         randomizer = Randomizer.with_defaults(mechanism, args.vocabulary, rule, None, bits)
-        found = [
+        results = [
             f"{randomizer.keep(e):.2g} ({decoded_epsilon(randomizer, e):.2f})" for e in args.epsilon
         ]
         name = f"{mechanism}, {rule or '-'}" + (f", {bits} bits" if bits else "")
-        print(f"| {name} | " + " | ".join(found) + " |")
+        print(f"| {name} | " + " | ".join(results) + " |")
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ class Bench:
         if "count" in args.attacks:
             makers["count"] = lambda: TokenCount(public, args.tokens)
         for k in args.layers:
-            made = {
+            created = {
                 "fc-wide-full": lambda k=k: FCMembership(k, "full", **tokens, **wide),
                 "fc-wide": lambda k=k: FCMembership(k, **tokens, **wide),
                 "fc-full": lambda k=k: FCMembership(k, "full", **tokens),
@@ -146,13 +146,13 @@ class Bench:
                     k, public, **attention, attention=AttentionSettings(widths=WIDTHS, beta=BETA)
                 ),
             }
-            makers |= {f"{name} {k}": made[name] for name in made if name in args.attacks}
+            makers |= {f"{name} {k}": created[name] for name in created if name in args.attacks}
         for k in args.trained_layers if job.block < args.trained_blocks else ():
-            made = {
+            created = {
                 "trained-full": lambda k=k: TrainedMembership(k, public, "full", **tokens),
                 "trained": lambda k=k: TrainedMembership(k, public, **tokens),
             }
-            makers |= {f"{name} {k}": made[name] for name in made if name in args.attacks}
+            makers |= {f"{name} {k}": created[name] for name in created if name in args.attacks}
         return [self._once(job, name, make) for name, make in makers.items()]
 
     def _once(self, job: Job, name: str, make) -> MembershipAttack:
@@ -173,12 +173,12 @@ class Bench:
         pool, _ = self.texts[job.text]
         defense = defense_of(job, self.tokenizer)
         model = self.anatomy.model
-        where = DefenseContext(model, 0, 1, torch.device("cpu"), "32-true", 0, job.entropy)
-        defense.before_setup(where)
+        place = DefenseContext(model, 0, 1, torch.device("cpu"), "32-true", 0, job.entropy)
+        defense.before_setup(place)
 
         def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
             batch = {"input_ids": ids, "attention_mask": mask}
-            return defense.on_batch(batch, where)["input_ids"]
+            return defense.on_batch(batch, place)["input_ids"]
 
         authors = job.protocol == "authors"
         config = GameConfig(
@@ -195,8 +195,8 @@ class Bench:
             for _ in range(job.rounds)
         ]
         return [
-            replace(found[0], scores=torch.stack([r.scores for r in found]).sum(0))
-            for found in zip(*rounds, strict=True)
+            replace(outcome[0], scores=torch.stack([r.scores for r in outcome]).sum(0))
+            for outcome in zip(*rounds, strict=True)
         ]
 
 
@@ -224,14 +224,14 @@ def run(args: argparse.Namespace) -> None:
         args.log.write_text(json.dumps(common) + "\n")
     elif log[0] != common:
         raise SystemExit(f"{args.log} was made with other settings ({log[0]}): give another --log")
-    done = {(*(line[name] for name in ABOUT), line["text"], line["block"]) for line in log[1:]}
+    finished = {(*(line[name] for name in ABOUT), line["text"], line["block"]) for line in log[1:]}
     bench = Bench(args)
     for job in jobs_of(args):
-        if tuple(vars(job).values()) in done:
+        if tuple(vars(job).values()) in finished:
             continue
-        began = time.process_time()
+        start = time.process_time()
         lines = [line_of(job, result) for result in bench.play(job)]
-        lines[0]["cpu"] = time.process_time() - began
+        lines[0]["cpu"] = time.process_time() - start
         with args.log.open("a") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
         if time.process_time() > 60 * args.minutes:
@@ -240,9 +240,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def line_of(job: Job, result: GameResult) -> dict:
-    told = {name: getattr(result, name) for name in ("attack", "layer", "granularity", "dtype")}
+    notes = {name: getattr(result, name) for name in ("attack", "layer", "granularity", "dtype")}
     games = {name: getattr(result, name).tolist() for name in COLUMNS}
-    return {**vars(job), **told, **games, "seconds": result.seconds}
+    return {**vars(job), **notes, **games, "seconds": result.seconds}
 
 
 def read(log: Path) -> dict[tuple, dict[str, list[GameResult]]]:
@@ -278,13 +278,13 @@ def auc_of(texts: Collection[list[GameResult]]) -> tuple[float, float, float]:
 
 def means(groups: dict[tuple, dict[str, list[GameResult]]]) -> dict[tuple, dict[float, float]]:
     """By rule, game and attack the mean AUC at each epsilon, over mechanisms and layers."""
-    found: dict[tuple, dict[float, list[float]]] = {}
+    outcome: dict[tuple, dict[float, list[float]]] = {}
     for (rule, protocol, _, epsilon, _, _, attack, _), texts in groups.items():
-        cells = found.setdefault((rule, protocol, attack), {}).setdefault(epsilon, [])
+        cells = outcome.setdefault((rule, protocol, attack), {}).setdefault(epsilon, [])
         cells.append(auc_of(texts.values())[0])
     return {
-        what: {epsilon: statistics.fmean(cells) for epsilon, cells in by_epsilon.items()}
-        for what, by_epsilon in found.items()
+        quantity: {epsilon: statistics.fmean(cells) for epsilon, cells in by_epsilon.items()}
+        for quantity, by_epsilon in outcome.items()
     }
 
 
@@ -306,16 +306,21 @@ def table(args: argparse.Namespace) -> None:
     print("|" + "---|" * (5 + len(names)))
     for row in sorted(rows, key=lambda r: (*r[:2], r[4], r[5], r[6], MECHANISMS.index(r[2]), r[3])):
         rule, protocol, mechanism, epsilon, rounds, memoize, text = row
-        what = f"{rule}, {protocol}" + (f", {rounds} rounds" if rounds > 1 else "")
-        what += ", memoised" if memoize else ""
-        found = rows[row]
-        games = sorted({sum(len(r) for t in ts for r in t) for ts in found.values()}, reverse=True)
-        cells = [shown(auc_of(found[a])) if a in found else "" for a in attacks]
-        about = (what, text, mechanism, f"{epsilon:g}", ", ".join(map(str, games)))
-        print("| " + " | ".join([*about, *cells]) + " |")
+        quantity = f"{rule}, {protocol}" + (f", {rounds} rounds" if rounds > 1 else "")
+        quantity += ", memoised" if memoize else ""
+        outcome = rows[row]
+        games = sorted(
+            {sum(len(r) for t in ts for r in t) for ts in outcome.values()}, reverse=True
+        )
+        cells = [shown(auc_of(outcome[a])) if a in outcome else "" for a in attacks]
+        subject = (quantity, text, mechanism, f"{epsilon:g}", ", ".join(map(str, games)))
+        print("| " + " | ".join([*subject, *cells]) + " |")
     print()
-    for what, found in sorted(means(groups).items()):
-        print(*what, ", ".join(f"{epsilon:g}: {auc:.2f}" for epsilon, auc in sorted(found.items())))
+    for quantity, outcome in sorted(means(groups).items()):
+        print(
+            *quantity,
+            ", ".join(f"{epsilon:g}: {auc:.2f}" for epsilon, auc in sorted(outcome.items())),
+        )
     lines = map(json.loads, args.log.read_text().splitlines()[1:])
     seconds = sum(line.get("cpu", 0.0) for line in lines)
     print(f"\n{date.today()}, {platform.machine()}, one thread, {seconds:.0f} s of CPU in all")

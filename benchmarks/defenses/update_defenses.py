@@ -113,7 +113,7 @@ def batches(text: PublicText, size: int, length: int, seed: int) -> Iterator[Ten
 
 def measure(args: argparse.Namespace) -> None:
     """Word recovery against the noise multiplier."""
-    began = time.process_time()
+    start_time = time.process_time()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     anatomy = find_anatomy(model)
@@ -129,7 +129,9 @@ def measure(args: argparse.Namespace) -> None:
         attack.prepare(anatomy)
     frequent = torch.cat(public.sentences).bincount(minlength=anatomy.vocab_size)
     frequent = frequent.argsort(descending=True, stable=True)
-    print(f"calibrated after {time.process_time() - began:.0f} s of processor time", flush=True)
+    print(
+        f"calibrated after {time.process_time() - start_time:.0f} s of processor time", flush=True
+    )
 
     size, length = (int(n) for n in args.shape.split("x"))
     generator = torch.Generator().manual_seed(args.seed)
@@ -151,18 +153,18 @@ def measure(args: argparse.Namespace) -> None:
         z = torch.randn(batch.samples.shape, generator=generator)
         for sigma in args.sigma:
             for reading in READINGS:
-                seen = batch.released(reading, sigma * args.clip * z)
+                observed = batch.released(reading, sigma * args.clip * z)
                 view = Observation(
-                    (GradientSnapshot(0, Stage.SHARED, {HEAD_WEIGHT: seen}, tied=anatomy.tied),)
+                    (GradientSnapshot(0, Stage.SHARED, {HEAD_WEIGHT: observed}, tied=anatomy.tied),)
                 )
-                guesses = {"flatchat": flatchat(seen, len(truth))}
+                guesses = {"flatchat": flatchat(observed, len(truth))}
                 guesses |= {name: guessed(attack, view) for name, attack in aligned.items()}
                 for name, guess in guesses.items():
-                    found = scores.setdefault((reading, sigma, name), [])
-                    found.append(score(guess, truth)["f1"])
+                    results = scores.setdefault((reading, sigma, name), [])
+                    results.append(score(guess, truth)["f1"])
     if len(types) < 2:
         raise SystemExit("fewer than two batches: lower the shape, or raise --batches")
-    report_noise(args, scores, blind, norms, updates, types, time.process_time() - began)
+    report_noise(args, scores, blind, norms, updates, types, time.process_time() - start_time)
 
 
 def report_noise(args, scores, blind, norms, updates, types, seconds) -> None:

@@ -1,4 +1,4 @@
-"""What client-level privacy costs in loss: federations of many clients, and servers that help.
+"""What client-level privacy costs in loss: federations of many clients.
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.client_dp --model DIR --text FILE --log FILE
     python -m benchmarks.federation.client_dp --log benchmarks/federation/client_dp.jsonl --show
@@ -25,15 +25,13 @@ from lightning_fedleak.cli.studies.federation import Federation, Server, train_i
 
 SMOKE = (
     "--model {model} --text {text} --log {out}/cells.jsonl --clients 8 --per-round 4 --rounds 2 "
-    "--local-steps 1 --rank 2 --servers adam:.01 --clips q1 b1 --bands 2 --epsilon 50",
+    "--local-steps 1 --rank 2 --clips q1 --epsilon 50",
 )
 NEXT_TO_NONE = 1e-9  # noise multiplier of the runs without privacy
 
 
 def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], float, float]:
     """Return the validation loss before and after each round, the noise and the last clip norm."""
-    server, rate = key["server"].split(":")
-    kind = key["clip"][0]
     federation = Federation(
         clients=key["clients"],
         rounds=args.rounds,
@@ -47,13 +45,10 @@ def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], 
         attack="none",
         epsilon=key["epsilon"],
         noise_multiplier=None if key["epsilon"] else NEXT_TO_NONE,
-        clip=float(key["clip"].lstrip("qb")),
-        clip_quantile=0.5 if kind == "q" else None,
-        noise_bands=key["bands"] if kind == "b" else None,
+        clip=float(key["clip"].lstrip("q")),
+        clip_quantile=0.5 if key["clip"][0] == "q" else None,
         sampling="poisson" if key["clients"] > args.per_round else "all",
         per_round=args.per_round if key["clients"] > args.per_round else None,
-        server_optimizer=server,
-        server_lr=None if server == "mean" else float(rate),
         seed=key["seed"],
     )
     values: list[float] = []
@@ -68,24 +63,22 @@ def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], 
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Return the loss after all rounds by the server, beside that without noise."""
-    rows = ["| model | clients, in a round | clip | server | noise | loss |"]
-    rows.append("|---|---|---|---|---|---|")
+    """Return the loss after all rounds, beside that without noise."""
+    rows = ["| model | clients, in a round | clip | noise | loss |"]
+    rows.append("|---|---|---|---|---|")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
-        names = ("model", "clients", "per_round", "epsilon", "clip", "server")
+        names = ("model", "clients", "per_round", "epsilon", "clip")
         groups.setdefault(tuple(line[name] for name in names), []).append(line)
-    for (model, clients, per_round, epsilon, clip, server), cells in groups.items():
+    for (model, clients, per_round, epsilon, clip), cells in groups.items():
         ends = [cell["losses"][-1] for cell in cells]
         norm = clip
         if clip.startswith("q"):
             norm = f"median, {clip[1:]} to {statistics.median(c['norm'] for c in cells):.2g}"
-        if clip.startswith("b"):
-            norm = f"{clip[1:]}, {cells[0]['bands']} bands"
         noise = f"{cells[0]['noise']:.2g} x" if epsilon else "none"
         spread = f" ({min(ends):.3f} to {max(ends):.3f})" if len(ends) > 1 else ""
         rows.append(
-            f"| {model} | {clients}, {per_round} | {norm} | {server.replace(':', ' ')} | {noise} | "
+            f"| {model} | {clients}, {per_round} | {norm} | {noise} | "
             f"{cells[0]['losses'][0]:.3f} -> {statistics.median(ends):.3f}{spread} |"
         )
     return "\n".join(rows)
@@ -105,14 +98,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3, help="of the clients' AdamW")
     parser.add_argument("--epsilon", type=float, default=8.0)
-    parser.add_argument("--servers", nargs="+", default=["mean:1", "adam:.001"], help="name:rate")
     parser.add_argument(
         "--clips",
         nargs="+",
         default=["0.2", "q0.2"],
-        help="norm; with q it follows the median, with b noise is correlated by --bands",
+        help="norm; with q it follows the median",
     )
-    parser.add_argument("--bands", type=int, default=4)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -120,24 +111,21 @@ def main() -> None:
     if args.log.exists():
         lines = [json.loads(line) for line in args.log.read_text("utf-8").splitlines()]
     cells = [
-        {"clients": clients, "epsilon": epsilon, "clip": clip, "server": server, "seed": seed}
+        {"clients": clients, "epsilon": epsilon, "clip": clip, "seed": seed}
         for seed in args.seeds
         for clients in args.clients
         for epsilon in (None, args.epsilon)
         for clip in (args.clips if epsilon else args.clips[:1])
-        for server in (args.servers if epsilon else args.servers[:1])
     ]
     for key in () if args.show else cells:
         key |= {"per_round": min(args.per_round, key["clients"]), "rounds": args.rounds}
-        if key["clip"].startswith("b"):
-            key["bands"] = args.bands
         if any(key.items() <= line.items() for line in lines):
             continue
-        began = time.process_time()
+        start = time.process_time()
         values, noise, norm = losses(args, key)
         result = {"losses": [round(x, 4) for x in values], "noise": round(noise, 3), "norm": norm}
         result |= {"model": Path(args.model or "embedded").name, "lr": args.lr, "rank": args.rank}
-        result |= {"seconds": round(time.process_time() - began), "steps": args.local_steps}
+        result |= {"seconds": round(time.process_time() - start), "steps": args.local_steps}
         result |= {"date": str(datetime.date.today()), "machine": platform.machine()}
         lines.append(key | result)
         with args.log.open("a", encoding="utf-8") as log:

@@ -7,8 +7,7 @@ not looked at. Calibration is told apart::
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost share --model DIR --text FILE
 
 ``clients``: processor and elapsed time and peak memory of ``fedleak federate`` by the number of
-clients, each in a process of its own; its least-squares line, and how far the times are from it.
-With ``--engine flower`` the processor time leaves out Ray's workers::
+clients, each in a process of its own; its least-squares line, and how far the times are from it::
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 16 64
 """
@@ -30,6 +29,7 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from torch import Tensor
 from benchmarks.federation.rounds import OPTIMIZERS, batches, model_of, optimizer_of, train
 from lightning_fedleak.attacks import GradientMembership, PublicText
 from lightning_fedleak.callbacks import Games
+from lightning_fedleak.cli import main as main_of_fedleak
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
@@ -64,13 +65,13 @@ class Client:
         rows = [r for t in texts if len(r := tokenizer(t)["input_ids"]) >= 4]
         half = len(rows) // 2
         aside = [torch.tensor(r[: args.length]) for r in rows[half:]]
-        outside, known = aside[: len(aside) // 2], aside[len(aside) // 2 :]
+        outside, reference = aside[: len(aside) // 2], aside[len(aside) // 2 :]
         self.optimizer = optimizer_of(args.optimizer, args.rank)
         self.steps = args.steps
         self.model = model_of(args.model, args.rank).float()
-        chosen: dict[str, Any] = {"public_text": PublicText(known), "tokenizer": tokenizer}
+        chosen: dict[str, Any] = {"public_text": PublicText(reference), "tokenizer": tokenizer}
         if args.attacks == "membership":
-            chosen = {"attacks": [GradientMembership(PublicText(known))]}
+            chosen = {"attacks": [GradientMembership(PublicText(reference))]}
         self.observer = RoundObserver(
             copy.deepcopy(self.model),
             self.optimizer,
@@ -160,32 +161,31 @@ def measure_clients(args: argparse.Namespace) -> None:
         x = torch.tensor([[1.0, n] for n, _ in times], dtype=torch.float64)
         y = torch.tensor([t for _, t in times], dtype=torch.float64)
         line = torch.linalg.lstsq(x, y).solution
-        off = float(((x @ line - y) / y).abs().max())
-        print(f"{float(line[0]):.1f} s + {float(line[1]):.2f} s a client; off by at most {off:.0%}")
+        deviation = float(((x @ line - y) / y).abs().max())
+        print(
+            f"{float(line[0]):.1f} s + {float(line[1]):.2f} s a client; off by at most "
+            f"{deviation:.0%}"
+        )
 
 
 def one_federation(args: argparse.Namespace) -> None:
     """Run one federation, and print what it has cost as JSON."""
-    from rich.console import Console
-
-    from lightning_fedleak.cli.commands.federate import FederateCommand
-
     processor, start = processor_seconds(), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        FederateCommand(
-            clients=args.one,
-            rounds=1,
-            local_steps=args.steps,
-            batch_size=args.rows,
-            length=args.length,
-            members=args.targets,
-            optimizer=args.optimizer,
-            peft="lora",
-            model=args.model,
-            text=args.text,
-            engine=args.engine,
-            out=Path(folder),
-        ).run(Console(file=io.StringIO()))
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        words = {
+            "clients": args.one,
+            "rounds": 1,
+            "local-steps": args.steps,
+            "batch-size": args.rows,
+            "length": args.length,
+            "members": args.targets,
+            "optimizer": args.optimizer,
+            "peft": "lora",
+            "model": args.model,
+            "text": args.text,
+            "out": folder,
+        }
+        main_of_fedleak(["federate", *(f"--{k}={v}" for k, v in words.items() if v is not None)])
     result = {
         "processor": processor_seconds() - processor,
         "elapsed": time.perf_counter() - start,
@@ -207,27 +207,30 @@ def processor_seconds() -> float:
 def main() -> None:
     """Measure one of the modes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    which = parser.add_subparsers(dest="which", required=True)
-    share = which.add_parser("share")
+    choice = parser.add_subparsers(dest="which", required=True)
+    share = choice.add_parser("share")
     share.add_argument("--rounds", type=int, default=40)
     share.add_argument("--share", type=float, default=0.05, help="max_overhead")
-    clients = which.add_parser("clients")
+    clients = choice.add_parser("clients")
     clients.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
-    clients.add_argument("--engine", choices=["local", "flower"], default="local")
     clients.add_argument("--one", type=int, help=argparse.SUPPRESS)
     small = {"steps": 2, "rows": 2, "length": 12, "targets": 2, "optimizer": "sgd"}
     usual = {"steps": 10, "rows": 4, "length": 32, "targets": 16, "optimizer": "adamw"}
     for one in (share, clients):
-        given = small if one is clients else usual
+        arguments = small if one is clients else usual
         one.add_argument("--model", help="folder of a causal model; default the embedded one")
         one.add_argument("--text", help="default the embedded messages")
-        one.add_argument("--steps", type=int, default=given["steps"], help="local steps of a round")
-        one.add_argument("--rows", type=int, default=given["rows"], help="texts in a batch")
         one.add_argument(
-            "--length", type=int, default=given["length"], help="tokens of a text, at most"
+            "--steps", type=int, default=arguments["steps"], help="local steps of a round"
         )
-        one.add_argument("--targets", type=int, default=given["targets"], help="members asked for")
-        one.add_argument("--optimizer", choices=list(OPTIMIZERS), default=given["optimizer"])
+        one.add_argument("--rows", type=int, default=arguments["rows"], help="texts in a batch")
+        one.add_argument(
+            "--length", type=int, default=arguments["length"], help="tokens of a text, at most"
+        )
+        one.add_argument(
+            "--targets", type=int, default=arguments["targets"], help="members asked for"
+        )
+        one.add_argument("--optimizer", choices=list(OPTIMIZERS), default=arguments["optimizer"])
         if one is not clients:
             one.add_argument("--rank", type=int, default=8, help="of LoRA; 0: the whole model")
             one.add_argument("--texts", type=int, default=400)

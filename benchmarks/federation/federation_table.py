@@ -116,13 +116,13 @@ class Private:
     def released(self, updates: Sequence[Update]) -> dict[str, tuple[Update, float]]:
         """What leaves by row, and the standard deviation of the noise on each of its numbers."""
         like = updates[0]
-        out: dict[str, tuple[Update, float]] = {}
+        output: dict[str, tuple[Update, float]] = {}
         for row, dp in self.by_row.items():
             if row == OWN:
-                out[row] = dp.privatized(like, like), dp.own_noise_std
+                output[row] = dp.privatized(like, like), dp.own_noise_std
             else:
-                out[row] = dp.mean(dict(enumerate(updates)), like).update, dp.mean_noise_std
-        return out
+                output[row] = dp.mean(dict(enumerate(updates)), like).update, dp.mean_noise_std
+        return output
 
     def facts(self) -> dict[str, Any]:
         """For the log."""
@@ -175,10 +175,10 @@ def cell(
     """What was found by row, the losses of one client's rounds, and the settings of DP."""
     tokenizer, rows, half, sources = clients_of(args)
     aside = [torch.tensor(r[: args.length]) for r in rows[half:]]
-    outside, known = aside[: len(aside) // 2], aside[len(aside) // 2 :]
+    outside, reference = aside[: len(aside) // 2], aside[len(aside) // 2 :]
     make = optimizer_of(optimizer, rank)
     model = model_of(args.model, rank)
-    found: dict[str, Found] = {row: Found() for row in ROWS}
+    results: dict[str, Found] = {row: Found() for row in ROWS}
     losses: list[float] = []
     blind: dict[str, list[float]] = {}
     spent: list[float] = []
@@ -188,7 +188,7 @@ def cell(
         observers = [
             RoundObserver(
                 copy.deepcopy(model), make, steps, folder=f"{folder}/chosen", **shared,
-                attacks=chosen(PublicText(known), rank, words=not args.without_words),
+                attacks=chosen(PublicText(reference), rank, words=not args.without_words),
                 games=Games(targets=args.targets, held_out=PublicText(outside)),
             ),
             RoundObserver(
@@ -209,36 +209,36 @@ def cell(
             if round_ == 1 and args.epsilon:
                 private = Private(args, statistics.median(map(joint_norm, updates)))
             if round_:
-                seen: dict[str, tuple[Update, float]] = {ONE: (updates[0], 0.0)}
+                observed: dict[str, tuple[Update, float]] = {ONE: (updates[0], 0.0)}
                 if args.clients > 1:
-                    seen[MEAN] = mean, 0.0
+                    observed[MEAN] = mean, 0.0
                 if private is not None and round_ == 1:
-                    seen |= private.released(updates)
+                    observed |= private.released(updates)
                 for observer in observers:
                     observer.begin(round_, sent)
-                    for row, (update, noise) in seen.items():
+                    for row, (update, noise) in observed.items():
                         of_texts = observer is observers[1]
                         if of_texts and row == MEAN and round_ > 1:
                             continue
-                        own = row in (ONE, OWN)
-                        trained = drawn[0] if own else side_by_side(drawn)
-                        began = time.process_time()
+                        local = row in (ONE, OWN)
+                        trained = drawn[0] if local else side_by_side(drawn)
+                        start = time.process_time()
                         look = observer.look(
                             moved(sent, update),
                             SUM if row == MEAN else row,
                             batches=trained,
                             noise_std=noise,
                         )
-                        found[row].note(look)
+                        results[row].note(look)
                         if of_texts:
-                            spent.append(time.process_time() - began)
+                            spent.append(time.process_time() - start)
                         elif not noise:
-                            blind.setdefault(row, []).append(blindly(trained, known))
+                            blind.setdefault(row, []).append(blindly(trained, reference))
             model.load_state_dict(moved(sent, mean), strict=False)
         for observer in observers:
             observer.end()
     return {
-        "found": {row: f.facts() for row, f in found.items() if f.rounds},
+        "found": {row: f.facts() for row, f in results.items() if f.rounds},
         "blind": {row: [round(v, 3) for v in values] for row, values in blind.items()},
         "texts_processor": [round(x, 1) for x in spent],
         "losses": [round(x, 3) if math.isfinite(x) else None for x in losses],
@@ -256,9 +256,9 @@ def chosen(public: PublicText, rank: int, *, words: bool) -> list[Attack]:
 
 def blindly(data: Sequence[Mapping[str, Tensor]], public: Sequence[Tensor]) -> float:
     """F1 of naming the most frequent types of public text, as many as the batches have."""
-    there = {int(i) for batch in data for i in batch["input_ids"][batch["attention_mask"] > 0]}
-    common = Counter(torch.cat(list(public)).tolist()).most_common(len(there))
-    return sum(token in there for token, _ in common) / len(there)
+    present = {int(i) for batch in data for i in batch["input_ids"][batch["attention_mask"] > 0]}
+    common = Counter(torch.cat(list(public)).tolist()).most_common(len(present))
+    return sum(token in present for token, _ in common) / len(present)
 
 
 class Found:
@@ -273,8 +273,8 @@ class Found:
         highest: dict[str, float] = {}
         for name, value in look.now.items():
             root, _, metric = name.rpartition("/")
-            asked = f"{root}/auc" in look.now
-            family = ("membership" if metric == "auc" else "") if asked else FAMILIES.get(metric)
+            queried = f"{root}/auc" in look.now
+            family = ("membership" if metric == "auc" else "") if queried else FAMILIES.get(metric)
             if not family or "/worst" in name:
                 continue
             highest.setdefault(family, math.nan)
@@ -294,18 +294,18 @@ class Found:
 
 def shown(lines: Sequence[dict]) -> str:
     """Of each model and family a table: a line for optimizers and steps, columns for the rest."""
-    out = []
+    output = []
     models = dict.fromkeys((line["model"], line["epsilon"]) for line in lines)
     for model, epsilon in models:
-        own = [line for line in lines if (line["model"], line["epsilon"]) == (model, epsilon)]
+        local = [line for line in lines if (line["model"], line["epsilon"]) == (model, epsilon)]
         groups = [(ROWS[:2], "")]
         if epsilon:
             groups.append((ROWS[2:], f", client-level DP at epsilon {epsilon:g}"))
         for rows, suffix in groups:
             for family in (*FAMILIES.values(), "membership"):
-                out += [f"\n{model}: {family}{suffix}", "", _table(own, family, rows)]
-        out += ["", *_facts(own)]
-    return "\n".join(out)
+                output += [f"\n{model}: {family}{suffix}", "", _table(local, family, rows)]
+        output += ["", *_facts(local)]
+    return "\n".join(output)
 
 
 def _table(lines: Sequence[dict], family: str, rows: Sequence[str]) -> str:
@@ -317,74 +317,77 @@ def _table(lines: Sequence[dict], family: str, rows: Sequence[str]) -> str:
         if any(line["rank"] == rank and row in line["found"] for line in lines)
     ]
     names = [f"{'whole' if rank == 0 else f'LoRA {rank}'}, {row}" for rank, row in columns]
-    out = [f"| optimizer, local steps | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    output = [f"| optimizer, local steps | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     for optimizer in OPTIMIZERS:
-        mine = [x for x in lines if x["optimizer"] == optimizer]
-        for steps, before in sorted({(x["steps"], x["before"]) for x in mine}):
+        result = [x for x in lines if x["optimizer"] == optimizer]
+        for steps, before in sorted({(x["steps"], x["before"]) for x in result}):
             cells = []
             for rank, row in columns:
                 key = {"optimizer": optimizer, "steps": steps, "rank": rank, "before": before}
-                of = [x for x in lines if key.items() <= x.items() and row in x["found"]]
+                owner = [x for x in lines if key.items() <= x.items() and row in x["found"]]
                 # One client is in a federation of one, and in those with a sum: the latter counts.
-                of.sort(key=lambda x: x["clients"])
-                cells.append(_cell(of[-1], family, row) if of else "not run")
+                owner.sort(key=lambda x: x["clients"])
+                cells.append(_cell(owner[-1], family, row) if owner else "not run")
             later = f", after {before}" if before > 1 else ""
-            out.append(f"| {optimizer}, {steps}{later} | {' | '.join(cells)} |")
-    return "\n".join(out)
+            output.append(f"| {optimizer}, {steps}{later} | {' | '.join(cells)} |")
+    return "\n".join(output)
 
 
 def _cell(line: dict, family: str, row: str) -> str:
-    found, star = line["found"][row], "" if _trained(line["losses"]) else " *"
+    results, star = line["found"][row], "" if _trained(line["losses"]) else " *"
     if family == "words" and line.get("without_words"):
         return "not run"
-    values = [v for v in found.get(family, []) if v is not None]
+    values = [v for v in results.get(family, []) if v is not None]
     if not values:
         return "unknown" + star
-    few = "" if len(values) == len(found[family]) else f", {len(values)} of {len(found[family])}"
-    spread = f" ({min(values):.2f} to {max(values):.2f}{few})" if len(found[family]) > 1 else ""
+    few = (
+        "" if len(values) == len(results[family]) else f", {len(values)} of {len(results[family])}"
+    )
+    spread = f" ({min(values):.2f} to {max(values):.2f}{few})" if len(results[family]) > 1 else ""
     return f"{statistics.median(values):.2f}{spread}{star}"
 
 
 def _trained(losses: Sequence[float | None]) -> bool:
-    known = [x for x in losses if x is not None]
-    return len(known) == len(losses) and known[-1] < 2 * known[0]
+    reference = [x for x in losses if x is not None]
+    return len(reference) == len(losses) and reference[-1] < 2 * reference[0]
 
 
 def _facts(lines: Sequence[dict]) -> list[str]:
     """Settings that a table's caption tells, each once."""
     names = ("clients", "rounds", "shape", "targets", "budget", "seed", "date", "machine")
-    out = []
+    output = []
     for name in names:
         values = dict.fromkeys(line[name] for line in lines)
-        out.append(f"{name}: {', '.join(map(str, values))}")
+        output.append(f"{name}: {', '.join(map(str, values))}")
     rates: dict[str, set[float]] = {}
     for x in lines:
-        what = "LoRA" if x["rank"] else "whole"
-        rates.setdefault(f"{x['optimizer']}, {what}", set()).add(x["rate"])
-    for what, values in sorted(rates.items()):
-        out.append(f"learning rate, {what}: {', '.join(f'{v:g}' for v in sorted(values))}")
+        quantity = "LoRA" if x["rank"] else "whole"
+        rates.setdefault(f"{x['optimizer']}, {quantity}", set()).add(x["rate"])
+    for quantity, values in sorted(rates.items()):
+        output.append(f"learning rate, {quantity}: {', '.join(f'{v:g}' for v in sorted(values))}")
     for row in ROWS[2:]:
-        of = [x["found"][row].get("membership", []) for x in lines if row in x["found"]]
-        known = [statistics.median(v) for v in of if v and None not in v]
-        if known:
-            out.append(
-                f"membership, {row}: mean of {len(known)} cells {statistics.mean(known):.2f}, "
-                f"standard deviation {statistics.pstdev(known):.2f}"
+        owner = [x["found"][row].get("membership", []) for x in lines if row in x["found"]]
+        reference = [statistics.median(v) for v in owner if v and None not in v]
+        if reference:
+            output.append(
+                f"membership, {row}: mean of {len(reference)} cells "
+                f"{statistics.mean(reference):.2f}, "
+                f"standard deviation {statistics.pstdev(reference):.2f}"
             )
     for row in ROWS[:2]:
         blind = [v for x in lines for v in x["blind"].get(row, [])]
         if blind:
-            out.append(f"blind, {row}: {min(blind):.2f} to {max(blind):.2f}")
+            output.append(f"blind, {row}: {min(blind):.2f} to {max(blind):.2f}")
     spent = [v for x in lines for v in x["texts_processor"]]
-    out.append(f"processor of a look for texts: {min(spent):.1f} to {max(spent):.1f} s")
+    output.append(f"processor of a look for texts: {min(spent):.1f} to {max(spent):.1f} s")
     noise = {row: v for x in lines if x["dp"] for row, v in x["dp"]["noise_multiplier"].items()}
     for row, sigma in noise.items():
         best = statistics.NormalDist().cdf(1 / (sigma * 2**0.5))
-        out.append(
+        output.append(
             f"{row}: noise multiplier {sigma}; the best test of a client, one round: {best:.2f}"
         )
-    out.append(f"processor: {sum(line['seconds'] for line in lines) / 60:.0f} min")
-    return out
+    output.append(f"processor: {sum(line['seconds'] for line in lines) / 60:.0f} min")
+    return output
 
 
 def main() -> None:
@@ -428,11 +431,11 @@ def main() -> None:
         key = {"optimizer": optimizer, "steps": steps, "rank": rank, "before": before} | named
         if any(key.items() <= line.items() for line in lines):
             continue
-        began = time.process_time()
+        start = time.process_time()
         lines.append(
             key
             | cell(args, optimizer, steps, rank, before)
-            | {"seconds": round(time.process_time() - began, 1), "rounds": args.rounds}
+            | {"seconds": round(time.process_time() - start, 1), "rounds": args.rounds}
             | {"rate": rate_of(optimizer, rank), "without_words": args.without_words}
             | {"shape": f"{args.rows} x {args.length}", "targets": args.targets}
             | {"of": args.of, "planned": args.planned, "budget": args.budget, "seed": args.seed}

@@ -87,16 +87,16 @@ def cell(
         sent, updates, losses = trained_state(model), [], []
         for source in sources:
             model.load_state_dict(sent, strict=False)
-            drawn = list(itertools.islice(source, steps if round_ else 1))
-            losses.append(train(model, drawn, make))
+            sample = list(itertools.islice(source, steps if round_ else 1))
+            losses.append(train(model, sample, make))
             updates.append(difference(sent, trained_state(model)))
-            for batch in drawn:
+            for batch in sample:
                 for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
                     trained.add(tuple(ids[mask > 0].tolist()))
         model.load_state_dict(moved(sent, mean_of(updates)), strict=False)
         if round_ in args.rounds:
-            seen = torch.tensor([tuple(text.ids.tolist()) in trained for text in pool.texts])
-            rows = (seen | ~pool.members).nonzero()[:, 0]
+            observed = torch.tensor([tuple(text.ids.tolist()) in trained for text in pool.texts])
+            rows = (observed | ~pool.members).nonzero()[:, 0]
             part = part_of(pool, rows)
             now = ask_tokens(find_anatomy(model), part.texts)
             result = part.compare(base.rows(rows), now, ATTACKS)
@@ -115,8 +115,8 @@ def table(lines: list[dict[str, Any]], metric: str) -> str:
     """Return a row for each optimizer, number of steps and of rounds; columns by rank."""
     ranks = sorted({line["rank"] for line in lines}, key=lambda rank: (rank == 0, rank))
     names = [f"LoRA {rank}, {metric}" if rank else f"whole, {metric}" for rank in ranks]
-    out = [f"| optimizer, local steps, rounds | {' | '.join(names)} |"]
-    out.append("|---|" + "---|" * len(names))
+    output = [f"| optimizer, local steps, rounds | {' | '.join(names)} |"]
+    output.append("|---|" + "---|" * len(names))
     runs: dict[tuple[str, int, int, int], list[dict[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: line["seed"]):
         key = line["optimizer"], line["steps"], line["rounds"], line["rank"]
@@ -125,8 +125,8 @@ def table(lines: list[dict[str, Any]], metric: str) -> str:
     keys = dict.fromkeys(key[:3] for key in cells)
     for key in sorted(keys, key=lambda key: (list(OPTIMIZERS).index(key[0]), *key[1:])):
         row = [cells.get((*key, rank), "not run") for rank in ranks]
-        out.append(f"| {', '.join(map(str, key))} | {' | '.join(row)} |")
-    return "\n".join(out)
+        output.append(f"| {', '.join(map(str, key))} | {' | '.join(row)} |")
+    return "\n".join(output)
 
 
 def _cell(runs: list[dict[str, Any]], metric: str) -> str:
@@ -145,8 +145,8 @@ def _cell(runs: list[dict[str, Any]], metric: str) -> str:
 def facts(lines: list[dict[str, Any]]) -> list[str]:
     """Return settings that a table's caption gives."""
     names = ("clients", "shape", "members", "others", "visible", "one_law", "seed", "date")
-    out = [f"{n}: {', '.join(dict.fromkeys(str(line[n]) for line in lines))}" for n in names]
-    return [*out, f"processor: {sum(line['seconds'] for line in lines) / 60:.0f} min"]
+    output = [f"{n}: {', '.join(dict.fromkeys(str(line[n]) for line in lines))}" for n in names]
+    return [*output, f"processor: {sum(line['seconds'] for line in lines) / 60:.0f} min"]
 
 
 def main() -> None:
@@ -178,14 +178,14 @@ def main() -> None:
     grid = itertools.product(args.optimizers, sorted(args.steps), args.ranks)
     for optimizer, steps, rank in () if args.show else grid:
         key = {"optimizer": optimizer, "steps": steps, "rank": rank} | named
-        done = {line["rounds"] for line in lines if key.items() <= line.items()}
-        if done.issuperset(args.rounds):
+        finished = {line["rounds"] for line in lines if key.items() <= line.items()}
+        if finished.issuperset(args.rounds):
             continue
-        began = time.process_time()
+        start = time.process_time()
         if pool is None:
             pool = asked_pool(args)
         results = cell(args, *pool, optimizer, steps, rank)
-        common = {"seconds": round((time.process_time() - began) / len(results), 1)}
+        common = {"seconds": round((time.process_time() - start) / len(results), 1)}
         common |= {"rate": rate_of(optimizer, rank), "shape": f"{args.rows} x {args.length}"}
         common |= {"date": str(datetime.date.today()), "machine": platform.machine()}
         new = [key | result | common for result in results]

@@ -82,8 +82,12 @@ class Adapted(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out = self.inner(*args, **kwargs)
-        return (self.adapter(out[0]), *out[1:]) if isinstance(out, tuple) else self.adapter(out)
+        output = self.inner(*args, **kwargs)
+        return (
+            (self.adapter(output[0]), *output[1:])
+            if isinstance(output, tuple)
+            else self.adapter(output)
+        )
 
 
 @dataclass(frozen=True)
@@ -187,10 +191,10 @@ def rounds(base: Base, setup: Setup) -> Iterator[tuple[nn.Module, Sent]]:
             for _ in range(setup.steps[client % 2]):
                 ids = rows[[draw.randrange(len(rows)) for _ in range(setup.rows)]]
                 optimizer.zero_grad()
-                out = model(input_ids=ids, labels=ids).loss
-                out.backward()
+                output = model(input_ids=ids, labels=ids).loss
+                output.backward()
                 optimizer.step()
-                loss = float(out.detach())
+                loss = float(output.detach())
             returned.append({n: p.detach().clone() for n, p in parameters.items()})
         if setup.server != "missed" or round_ % 2 == 0:
             own = {n: returned[0][n] - t for n, t in received.items()}
@@ -408,11 +412,11 @@ def measure_honest(base: Base, setups: Iterable[Setup], tallies: dict[str, Tally
                 flush=True,
             )
             if why and sent.own is not None:
-                asked = inspected(model, sent, agreed, base)
-                found = [a for a in asked.found if a.rule == "jump"]
+                queried = inspected(model, sent, agreed, base)
+                results = [a for a in queried.found if a.rule == "jump"]
                 name = setup.server if setup.optimizer == "adamw" else setup.optimizer
                 name = f"honest, jump asked all the same: {name}"
-                tallies.setdefault(name, Tally()).add(replace(result, answers=tuple(found)))
+                tallies.setdefault(name, Tally()).add(replace(result, answers=tuple(results)))
 
 
 def measure_traps(base: Base, setups: list[Setup], tallies: dict[str, Tally]) -> None:
@@ -438,10 +442,10 @@ def measure_traps(base: Base, setups: list[Setup], tallies: dict[str, Tally]) ->
                 )
             put(trained(model), sent.received)
     for name, state in membership_layers(base):
-        known = Agreed(shapes={})
-        tallies.setdefault(f"{name}, never agreed", Tally()).add(inspect_received(state, known))
-        known = Agreed(shapes={n: t.shape for n, t in state.items()})
-        tallies.setdefault(f"{name}, agreed", Tally()).add(inspect_received(state, known))
+        reference = Agreed(shapes={})
+        tallies.setdefault(f"{name}, never agreed", Tally()).add(inspect_received(state, reference))
+        reference = Agreed(shapes={n: t.shape for n, t in state.items()})
+        tallies.setdefault(f"{name}, agreed", Tally()).add(inspect_received(state, reference))
 
 
 def main() -> None:

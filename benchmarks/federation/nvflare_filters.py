@@ -78,26 +78,28 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rate", type=float, default=0.05)
-    given = parser.parse_args()
-    optimizer = partial(torch.optim.SGD, lr=given.rate)
+    arguments = parser.parse_args()
+    optimizer = partial(torch.optim.SGD, lr=arguments.rate)
     tokenizer = load_tokenizer(None)
     rows = [tokenizer(text)["input_ids"] for text in read_texts(EMBEDDED_MESSAGES)]
-    texts = [torch.tensor(row[: given.length]) for row in rows]
+    texts = [torch.tensor(row[: arguments.length]) for row in rows]
     public, outside = PublicText(texts[:60]), PublicText(texts[60:200])
-    stream = batches(rows[200:], given.rows, given.length, 0, torch.Generator().manual_seed(0))
-    data = [next(stream) for _ in range(given.steps)]
+    stream = batches(
+        rows[200:], arguments.rows, arguments.length, 0, torch.Generator().manual_seed(0)
+    )
+    data = [next(stream) for _ in range(arguments.steps)]
     net = model_of(None, 0)
     sent = trained_state(net)
     train(net, data, optimizer)
     true = difference(sent, trained_state(net))
     print("case | words F1 | membership AUC | cosine | epsilon of a round")
-    for case in given.cases:
-        leaves, epsilon = filtered(case, true, given.steps)
+    for case in arguments.cases:
+        leaves, epsilon = filtered(case, true, arguments.steps)
         with tempfile.TemporaryDirectory() as folder:
             observer = RoundObserver(
-                model_of(None, 0), optimizer, given.steps, folder=folder,
+                model_of(None, 0), optimizer, arguments.steps, folder=folder,
                 attacks=[SubspaceWords(capacity_seconds=0), GradientMembership(public)],
-                games=Games(targets=given.rows * given.steps, held_out=outside),
+                games=Games(targets=arguments.rows * arguments.steps, held_out=outside),
                 settings=RoundSettings(tensorboard=False, cache=False),
             )  # fmt: skip
             observer.begin(0, sent)

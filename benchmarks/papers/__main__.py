@@ -110,9 +110,9 @@ def listing(
         names = list(models) or log.models(paper.measures) or ["MODEL"]
         cells = unique(table.cells(sizes[paper.name], names))
         every += cells
-        done = sum(log.rows(c) is not None for c in cells)
+        finished = sum(log.rows(c) is not None for c in cells)
         print(
-            f"| {paper.name} | {table.name} | {table.title} | {len(cells)} | {done} "
+            f"| {paper.name} | {table.name} | {table.title} | {len(cells)} | {finished} "
             f"| {expected(cells, log):.0f} |"
         )
     every = unique(every)
@@ -130,15 +130,15 @@ def text_of(
 ) -> str:
     """One table in Markdown: grids, the finding, when and where, what lacks."""
     cells = unique(table.cells(size, names))
-    found = Found(row for cell in cells for row in log.rows(cell) or ())
+    results = Found(row for cell in cells for row in log.rows(cell) or ())
     show = table.page if on_page and table.page else table.show
-    shown = show(found, size)
-    known = published()[paper.name][table.name]
-    parts = [f"### {paper.name} {table.name}: {table.title}", shown.finding]
-    if "says" in known:
-        parts.append(f"The paper ({known['source']}) says: {known['says']}.")
-    if found:
-        parts += map(str, shown.grids)
+    display = show(results, size)
+    reference = published()[paper.name][table.name]
+    parts = [f"### {paper.name} {table.name}: {table.title}", display.finding]
+    if "says" in reference:
+        parts.append(f"The paper ({reference['source']}) says: {reference['says']}.")
+    if results:
+        parts += map(str, display.grids)
     parts.append(told_of(cells, log, on_page=on_page))
     return "\n\n".join(parts)
 
@@ -147,20 +147,20 @@ def told_of(cells: Sequence[Cell], log: Log, *, on_page: bool = False) -> str:
     """Date, machine, seconds, and how many cells lack or failed; a page names its machines once."""
     lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
     failed = [c for c in cells if log.failure(c) is not None]
-    left = len(cells) - len(lines) - len(failed)
-    told = []
+    remaining = len(cells) - len(lines) - len(failed)
+    messages = []
     if lines:
         dates = sorted({line["date"] for line in lines})
         machines = [] if on_page else sorted({line["machine"] for line in lines})
         seconds = sum(line["seconds"] for line in lines)
         days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        told.append(f"{'; '.join([days, *machines, f'{seconds:.0f} s'])} of one processor.")
-    if left:
-        told.append(f"{left} of {len(cells)} cells not run.")
+        messages.append(f"{'; '.join([days, *machines, f'{seconds:.0f} s'])} of one processor.")
+    if remaining:
+        messages.append(f"{remaining} of {len(cells)} cells not run.")
     for why in dict.fromkeys(log.failure(cell) for cell in failed):
         alike = [cell for cell in failed if log.failure(cell) == why]
-        told.append(f"{len(alike)} of {len(cells)} cells failed, {alike[0]} first ({why}).")
-    return " ".join(told)
+        messages.append(f"{len(alike)} of {len(cells)} cells failed, {alike[0]} first ({why}).")
+    return " ".join(messages)
 
 
 def models_of(paper: Paper, table: Table, size: Any, log: Log) -> list[str]:
@@ -168,9 +168,9 @@ def models_of(paper: Paper, table: Table, size: Any, log: Log) -> list[str]:
 
     Where there is none, all that the paper was measured on: a table that was begun is shown too.
     """
-    known = log.models(paper.measures) or ["MODEL"]
-    whole = [m for m in known if all(log.rows(c) is not None for c in table.cells(size, [m]))]
-    return whole or known
+    reference = log.models(paper.measures) or ["MODEL"]
+    whole = [m for m in reference if all(log.rows(c) is not None for c in table.cells(size, [m]))]
+    return whole or reference
 
 
 def page(sizes: dict[str, Any], log: Log) -> str:
@@ -221,17 +221,18 @@ def page(sizes: dict[str, Any], log: Log) -> str:
 
 def cost(cells: Sequence[Cell], log: Log) -> str:
     """What a page's cells take, in a sentence or two."""
-    known = [seconds for cell in cells if (seconds := log.seconds(cell)) is not None]
-    told = f"The cells of this page take about {expected(cells, log):,.0f} s of one processor."
+    reference = [seconds for cell in cells if (seconds := log.seconds(cell)) is not None]
+    messages = f"The cells of this page take about {expected(cells, log):,.0f} s of one processor."
     lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
     if lines:
-        told += f" Machine: {'; '.join(sorted({line['machine'] for line in lines}))}."
-    if len(known) < len(cells):
-        told += (
-            f" Of {len(cells)} cells {len(known)} were measured, in {sum(known):,.0f} s; the rest "
+        messages += f" Machine: {'; '.join(sorted({line['machine'] for line in lines}))}."
+    if len(reference) < len(cells):
+        messages += (
+            f" Of {len(cells)} cells {len(reference)} were measured, in {sum(reference):,.0f} "
+            "s; the rest "
             "is estimated, and says `not run` below."
         )
-    return told
+    return messages
 
 
 def pairs(folders: Sequence[str]) -> dict[str, str]:

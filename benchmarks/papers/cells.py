@@ -104,9 +104,9 @@ class Log:
     def models(self, kinds: Iterable[str]) -> list[str]:
         """Names of models in cells of these kinds, in the order of the log."""
         known = set(kinds)
-        found = (line["settings"].get("model") for line in self.lines.values()
+        results = (line["settings"].get("model") for line in self.lines.values()
                  if line["kind"] in known)  # fmt: skip
-        return list(dict.fromkeys(name for name in found if name))
+        return list(dict.fromkeys(name for name in results if name))
 
     def add(self, cell: Cell, **told: Any) -> None:
         line = {"kind": cell.kind, "settings": dict(cell.settings), **told, **_about()}
@@ -143,14 +143,14 @@ class Outcome:
 
 def measured(cell: Cell, measures: Mapping[str, Measure], models: Mapping[str, str]) -> Outcome:
     """Measures one cell in this process; what it raises is told."""
-    began = time.process_time()
+    start = time.process_time()
     try:
         rows = plain(measures[cell.kind](**cell.settings, models=models))
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}"
-        return Outcome(None, time.process_time() - began, told)
-    return Outcome(rows, time.process_time() - began)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {error}"
+        return Outcome(None, time.process_time() - start, told)
+    return Outcome(rows, time.process_time() - start)
 
 
 def run(
@@ -186,18 +186,18 @@ def run(
         groups.setdefault(cell.together, []).append(cell)
     order = sorted(groups.values(), key=lambda group: sum(c.seconds for c in group))
     failures: list[tuple[Cell, str]] = []
-    done = 0
+    finished = 0
 
     def known(cell: Cell, outcome: Outcome) -> None:
-        nonlocal done
-        done += 1
+        nonlocal finished
+        finished += 1
         if outcome.rows is None:
             failures.append((cell, outcome.failed))
             log.add(cell, failed=outcome.failed)
         else:
             log.add(cell, rows=outcome.rows, seconds=round(outcome.seconds, 2))
-        what = f"FAILED ({outcome.failed})" if outcome.rows is None else "done"
-        told(f"[{done}/{len(todo)}] {outcome.seconds:.1f} s, {what}: {cell}")
+        quantity = f"FAILED ({outcome.failed})" if outcome.rows is None else "done"
+        told(f"[{finished}/{len(todo)}] {outcome.seconds:.1f} s, {quantity}: {cell}")
 
     if jobs == 0:
         for cell in (cell for group in order for cell in group):
@@ -224,9 +224,9 @@ def _group(
     import torch
 
     torch.set_num_threads(1)
-    found = []
+    results = []
     for cell in cells:
         if time.monotonic() >= until:
             break
-        found.append(measured(cell, measures, models))
-    return found
+        results.append(measured(cell, measures, models))
+    return results

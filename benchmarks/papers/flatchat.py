@@ -180,9 +180,9 @@ def wide(pool: int, shape: str) -> int:
 
 def regression_shapes(shapes: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """The paper's 18, or, of a size whose batches are all smaller, those themselves."""
-    own = [sides(s) for s in shapes]
-    small = max(length for _, length in own) < min(length for _, length in REGRESSION_SHAPES)
-    return tuple(dict.fromkeys([*own, (1, 6)])) if small else REGRESSION_SHAPES
+    local = [sides(s) for s in shapes]
+    small = max(length for _, length in local) < min(length for _, length in REGRESSION_SHAPES)
+    return tuple(dict.fromkeys([*local, (1, 6)])) if small else REGRESSION_SHAPES
 
 
 def measure_weights(
@@ -190,8 +190,8 @@ def measure_weights(
     models: Mapping[str, str],
 ) -> list[Row]:  # fmt: skip
     """Fig. 3: one shape's points."""
-    found = points(models[model], public, sides(shape), batches, pool, seed)
-    return [{"weights": [w for w, _ in found], "counts": [n for _, n in found]}]
+    results = points(models[model], public, sides(shape), batches, pool, seed)
+    return [{"weights": [w for w, _ in results], "counts": [n for _, n in results]}]
 
 
 def measure_words(
@@ -217,8 +217,8 @@ def measure_words(
             guess = flatchat(gradient, number_, "abs" if scorer == "Abs" else "gmm")
             rows[scorer, count].append(score(guess, truth) | {"types": float(len(truth))})
     return [
-        {"attack": f"{scorer} {count}", **{k: [f[k] for f in found] for k in found[0]}}
-        for (scorer, count), found in rows.items()
+        {"attack": f"{scorer} {count}", **{k: [f[k] for f in results] for k in results[0]}}
+        for (scorer, count), results in rows.items()
     ]
 
 
@@ -246,14 +246,14 @@ def noise_rows(
     anatomy: Anatomy, drawn: Sequence[tuple[list[dict[str, Any]], torch.Tensor]],
     sigmas: Sequence[float], generator: torch.Generator,
 ) -> list[Row]:  # fmt: skip
-    found: dict[tuple[str, float], list[float]] = {}
+    results: dict[tuple[str, float], list[float]] = {}
     for samples, types in drawn:
         batch = clipped_batch(anatomy, samples, types, 1.0)
         z = torch.randn(batch.samples.shape, generator=generator)
         for sigma, reading in product(sigmas, READINGS):
             f1 = score(flatchat(batch.released(reading, sigma * z), len(types)), types)["f1"]
-            found.setdefault((reading, sigma), []).append(f1)
-    return [{"reading": r, "sigma": s, "f1": values} for (r, s), values in found.items()]
+            results.setdefault((reading, sigma), []).append(f1)
+    return [{"reading": r, "sigma": s, "f1": values} for (r, s), values in results.items()]
 
 
 # Translators.
@@ -322,8 +322,10 @@ def trained(model: Bart, pairs: PublicText, steps: int, seed: int) -> Bart:
 
 
 def loss_of(model: Bart, batch: TokenBatch) -> torch.Tensor:
-    out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
-    loss: torch.Tensor = out.loss
+    output = model(
+        input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels
+    )
+    loss: torch.Tensor = output.loss
     return loss
 
 
@@ -375,8 +377,8 @@ def measure_translation(
 ) -> list[Row]:  # fmt: skip
     """Table 2: one attack on batches of so many target tokens."""
     anatomy = find_anatomy(translator(setting, hidden, steps))
-    made = reader(attack, setting, hidden, steps, seconds)
-    found: list[dict[str, float]] = []
+    created = reader(attack, setting, hidden, steps, seconds)
+    results: list[dict[str, float]] = []
     failed = 0
     for k in range(batches):
         batch = of_tokens(
@@ -384,19 +386,19 @@ def measure_translation(
         )
         gradient = gradient_of(anatomy, batch, [HEAD_WEIGHT])
         truth = batch.target_ids().unique()
-        began = time.process_time()
+        start = time.process_time()
         try:
-            guess = made.run(Observation((GradientSnapshot(0, Stage.SHARED, gradient),)))
+            guess = created.run(Observation((GradientSnapshot(0, Stage.SHARED, gradient),)))
         except UnusableObservation:
             failed += 1
             continue
-        took = time.process_time() - began
-        row = score(guess, truth) | {"types": float(len(truth)), "took": took}
+        elapsed = time.process_time() - start
+        row = score(guess, truth) | {"types": float(len(truth)), "took": elapsed}
         if attack == "FlatChat":
             oracle: WordGuess = flatchat(gradient[HEAD_WEIGHT], len(truth))
             row["oracle"] = score(oracle, truth)["f1"]
-        found.append(row)
-    columns = {k: [row[k] for row in found] for k in found[0]} if found else {}
+        results.append(row)
+    columns = {k: [row[k] for row in results] for k in results[0]} if results else {}
     return [{"failed": failed, **columns}]
 
 
@@ -471,9 +473,9 @@ def set_private_gradient(
     """Each sentence's gradient clipped to 1, summed, noised, over their number."""
     total = [torch.zeros_like(p) for p in parameters]
     for sample in samples:
-        own = torch.autograd.grad(model(**sample).loss, parameters, materialize_grads=True)
-        norm = math.sqrt(sum(float(g.norm()) ** 2 for g in own))
-        for sum_, gradient in zip(total, own, strict=True):
+        local = torch.autograd.grad(model(**sample).loss, parameters, materialize_grads=True)
+        norm = math.sqrt(sum(float(g.norm()) ** 2 for g in local))
+        for sum_, gradient in zip(total, local, strict=True):
             sum_.add_(gradient, alpha=min(1.0, 1.0 / norm))
     for parameter, sum_ in zip(parameters, total, strict=True):
         noise = torch.randn(sum_.shape, generator=generator)
@@ -530,7 +532,7 @@ def steps_of(size: Size, setting: str) -> int:
 
 
 def table2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
-    found = []
+    results = []
     for setting, attack, tokens in product(SETTINGS, size.mt_attacks, size.tokens):
         slow = attack == "RLG"
         batches = size.rlg_batches if slow else size.mt_table_batches
@@ -538,13 +540,13 @@ def table2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
                     "hidden": size.hidden, "steps": steps_of(size, setting),
                     "seconds": size.rlg_seconds}  # fmt: skip
         seconds = 8 + batches * (size.rlg_seconds if slow else 0.0018 * tokens)
-        found.append(Cell("translation", settings, seconds, f"translator, {setting}"))
-    return found
+        results.append(Cell("translation", settings, seconds, f"translator, {setting}"))
+    return results
 
 
 def table5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     b, n = sides(size.noise_shape)
-    found = [
+    results = [
         Cell(
             "noise",
             {"model": model, "text": text, "shape": size.noise_shape,
@@ -557,11 +559,11 @@ def table5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
         settings = {"setting": setting, "sigmas": list(size.mt_sigmas), "batch": size.mt_batch,
                     "batches": size.mt_batches, "hidden": size.hidden,
                     "steps": steps_of(size, setting), "seed": size.seed}  # fmt: skip
-        found.append(
+        results.append(
             Cell("translator_noise", settings, 80 + 6 * size.mt_batches,
                  f"translator, {setting}")
         )  # fmt: skip
-    return found
+    return results
 
 
 def fig4_cells(size: Size, models: Sequence[str]) -> list[Cell]:
@@ -579,23 +581,23 @@ def fig4_cells(size: Size, models: Sequence[str]) -> list[Cell]:
 
 
 def theirs(table: str, row: str) -> list[float] | None:
-    found = published()["flatchat"][table]["rows"].get(row)
-    return None if found is None else list(found)
+    results = published()["flatchat"][table]["rows"].get(row)
+    return None if results is None else list(results)
 
 
 def mean_f1(row: Row, name: str = "f1") -> str:
     return number(statistics.fmean(row[name]))
 
 
-def show_table2(found: Found, size: Size) -> Shown:
-    lines, told = [], []
+def show_table2(results: Found, size: Size) -> Shown:
+    lines, notes = [], []
     for setting, tokens, attack in product(SETTINGS, size.tokens, size.mt_attacks):
         printed = theirs("table2", f"{setting} {tokens} {attack}")
         front = [setting, str(tokens), attack]
         if printed is not None:
             rates = [number(v, 4) for v in printed[1:5]]
             lines.append([*front, "paper", f"{printed[0]:g}", *rates, f"{printed[5]:,g}", ""])
-        for row in found.where(setting=setting, tokens=tokens, attack=attack):
+        for row in results.where(setting=setting, tokens=tokens, attack=attack):
             failed = str(row["failed"])
             if "f1" not in row:
                 lines.append(
@@ -605,90 +607,90 @@ def show_table2(found: Found, size: Size) -> Shown:
             rates = [pm(row[k]) for k in ("precision", "recall", "f1")]
             oracle = pm(row["oracle"]) if "oracle" in row else ""
             types = f"{statistics.fmean(row['types']):.0f}"
-            took = f"{statistics.fmean(row['took']):.2g}"
-            lines.append([*front, "ours", types, oracle, *rates, took, failed])
+            elapsed = f"{statistics.fmean(row['took']):.2g}"
+            lines.append([*front, "ours", types, oracle, *rates, elapsed, failed])
             if attack == "FlatChat" and tokens in (min(size.tokens), max(size.tokens)):
                 paper = "" if printed is None else f" (paper {number(printed[4])})"
-                told.append(
+                notes.append(
                     f"FlatChat on {setting} at {tokens} tokens has F1 {mean_f1(row)}{paper}"
                 )
-    tried = found.where(attack="RLG")
+    tried = results.where(attack="RLG")
     none = [r for r in tried if "f1" not in r]
     if none:
-        told.append(
+        notes.append(
             f"RLG gave nothing in {none[0]['seconds']:g} s on the clock in {len(none)} of "
             f"{len(tried)} rows"
         )
     head = ["setting", "tokens", "attack", "whose", "types", "F1, number given", "precision",
             "recall", "F1", "seconds", "without a result"]  # fmt: skip
-    return Shown([Grid(head, lines)], finding(told))
+    return Shown([Grid(head, lines)], finding(notes))
 
 
-def table2_page(found: Found, size: Size) -> Shown:
+def table2_page(results: Found, size: Size) -> Shown:
     """Return Table 2 with the paper's numbers and ours in one row; RLG without what gave none."""
-    shown = show_table2(found, size)
-    (grid,) = shown.grids
+    display = show_table2(results, size)
+    (grid,) = display.grids
     groups: dict[tuple[str, ...], dict[str, Sequence[str]]] = {}
     for row in grid.rows:
         groups.setdefault(tuple(row[:3]), {})[row[3]] = row[4:10]
     rows = []
     for front, cells in groups.items():
-        known = {whose: row for whose, row in cells.items() if row[4] != "none"}
-        if "ours" in known:
-            known["ours"] = [
-                cell if i in (1, 4) else bare(cell) for i, cell in enumerate(known["ours"])
+        reference = {owner: row for owner, row in cells.items() if row[4] != "none"}
+        if "ours" in reference:
+            reference["ours"] = [
+                cell if i in (1, 4) else bare(cell) for i, cell in enumerate(reference["ours"])
             ]
-        pairs = zip(*known.values(), strict=True)
+        pairs = zip(*reference.values(), strict=True)
         rows.append([*front, *("; ".join(filter(None, pair)) for pair in pairs)])
     head = [*grid.head[:3], *grid.head[4:10]]
     caption = "The paper's number, then ours; one number is of the paper, of Aligned ours."
-    return Shown([Grid(head, rows, caption)], first_sentences(shown.finding, 2))
+    return Shown([Grid(head, rows, caption)], first_sentences(display.finding, 2))
 
 
-def show_table3(found: Found, size: Size) -> Shown:
-    lines, told = [], []
+def show_table3(results: Found, size: Size) -> Shown:
+    lines, notes = [], []
     for text, shape in product(size.texts, size.shapes):
         printed = theirs("table3", f"{text} {shape}")
         if printed is not None:
             rates = [number(v, 4) for v in printed[1:]]
             lines.append([text, shape, "paper, GPT-2", f"{printed[0]:g}", *rates])
-        for model in found.values("model"):
-            at = {r["attack"]: r for r in found.where(model=model, text=text, shape=shape)}
-            if not at:
+        for model in results.values("model"):
+            position = {r["attack"]: r for r in results.where(model=model, text=text, shape=shape)}
+            if not position:
                 continue
-            row, oracle = at["GMM predict"], at["GMM oracle"]
+            row, oracle = position["GMM predict"], position["GMM oracle"]
             rates = [pm(row[k]) for k in ("maer", "precision", "recall", "f1")]
             types = f"{statistics.fmean(row['types']):.0f}"
             lines.append([text, shape, model, types, *rates, pm(oracle["f1"])])
             paper = "" if printed is None else f" (paper {number(printed[4])})"
-            told.append(f"{text} {shape} {mean_f1(row)}{paper}")
+            notes.append(f"{text} {shape} {mean_f1(row)}{paper}")
     head = ["text", "batch", "model", "types", "MAER", "precision", "recall", "F1",
             "F1, number given"]  # fmt: skip
-    if told:
-        told[0] = f"F1 with the predicted number of types: {told[0]}"
-    return Shown([Grid(head, lines)], finding([", ".join(told)] if told else []))
+    if notes:
+        notes[0] = f"F1 with the predicted number of types: {notes[0]}"
+    return Shown([Grid(head, lines)], finding([", ".join(notes)] if notes else []))
 
 
 FIG4 = "The last column is the loss above that without a defence."
 TABLE3 = "F1 is of the predicted number of types; the last column is of the true number."
 
 
-def table3_page(found: Found, size: Size) -> Shown:
+def table3_page(results: Found, size: Size) -> Shown:
     """Return Table 3 with half widths of F1 alone."""
-    (grid,) = show_table3(found, size).grids
+    (grid,) = show_table3(results, size).grids
     rows = [[*row[:3], *map(bare, row[3:7]), *row[7:]] for row in grid.rows]
-    return Shown([in_pairs(replace(grid, rows=rows))], TABLE3 if found else "Not run.")
+    return Shown([in_pairs(replace(grid, rows=rows))], TABLE3 if results else "Not run.")
 
 
-def table4_page(found: Found, size: Size) -> Shown:
+def table4_page(results: Found, size: Size) -> Shown:
     """Return Table 4 with the paper's numbers and ours in one row."""
-    shown = show_table4(found, size)
-    return replace(shown, grids=[in_pairs(grid) for grid in shown.grids])
+    display = show_table4(results, size)
+    return replace(display, grids=[in_pairs(grid) for grid in display.grids])
 
 
-def fig4_page(found: Found, size: Size) -> Shown:
+def fig4_page(results: Found, size: Size) -> Shown:
     """Return Fig. 4 with what its last column says."""
-    return replace(show_fig4(found, size), finding=FIG4 if found else "Not run.")
+    return replace(show_fig4(results, size), finding=FIG4 if results else "Not run.")
 
 
 def in_pairs(grid: Grid) -> Grid:
@@ -697,20 +699,20 @@ def in_pairs(grid: Grid) -> Grid:
     for row in grid.rows:
         groups.setdefault(tuple(row[:2]), []).append(row[3:])
     rows = [
-        [*front, *("; ".join(cells) for cells in zip(*of, strict=True))]
-        for front, of in groups.items()
+        [*front, *("; ".join(cells) for cells in zip(*source, strict=True))]
+        for front, source in groups.items()
     ]
     return Grid([*grid.head[:2], *grid.head[3:]], rows, "The paper's number, then ours.")
 
 
-def show_table4(found: Found, size: Size) -> Shown:
+def show_table4(results: Found, size: Size) -> Shown:
     lines, gaps = [], []
     for text, (scorer, count) in product(size.texts, SCORERS):
         attack = f"{scorer} {count}"
         printed = theirs("table4", f"{text} {attack}")
         if printed is not None:
             lines.append([text, attack, "paper, GPT-2", *(number(v, 4) for v in printed)])
-        for row in found.where(text=text, shape=size.one_shape, attack=attack):
+        for row in results.where(text=text, shape=size.one_shape, attack=attack):
             lines.append(
                 [
                     text,
@@ -719,66 +721,66 @@ def show_table4(found: Found, size: Size) -> Shown:
                     *(pm(row[k], 4) for k in ("precision", "recall", "f1")),
                 ]
             )
-            for other in found.where(text=text, shape=size.one_shape, model=row["model"],
+            for other in results.where(text=text, shape=size.one_shape, model=row["model"],
                                      attack=f"GMM {count}"):  # fmt: skip
                 if scorer == "Abs":
                     gaps += [g - a for g, a in zip(other["f1"], row["f1"], strict=True)]
-    told = []
+    notes = []
     if gaps:
         mean = student(gaps)
-        told.append(
+        notes.append(
             f"the F1 of GMM less that of Abs is {number(mean.value, 4)} "
             f"({number(mean.low, 4)} to {number(mean.high, 4)}), in the paper .0047 to .0057"
         )
     return Shown([Grid(["text", "scorer, number of types", "model", "precision", "recall", "F1"],
-                       lines)], finding(told))  # fmt: skip
+                       lines)], finding(notes))  # fmt: skip
 
 
-def show_table5(found: Found, size: Size) -> Shown:
-    lines, told = [], []
+def show_table5(results: Found, size: Size) -> Shown:
+    lines, notes = [], []
     for name, sigmas in (
         *((t, size.sigmas) for t in size.texts), *((s, size.mt_sigmas) for s in SETTINGS)
     ):  # fmt: skip
         for sigma in sigmas:
             key = f"{name} 0" if sigma == 0 else f"{name} {sigma:.0e}"
             printed = theirs("table5", key)
-            own = [r for r in found.rows if name in (r.get("text"), r.get("setting"))]
-            rows = [r for r in own if r["sigma"] == sigma]
+            local = [r for r in results.rows if name in (r.get("text"), r.get("setting"))]
+            rows = [r for r in local if r["sigma"] == sigma]
             if printed is None and not rows:
                 continue
             cells = [pm(next((r["f1"] for r in rows if r["reading"] == reading), []))
                      for reading in READINGS]  # fmt: skip
             lines.append([name, f"{sigma:g}", number(printed[0], 4) if printed else "", *cells])
         for reading in READINGS:
-            by = {r["sigma"]: statistics.fmean(r["f1"]) for r in found.where(reading=reading)
+            grouped = {r["sigma"]: statistics.fmean(r["f1"]) for r in results.where(reading=reading)
                   if name in (r.get("text"), r.get("setting"))}  # fmt: skip
-            broken = [s for s, v in sorted(by.items()) if v < 0.5 * by.get(0.0, math.inf)]
-            if reading == "sum/B" and by:
-                told.append(
+            broken = [s for s, v in sorted(grouped.items()) if v < 0.5 * grouped.get(0.0, math.inf)]
+            if reading == "sum/B" and grouped:
+                notes.append(
                     f"on {name} it loses half of its F1 at sigma {broken[0]:g} (sum/B)"
                     if broken
                     else f"on {name} it keeps more than half of its F1 at every sigma (sum/B)"
                 )
     head = ["text or translator", "sigma", "paper", *READINGS]
-    return Shown([Grid(head, lines)], finding(told))
+    return Shown([Grid(head, lines)], finding(notes))
 
 
-def table5_page(found: Found, size: Size) -> Shown:
+def table5_page(results: Found, size: Size) -> Shown:
     """Return Table 5 where the paper has a number; without `sum`, where it is `sum/B`."""
-    shown = show_table5(found, size)
-    (grid,) = shown.grids
+    display = show_table5(results, size)
+    (grid,) = display.grids
     i, j = grid.head.index("sum"), grid.head.index("sum/B")
     if any(row[i] != row[j] for row in grid.rows):
-        return shown
+        return display
     rows = [[*row[:i], *row[j:]] for row in grid.rows if row[2]]
     head = [*grid.head[:i], "sum and sum/B", *grid.head[j + 1 :]]
-    return Shown([Grid(head, rows)], shown.finding)
+    return Shown([Grid(head, rows)], display.finding)
 
 
-def show_fig3(found: Found, size: Size) -> Shown:
-    lines, told = [], []
-    for model in found.values("model"):
-        rows = found.where(model=model)
+def show_fig3(results: Found, size: Size) -> Shown:
+    lines, notes = [], []
+    for model in results.values("model"):
+        rows = results.where(model=model)
         for row in rows:
             lines.append([model, row["shape"], pm(row["weights"], 4),
                           f"{statistics.fmean(row['counts']):.0f}"])  # fmt: skip
@@ -788,29 +790,29 @@ def show_fig3(found: Found, size: Size) -> Shown:
             r = float(np.corrcoef(x, y)[0, 1])
             low, high = np.tanh(np.arctanh(min(r, 1 - 1e-12)) + np.array([-1, 1]) * 1.96
                                 / math.sqrt(max(1, len(x) - 3)))  # fmt: skip
-            told.append(
+            notes.append(
                 f"over {len(x)} batches on {model} the weight of the positive cluster and the "
                 f"number of types have a correlation of {number(r)} ({number(low)} to "
                 f"{number(high)})"
             )
     return Shown([Grid(["model", "batch", "weight of the positive cluster", "types"], lines)],
-                 finding(told))  # fmt: skip
+                 finding(notes))  # fmt: skip
 
 
-def show_fig4(found: Found, size: Size) -> Shown:
-    lines, told = [], []
+def show_fig4(results: Found, size: Size) -> Shown:
+    lines, notes = [], []
     steps = list(range(0, size.curve_steps + 1, size.curve_every))
-    bare = {r["seed"]: r["losses"][-1] for r in found.where(defence="none")}
+    bare = {r["seed"]: r["losses"][-1] for r in results.where(defence="none")}
     for defence in size.defences:
-        rows = found.where(defence=defence)
+        rows = results.where(defence=defence)
         cells = [pm([r["losses"][i] for r in rows]) for i in range(len(steps))]
         more = [r["losses"][-1] - bare[r["seed"]] for r in rows if r["seed"] in bare]
         lines.append([defence, *cells, pm(more) if defence != "none" else ""])
         if more and defence != "none":
-            told.append(f"{defence} {pm(more)}")
+            notes.append(f"{defence} {pm(more)}")
     head = ["defence", *(f"step {s}" for s in steps), "more than none"]
     text = [f"validation loss above that without a defence after {steps[-1]} steps: "
-            + ", ".join(told)] if told else []  # fmt: skip
+            + ", ".join(notes)] if notes else []  # fmt: skip
     return Shown([Grid(head, lines)], finding(text))
 
 
@@ -832,7 +834,7 @@ PAPER = Paper(
         Table("table5", "FlatChat against DP-SGD, number of types given", table5_cells,
               show_table5, table5_page),
         Table("fig3", "weight of the positive cluster and number of types", fig3_cells, show_fig3,
-              lambda found, size: replace(show_fig3(found, size), grids=())),
+              lambda results, size: replace(show_fig3(results, size), grids=())),
         Table("fig4", "validation loss of a translator under defences", fig4_cells, show_fig4,
               fig4_page),
     ),

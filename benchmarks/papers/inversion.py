@@ -111,9 +111,9 @@ def measure(
         start_token_id=start_of(tokenizer, anatomy),
     )  # fmt: skip
     split = max(1, round(third * len(anatomy.blocks) / 3))
-    made = prepared(models[model], attack, split, steps)
+    created = prepared(models[model], attack, split, steps)
     (cell,) = run_cells(
-        anatomy, {length: rows}, [(attack, lambda _: made)], [split],
+        anatomy, {length: rows}, [(attack, lambda _: created)], [split],
         [Noise(noise, True, seed)], texts=texts,
     )  # fmt: skip
     if not cell.rates:
@@ -174,43 +174,47 @@ def rate(rows: Sequence[Row]) -> str:
     return str(rate_of(rows[0], "token_accuracy")) if rows else "not run"
 
 
-def show_fig1(found: Found, size: Size) -> Shown:
-    lines, told = [], []
-    models = found.values("model") or ["ours"]
+def show_fig1(results: Found, size: Size) -> Shown:
+    lines, notes = [], []
+    models = results.values("model") or ["ours"]
     for model, text, third in product(models, size.sources, size.thirds):
-        at = found.where(model=model, text=text, third=third, length=size.length, steps=size.steps)
-        clean = next((r["task"] for r in at if r["noise"] == 0.0), None)
+        position = results.where(
+            model=model, text=text, third=third, length=size.length, steps=size.steps
+        )
+        clean = next((r["task"] for r in position if r["noise"] == 0.0), None)
         for noise in size.noises:
-            rows = [r for r in at if r["noise"] == noise]
+            rows = [r for r in position if r["noise"] == noise]
             task = next((r for r in rows if r["task"] is not None), None)
-            by = {a: [r for r in rows if r["attack"] == a] for a in size.attacks}
+            grouped = {a: [r for r in rows if r["attack"] == a] for a in size.attacks}
             lines.append(
                 [model, text, place(rows, third), f"{noise:g}",
-                 *_utility(task), *(rate(by[a]) for a in by)]
+                 *_utility(task), *(rate(grouped[a]) for a in grouped)]
             )  # fmt: skip
             if clean and task is not None and task["task"] < LOST * clean:
-                best = {a: rate_of(r[0], "token_accuracy").value for a, r in by.items() if r}
-                told.append(
+                best = {a: rate_of(r[0], "token_accuracy").value for a, r in grouped.items() if r}
+                notes.append(
                     f"on {model} and {text}, behind block {place(rows, third)}, noise {noise:g} "
                     f"leaves {number(task['task'], 2)} of the task's {number(clean, 2)}, and "
                     + ", ".join(f"`{a}` recovers {number(v, 2)}" for a, v in best.items())
                 )
-    if any(row["noise"] for row in found.rows) and not told:
-        told.append("no noise level that was run takes the task below a tenth of what it was")
+    if any(row["noise"] for row in results.rows) and not notes:
+        notes.append("no noise level that was run takes the task below a tenth of what it was")
     head = ["model", "text", "split", "noise", "next token", "perplexity", *size.attacks]
-    return Shown([Grid(head, lines), published_grid(found, size)], finding(told))
+    return Shown([Grid(head, lines), published_grid(results, size)], finding(notes))
 
 
-def published_grid(found: Found, size: Size) -> Grid:
+def published_grid(results: Found, size: Size) -> Grid:
     """The paper's attack with its own number of steps beside ours."""
     third, lines = size.thirds[0], []
-    for model, text in product(found.values("model") or ["ours"], size.sources):
-        at = found.where(
+    for model, text in product(results.values("model") or ["ours"], size.sources):
+        position = results.where(
             model=model, text=text, third=third, length=size.length, noise=0.0, attack="paper"
         )
-        by = {n: [r for r in at if r["steps"] == n] for n in (size.steps, size.published_steps)}
-        cells = [text for rows in by.values() for text in (rate(rows), str(_steps(rows)))]
-        lines.append([model, text, place(at, third), *cells])
+        grouped = {
+            n: [r for r in position if r["steps"] == n] for n in (size.steps, size.published_steps)
+        }
+        cells = [text for rows in grouped.values() for text in (rate(rows), str(_steps(rows)))]
+        lines.append([model, text, place(position, third), *cells])
     head = [f"{n:,} steps" for n in (size.steps, size.published_steps)]
     columns = [column for name in head for column in (f"at most {name}", "taken")]
     caption = "The paper's attack, from 'hello' at every position, without noise."
@@ -227,29 +231,29 @@ def _utility(row: Row | None) -> tuple[str, str]:
     return number(row["task"], 2), f"{perplexity:,.0f}" if perplexity >= 10 else f"{perplexity:.1f}"
 
 
-def show_fig2(found: Found, size: Size) -> Shown:
-    lines, told = [], []
-    for model, third in product(found.values("model") or ["ours"], size.thirds):
+def show_fig2(results: Found, size: Size) -> Shown:
+    lines, notes = [], []
+    for model, third in product(results.values("model") or ["ours"], size.thirds):
         for length in size.lengths:
-            at = found.where(
+            position = results.where(
                 model=model, third=third, length=length, noise=0.0, steps=size.steps,
                 text=size.sources[0],
             )  # fmt: skip
-            line = [model, place(at, third), str(length)]
+            line = [model, place(position, third), str(length)]
             for attack in size.length_attacks:
-                rows = [r for r in at if r["attack"] == attack]
+                rows = [r for r in position if r["attack"] == attack]
                 line += [rate(rows), str(_steps(rows)), _ms(rows)]
             lines.append(line)
         for attack in size.length_attacks:
             values = {r["length"]: rate_of(r, "token_accuracy").value
-                      for r in found.where(model=model, third=third, attack=attack, noise=0.0,
+                      for r in results.where(model=model, third=third, attack=attack, noise=0.0,
                                            steps=size.steps, text=size.sources[0])
                       if r["length"] in size.lengths}  # fmt: skip
             if values:
                 ends = ", ".join(f"{number(v, 2)} at {n}" for n, v in sorted(values.items()))
-                told.append(f"on {model}, split at {third}/3, `{attack}` recovers {ends} tokens")
+                notes.append(f"on {model}, split at {third}/3, `{attack}` recovers {ends} tokens")
     columns = [f for a in size.length_attacks for f in (a, "steps", "ms a token")]
-    return Shown([Grid(["model", "split", "tokens", *columns], lines)], finding(told))
+    return Shown([Grid(["model", "split", "tokens", *columns], lines)], finding(notes))
 
 
 def _steps(rows: Sequence[Row]) -> str:
@@ -262,21 +266,23 @@ def _ms(rows: Sequence[Row]) -> str:
     )
 
 
-def fig1_page(found: Found, size: Size) -> Shown:
+def fig1_page(results: Found, size: Size) -> Shown:
     """Return Fig. 1 without the weakest noise."""
-    shown = show_fig1(found, size)
+    display = show_fig1(results, size)
     weakest = f"{size.noises[1]:g}" if len(size.noises) > 3 else ""
-    grid, published_ = shown.grids
-    kept = replace(grid, rows=[row for row in grid.rows if row[3] != weakest])
-    return Shown([of_one_model(kept), of_one_model(published_)], first_sentences(shown.finding, 1))
+    grid, published_ = display.grids
+    retained = replace(grid, rows=[row for row in grid.rows if row[3] != weakest])
+    return Shown(
+        [of_one_model(retained), of_one_model(published_)], first_sentences(display.finding, 1)
+    )
 
 
-def fig2_page(found: Found, size: Size) -> Shown:
+def fig2_page(results: Found, size: Size) -> Shown:
     """Return Fig. 2 without steps and times."""
-    shown = show_fig2(found, size)
-    (grid,) = shown.grids
+    display = show_fig2(results, size)
+    (grid,) = display.grids
     return Shown([of_one_model(without(grid, "steps", "ms a token"))],
-                 first_sentences(shown.finding, 2))  # fmt: skip
+                 first_sentences(display.finding, 2))  # fmt: skip
 
 
 def of_one_model(grid: Grid) -> Grid:

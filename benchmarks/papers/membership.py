@@ -176,10 +176,10 @@ def played(folder: str, text: str, pool: int, public_texts: int, tokens: int) ->
     return Played(anatomy, sentences(private), PublicText(ids(public)), sentences(public), planted)
 
 
-def result_row(result: GameResult, **told: Any) -> Row:
+def result_row(result: GameResult, **notes: Any) -> Row:
     """Rates of the adversary's own guesses, and of a threshold fitted on other games."""
     own, fitted = result.summary(), result.summary(fitted=True)
-    row: Row = {"attack": result.attack, "layer": result.layer, "games": len(result), **told}
+    row: Row = {"attack": result.attack, "layer": result.layer, "games": len(result), **notes}
     row["collisions"] = int(result.collides.sum())
     for name in METRICS:
         row[name] = vars(own[name])
@@ -195,28 +195,30 @@ def measure_games(
     """Games without a defence. ``group``: which adversaries."""
     at = played(models[model], text, pool, public_texts, tokens)
     args = argparse.Namespace(tokens=tokens, batch=batch)
-    made: list[MembershipAttack] = []
+    created: list[MembershipAttack] = []
     for k in layers:
         if group == "crafted":
-            made.append(FCMembership(k, "full", tokens=tokens, name="FC-Full"))
-            made.append(FCMembership(k, tokens=tokens, name="FC-Token"))
-            made.append(attention(k, at.public, args, name="Attn"))
+            created.append(FCMembership(k, "full", tokens=tokens, name="FC-Full"))
+            created.append(FCMembership(k, tokens=tokens, name="FC-Token"))
+            created.append(attention(k, at.public, args, name="Attn"))
         elif group == "published":
-            made.append(published_attention(k, at.public, args, name="Attn, as published"))
-            made.append(
+            created.append(published_attention(k, at.public, args, name="Attn, as published"))
+            created.append(
                 published_attention(
                     k, at.public, args, gamma="lemma", name="Attn, the lemma's gamma"
                 )
             )
         else:
             for granularity, name in (("full", "AMI FC Full"), ("token", "AMI FC Token")):
-                made.append(TrainedMembership(k, at.public, granularity, tokens=tokens, name=name))
+                created.append(
+                    TrainedMembership(k, at.public, granularity, tokens=tokens, name=name)
+                )
     config = GameConfig(
         games=games, batch=batch, protocol=protocol, forwards="pooled", seed=seed + _seed(text)
     )
-    results = play(at.anatomy, made, at.pool, config, planted=at.planted)
+    results = play(at.anatomy, created, at.pool, config, planted=at.planted)
     if group == "published" and protocol == "game":
-        results += by_public_games(at, made[::2], results[::2], config, games)
+        results += by_public_games(at, created[::2], results[::2], config, games)
     return [result_row(result) for result in results]
 
 
@@ -229,10 +231,10 @@ def by_public_games(
 ) -> list[GameResult]:
     """The same games, decided by thresholds fitted on as many that the server played by itself."""
     own = replace(config, games=games, seed=config.seed + 5_000_000, targets_per_batch=4)
-    found = play(at.anatomy, list(attacks), at.public_pool, own)
+    outcome = play(at.anatomy, list(attacks), at.public_pool, own)
     return [
         replace(r, attack="Attn, as published, Youden's threshold", guesses=r.scores > youden(p))
-        for r, p in zip(results, found, strict=True)
+        for r, p in zip(results, outcome, strict=True)
     ]
 
 
@@ -246,8 +248,8 @@ def published_attention(
 ) -> AttentionMembership:
     """With the paper's choices; gamma by default so that few batches without the target fire."""
     paper = AttentionSettings(beta=beta, whiten=False, score="coordinates")
-    given = {"tokens": args.tokens, "batch": args.batch, **settings}
-    return AttentionMembership(layer, public, attention=paper, **given)
+    arguments = {"tokens": args.tokens, "batch": args.batch, **settings}
+    return AttentionMembership(layer, public, attention=paper, **arguments)
 
 
 def youden(games: GameResult) -> float:
@@ -351,15 +353,15 @@ def measure_one_hot(
         inside, bit = order[:batch], bool(rng.integers(2))
         target = int(inside[0] if bit else order[batch])
         word = int(rng.choice(rows[target]))
-        others = [i for i in inside if i != target]
+        non_members = [i for i in inside if i != target]
         holding = [i for i in inside if word in rows[i]]
         gaps = without[inside].max(initial=0.0)
         scores.append(max([gaps, *(gap(rows[i], word, u, beta) for i in holding)]))
         bits.append(bit)
-        collides.append(any(word in rows[i] for i in others))
+        collides.append(any(word in rows[i] for i in non_members))
     return [
-        one_hot_row(np.array(scores), np.array(bits), np.array(collides), kept, gamma, name)
-        for kept, name in ((None, "all"), (False, "no collision"))
+        one_hot_row(np.array(scores), np.array(bits), np.array(collides), retained, gamma, name)
+        for retained, name in ((None, "all"), (False, "no collision"))
     ]
 
 
@@ -378,14 +380,14 @@ def _softmax(z: np.ndarray) -> np.ndarray:
 
 
 def one_hot_row(
-    scores: np.ndarray, bits: np.ndarray, collides: np.ndarray, kept: bool | None, gamma: float,
+    scores: np.ndarray, bits: np.ndarray, collides: np.ndarray, retained: bool | None, gamma: float,
     name: str,
 ) -> Row:  # fmt: skip
-    chosen = np.ones_like(bits) if kept is None else collides == kept
+    chosen = np.ones_like(bits) if retained is None else collides == retained
     row: Row = {"attack": name, "games": int(chosen.sum()), "collisions": int(collides.sum())}
-    known = 0 < int(bits[chosen].sum()) < int(chosen.sum())
+    reference = 0 < int(bits[chosen].sum()) < int(chosen.sum())
     s, b = torch.tensor(scores[chosen]), torch.tensor(bits[chosen])
-    rates = membership_rates(s, b, None, s > gamma) if known else None
+    rates = membership_rates(s, b, None, s > gamma) if reference else None
     return row | {m: None if rates is None else vars(rates[m]) for m in METRICS}
 
 
@@ -466,8 +468,8 @@ def theirs(table: str, row: str) -> list[str] | None:
 
 
 def blocks_of(
-    table: str, found: Found, labels: Sequence[tuple[str, str, Callable[[Row], bool]]],
-    wanted: int, fitted: Callable[[str], bool], head: Sequence[str],
+    table: str, outcome: Found, labels: Sequence[tuple[str, str, Callable[[Row], bool]]],
+    expected: int, fitted: Callable[[str], bool], head: Sequence[str],
 ) -> Grid:  # fmt: skip
     """A grid: for each label the paper's row, then ours for each model and protocol.
 
@@ -481,22 +483,24 @@ def blocks_of(
         head: of the columns in front.
     """
     lines = []
-    for label, row, ours in labels:
+    for label, row, measured_value in labels:
         front = label.split("|")
         values = theirs(table, row)
         if values is not None:
             runs = published()["membership"][table].get("runs")
             lines.append([*front, "paper", str(math.prod(runs)) if runs else "", *values])
             front = [" " for _ in front]
-        for model in found.values("model") or ["ours"]:
-            for protocol, told in PROTOCOLS.items():
-                rows = [r for r in found.where(model=model, protocol=protocol) if ours(r)]
+        for model in outcome.values("model") or ["ours"]:
+            for protocol, notes in PROTOCOLS.items():
+                rows = [
+                    r for r in outcome.where(model=model, protocol=protocol) if measured_value(r)
+                ]
                 if not rows and (values is None or not played_in(table, label, protocol)):
                     continue
                 games = str(sum(r["games"] for r in rows)) if rows else ""
-                games += f", {len(rows)} of {wanted} parts" if 0 < len(rows) < wanted else ""
+                games += f", {len(rows)} of {expected} parts" if 0 < len(rows) < expected else ""
                 cells = rates(rows, fitted(protocol))
-                lines.append([*front, f"{model}, {told}", games, *cells])
+                lines.append([*front, f"{model}, {notes}", games, *cells])
                 front = [" " for _ in front]
     columns = dots(published()["membership"][table]["columns"])
     return Grid(
@@ -509,10 +513,10 @@ def on_page(
 ) -> Callable[[Found, Size], Shown]:
     """Return a table as the page has it: a row for each label, intervals of AUC alone."""
 
-    def page(found: Found, size: Size) -> Shown:
-        shown = show(found, size)
-        grids = [in_one_row(grid) for grid in shown.grids]
-        return Shown(grids, first_sentences(shown.finding, sentences))
+    def page(outcome: Found, size: Size) -> Shown:
+        display = show(outcome, size)
+        grids = [in_one_row(grid) for grid in display.grids]
+        return Shown(grids, first_sentences(display.finding, sentences))
 
     return page
 
@@ -528,24 +532,34 @@ def in_one_row(grid: Grid) -> Grid:
         groups[-1][1][row[at]] = list(row[at + 2 :])
         if row[at + 1]:
             games.setdefault(row[at], []).append(row[at + 1])
-    ours = [whose for whose in dict.fromkeys(row[at] for row in grid.rows) if whose != "paper"]
+    measured_value = [
+        owner for owner in dict.fromkeys(row[at] for row in grid.rows) if owner != "paper"
+    ]
 
     def values(cells: Mapping[str, list[str]], i: int) -> str:
-        return ", ".join(bare(cells[w][i]) for w in ours if w in cells)
+        return ", ".join(bare(cells[w][i]) for w in measured_value if w in cells)
 
     rows = [
         [*front,
          *(text for i in (0, 1) for text in (cells.get("paper", [""] * 3)[i], values(cells, i))),
-         cells.get("paper", [""] * 3)[2], *(cells.get(w, [""] * 3)[2] for w in ours)]
+         cells.get("paper", [""] * 3)[2], *(cells.get(w, [""] * 3)[2] for w in measured_value)]
         for front, cells in groups
     ]  # fmt: skip
-    head = [*grid.head[:at], "ACC, paper", "ours", "F1, paper", "ours", "AUC, paper", *ours]
+    head = [
+        *grid.head[:at],
+        "ACC, paper",
+        "ours",
+        "F1, paper",
+        "ours",
+        "AUC, paper",
+        *measured_value,
+    ]
     counted = "; ".join(
-        f"{whose}: {', '.join(sorted(set(counts), key=lambda n: (len(n), n)))}"
-        for whose, counts in games.items()
+        f"{owner}: {', '.join(sorted(set(counts), key=lambda n: (len(n), n)))}"
+        for owner, counts in games.items()
     )
-    about = re.sub(r"The paper's models: [^.]*\.", "", grid.caption).strip()
-    caption = f"{about} Games: {counted}.".strip() if counted else about
+    subject = re.sub(r"The paper's models: [^.]*\.", "", grid.caption).strip()
+    caption = f"{subject} Games: {counted}.".strip() if counted else subject
     return Grid(head, rows, caption)
 
 
@@ -567,20 +581,20 @@ TABLE2 = ("FC-Full", "AMI FC Full", "Attn", "Attn, as published",
           "AMI FC Token")  # fmt: skip
 
 
-def show_table2(found: Found, size: Size) -> Shown:
+def show_table2(outcome: Found, size: Size) -> Shown:
     labels = [(name, name, lambda r, name=name: r["attack"] == name) for name in TABLE2]
-    wanted = len(size.texts) * len(size.layers)
-    grid = blocks_of("table2", found, labels, wanted, own, ["method"])
-    told = []
-    for model in found.values("model"):
+    expected = len(size.texts) * len(size.layers)
+    grid = blocks_of("table2", outcome, labels, expected, own, ["method"])
+    notes = []
+    for model in outcome.values("model"):
         for name in ("FC-Full", "AMI FC Full", "Attn", "Attn, as published"):
-            rows = found.where(model=model, protocol="game", attack=name)
+            rows = outcome.where(model=model, protocol="game", attack=name)
             if rows:
                 right, auc = (number(mean_rate(rows, m).value) for m in ("accuracy", "auc"))
-                told.append(
+                notes.append(
                     f"on {model}, Fig. 2, {name} guesses {right} right, and ranks with AUC {auc}"
                 )
-    return Shown([grid], finding(told))
+    return Shown([grid], finding(notes))
 
 
 def means_over_models(table: str, name: str) -> float:
@@ -589,41 +603,43 @@ def means_over_models(table: str, name: str) -> float:
 
 
 def ldp_finding(
-    found: Found, table: str, epsilons: Sequence[float], attack: str = "FC-Full"
+    outcome: Found, table: str, epsilons: Sequence[float], attack: str = "FC-Full"
 ) -> str:
     """The AUC of one attack by epsilon beside the paper's mean."""
-    told = []
-    for model in found.values("model"):
+    notes = []
+    for model in outcome.values("model"):
         for protocol, name in PROTOCOLS.items():
             cells = []
             for epsilon in epsilons:
-                rows = found.where(model=model, protocol=protocol, epsilon=epsilon, attack=attack)
+                rows = outcome.where(model=model, protocol=protocol, epsilon=epsilon, attack=attack)
                 if rows:
                     paper = means_over_models(table, f"{epsilon:g} {attack}")
-                    ours = mean_rate(rows, "auc").value
-                    cells.append(f"{number(ours)} at {epsilon:g} (paper's mean {number(paper, 2)})")
+                    measured_value = mean_rate(rows, "auc").value
+                    cells.append(
+                        f"{number(measured_value)} at {epsilon:g} (paper's mean {number(paper, 2)})"
+                    )
             if cells:
-                told.append(f"on {model}, {name}, {attack} has AUC {', '.join(cells)}")
-    return finding(told)
+                notes.append(f"on {model}, {name}, {attack} has AUC {', '.join(cells)}")
+    return finding(notes)
 
 
 def show_ldp(table: str, methods: Sequence[str], over: int) -> Callable[[Found, Size], Shown]:
     """A table by epsilon and method; ``over`` mechanisms."""
 
-    def show(found: Found, size: Size) -> Shown:
+    def show(outcome: Found, size: Size) -> Shown:
         labels = [
             (f"{eps:g}|{name}", f"{eps:g} {name}",
              lambda r, eps=eps, name=name: r["epsilon"] == eps and r["attack"] == name)
             for eps in size.epsilons for name in methods
         ]  # fmt: skip
-        wanted = len(size.texts) * len(size.layers) * over
-        grid = blocks_of(table, found, labels, wanted, by_fit, ["epsilon", "method"])
-        return Shown([grid], ldp_finding(found, table, size.epsilons))
+        expected = len(size.texts) * len(size.layers) * over
+        grid = blocks_of(table, outcome, labels, expected, by_fit, ["epsilon", "method"])
+        return Shown([grid], ldp_finding(outcome, table, size.epsilons))
 
     return show
 
 
-def show_table3(found: Found, size: Size) -> Shown:
+def show_table3(outcome: Found, size: Size) -> Shown:
     trained = tuple(TRAINED.values())
     grids = []
     for names, layers, caption in (
@@ -635,35 +651,35 @@ def show_table3(found: Found, size: Size) -> Shown:
              lambda r, eps=eps, name=name: r["epsilon"] == eps and r["attack"] == name)
             for eps in size.epsilons for name in names
         ]  # fmt: skip
-        wanted = len(size.texts) * layers * len(size.mechanisms)
-        grid = blocks_of("table3", found, labels, wanted, by_fit, ["epsilon", "method"])
+        expected = len(size.texts) * layers * len(size.mechanisms)
+        grid = blocks_of("table3", outcome, labels, expected, by_fit, ["epsilon", "method"])
         grids.append(replace(grid, caption=f"{caption} {grid.caption}".strip()))
-    return Shown(grids, ldp_finding(found, "table3", size.epsilons))
+    return Shown(grids, ldp_finding(outcome, "table3", size.epsilons))
 
 
 PLACES = ("Early", "Mid", "Late")
 
 
 def show_layers(table: str, methods: Sequence[str]) -> Callable[[Found, Size], Shown]:
-    def show(found: Found, size: Size) -> Shown:
+    def show(outcome: Found, size: Size) -> Shown:
         labels = [
             (f"{place} ({layer})|{name}", f"{place} {name}",
              lambda r, layer=layer, name=name: r["layer"] == layer and r["attack"] == name)
             for place, layer in zip(PLACES, size.layers, strict=False) for name in methods
         ]  # fmt: skip
-        wanted = len(size.texts) * len(size.mechanisms)
-        grid = blocks_of(table, found, labels, wanted, by_fit, ["layer", "method"])
-        told = []
-        for model, attack in product(found.values("model"), methods):
+        expected = len(size.texts) * len(size.mechanisms)
+        grid = blocks_of(table, outcome, labels, expected, by_fit, ["layer", "method"])
+        notes = []
+        for model, attack in product(outcome.values("model"), methods):
             by_layer = {
                 k: mean_rate(rows, "auc").value
                 for k in size.layers
-                if (rows := found.where(model=model, protocol="game", layer=k, attack=attack))
+                if (rows := outcome.where(model=model, protocol="game", layer=k, attack=attack))
             }
             if by_layer:
                 cells = ", ".join(f"{number(v)} at layer {k}" for k, v in by_layer.items())
-                told.append(f"on {model}, Fig. 2, {attack} has AUC {cells}")
-        return Shown([grid], finding(told))
+                notes.append(f"on {model}, Fig. 2, {attack} has AUC {cells}")
+        return Shown([grid], finding(notes))
 
     return show
 
@@ -676,34 +692,34 @@ def fig5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     ]  # fmt: skip
 
 
-def show_fig5(found: Found, size: Size) -> Shown:
+def show_fig5(outcome: Found, size: Size) -> Shown:
     lines = []
-    held = [r["condition_holds"]["value"] for r in found.rows]
-    for law, tokens, which in product(LAWS, LENGTHS, ("bound", "random_direction")):
-        if which == "random_direction" and law != "one_hot":
+    held_out = [r["condition_holds"]["value"] for r in outcome.rows]
+    for law, tokens, selector in product(LAWS, LENGTHS, ("bound", "random_direction")):
+        if selector == "random_direction" and law != "one_hot":
             continue
         cells = []
         for d in size.dims:
-            rows = found.where(law=law, tokens=tokens, dim=d)
-            cells.append(wide(rows[0][which]) if rows else "not run")
-        name = law.replace("_", "-") + (", u random" if which != "bound" else "")
+            rows = outcome.where(law=law, tokens=tokens, dim=d)
+            cells.append(wide(rows[0][selector]) if rows else "not run")
+        name = law.replace("_", "-") + (", u random" if selector != "bound" else "")
         lines.append([name, str(tokens), *cells])
     head = ["law", "l_X", *(f"d = {d:,}" for d in size.dims)]
-    above = [r for r in found.rows if r["law"] != "one_hot" and r["bound"]["value"] > 0]
-    others = [r for r in found.rows if r["law"] != "one_hot"]
-    said = "Not run."
-    if others:
+    above = [r for r in outcome.rows if r["law"] != "one_hot" and r["bound"]["value"] > 0]
+    non_members = [r for r in outcome.rows if r["law"] != "one_hot"]
+    message = "Not run."
+    if non_members:
         least = {t: min((r["dim"] for r in above if r["tokens"] == t), default=None)
                  for t in LENGTHS}  # fmt: skip
-        told = ", ".join(
+        notes = ", ".join(
             f"from d = {d:,} on with {t} tokens" if d else f"at no d here with {t} tokens"
             for t, d in least.items()
         )
-        said = (
+        message = (
             f"Of the dimensions simulated, the bound for spherical or Gaussian data is above 0 "
-            f"{told}. Condition (4) held in {number(float(np.mean(held)))} of all data sets."
+            f"{notes}. Condition (4) held in {number(float(np.mean(held_out)))} of all data sets."
         )
-    return Shown([Grid(head, lines)], said)
+    return Shown([Grid(head, lines)], message)
 
 
 def wide(rate: Mapping[str, float]) -> str:
@@ -712,11 +728,12 @@ def wide(rate: Mapping[str, float]) -> str:
     return value if value == low == high else f"{value} ({low} to {high})"
 
 
-def fig5_page(found: Found, size: Size) -> Shown:
+def fig5_page(outcome: Found, size: Size) -> Shown:
     """Return Fig. 5 without intervals, which are .001 to either side at most."""
-    shown = show_fig5(found, size)
+    display = show_fig5(outcome, size)
     return replace(
-        shown, grids=[replace(g, rows=[[*map(bare, row)] for row in g.rows]) for g in shown.grids]
+        display,
+        grids=[replace(g, rows=[[*map(bare, row)] for row in g.rows]) for g in display.grids],
     )
 
 
@@ -742,7 +759,7 @@ def fig6_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     return cells
 
 
-def show_fig6(found: Found, size: Size) -> Shown:
+def show_fig6(outcome: Found, size: Size) -> Shown:
     lines = []
     kinds = (
         ("ours", {"group": "crafted"}, size.betas),
@@ -750,44 +767,48 @@ def show_fig6(found: Found, size: Size) -> Shown:
         ("one-hot", {"attack": "all"}, size.one_hot_betas),
         ("one-hot, unique word", {"attack": "no collision"}, size.one_hot_betas),
     )
-    for model in found.values("model") or ["ours"]:
-        for (name, what, betas), batch in product(kinds, size.batches):
+    for model in outcome.values("model") or ["ours"]:
+        for (name, quantity, betas), batch in product(kinds, size.batches):
             for beta in betas:
-                rows = found.where(model=model, batch=batch, beta=beta, **what)
+                rows = outcome.where(model=model, batch=batch, beta=beta, **quantity)
                 games = str(sum(r["games"] for r in rows)) if rows else ""
                 lines.append([model, name, str(batch), f"{beta:g}", games, *rates(rows, False)])
     head = ["model", "embedding", "sentences", "beta", "games", "ACC", "F1", "AUC"]
-    largest, told = max(size.batches), []
-    for name, what, betas in kinds:
-        rows = [r for b in betas for r in found.where(batch=largest, beta=b, **what)]
+    largest, notes = max(size.batches), []
+    for name, quantity, betas in kinds:
+        rows = [r for b in betas for r in outcome.where(batch=largest, beta=b, **quantity)]
         if rows:
             right, auc = (spread([rate_of(r, m).value for r in rows]) for m in ("accuracy", "auc"))
-            told.append(f"{name} guesses {right} right, and ranks with AUC {auc}")
+            notes.append(f"{name} guesses {right} right, and ranks with AUC {auc}")
     return Shown([Grid(head, lines)], finding([f"at {largest} sentences, over beta, {t}"
-                                                for t in told]))  # fmt: skip
+                                                for t in notes]))  # fmt: skip
 
 
-def fig6_page(found: Found, size: Size) -> Shown:
+def fig6_page(outcome: Found, size: Size) -> Shown:
     """Return Fig. 6 without F1 and games; neighbouring betas of the same rates have one row."""
-    shown = show_fig6(found, size)
-    (grid,) = shown.grids
+    display = show_fig6(outcome, size)
+    (grid,) = display.grids
     rows: list[list[str]] = []
     for row in grid.rows:
         if rows and [*rows[-1][:3], *rows[-1][4:]] == [*row[:3], *row[4:]]:
             rows[-1][3] = f"{rows[-1][3].partition(' to ')[0]} to {row[3]}"
         else:
             rows.append(list(row))
-    models = found.values("model")
+    models = outcome.values("model")
     merged = without(
         replace(grid, rows=rows), "games", "F1", *(["model"] if len(models) == 1 else [])
     )
-    return Shown([merged], first_sentences(shown.finding, 2))
+    return Shown([merged], first_sentences(display.finding, 2))
 
 
 def spread(values: Sequence[float]) -> str:
     """Of what is known, the smallest and the largest."""
-    known = [value for value in values if not math.isnan(value)]
-    return " to ".join(dict.fromkeys(map(number, (min(known), max(known))))) if known else "unknown"
+    reference = [value for value in values if not math.isnan(value)]
+    return (
+        " to ".join(dict.fromkeys(map(number, (min(reference), max(reference)))))
+        if reference
+        else "unknown"
+    )
 
 
 def ldp_table(number_: int, mechanism: str, name: str) -> Table:

@@ -158,8 +158,8 @@ def simulate_bound(
     if law == "one_hot" and dim < tokens:
         raise ValueError(f"{tokens} one-hot tokens, all different, need dim >= {tokens}, got {dim}")
     rng = np.random.default_rng(seed)
-    drawn = [_separation_and_norm(law, dim, tokens, n_batch, rng) for _ in range(runs)]
-    delta, norm = (np.array(column) for column in zip(*drawn, strict=True))
+    sample = [_separation_and_norm(law, dim, tokens, n_batch, rng) for _ in range(runs)]
+    delta, norm = (np.array(column) for column in zip(*sample, strict=True))
     needed = condition(beta, tokens, norm)
     error = retrieval_error(beta, tokens, delta, norm)
     radius = projection_radius(beta, tokens, norm)
@@ -207,19 +207,19 @@ def _separation_and_norm(
     if law == "spherical":
         factor /= np.linalg.norm(factor, axis=2, keepdims=True)
     products = factor @ factor.transpose(0, 2, 1)
-    own = np.diagonal(products, axis1=1, axis2=2).copy()
+    local = np.diagonal(products, axis1=1, axis2=2).copy()
     products[:, np.arange(tokens), np.arange(tokens)] = -np.inf
-    return float((own - products.max(2)).min()), float(np.sqrt(own.max()))
+    return float((local - products.max(2)).min()), float(np.sqrt(local.max()))
 
 
 def _largest_components(dim: int, draws: int, rng: np.random.Generator) -> Floats:
     """(draws,) the largest absolute component of points that are uniform on the sphere."""
-    found = np.empty(draws)
+    results = np.empty(draws)
     step = max(1, 2**22 // dim)
     for start in range(0, draws, step):
         x = rng.standard_normal((min(step, draws - start), dim))
-        found[start : start + step] = np.abs(x).max(1) / np.linalg.norm(x, axis=1)
-    return found
+        results[start : start + step] = np.abs(x).max(1) / np.linalg.norm(x, axis=1)
+    return results
 
 
 def _mean(values: Floats) -> Estimate:

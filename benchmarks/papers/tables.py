@@ -151,15 +151,15 @@ def mean_of(groups: Sequence[Sequence[Mean]]) -> Mean:
     Args:
         groups: unknown rates in them are left out.
     """
-    known = [[m for m in group if not math.isnan(m.value)] for group in groups]
-    of = sum(map(len, known))
-    known = [group for group in known if group]
-    if not known:
+    reference = [[m for m in group if not math.isnan(m.value)] for group in groups]
+    source = sum(map(len, reference))
+    reference = [group for group in reference if group]
+    if not reference:
         return UNKNOWN
-    value = statistics.fmean(m.value for group in known for m in group)
-    weights = [len(group) / of for group in known]
-    down = [statistics.fmean(m.value - m.low for m in group) for group in known]
-    up = [statistics.fmean(m.high - m.value for m in group) for group in known]
+    value = statistics.fmean(m.value for group in reference for m in group)
+    weights = [len(group) / source for group in reference]
+    down = [statistics.fmean(m.value - m.low for m in group) for group in reference]
+    up = [statistics.fmean(m.high - m.value for m in group) for group in reference]
     low = value - math.hypot(*(w * d for w, d in zip(weights, down, strict=True)))
     high = value + math.hypot(*(w * d for w, d in zip(weights, up, strict=True)))
     return Mean(value, max(0.0, low), min(1.0, high))
@@ -203,9 +203,9 @@ def dots(values: Iterable[object]) -> str:
 
 def without(grid: Grid, *names: str) -> Grid:
     """Return a grid without the columns of these names."""
-    kept = {i for i, name in enumerate(grid.head) if name not in names}
+    retained = {i for i, name in enumerate(grid.head) if name not in names}
     head, *rows = (
-        [cell for i, cell in enumerate(row) if i in kept] for row in (grid.head, *grid.rows)
+        [cell for i, cell in enumerate(row) if i in retained] for row in (grid.head, *grid.rows)
     )
     return replace(grid, head=head, rows=rows)
 

@@ -180,7 +180,7 @@ def check_bands(
         return
     if trust != "central" or sampling != "poisson" or release.quantile or accountant == "filter":
         raise DefenseError(
-            "ClientDP: bands= (--noise-bands) correlates the noise of rounds. It needs a trusted "
+            "ClientDP: bands= correlates the noise of rounds. It needs a trusted "
             "server, clients that are drawn by independent coins, and a clip norm and noise that "
             "do not change: use trust='central', sampling='poisson' and accountant='prv' or "
             "'rdp', without quantile="

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.inspect import CONFIG, EVIDENCE, WEIGHTS, InspectCommand
+from lightning_fedleak.cli.commands.inspect import CONFIG, EVIDENCE, WEIGHTS
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, read_texts
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
+from tests.helpers.commands import run_command
 
 BASE = str(EMBEDDED_MODEL)
 UP = "base_model.model.model.layers.0.mlp.up_proj.lora_{}.weight"
@@ -44,9 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def inspect(folder: Path, received: str, **options: Any) -> tuple[int, str]:
-    out = io.StringIO()
-    status = InspectCommand(folder / received, **options).run(Console(file=out, width=400))
-    return status, out.getvalue()
+    return run_command("inspect", width=400, received=folder / received, **options)
 
 
 def rules(printed: str, word: str) -> set[str]:
@@ -86,8 +83,8 @@ def test_start_of_the_first_round(folder):
 
 def test_jump_from_the_second_round_on(folder):
     before = folder / "honest"
-    own = {n: t + 1e-3 for n, t in load_file(before / WEIGHTS).items()}
-    save_file(own, folder / "own.safetensors")
+    returned = {n: t + 1e-3 for n, t in load_file(before / WEIGHTS).items()}
+    save_file(returned, folder / "own.safetensors")
     last = {"previous": before, "own_update": folder / "own.safetensors"}
     status, printed = inspect(folder, "crafted", **last)
     assert status == EVIDENCE
@@ -197,11 +194,5 @@ def test_a_broken_config_is_an_error(folder, capsys, content, message):
 def test_a_scale_that_the_server_sent_is_announced(folder):
     words = "The scale of LoRAs is from a config that the server sent."
     assert words in inspect(folder, "honest", base=BASE)[1]
-    assert (
-        words
-        in inspect(
-            folder, "honest", base=BASE, previous=folder / "start", own_update=folder / "honest"
-        )[1]
-    )
     assert words not in inspect(folder, "honest", base=BASE, start=folder / "start")[1]
     assert words not in inspect(folder, "honest")[1]  # no scale is used without the base

@@ -1,20 +1,18 @@
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak import Games, LeakageMonitor, with_canaries
 from lightning_fedleak.attacks.memorization import Canaries, Combined
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.memorization import BREACH, MemorizationCommand
+from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
@@ -24,6 +22,7 @@ from lightning_fedleak.cli.studies.memorization import tokenize
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.model.anatomy import find_anatomy
 from tests.engine.channels.test_memorization import fit
+from tests.helpers.commands import run_command
 
 
 @pytest.fixture(scope="module")
@@ -68,26 +67,24 @@ def train(model: torch.nn.Module, rows: list[torch.Tensor], rate: float) -> None
 
 
 def run(folder: Path, model: str = "model", **settings: object) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=160)
-    command = MemorizationCommand(
+    return run_command(
+        "memorization",
         model=str(folder / model),
         base=str(EMBEDDED_MODEL),
         members=str(folder / "members.jsonl"),
         others=str(folder / "others.jsonl"),
         length=32,
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
-    status = command.run(console)
-    return status, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("model", ["model", "adapters"])
 def test_a_trained_model_gives_its_texts_away(folder: Path, tmp_path: Path, model: str) -> None:
-    out = tmp_path / "result.json"
-    status, text = run(folder, model, drawn=True, at_most=0.6, out=out)
+    output = tmp_path / "result.json"
+    status, text = run(folder, model, drawn=True, at_most=0.6, out=output)
     assert status == BREACH
     assert "combined/auc is shown to be at least" in text
-    content = json.loads(out.read_text())
+    content = json.loads(output.read_text())
     assert content["attacks"]["combined"]["auc"] > 0.8
     assert content["attacks"]["combined"]["shown"] is None
     assert content["members"] + content["others"] + content["repeated"] + content["short"] == 120
@@ -95,13 +92,13 @@ def test_a_trained_model_gives_its_texts_away(folder: Path, tmp_path: Path, mode
 
 
 def test_the_base_itself_gives_nothing_away(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
+    output = tmp_path / "result.json"
     folder_of_base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).save_pretrained(
         folder_of_base
     )
-    assert run(folder, str(folder_of_base), drawn=True, at_most=0.6, out=out)[0] == 0
-    values = json.loads(out.read_text())["attacks"]
+    assert run(folder, str(folder_of_base), drawn=True, at_most=0.6, out=output)[0] == 0
+    values = json.loads(output.read_text())["attacks"]
     assert values["combined"]["auc"] == 0.5
     assert values["loss_ratio"]["auc"] == 0.5
     assert values["extraction"]["extracted_base"] == values["extraction"]["extracted_others"] == 0
@@ -109,7 +106,7 @@ def test_the_base_itself_gives_nothing_away(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("n", [10, 20])
-def test_texts_that_are_told_apart_wholly_never_pass(
+def test_members_that_are_distinguished_wholly_never_pass(
     folder: Path, tmp_path: Path, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten texts a side show an AUC of .645 at most, and twenty .80: more than .7 or not?"""
@@ -141,15 +138,15 @@ def test_members_that_are_copies_are_asked_for_extraction_by_how_often_they_repe
     written = [*lines["members"][:12] * 6, *lines["members"][12:]]
     (tmp_path / "members.jsonl").write_text("\n".join(written))
     (tmp_path / "others.jsonl").write_text("\n".join(lines["others"]))
-    out = tmp_path / "result.json"
-    status, text = run(tmp_path, drawn=True, metric="greedy", at_most=0.3, out=out)
-    content = json.loads(out.read_text())
+    output = tmp_path / "result.json"
+    status, text = run(tmp_path, drawn=True, metric="greedy", at_most=0.3, out=output)
+    content = json.loads(output.read_text())
     values = content["attacks"]["extraction"]
-    asked = find_anatomy(model.eval())
+    queried = find_anatomy(model.eval())
     texts = tokenize(members[:12], tokenizer, 32)
     by_heart = [
         bool(
-            (asked.model(text.ids[None]).logits[0, :-1].argmax(1) == text.ids[1:])
+            (queried.model(text.ids[None]).logits[0, :-1].argmax(1) == text.ids[1:])
             .unfold(0, 16, 1)
             .all(1)
             .any()
@@ -169,7 +166,7 @@ def test_members_that_are_copies_are_asked_for_extraction_by_how_often_they_repe
     assert "12 members that have copies" in text
 
 
-def test_others_of_unknown_law_are_unknown_and_a_breach(folder: Path) -> None:
+def test_non_members_that_are_not_exchangeable_are_unknown_and_a_breach(folder: Path) -> None:
     status, text = run(folder, at_most=0.99)
     assert status == BREACH
     assert "Membership is UNKNOWN" in text
@@ -214,9 +211,9 @@ def test_a_masked_model_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_nan_is_null(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    run(folder, drawn=True, out=out)
-    content = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(name))
+    output = tmp_path / "result.json"
+    run(folder, drawn=True, out=output)
+    content = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert content["attacks"]["combined"]["shown"] is None
     assert not math.isnan(content["visible_tpr"])
 
@@ -249,14 +246,14 @@ def planted(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str,
 def test_tiers_of_canaries_are_those_of_the_live_look(
     folder: Path, planted: dict[str, Path], tmp_path: Path
 ) -> None:
-    out = tmp_path / "result.json"
-    options = ["--suffix", "5", "--at-most", "0.5", "--out", str(out)]
+    output = tmp_path / "result.json"
+    options = ["--suffix", "5", "--at-most", "0.5", "--out", str(output)]
     paths = {name: planted[name] for name in ("model", "canaries", "record")}
     paths |= {"base": EMBEDDED_MODEL, "members": folder / "members.jsonl"}
     for name, path in {**paths, "others": folder / "others.jsonl"}.items():
         options += [f"--{name}", str(path)]
     assert main(["memorization", *options]) == BREACH
-    tiers = json.loads(out.read_text())["canaries"]
+    tiers = json.loads(output.read_text())["canaries"]
     live = [json.loads(line) for line in planted["log"].read_text().splitlines()]
     assert [line["attack"] for line in live] == ["canary_x1", "canary_x4"]
     assert tiers["4"]["exposure"] > 1
@@ -279,6 +276,5 @@ def test_canaries_in_another_order_or_without_their_record_are_refused(
         with pytest.raises(SourceError):
             PlantedCanaries(other, planted["record"])
     assert len(PlantedCanaries(planted["canaries"], planted["record"]).texts) == 80
-    alone = MemorizationCommand(model="m", base="b", canaries=other)
     with pytest.raises(SourceError, match="go together"):
-        alone._canaries()
+        run_command("memorization", model="m", base="b", canaries=other)

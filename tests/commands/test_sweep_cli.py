@@ -1,21 +1,19 @@
 from __future__ import annotations
 
-import io
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.options import DEFENSES
-from lightning_fedleak.cli.commands.sweep import SweepCommand, explain_defenses
+from lightning_fedleak.cli.commands.sweep import explain_defenses
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
-from lightning_fedleak.cli.studies.names import SWEEP_ATTACKS
 from lightning_fedleak.cli.studies.sweep.cell import run_cell
 from lightning_fedleak.cli.studies.sweep.grid import CellResult, GridCell, Setting, _leakage
 from lightning_fedleak.records import MetricValue, ResultLine
+from tests.helpers.commands import options_of, run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
@@ -31,23 +29,28 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def swept(command: SweepCommand, status: int = 0) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    assert command.run(console) == status
-    return console.file.getvalue()  # type: ignore[attr-defined]
+def swept(status: int = 0, **settings: object) -> str:
+    ended, printed = run_command("sweep", width=200, **settings)
+    assert ended == status
+    return printed
 
 
 def test_a_grid_is_run_written_plotted_and_gone_on_with(
     model: str, text: str, tmp_path: Path
 ) -> None:
-    settings = {"model": model, "text": text, "steps": 4, "every_n_steps": 2, "length": 12}
-    command = SweepCommand(
-        defense=["none", "gradient_noise:clip=1e-6,sigma=5", "freeze:part=head"],
-        attack=["flatchat", "fc"],
-        out=tmp_path,
-        **settings,  # type: ignore[arg-type]
-    )
-    printed = swept(command, status=1)
+    settings: dict[str, object] = {
+        "model": model,
+        "text": text,
+        "steps": 4,
+        "every_n_steps": 2,
+        "length": 12,
+    }
+    settings |= {
+        "defense": ["none", "gradient_noise:clip=1e-6,sigma=5", "freeze:part=head"],
+        "attack": ["flatchat", "fc"],
+        "out": tmp_path,
+    }
+    printed = swept(status=1, **settings)
     rows = json.loads((tmp_path / "results.json").read_text())["cells"]
     none, noise, freeze = (row["result"] for row in rows)
     # The tiny model's head is tied: to freeze it alone is refused, and the others are not lost.
@@ -60,32 +63,28 @@ def test_a_grid_is_run_written_plotted_and_gone_on_with(
     assert none["leakage"]["flatchat"]["value"] > noise["leakage"]["flatchat"]["value"]
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
     assert f"{none['val_loss']:.3f}" in printed
-    again = swept(command, status=1)
+    again = swept(status=1, **settings)
     assert "3 cells, 2 of them done before" in again
     assert "none: val loss" not in again
 
 
-def test_what_the_package_warns_of_is_told(model: str, text: str, tmp_path: Path) -> None:
+def test_warnings_of_the_package_are_printed(model: str, text: str, tmp_path: Path) -> None:
     (spec,) = parse_defenses("freeze:part=head+embeddings")
     setting = Setting(model=model, text=text, attacks=("flatchat",), steps=1, length=12)
     result = run_cell(GridCell(setting, spec), tmp_path)
-    (told,) = result.warnings
-    assert "which is not shared in this run" in told
+    (warning,) = result.warnings
+    assert "which is not shared in this run" in warning
     assert not result.leakage["flatchat"].exposed
-    again = CellResult.from_dict(json.loads(json.dumps(result.to_dict())))
+    again = CellResult.from_dict(json.loads(json.dumps(asdict(result))))
     assert again == result
-    assert f"{spec} warns: {told}" in explain_defenses([(GridCell(setting, spec), result)])
+    assert f"{spec} warns: {warning}" in explain_defenses([(GridCell(setting, spec), result)])
 
 
-def test_the_command_line_and_the_class_agree(
-    model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    monkeypatch.setattr(SweepCommand, "run", lambda self: seen.append(self) or 0)
-    assert main(["sweep"]) == 0
-    assert seen[0] == SweepCommand(defense=list(DEFENSES), attack=list(Setting.attacks))
-    assert main(["sweep", "--attack", *SWEEP_ATTACKS]) == 0
-    assert tuple(seen[1].attack) == SWEEP_ATTACKS
+def test_the_command_line_and_the_class_agree() -> None:
+    options = options_of("sweep")
+    assert tuple(options.attack) == Setting.attacks
+    shared = {f.name for f in fields(Setting)} - {"attacks"}
+    assert all(getattr(options, name) == getattr(Setting, name) for name in shared)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_the_command_line_and_the_class_agree(
         (["--text", "nowhere.txt"], "there is no file 'nowhere.txt'"),
     ],
 )
-def test_what_would_fail_everywhere_is_said_first(
+def test_what_would_fail_everywhere_is_reported_first(
     model: str,
     tmp_path: Path,
     options: list[str],
@@ -110,7 +109,7 @@ def test_what_would_fail_everywhere_is_said_first(
 def test_a_folder_that_cannot_be_made(model: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SourceError, match="name another folder with --out"):
-        SweepCommand(model=model, out=tmp_path / "file" / "x").run()
+        swept(model=model, out=tmp_path / "file" / "x")
 
 
 def line(value: float | None, unknown: str | None = None, **more: float) -> ResultLine:
@@ -121,17 +120,17 @@ def line(value: float | None, unknown: str | None = None, **more: float) -> Resu
     )
 
 
-def test_unknown_looks_are_in_no_mean_and_are_told() -> None:
-    found = _leakage("f1", [line(0.2), line(None, "it crashed"), line(0.4)])
-    assert found.value == pytest.approx(0.3)
+def test_unknown_looks_are_in_no_mean_and_are_counted() -> None:
+    leakage = _leakage("f1", [line(0.2), line(None, "it crashed"), line(0.4)])
+    assert leakage.value == pytest.approx(0.3)
     # t(.975, 1 degree of freedom) = 12.706; the standard error of (.2, .4) is .1
-    assert (found.low, found.high) == (0.0, 1.0)
-    assert (found.looks, found.unknown, found.why) == (2, 1, "it crashed")
+    assert (leakage.low, leakage.high) == (0.0, 1.0)
+    assert (leakage.looks, leakage.unknown, leakage.why) == (2, 1, "it crashed")
     assert _leakage("f1", [line(None, "it crashed")]).value is None
     assert _leakage("f1", []).value is None
 
 
 def test_pooled_games_are_not_averaged() -> None:
     looks = [line(0.2, f1_of_this_look=0.2), line(0.5, f1_of_this_look=0.8)]
-    found = _leakage("f1", looks)
-    assert (found.value, found.low, found.high) == (0.5, 0.1, 0.9)
+    leakage = _leakage("f1", looks)
+    assert (leakage.value, leakage.low, leakage.high) == (0.5, 0.1, 0.9)

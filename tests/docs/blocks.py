@@ -54,22 +54,22 @@ def blocks_of(path: Path) -> Iterator[Block]:
         ValueError: a comment for the tests that they do not understand, or that no block follows.
     """
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
-    asked: re.Match[str] | None = None
+    queried: re.Match[str] | None = None
     for token in tokens_of(path):
         if token.type == "html_block" and "test:" in token.content:
-            asked = _ASKS.fullmatch(token.content)
-            if asked is None:
+            queried = _ASKS.fullmatch(token.content)
+            if queried is None:
                 raise ValueError(f"{name}: {token.content!r} is no comment that the tests know")
         elif token.type in ("fence", "code_block"):
             line = (token.map or [0])[0] + 1 + (token.type == "fence")
-            told = asked.groupdict("") if asked else {}
-            asked = None
+            notes = queried.groupdict("") if queried else {}
+            queried = None
             language = token.info.strip() or "commands"
-            yield Block(f"{name}:{line}", language, token.content, **told)
-        elif asked is not None:
-            raise ValueError(f"{name}: behind {asked[0]!r} stands no code block")
-    if asked is not None:
-        raise ValueError(f"{name}: behind {asked[0]!r} stands no code block")
+            yield Block(f"{name}:{line}", language, token.content, **notes)
+        elif queried is not None:
+            raise ValueError(f"{name}: behind {queried[0]!r} stands no code block")
+    if queried is not None:
+        raise ValueError(f"{name}: behind {queried[0]!r} stands no code block")
 
 
 def inline_code(path: Path) -> Iterator[str]:

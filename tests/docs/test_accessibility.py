@@ -28,5 +28,5 @@ def site(tmp_path_factory):
 @pytest.mark.parametrize("name", ["index", "dpsgd", "report", "api/callbacks"])
 def test_axe_finds_nothing_serious_on_the_site(site, tmp_path, name, width):
     for dark in (False, True):
-        found = browser.violations(site / f"{name}.html", width, tmp_path, dark=dark)
-        assert [one for one in found if one["impact"] != "moderate"] == []
+        results = browser.violations(site / f"{name}.html", width, tmp_path, dark=dark)
+        assert [one for one in results if one["impact"] != "moderate"] == []

@@ -29,12 +29,12 @@ def test_few_blocks_are_skipped():
 
 
 def test_blocks_and_what_is_asked_of_them(tmp_path):
-    found = read(
+    results = read(
         tmp_path,
         "Text\n\n<!-- test: setup=own -->\n```python\nx\n```\n\n    make y\n\n"
         "- in a list:\n\n  <!-- test: skip (no (such) thing) -->\n  ```text\n  z\n  ```\n",
     )
-    assert found == [
+    assert results == [
         Block("page.md:5", "python", "x\n", setup="own"),
         Block("page.md:8", "commands", "make y\n"),
         Block("page.md:14", "text", "z\n", skip="no (such) thing"),

@@ -3,9 +3,7 @@
 Nothing is computed: `fedleak` and the scripts of benchmarks/ read their arguments, make finds its
 target. `<folder>` and `...` stand for what a reader puts in, and `[--a | --b]` for a choice.
 
-In running text and tables stand whole commands too, scripts with arguments, and parts of commands
-that begin with an option or a subcommand. A part belongs to a command of its own page: one of the
-page's programs must understand it.
+Whole commands in running text and tables are checked too.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import re
 import runpy
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,13 +23,13 @@ import pytest
 from benchmarks.papers import __main__ as papers
 from lightning_fedleak.cli.commands import parser
 from lightning_fedleak.cli.commands.recipes import recipe_files
-from tests.docs.blocks import blocks, blocks_of, inline_code
+from tests.docs.blocks import blocks, inline_code
 from tests.tools.sentences import ROOT, pages
 
 COMMANDS = ("fedleak", "make", "python", "pip")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-OTHERS = ("trl",)  # packages that this one works with and does not install
+PACKAGES = ("trl",)  # packages that this one works with and does not install
 SETS = re.compile(r"[A-Z_]+=\S*")
 
 
@@ -55,13 +53,13 @@ def variants(line: str) -> list[list[str]]:
     if bracket:
         line = line.replace(bracket[0], " {}")
         choices += [choice.strip() for choice in bracket[1].split("|")]
-    found = []
+    commands = []
     for choice in choices:
         words = shlex.split(line.replace("{}", choice), comments=True)
         while words and SETS.fullmatch(words[0]):
             words = words[1:]
-        found.append([words[0].removeprefix(".venv/bin/"), *words[1:]])
-    return found
+        commands.append([words[0].removeprefix(".venv/bin/"), *words[1:]])
+    return commands
 
 
 def check(words: Sequence[str]) -> None:
@@ -96,8 +94,8 @@ def _configs(arguments: list[str]) -> None:
         if option == "--recipe":
             assert name in recipe_files(), name
             continue
-        there = (ROOT / name).is_file() or name.removesuffix(".yaml") in recipe_files()
-        assert there or name.startswith("your_"), name
+        exists = (ROOT / name).is_file() or name.removesuffix(".yaml") in recipe_files()
+        assert exists or name.startswith("your_"), name
 
 
 def _make(arguments: list[str]) -> None:
@@ -110,7 +108,7 @@ def _make(arguments: list[str]) -> None:
 def _pip(arguments: list[str]) -> None:
     assert arguments[0] == "install"
     assert len(arguments) == 2
-    if arguments[1] in OTHERS:
+    if arguments[1] in PACKAGES:
         return
     extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", arguments[1])
     assert extras, arguments
@@ -125,17 +123,17 @@ def _python(arguments: list[str]) -> None:
         assert arguments[1] == "fit"
         _configs(arguments[2:])
         return
-    path, given = _script(arguments)
+    path, rest = _script(arguments)
     if path.parent == ROOT / "examples":
-        assert not given
+        assert not rest
         runs = [ROOT / "tests" / "test_examples.py", ROOT / "tests" / "trl" / "test_example.py"]
         assert any(path.name in run.read_text() for run in runs), "is it run?"
         return
     source = path.read_text(encoding="utf-8")
     if "ArgumentParser" not in source:
-        assert not given, f"{path.name} takes no arguments"
+        assert not rest, f"{path.name} takes no arguments"
         return
-    _reads(path, given)
+    _parser_of(path).parse_args(rest)
 
 
 def _script(arguments: Sequence[str]) -> tuple[Path, list[str]]:
@@ -162,11 +160,6 @@ def _papers(arguments: list[str]) -> None:
     end = next((i for i, w in enumerate(arguments) if i > models and w.startswith("--")), None)
     rest = [*arguments[:models], *(arguments[end:] if end else [])]
     assert papers.main([*rest, "--list"]) == 0
-
-
-def _reads(path: Path, arguments: list[str]) -> None:
-    """Lets a script's parser read arguments."""
-    _parser_of(path).parse_args(arguments)
 
 
 @cache
@@ -196,7 +189,7 @@ def test_commands_are_understood(block, capsys):
         check_line(line)
 
 
-def _known(arguments: Sequence[str]) -> None:
+def _check_options(arguments: Sequence[str]) -> None:
     """Of a command in running text: the subcommand and each option exist."""
     _, subcommands = parser.parsers()
     command = subcommands[arguments[0]]
@@ -217,123 +210,7 @@ def test_commands_in_running_text_are_understood(path):
         if program != "fedleak":
             rules[program](arguments)
         elif arguments[0] not in ("fit", "--version"):
-            _known(arguments)
-
-
-def commands_of(path: Path) -> list[list[str]]:
-    """The commands of a page's blocks and running text; of a script that it names, the name."""
-    found = [
-        words
-        for block in blocks_of(path)
-        if block.language in ("commands", "bash") and not block.skip
-        for line in lines_of(block.text)
-        for words in variants(line)
-    ]
-    for code in filter(str.strip, inline_code(path)):
-        first = code.split()[0]
-        if first in COMMANDS:
-            found += variants(code)
-        elif script_named(first):
-            found.append(["python", *script_named(first)])
-    programs = [words for words in found if words[0] in ("fedleak", "python") and len(words) > 1]
-    return [words for words in programs if not words[1].startswith("your_")]
-
-
-@cache
-def script_named(word: str) -> tuple[str, str] | tuple[()]:
-    """Return how Python is told to run the script of benchmarks/ that a word names."""
-    if not word.endswith(".py"):
-        return ()
-    for path in (ROOT / "benchmarks").rglob(Path(word).name):
-        if "ArgumentParser" in path.read_text("utf-8"):
-            return "-m", ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    return ()
-
-
-def parts_of(path: Path) -> Iterator[str]:
-    """Parts of commands in running text and tables: what holds an option behind no program."""
-    for code in inline_code(path):
-        first = code.split()[0] if code.split() else ""
-        if first not in COMMANDS and "=" not in first and re.search(r"(^|\s)--\w", code):
-            yield code
-
-
-def understood(part: str, commands: Sequence[Sequence[str]]) -> bool:
-    """Whether a part is one of a command: by itself, or behind what stands there.
-
-    Capital letters stand for what a reader puts in: a name, or else a number. An option alone is a
-    name, of one of the programs or of `fedleak`.
-    """
-    words = shlex.split(re.sub(r"<[^<>]*>", "placeholder", part))
-    if len(words) == 1:
-        return words[0] in set().union(*map(_option_names, [["fedleak"], *commands]))
-    if script := script_named(words[0]):
-        return _is_read(["python", *script, *words[1:]])
-    numbers = [re.sub(r"^[A-Z]+$", "1", word) for word in words]
-    for command in commands:
-        head = 3 if command[1] == "-m" else 2
-        given = command if words[0].startswith("--") else command[:head]
-        if _is_read([*given, *words]) or _is_read([*given, *numbers]):
-            return True
-    return False
-
-
-def _is_read(words: Sequence[str]) -> bool:
-    try:
-        check(words)
-    except (AssertionError, SystemExit, ModuleNotFoundError):
-        return False
-    return True
-
-
-def _option_names(command: Sequence[str]) -> set[str]:
-    """The options of a script with all its subcommands, or of all of `fedleak`."""
-    if command[0] == "fedleak":
-        parsers = list(parser.parsers()[1].values())
-    else:
-        path, _ = _script(command[1:])
-        reads = "ArgumentParser" in path.read_text("utf-8")
-        parsers = [_parser_of(path)] if reads else []
-    names: set[str] = set()
-    while parsers:
-        for action in parsers.pop()._actions:
-            names |= {*action.option_strings}
-            if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
-    return names
-
-
-@pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_parts_of_commands_are_understood_by_a_program_of_their_page(path, capsys):
-    commands = commands_of(path)
-    assert [part for part in parts_of(path) if not understood(part, commands)] == []
-
-
-@pytest.mark.parametrize(
-    ("part", "right"),
-    [
-        ("--rank 8 --shapes 8x64", True),
-        ("--rank 8 --layers 1", False),
-        ("passive_membership.py --model DIR --shapes 1x64 --warm 5,30", True),
-        ("passive_membership.py --shapes 1x64", False),
-        ("benchmarks/attacks/subspace_words.py --layers 1", False),
-        ("table2 --layers 10 20 30 --paper-games 8", False),
-        ("membership table2 --set layers=10,20,30", True),
-        ("membership table2 --set paper_games=8", False),
-        ("--warm N", True),
-        ("--batches N", True),
-        ("--batches many", False),
-        ("--shapes", True),
-        ("--lora-r", True),
-        ("--no-such", False),
-    ],
-)
-def test_parts_that_no_program_of_the_page_has_are_found(part, right, capsys):
-    commands = [
-        ["python", "-m", "benchmarks.attacks.subspace_words", "--model", "DIR"],
-        ["python", "-m", "benchmarks.papers", "membership", "table2", "--model", "DIR"],
-    ]
-    assert understood(part, commands) is right
+            _check_options(arguments)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +223,6 @@ def test_parts_that_no_program_of_the_page_has_are_found(part, right, capsys):
         "python your_script.py fit --config no_such.yaml",
         "make coffee",
         "pip install '.[coffee]'",
-        "pip install coffee",
         "python benchmarks/no_such.py",
         "python -m benchmarks.attacks.setups --no-such-option",
         "python -m benchmarks.no_such",
@@ -356,7 +232,7 @@ def test_parts_that_no_program_of_the_page_has_are_found(part, right, capsys):
         "coffee",
     ],
 )
-def test_what_is_wrong_is_found(line, capsys):
+def test_wrong_commands_are_reported(line, capsys):
     with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError)):
         check_line(line)
 

@@ -24,7 +24,7 @@ def links_of(path: Path) -> list[str]:
 def anchors_of(path: Path) -> set[str]:
     """The headings of a page, as sites of repositories and mkdocs both spell them in links."""
     tokens = tokens_of(path)
-    found: list[str] = []
+    results: list[str] = []
     for before, token in pairwise(tokens):
         if before.type == "heading_open":
             text = "".join(
@@ -32,9 +32,9 @@ def anchors_of(path: Path) -> set[str]:
                 for child in token.children or ()
                 if child.type in ("text", "code_inline")
             )
-            kept = re.sub(r"[^\w\s-]", "", text.lower()).strip()
-            found.append(re.sub(r"\s", "-", kept))
-    return set(found)
+            retained = re.sub(r"[^\w\s-]", "", text.lower()).strip()
+            results.append(re.sub(r"\s", "-", retained))
+    return set(results)
 
 
 @pytest.mark.parametrize("path", [*pages(), *MORE], ids=lambda p: str(p.relative_to(ROOT)))

@@ -165,9 +165,9 @@ def training_step() -> Iterator[Names]:
     """The method of a reader's module, under DP-SGD."""
     names: Names = {}
     yield names
-    own = type("Own", (CausalLMFineTuning,), {"training_step": names["training_step"]})
+    local = type("Own", (CausalLMFineTuning,), {"training_step": names["training_step"]})
     strategy = DefendedStrategy("auto", [DPSGD(1.0, target_epsilon=8, target_delta=1e-5)])
-    L.Trainer(strategy=strategy).fit(own(language_model()), data())
+    L.Trainer(strategy=strategy).fit(local(language_model()), data())
 
 
 def canaries() -> Iterator[Names]:
@@ -231,8 +231,8 @@ def rounds() -> Iterator[Names]:
         assert names["leaving"].events
         return
     lines = map(json.loads, Path("fedleak_runs/federation/leakage.jsonl").read_text().splitlines())
-    seen = {(line["round"], line["client"]) for line in lines if line["unknown"] is None}
-    assert seen == {(round_, number) for round_ in range(2) for number in range(2)}
+    observed = {(line["round"], line["client"]) for line in lines if line["unknown"] is None}
+    assert observed == {(round_, number) for round_ in range(2) for number in range(2)}
 
 
 def whole_clients() -> Iterator[Names]:

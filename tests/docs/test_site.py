@@ -97,30 +97,30 @@ def on_page(name: str) -> SimpleNamespace:
 
 
 def test_links_that_leave_the_docs_become_names_of_files(hooks):
-    shown = hooks.on_page_markdown(
+    display = hooks.on_page_markdown(
         "See [the rules](../CONTRIBUTING.md#a), [x](../x.py), [here](x.md#b).\n"
         "<!-- test: skip (because) -->\n```\n[0](../1)\n```\n",
         page=on_page("a.md"),
     )
-    assert shown == (
+    assert display == (
         "See the rules (`CONTRIBUTING.md`), `x.py`, [here](x.md#b).\n```\n[0](../1)\n```\n"
     )
     inside = "[a](../a.md) ![b](../b.png) [c](../../c/d.py)"
-    shown = hooks.on_page_markdown(inside, page=on_page("api/x.md"))
-    assert shown == "[a](../a.md) ![b](../b.png) `c/d.py`"
+    display = hooks.on_page_markdown(inside, page=on_page("api/x.md"))
+    assert display == "[a](../a.md) ![b](../b.png) `c/d.py`"
 
 
 def test_roles_of_docstrings_become_names(hooks):
-    shown = hooks.on_page_content("<p>A :class:<code>~a.b.C</code>, <code>x</code></p>")
-    assert shown == (
+    display = hooks.on_page_content("<p>A :class:<code>~a.b.C</code>, <code>x</code></p>")
+    assert display == (
         '<p>A <autoref optional identifier="a.b.C"><code>C</code></autoref>, <code>x</code></p>'
     )
 
 
 def test_search_has_a_name_and_wide_code_is_reached_by_keyboard(hooks):
     assert hooks.on_post_page('<div role="dialog">') == '<div role="dialog" aria-label="Search">'
-    shown = hooks.on_page_content("<pre><span></span><code>x\n</code></pre>")
-    assert '<code tabindex="0">' in shown
+    display = hooks.on_page_content("<pre><span></span><code>x\n</code></pre>")
+    assert '<code tabindex="0">' in display
 
 
 def test_long_names_break_behind_a_slash_and_blocks_stay(hooks):

@@ -30,10 +30,10 @@ def test_rows_hold_the_texts_and_nothing_else(text: str) -> None:
     tokenizer = tiny_tokenizer()
     data = TextDataModule(text, tokenizer, batch_size=1, length=64, val_fraction=0.25)
     data.setup()
-    seen = sorted(tokenizer.decode(r) for r in rows(data.train_dataloader()))
+    observed = sorted(tokenizer.decode(r) for r in rows(data.train_dataloader()))
     held_out = sorted(tokenizer.decode(r) for r in rows(data.val_dataloader()))
     assert len(held_out) == 3
-    assert sorted(seen + held_out) == sorted(TEXTS)
+    assert sorted(observed + held_out) == sorted(TEXTS)
 
 
 def test_long_texts_go_on_in_the_next_row(text: str) -> None:
@@ -44,8 +44,8 @@ def test_long_texts_go_on_in_the_next_row(text: str) -> None:
     whole = [i for row in val for i in row]
     assert max(map(len, val)) == 5
     expected = [tokenizer(t)["input_ids"] for t in TEXTS]
-    kept = [ids[: len(ids) - (len(ids) % 5 == 1)] for ids in expected]
-    assert whole in kept
+    retained = [ids[: len(ids) - (len(ids) % 5 == 1)] for ids in expected]
+    assert whole in retained
 
 
 def test_padding_is_masked_and_never_a_label(text: str) -> None:

@@ -72,10 +72,10 @@ def test_a_bare_name_without_a_network_is_told_once(
     for _ in range(2):
         with pytest.raises(SourceError) as error:
             load("gpt2")
-        said = str(error.value)
-        assert said.startswith("'gpt2' is not on this machine")
-        assert "could not be reached (Name or service not known)" in said
-        assert f"give a {give}, set HF_HOME to a cache that has it, or connect" in said
+        message = str(error.value)
+        assert message.startswith("'gpt2' is not on this machine")
+        assert "could not be reached (Name or service not known)" in message
+        assert f"give a {give}, set HF_HOME to a cache that has it, or connect" in message
     assert network.asked == 1
 
 
@@ -95,9 +95,9 @@ def test_a_command_ends_before_it_loads_libraries(
 
     monkeypatch.setattr(importlib, "import_module", watched)
     assert cli.main(["game", *given]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedleak: '{given[1]}' is not on this machine")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"fedleak: '{given[1]}' is not on this machine")
+    assert message.count("\n") == 1
 
 
 def test_text_that_the_model_samples_is_no_dataset(
@@ -178,11 +178,11 @@ def test_a_model_of_the_cache_needs_no_network(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_network(monkeypatch)
-    kept = cache / "models--owner--name"
-    (kept / "refs").mkdir(parents=True)
-    (kept / "refs" / "main").write_text("ab12")
-    (kept / "snapshots").mkdir()
-    (kept / "snapshots" / "ab12").symlink_to(EMBEDDED_MODEL)
+    retained = cache / "models--owner--name"
+    (retained / "refs").mkdir(parents=True)
+    (retained / "refs" / "main").write_text("ab12")
+    (retained / "snapshots").mkdir()
+    (retained / "snapshots" / "ab12").symlink_to(EMBEDDED_MODEL)
     assert model_source("owner/name") == ("owner/name", {"local_files_only": True})
     (cache / "datasets--owner--texts").mkdir()
     check_text_source("owner/texts:small:test")

@@ -34,9 +34,9 @@ def batches(case):
     if "bert" in case:
         labels = torch.tensor([0, 2, 1])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    given = {"attention_mask": mask}
+    settings = {"attention_mask": mask}
     return [(ids, labels, {}), (ids.flip(0), labels.flip(0), {"attention_mask": mask.flip(0)})] + (
-        [] if "bert" in case else [(ids, labels, given | {"position_ids": positions})]
+        [] if "bert" in case else [(ids, labels, settings | {"position_ids": positions})]
     )
 
 
@@ -47,29 +47,29 @@ def runs(tmp_path_factory):
     log = folder / "log"
     server = process("tests.split_learning.cases", [folder], log, CUDA_VISIBLE_DEVICES="")
     server.start()
-    found = {}
+    results = {}
     try:
         for name, case in CASES.items():
             url = f"file://{folder / name.replace(' ', '_')}"
             channel = connect(url, "client", timeout=TIMEOUT)
             split = case.split()
             ids, mask = prompt()
-            out = {"split": split}
+            output = {"split": split}
             with SplitClient(split, channel, optimizer=SGD) as client:
-                out["losses"] = [client.train_step(x, y, **z) for x, y, z in batches(name)]
-                out["logits"] = client.logits(ids, mask)
+                output["losses"] = [client.train_step(x, y, **z) for x, y, z in batches(name)]
+                output["logits"] = client.logits(ids, mask)
                 if "bert" not in name:
-                    out["tokens"] = client.generate(ids, NEW, mask)
-            found[name] = out
+                    output["tokens"] = client.generate(ids, NEW, mask)
+            results[name] = output
         channel = connect(f"file://{folder / 'leaves'}", "client", timeout=TIMEOUT)
         SplitClient(CASES["llama"].split(), channel).logits(*prompt())
         channel.drop()
         channel = connect(f"file://{folder / 'dies'}", "client", timeout=TIMEOUT)
         client = SplitClient(CASES["llama"].split(), channel)
-        began = time.monotonic()
+        start_time = time.monotonic()
         with pytest.raises(PeerError) as raised:
             client.logits(*prompt())
-        found["dies"] = str(raised.value), time.monotonic() - began
+        results["dies"] = str(raised.value), time.monotonic() - start_time
         client.close()
         server.join(TIMEOUT)
         assert server.exitcode == 3
@@ -79,10 +79,10 @@ def runs(tmp_path_factory):
     finally:
         server.kill()
         server.join()
-    found["leaves"] = (folder / "leaves.txt").read_text()
+    results["leaves"] = (folder / "leaves.txt").read_text()
     for name in CASES:
-        found[name] |= torch.load(folder / f"{name}.pt", weights_only=False)
-    return found
+        results[name] |= torch.load(folder / f"{name}.pt", weights_only=False)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +94,22 @@ def unsplit():
         model = case.model().train()
         optimizer = SGD(model.parameters())
         losses = []
-        for ids, labels, given in batches(name):
+        for ids, labels, settings in batches(name):
             optimizer.zero_grad()
-            out = model(input_ids=ids, labels=labels, **given)
-            out.loss.backward()
+            output = model(input_ids=ids, labels=labels, **settings)
+            output.loss.backward()
             optimizer.step()
-            losses.append(out.loss.detach())
+            losses.append(output.loss.detach())
         model.eval()
         ids, mask = prompt()
         with torch.no_grad():
-            out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+            output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
             tokens = None
             if "bert" not in name:
                 tokens = model.generate(
                     ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None
                 )
-        return model, losses, out, tokens
+        return model, losses, output, tokens
 
     return {name: run(name) for name in CASES}
 
@@ -125,7 +125,7 @@ def test_training_is_that_of_the_whole_model(runs, unsplit, name):
     assert all(near(a, b) for a, b in zip(run["losses"], losses, strict=True))
     assert float(losses[-1]) != float(losses[0])
     whole = CASES[name].split(model)
-    for mine, gradients, part in (
+    for local, gradients, part in (
         (
             trainable_parameters((run["split"].bottom, run["split"].tail)),
             None,
@@ -133,11 +133,11 @@ def test_training_is_that_of_the_whole_model(runs, unsplit, name):
         ),
         (run["weights"], run["gradients"], (whole.top,)),
     ):
-        theirs = trainable_parameters(part)
-        gradients = [p.grad for p in mine] if gradients is None else gradients
-        assert len(mine) == len(theirs) > 0
-        assert all(near(a, b) for a, b in zip(mine, theirs, strict=True))
-        for a, b in zip(gradients, theirs, strict=True):
+        peer = trainable_parameters(part)
+        gradients = [p.grad for p in local] if gradients is None else gradients
+        assert len(local) == len(peer) > 0
+        assert all(near(a, b) for a, b in zip(local, peer, strict=True))
+        for a, b in zip(gradients, peer, strict=True):
             assert (a is None) == (b.grad is None)
             assert a is None or near(a, b.grad)
 
@@ -145,23 +145,23 @@ def test_training_is_that_of_the_whole_model(runs, unsplit, name):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_whole_model(runs, unsplit, name):
     _, mask = prompt()
-    mine, theirs = runs[name]["logits"], unsplit[name][2].logits
-    if mine.dim() == 3:
-        mine, theirs = mine[mask == 1], theirs[mask == 1]
-    assert near(mine, theirs)
+    local, peer = runs[name]["logits"], unsplit[name][2].logits
+    if local.dim() == 3:
+        local, peer = local[mask == 1], peer[mask == 1]
+    assert near(local, peer)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "bert" not in n])
 def test_generation_is_that_of_the_whole_model(runs, unsplit, name):
-    mine, theirs = runs[name]["tokens"], unsplit[name][3]
-    assert mine.shape == (3, 7 + NEW)
-    assert torch.equal(mine, theirs)
-    assert len(set(mine[:, 7:].flatten().tolist())) > 2
+    local, peer = runs[name]["tokens"], unsplit[name][3]
+    assert local.shape == (3, 7 + NEW)
+    assert torch.equal(local, peer)
+    assert len(set(local[:, 7:].flatten().tolist())) > 2
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "bert" not in n])
 def test_what_is_kept_is_what_was_sent(runs, unsplit, name):
-    run, (model, _, out, _) = runs[name], unsplit[name]
+    run, (model, _, output, _) = runs[name], unsplit[name]
     case = CASES[name]
     _, mask = prompt()
     assert len(run["received"]) == 3, "five were sent, three are kept"
@@ -170,23 +170,23 @@ def test_what_is_kept_is_what_was_sent(runs, unsplit, name):
     assert read.stage == generated.stage == "shared"
     [(place, states)] = read.tensors.items()
     assert place == run["split"].layer_name
-    at = case.layer
-    if at < len(out.hidden_states) - 1:
-        assert near(states[mask == 1], out.hidden_states[at][mask == 1])
+    position = case.layer
+    if position < len(output.hidden_states) - 1:
+        assert near(states[mask == 1], output.hidden_states[position][mask == 1])
     assert torch.equal(read.attention_mask, mask)
     assert read.position_ids is None
     # All of the generation, one position at a time behind the prompt, is one text's states.
     whole = run["tokens"][:, :-1]
-    seen = torch.cat([mask, mask.new_ones(3, NEW - 1)], 1)
-    positions = (seen.cumsum(1) - 1).clamp(min=0)
-    assert torch.equal(generated.attention_mask, seen)
-    assert torch.equal(generated.position_ids[seen == 1], positions[seen == 1])
+    observed = torch.cat([mask, mask.new_ones(3, NEW - 1)], 1)
+    positions = (observed.cumsum(1) - 1).clamp(min=0)
+    assert torch.equal(generated.attention_mask, observed)
+    assert torch.equal(generated.position_ids[observed == 1], positions[observed == 1])
     [states] = generated.tensors.values()
     with torch.no_grad():
         bottom = copy.deepcopy(case.split(model).bottom)
-        expected = bottom.states(whole, seen, positions)
+        expected = bottom.states(whole, observed, positions)
     tolerance = 1e-5 if case.dtype is torch.float32 else 5e-2
-    assert (states - expected)[seen == 1].abs().max() <= tolerance * expected.abs().max()
+    assert (states - expected)[observed == 1].abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "U" in n])
@@ -200,9 +200,9 @@ def test_with_the_head_on_the_client_its_gradient_crosses(runs, name):
 
 
 def test_a_server_that_dies_is_noticed_at_once(runs):
-    said, took = runs["dies"]
-    assert "the server of the split model is gone" in said
-    assert took < TIMEOUT / 4
+    message, elapsed = runs["dies"]
+    assert "the server of the split model is gone" in message
+    assert elapsed < TIMEOUT / 4
 
 
 def test_a_client_that_goes_without_a_word_is_noticed(runs):

@@ -45,24 +45,14 @@ def test_a_mechanism_is_a_word_for_token_ldp() -> None:
         "token_ldp:mechanism=grr,epsilon=1,per=token",
         "token_ldp:mechanism=grr,epsilon=4,per=token",
     ]
-    with pytest.raises(SpecError, match="'mechanism' is given twice"):
-        parse_defenses("grr:mechanism=the,epsilon=1")
 
 
-def test_settings_in_groups_are_written_like_the_others() -> None:
+def test_settings_in_groups_are_written_like_arguments() -> None:
     specs = parse_defenses("dpsgd:max_grad_norm=1,noise_multiplier=2,mechanism=banded,bands=2/4")
     first, second = (spec.build()[0].settings() for spec in specs)
     assert (first["bands"], second["bands"]) == (2, 4)
     (rappor,) = parse_defenses("rappor:epsilon=1,decode=first,keep_special=false")
     assert rappor.arguments["protocol"] == LDPProtocol("first", keep_special=False)
-
-
-@pytest.mark.parametrize("kind", defense_kinds())
-def test_a_refusal_shows_a_grid_to_copy(kind: str) -> None:
-    with pytest.raises(SpecError, match=rf"A grid to copy: --defense {kind}:(\S+)$") as refused:
-        parse_defenses(kind)
-    text = str(refused.value).rpartition(" ")[2]
-    assert len(parse_defenses(text)) > 1
 
 
 @pytest.mark.parametrize(
@@ -72,18 +62,16 @@ def test_a_refusal_shows_a_grid_to_copy(kind: str) -> None:
         ("gradient_noise:sigm=1", r"no setting 'sigm' \(did you mean 'sigma'\?\). It has: clip"),
         ("gradient_noise:clip=1,sigma", r"'sigma' of .* must be setting=value"),
         ("gradient_noise:clip=1,sigma=", r"must be setting=value"),
-        ("gradient_noise:clip=1,clip=2,sigma=0", r"'clip' is given twice"),
         ("gradient_noise:clip=1,sigma=[1]", r"'\[1\]' is neither a number nor a word"),
         ("gradient_noise:clip=-1,sigma=1", r"cannot be built: .*clip must be a number above 0"),
-        ("gradient_noise:clip=1", r"needs sigma: write gradient_noise:clip=1,sigma=VALUE\. "),
-        ("dpsgd", r"needs max_grad_norm: write dpsgd:max_grad_norm=VALUE\..* noise_multiplier, "),
+        ("gradient_noise:clip=1", r"argument: 'sigma'\. 'gradient_noise' takes clip, sigma"),
         ("none:sigma=1", r"'none' is no defence and takes no settings"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(text: str, message: str) -> None:
+def test_errors_name_the_part_that_is_wrong(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse_defenses(text)
 
 
-def test_the_names_that_are_known_before_libraries_load_are_those_of_the_package() -> None:
+def test_names_before_libraries_load_are_those_of_the_package() -> None:
     assert set(DEFENSE_NAMES) == {NONE, *defense_kinds(), *MECHANISMS}

@@ -1,8 +1,8 @@
-"""``fedleak report`` and ``fedleak compare``: what runs showed, and what changed between two."""
+"""``fedleak compare``: what changed between two runs."""
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,33 +12,17 @@ from rich.table import Table
 
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.records.utility import is_training, title_of
-from lightning_fedleak.report import ReportError, findings, print_card, read, write
+from lightning_fedleak.report import findings, read
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.fits import FitSummary, last_and_best
 from lightning_fedleak.report.wording import in_words, interval, share
 
 
-def write_report(options: argparse.Namespace) -> int:
-    """Write the report of runs, or print a model card, and return 0.
-
-    Raises:
-        SourceError: the runs cannot be read.
-    """
-    try:
-        if options.model_card:
-            print_card(options.runs, options.about)
-            return 0
-        for path in write(options.runs, options.out, options.about, options.reveal):
-            print(path)
-    except ReportError as error:
-        raise SourceError(str(error)) from error
-    return 0
-
-
-def compare(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     """Print the newest fit of two log folders side by side, and return 0.
 
     Raises:
+        ReportError: one of them cannot be read.
         SourceError: one of them holds no run.
     """
     console, before, after = Console(highlight=False), options.before, options.after
@@ -118,10 +102,7 @@ def _add_privacy(table: Table, first: FitSummary, second: FitSummary) -> None:
 
 
 def _runs(place: Path) -> Sequence[FitSummary]:
-    try:
-        runs = findings(read([place])).runs
-    except ReportError as error:
-        raise SourceError(str(error)) from error
+    runs = findings(read([place])).runs
     if not runs:
         raise SourceError(f"'{place}' holds results of commands, and no run of a Trainer")
     return runs

@@ -7,24 +7,19 @@ import math
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 
-import transformers
 from lightning_utilities.core import rank_zero
-from rich import box
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from lightning_fedleak.cli.commands.options import LEAST_TEXTS, FederateOptions
 from lightning_fedleak.cli.commands.printing import (
-    USER_ERRORS,
+    LiveTable,
     make_folder,
     model_name,
     text_name,
@@ -32,107 +27,122 @@ from lightning_fedleak.cli.commands.printing import (
 )
 from lightning_fedleak.cli.finetuning import SourceError, quiet_logs
 from lightning_fedleak.cli.studies.federation import (
-    Closed,
     FamilyLeakage,
     Federation,
     Round,
     Server,
-    read_round,
+    read_leakage,
+    read_withheld,
     train_in_process,
 )
 from lightning_fedleak.engine import gates
+from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
 from lightning_fedleak.report import ReportError, write
 
-_MOST_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
+_MAX_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
 _DROWNED = (
     "its norm is {noise:.3g} times the largest norm that the mean of the clipped updates can have. "
     "More clients in a round, fewer trained numbers (--peft lora) or a larger epsilon reduce it."
 )
 
 
-@dataclass(frozen=True)
-class FederateCommand(FederateOptions):
-    """The command ``fedleak federate``; its settings are its options."""
+def run(options: Namespace, console: Console | None = None) -> int:
+    """Run the federation and print what it leaked.
 
-    def run(self, console: Console | None = None) -> int:
-        """Run the federation and print what it leaked.
+    Args:
+        options: of the command.
+        console: where to print; stdout by default.
 
-        Args:
-            console: where to print; stdout by default.
+    Returns:
+        0.
 
-        Returns:
-            0.
+    Raises:
+        SourceError: options that contradict each other, or model, text or folder that cannot
+            be used.
+        DefenseError: differential privacy that cannot be had like this.
+        AnatomyError: the model's parts could not be found.
+    """
+    console = console or Console(highlight=False)
+    _check_options(options)
+    federation = Federation(**{f.name: getattr(options, f.name) for f in fields(Federation)})
+    # All three raise errors, of --targets say, before anything is written.
+    federation.account(None)
+    federation.make_model()
+    _check_gates(federation)
+    introduction = _introduction(federation)
+    folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    make_folder(folder, options.out)
+    console.print(f"{introduction}\n")
+    rounds: list[Round] = []
+    table = RoundsTable(console, options.clients, private=federation.is_private)
+    with _quiet(), table:
 
-        Raises:
-            SourceError: options that contradict each other, or model, text or folder that cannot
-                be used.
-            DefenseError: differential privacy that cannot be had like this.
-            AnatomyError: the model's parts could not be found.
-        """
-        console = console or Console(highlight=False)
-        self.check()
-        federation = self.federation()
-        train = self._engine()
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        # Both raise errors, of --targets say, before anything is written.
-        federation.account(None)
-        federation.make_model()
-        _check_gates(federation)
-        introduction = _introduction(federation)
-        folder = self.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        make_folder(folder, self.out)
-        console.print(f"{introduction}\n")
-        rounds: list[Round] = []
-        private = federation.is_private
-        with _quiet(), RoundsTable(console, self.clients, private=private) as table:
-
-            def closed(number: int, server: Server, absent: dict[int, str]) -> None:
-                if number == 0:
-                    table.add(Round(0, server.loss))
-                    return
-                rounds.append(read_round(folder, number, server, absent))
-                table.add(rounds[-1])
-
-            try:
-                server = train(federation, folder, closed)
-            except KeyboardInterrupt:
-                console.print(
-                    f"\nInterrupted after {len(rounds)} of {self.rounds} rounds, whose logs are in "
-                    f"{os.path.relpath(folder)}. No run goes on from them: begin a new one.",
-                    soft_wrap=True,
+        def closed(number: int, server: Server, absent: dict[int, str]) -> None:
+            if number == 0:
+                table.add_round(Round(0, server.loss))
+                return
+            rounds.append(
+                Round(
+                    number,
+                    server.loss,
+                    read_leakage(folder, number),
+                    read_withheld(folder, number),
+                    absent,
+                    server.epsilon,
+                    server.noise,
                 )
-                raise
-            except ValueError as error:
-                if isinstance(error, USER_ERRORS):
-                    raise
-                raise SourceError(str(error)) from error
-        console.print(f"\n{explain_rounds(rounds, self.clients)}")
+            )
+            table.add_round(rounds[-1])
+
         try:
-            save_file(server.state, folder / "model.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise SourceError(
-                f"what was trained cannot be written to {os.path.relpath(folder)} ({error}): name "
-                "a folder with room by --out. The logs so far are there."
-            ) from error
-        trained = f"what was trained (model.safetensors): {os.path.relpath(folder)}"
-        console.print(f"\nLogs, and {trained}", soft_wrap=True)
-        if self.attack != "none":
-            try:
-                console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
-            except ReportError as error:
-                console.print(f"No report: {error}", soft_wrap=True)
-        return 0
+            server = train_in_process(federation, folder, closed)
+        except KeyboardInterrupt:
+            console.print(
+                f"\nInterrupted after {len(rounds)} of {options.rounds} rounds, whose logs are in "
+                f"{os.path.relpath(folder)}. No run goes on from them: begin a new one.",
+                soft_wrap=True,
+            )
+            raise
+    console.print(f"\n{explain_rounds(rounds, options.clients)}")
+    save_file(server.state, folder / "model.safetensors")
+    trained = f"what was trained (model.safetensors): {os.path.relpath(folder)}"
+    console.print(f"\nLogs, and {trained}", soft_wrap=True)
+    if options.attack != "none":
+        try:
+            console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
+        except ReportError as error:
+            console.print(f"No report: {error}", soft_wrap=True)
+    return 0
 
-    def federation(self) -> Federation:
-        """Return what is trained: the options of the same names."""
-        return Federation(**{one.name: getattr(self, one.name) for one in fields(Federation)})
 
-    def _engine(self) -> Callable[[Federation, Path, Closed], Server]:
-        if self.engine == "local":
-            return train_in_process
-        from lightning_fedleak.cli.studies.federation.simulation import simulate
-
-        return simulate
+def _check_options(options: Namespace) -> None:
+    """Raise an error for options that have no effect without another one."""
+    rules = (
+        (options.peft, ("lora_r", "targets"), "--peft lora"),
+        (options.gate, ("watch", "action"), "--gate, such as 0.5"),
+        (
+            options.epsilon or options.noise_multiplier,
+            ("clip", "clip_quantile", "delta", "trust", "sampling", "per_round"),
+            "--epsilon or --noise-multiplier",
+        ),
+    )
+    for setting, names, needed in rules:
+        for name in names:
+            if setting is None and getattr(options, name) != getattr(Federation, name):
+                option = f"--{name.replace('_', '-')}"
+                raise SourceError(f"{option} has no effect alone: give {needed} too.")
+    if options.partition == "speaker" and options.partition_by is None:
+        raise SourceError(
+            "--partition speaker deals texts by speaker: name the column that holds it with "
+            "--partition-by."
+        )
+    if options.gate is not None and options.attack == "none":
+        raise SourceError("--gate needs attacks whose results it watches: leave --attack none out.")
+    if options.action == "harden" and (options.epsilon is None or options.trust != "local"):
+        raise SourceError(
+            "--action harden turns up the noise that clients add themselves: give --epsilon and "
+            "--trust local too."
+        )
 
 
 def _check_gates(federation: Federation) -> None:
@@ -147,10 +157,10 @@ def _check_gates(federation: Federation) -> None:
             gate.check(observer)
         except ValueError as error:
             raise SourceError(f"--watch {gate.metric}: {error}") from error
-        if "membership" in gate.metric and texts < LEAST_TEXTS:
+        if "membership" in gate.metric and texts < LEAST_MEMBERS:
             raise SourceError(
                 f"--watch {gate.metric}: a round has {texts} texts of a client, and no update is "
-                f"judged with fewer than {LEAST_TEXTS}: give more --local-steps or a larger "
+                f"judged with fewer than {LEAST_MEMBERS}: give more --local-steps or a larger "
                 "--batch-size (and clients with so many texts), or watch words alone (--watch "
                 "leakage/worst/words)"
             )
@@ -268,8 +278,8 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class RoundsTable:
-    """Shows each round as it closes: a live table on a terminal, lines elsewhere.
+class RoundsTable(LiveTable):
+    """Shows each round as it closes.
 
     Args:
         console: where to print.
@@ -278,72 +288,35 @@ class RoundsTable:
     """
 
     def __init__(self, console: Console, clients: int, *, private: bool) -> None:
-        self._console = console
-        self._clients = clients
-        self._private = private
-        self._rows: list[list[str]] = []
-        self._live: Live | None = None
+        self._clients, self._private = clients, private
+        columns = ["lowest", "median", "highest"]
+        if clients <= _MAX_COLUMNS:
+            columns = [f"client {client}" for client in range(clients)]
+        columns += ["sum", *["noise", "epsilon"] * private]
+        widths = [6, 8, 17, *[10] * len(columns)]
+        super().__init__(console, ["round", "loss", "leaks", *columns], widths)
 
-    def __enter__(self) -> RoundsTable:
-        """Open the table."""
-        if self._console.is_terminal:
-            self._live = Live(self._table(), console=self._console, refresh_per_second=4)
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the table, so that what is printed next stands below it."""
-        if self._live is not None:
-            self._live.stop()
-
-    def add(self, round_: Round) -> None:
+    def add_round(self, round_: Round) -> None:
         """Add a round, with a line for each family of attacks."""
-        if self._live is None and not self._rows:
-            self._line(self._headers())
         first = [str(round_.number), three_digits(round_.loss)]
-        times = "-" if round_.noise is None else f"{round_.noise:.3g}x"
-        spent = "-" if round_.epsilon is None else f"{round_.epsilon:.2f}"
-        epsilon = [times, spent] if self._private else []
-        families = [(one.title, self._values(one, round_)) for one in round_.leakage]
-        for family, values in families or [("", ["-"] * len(self._columns()))]:
-            row = [*first, family, *values, *epsilon]
-            self._rows.append(row)
-            if self._live is None:
-                self._line(row)
-            first, epsilon = ["", ""], [""] * len(epsilon)
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-
-    def _columns(self) -> list[str]:
-        if self._clients > _MOST_COLUMNS:
-            return ["lowest", "median", "highest", "sum"]
-        return [*(f"client {c}" for c in range(self._clients)), "sum"]
+        last: list[str] = []
+        if self._private:
+            last = ["-" if round_.noise is None else f"{round_.noise:.3g}x"]
+            last += ["-" if round_.epsilon is None else f"{round_.epsilon:.2f}"]
+        for leakage in round_.leakage:
+            self.add([*first, leakage.title, *self._values(leakage, round_), *last])
+            first, last = ["", ""], [""] * len(last)
+        if not round_.leakage:
+            columns = self._clients if self._clients <= _MAX_COLUMNS else 3
+            self.add([*first, "", *["-"] * (columns + 1), *last])
 
     def _values(self, leakage: FamilyLeakage, round_: Round) -> list[str]:
         total = "-" if leakage.total is None else three_digits(leakage.total)
-        if self._clients <= _MOST_COLUMNS:
+        if self._clients <= _MAX_COLUMNS:
             cells = (_client_value(c, leakage.updates, round_) for c in range(self._clients))
             return [*cells, total]
-        values = [v for v in leakage.updates.values() if not math.isnan(v)]
-        if not values:
-            return ["unknown"] * 3 + [total]
+        values = [v for v in leakage.updates.values() if not math.isnan(v)] or [math.nan]
         return [*map(three_digits, (min(values), statistics.median(values), max(values))), total]
-
-    def _headers(self) -> list[str]:
-        return ["round", "loss", "leaks", *self._columns(), *["noise", "epsilon"] * self._private]
-
-    def _line(self, cells: Sequence[str]) -> None:
-        widths = [6, 8, 17, *[10] * (len(cells) - 3)]
-        line = "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
-        self._console.print(line.rstrip(), soft_wrap=True)
-
-    def _table(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in self._headers():
-            table.add_column(name, justify="right")
-        for row in self._rows:
-            table.add_row(*row)
-        return table
 
 
 def _client_value(client: int, by_client: Mapping[str | int, float], round_: Round) -> str:

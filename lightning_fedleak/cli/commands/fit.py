@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ import lightning_fedleak.attacks
 import lightning_fedleak.callbacks
 import lightning_fedleak.defenses
 import lightning_fedleak.strategies  # noqa: F401  (all four: their names work in class_path)
-from lightning_fedleak.cli.commands.fit_arguments import misspelt
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, SourceError, TextDataModule
 
 _LONGEST = 300  # characters of a message of LightningCLI that are shown
@@ -24,26 +22,15 @@ _HELP = "'fedleak fit --help' lists the settings"
 class _FitCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("model.model", "data.tokenizer")
-        self.names = {
-            option.removeprefix("--")
-            for action in parser._actions
-            for option in action.option_strings
-            if option.startswith("--")
-        }
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Report all misspelt names at once, or else, in short, what LightningCLI cannot take."""
+        """Report in short what LightningCLI cannot take."""
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:
-            arguments = sys.argv[1:] if args is None else list(args)
-            wrong = misspelt(arguments, self.names)
-            if wrong:
-                message = f"no such setting{'s' * (len(wrong) > 1)}: {'; '.join(wrong)}"
-            else:
-                message = " ".join(str(error).replace("Parser key ", "").split())
-                message = message[max(0, message.find("Problem with given class_path")) :]
-                message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
+            message = " ".join(str(error).replace("Parser key ", "").split())
+            message = message[max(0, message.find("Problem with given class_path")) :]
+            message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
             raise SourceError(f"{message}. {_HELP}.") from error
 
     def instantiate_classes(self) -> None:

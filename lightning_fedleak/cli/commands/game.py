@@ -6,8 +6,9 @@ import functools
 import hashlib
 import json
 import math
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.cli.commands.options import GameOptions
-from lightning_fedleak.cli.commands.printing import model_name, print_table, text_name, unwritable
+from lightning_fedleak.cli.commands.printing import (
+    make_file,
+    model_name,
+    print_table,
+    short,
+    text_name,
+)
 from lightning_fedleak.cli.finetuning import (
     EMBEDDED_MESSAGES,
     SourceError,
@@ -27,16 +33,16 @@ from lightning_fedleak.cli.finetuning import (
 )
 from lightning_fedleak.cli.studies import membership
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
-from lightning_fedleak.cli.studies.models import PRECISIONS, check_context, find_model, with_lora
-from lightning_fedleak.defenses import BatchForm, Defense, DefenseContext, DefenseError, TokenLDP
+from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
+from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
 from lightning_fedleak.evaluation.games.play import Defend
-from lightning_fedleak.evaluation.games.pool import AUTHORS_POSITION
 from lightning_fedleak.evaluation.metrics import Rate
-from lightning_fedleak.model.anatomy import Anatomy, Kind
+from lightning_fedleak.model.anatomy import Anatomy
 
 _PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves fewer sentences
 _PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
+_POOL = 1000  # texts that games are drawn from, at most; not tuned, more take longer
 _ADDS = (
     "A dishonest server has added layers of its own, and asks whether one sentence is in that "
     "batch. "
@@ -53,215 +59,148 @@ _COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class GameCommand(GameOptions):
-    """The command ``fedleak game``; its settings are its options."""
+def run(options: Namespace, console: Console | None = None) -> int:
+    """Play and print.
 
-    def run(self, console: Console | None = None) -> int:
-        """Play and print.
+    Args:
+        options: of the command.
+        console: where to print; stdout by default.
 
-        Args:
-            console: where to print; stdout by default.
+    Returns:
+        0.
 
-        Returns:
-            0.
-
-        Raises:
-            SourceError: model or text cannot be used.
-            AnatomyError: the model's parts could not be found.
-            GameError: model, text, layer and settings do not go together.
-        """
-        console = console or Console(highlight=False)
-        if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
-            raise SourceError(f"--json {self.json} is no file in an existing folder")
-        tokenizer = load_tokenizer(self.model)
-        anatomy = find_model(self.model, PRECISIONS[self.precision])
-        anatomy = with_lora(anatomy, self.lora_r, self.targets, self.seed)
-        if self.lora_r:
-            membership.move_from_start(anatomy, self.seed)
-        check_context(anatomy, self.tokens, "--tokens")
-        layers = self.layer or [max(1, len(anatomy.blocks) // 2)]
-        defense = self._defense(anatomy, tokenizer)
-        texts, public = self._texts(anatomy, tokenizer)
-        pool = self._pool(texts, tokenizer, anatomy.kind)
-        adversaries = membership.MembershipAdversaries(
-            self.tokens, self.batch, public, defense is not None, self.seed
-        )
-        attacks = adversaries.make(self.attack, layers)
-        closed = self.gradients == "closed_form"
-        config = GameConfig(
-            games=self.games,
-            batch=self.batch,
-            protocol=self.protocol,
-            relation=self.relation,
-            gradients=self.gradients,
-            position=self.position,
-            forwards=self.forwards or ("pooled" if closed and defense is None else "fresh"),
-            targets_per_batch=self.targets_per_batch,
-            seed=self.seed,
-        )
-        self._introduce(console, pool)
-        if defense is not None:
-            console.print(
-                f"Before it is trained on, its text is randomised ({self.defense}). "
-                f"Guarantee: {defense.guarantee}.",
-                soft_wrap=True,
-            )
-        planted = self._planted(tokenizer)
-        defend = None if defense is None else self._defend(defense, anatomy)
-        columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            advance = functools.partial(
-                progress.advance, progress.add_task("games", total=config.games)
-            )
-            results = play(
-                anatomy, attacks, pool, config, planted=planted, progress=advance, defend=defend
-            )
-        fitted = defense is not None and self.protocol == "game"
-        print_table(console, game_table(results, fitted))
-        console.print(explain_games(results, fitted))
-        if self.json is not None:
-            self._write(results, pool, defense)
-            console.print(f"\nWritten to {self.json}.", soft_wrap=True)
-        return 0
-
-    def _defense(self, anatomy: Anatomy, tokenizer: Any) -> TokenLDP | None:
-        """Return what randomises the client's tokens, in every game again unless ``memoize`` is
-        set.
-        """
-        if self.defense is None:
-            return None
-        try:
-            specs = parse_defenses(self.defense)
-        except SourceError as error:
-            raise SourceError(f"--defense: {error}") from error
-        if [spec.kind for spec in specs] != [TokenLDP.name]:
-            raise SourceError(
-                f"--defense {self.defense}: a game is played with one defence of the client's "
-                "tokens, one of grr, rappor, the and dbitflip, as grr:epsilon=5. What acts on "
-                "gradients or hidden states is measured in a fit: fedleak sweep --defense"
-            )
-        if reserved := {"special_ids", "kind"} & {*specs[0].settings}:
-            raise SourceError(
-                f"--defense {self.defense}: the game itself sets 'special_ids' and 'kind', leave "
-                f"{' and '.join(sorted(reserved))} out"
-            )
-        # The batch is ids alone, from which a client's loss reads its labels.
-        arguments = {"memoize": False, **specs[0].arguments}
-        form = replace(arguments.pop("form", BatchForm()), kind="causal")
-        defense = TokenLDP(**arguments, special_ids=tokenizer, form=form)
-        try:
-            defense.before_setup(self._context(anatomy))
-        except DefenseError as error:
-            raise SourceError(f"--defense {self.defense}: {error}") from error
-        return defense
-
-    def _context(self, anatomy: Anatomy) -> DefenseContext:
-        """Return the context of a fit of one client, whose secret follows from the seed."""
-        secret = hashlib.sha256(f"fedleak game, seed {self.seed}".encode()).digest()
-        return DefenseContext(anatomy.model, 0, 1, anatomy.device, "32-true", 0, secret)
-
-    def _defend(self, defense: Defense, anatomy: Anatomy) -> Defend:
-        context = self._context(anatomy)
-
-        def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
-            batch = {"input_ids": ids, "attention_mask": mask}
-            replaced: Tensor = defense.on_batch(batch, context)["input_ids"]
-            return replaced
-
-        return defend
-
-    def _texts(self, anatomy: Anatomy, tokenizer: Any) -> tuple[list[str], PublicText | None]:
-        """Return the game's corpus, and the server's own text, which is no part of it."""
-        texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
-        order = torch.randperm(
-            len(texts), generator=torch.Generator().manual_seed(self.seed)
-        ).tolist()
-        owned: list[str] = []
-        needed = not all(name.startswith("fc") for name in self.attack)
-        if needed and self.public is None:
-            n = min(_PUBLIC_TEXTS, int(len(texts) * _PUBLIC_SHARE))
-            if n == 0:
-                raise SourceError(
-                    f"{len(texts)} texts are too few to give the server some to calibrate on; "
-                    "give more text, or the server's own with --public."
-                )
-            owned, order = [texts[i] for i in order[:n]], order[n:]
-        elif needed and self.public is not None and self.public != "sampled":
-            owned = read_texts(self.public, self.public_column, option="--public-column")[
-                :_PUBLIC_TEXTS
-            ]
-        public_texts = set(owned)
-        texts = [t for t in (texts[i] for i in sorted(order[: self.pool])) if t not in public_texts]
-        if not needed:
-            return texts, None
-        if self.public == "sampled":
-            return texts, PublicText.sampled_from(
-                anatomy, _PUBLIC_TEXTS, self.tokens, self.seed, start_token_id=self.bos
-            )
-        front = [] if self.bos is None else [self.bos]
-        length = self.tokens - len(front)
-        ids = tokenizer(owned, truncation=True, max_length=length)["input_ids"]
-        return texts, PublicText([front + row for row in ids])
-
-    def _pool(self, texts: Sequence[str], tokenizer: Any, kind: Kind) -> SentencePool:
-        at_least = 2
-        if isinstance(self.position, int) and self.protocol == "game":
-            # A token that is the last of its sentence enters no next-token loss.
-            at_least = max(2, self.position + (2 if kind == "causal" else 1))
-        if at_least > self.tokens:
-            raise SourceError(
-                f"--position {self.position} needs sentences of at least {at_least} tokens, and "
-                f"--tokens {self.tokens} cuts them: give more tokens or an earlier position"
-            )
-        return SentencePool.from_texts(
-            texts, tokenizer, self.tokens, at_least=at_least, start_token_id=self.bos
-        )
-
-    def _planted(self, tokenizer: Any) -> Tensor | None:
-        if self.protocol != "authors":
-            return None
-        front = [] if self.bos is None else [self.bos]
-        ids = front + tokenizer(membership.PLANTED, verbose=False)["input_ids"]
-        place = self.position if isinstance(self.position, int) else AUTHORS_POSITION
-        if self.tokens <= place:
-            raise SourceError(
-                f"the authors' protocol asks for token {place} (counted from 0) of a sentence of "
-                f"--tokens {self.tokens}: give at least {place + 1}"
-            )
-        return torch.tensor(ids)
-
-    def _introduce(self, console: Console, pool: SentencePool) -> None:
-        model = model_name(self.model)
-        trained = model if self.lora_r == 0 else f"a LoRA of rank {self.lora_r} on {model}"
-        servers = _ADDS if any(name not in membership.PASSIVE for name in self.attack) else ""
-        servers += _READS if any(name in membership.PASSIVE for name in self.attack) else ""
+    Raises:
+        SourceError: model or text cannot be used.
+        AnatomyError: the model's parts could not be found.
+        GameError: model, text, layer and settings do not go together.
+    """
+    console = console or Console(highlight=False)
+    if options.json is not None:
+        make_file(options.json, "--json")
+    tokenizer = load_tokenizer(options.model)
+    anatomy = find_model(options.model)
+    anatomy = with_lora(anatomy, options.lora_r, options.targets, options.seed)
+    if options.lora_r:
+        membership.move_from_start(anatomy, options.seed)
+    check_context(anatomy, options.tokens, "--tokens")
+    defense = None
+    if options.defense is not None:
+        defense = _parse_defense(options.defense, tokenizer)
+        defense.before_setup(_context(anatomy, options.seed))
+    texts, public = _texts(options, anatomy, tokenizer)
+    pool = SentencePool.from_texts(texts, tokenizer, options.tokens)
+    adversaries = membership.MembershipAdversaries(
+        options.tokens, options.batch, public, defense is not None, options.seed
+    )
+    attacks = adversaries.make(options.attack, options.layer or [max(1, len(anatomy.blocks) // 2)])
+    config = GameConfig(
+        games=options.games,
+        batch=options.batch,
+        relation=options.relation,
+        forwards="pooled" if defense is None else "fresh",
+        seed=options.seed,
+    )
+    console.print(_introduction(options, pool))
+    if defense is not None:
         console.print(
-            f"A client trains {trained} ({self.precision}) on a batch of {self.batch} out of "
-            f"{len(pool)} different sentences of {text_name(self.text)}, each of at most "
-            f"{self.tokens} tokens ({pool.duplicates} repeats and {pool.short} too short "
-            f"ones left out). {servers}"
+            f"Before it is trained on, its text is randomised ({options.defense}). "
+            f"Guarantee: {defense.guarantee}.",
+            soft_wrap=True,
         )
-
-    def _write(
-        self, results: Sequence[GameResult], pool: SentencePool, defense: Defense | None
-    ) -> None:
-        assert self.json is not None
+    defend = None if defense is None else _defend(defense, _context(anatomy, options.seed))
+    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        advance = functools.partial(
+            progress.advance, progress.add_task("games", total=config.games)
+        )
+        results = play(anatomy, attacks, pool, config, progress=advance, defend=defend)
+    print_table(console, game_table(results, fitted=defense is not None))
+    console.print(explain_games(results, fitted=defense is not None))
+    if options.json is not None:
         content = {
             "schema": 1,
-            "model": self.model or "embedded",
-            "text": self.text or "embedded",
-            "column": self.column,
+            "model": options.model or "embedded",
+            "text": options.text or "embedded",
+            "column": options.column,
             "pool": {"sentences": len(pool), "duplicates": pool.duplicates, "short": pool.short},
-            "precision": self.precision,
-            "defense": self.defense,
+            "precision": "fp32",
+            "defense": options.defense,
             "guarantee": None if defense is None else defense.guarantee,
             "results": [r.to_dict(games=True) for r in results],
         }
-        try:
-            self.json.write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise unwritable(self.json, error, "file with --json") from error
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        console.print(f"\nWritten to {options.json}.", soft_wrap=True)
+    return 0
+
+
+def _parse_defense(text: str, tokenizer: Any) -> TokenLDP:
+    """Return what randomises the client's tokens, in every game again unless ``memoize`` is set."""
+    specs = parse_defenses(text)
+    if [spec.kind for spec in specs] != [TokenLDP.name]:
+        raise SourceError(
+            f"--defense {text}: a game is played with one defence of the client's tokens, one of "
+            "grr, rappor, the and dbitflip, as grr:epsilon=5. What acts on gradients or hidden "
+            "states is measured in a fit: fedleak sweep --defense"
+        )
+    # The batch is ids alone, from which a client's loss reads its labels.
+    arguments = {"memoize": False, **specs[0].arguments}
+    form = replace(arguments.pop("form", BatchForm()), kind="causal")
+    return TokenLDP(**arguments | {"special_ids": tokenizer, "form": form})
+
+
+def _context(anatomy: Anatomy, seed: int) -> DefenseContext:
+    """Return the context of a fit of one client, whose secret follows from the seed."""
+    secret = hashlib.sha256(f"fedleak game, seed {seed}".encode()).digest()
+    return DefenseContext(anatomy.model, 0, 1, anatomy.device, "32-true", 0, secret)
+
+
+def _defend(defense: TokenLDP, context: DefenseContext) -> Defend:
+    def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
+        batch = {"input_ids": ids, "attention_mask": mask}
+        replaced: Tensor = defense.on_batch(batch, context)["input_ids"]
+        return replaced
+
+    return defend
+
+
+def _texts(
+    options: Namespace, anatomy: Anatomy, tokenizer: Any
+) -> tuple[list[str], PublicText | None]:
+    """Return the game's corpus, and the server's text, which is no part of it."""
+    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column, option="--column")
+    generator = torch.Generator().manual_seed(options.seed)
+    order = torch.randperm(len(texts), generator=generator).tolist()
+    if all(name.startswith("fc") for name in options.attack):
+        return [texts[i] for i in sorted(order[:_POOL])], None
+    public_texts: list[str] = []
+    if options.public is None:
+        n = min(_PUBLIC_TEXTS, int(len(texts) * _PUBLIC_SHARE))
+        if n == 0:
+            raise SourceError(
+                f"{len(texts)} texts are too few to give the server some to calibrate on; "
+                "give more text, or the server's own with --public."
+            )
+        public_texts, order = [texts[i] for i in order[:n]], order[n:]
+    elif options.public != "sampled":
+        public_texts = read_texts(options.public)[:_PUBLIC_TEXTS]
+    texts = [text for i in sorted(order[:_POOL]) if (text := texts[i]) not in {*public_texts}]
+    if options.public == "sampled":
+        return texts, PublicText.sampled_from(anatomy, _PUBLIC_TEXTS, options.tokens, options.seed)
+    ids = tokenizer(public_texts, truncation=True, max_length=options.tokens)["input_ids"]
+    return texts, PublicText(ids)
+
+
+def _introduction(options: Namespace, pool: SentencePool) -> str:
+    model = model_name(options.model)
+    trained = f"a LoRA of rank {options.lora_r} on {model}" if options.lora_r else model
+    servers = _ADDS if any(name not in membership.PASSIVE for name in options.attack) else ""
+    servers += _READS if any(name in membership.PASSIVE for name in options.attack) else ""
+    return (
+        f"A client trains {trained} (fp32) on a batch of {options.batch} out of "
+        f"{len(pool)} different sentences of {text_name(options.text)}, each of at most "
+        f"{options.tokens} tokens ({pool.duplicates} repeats and {pool.short} too short "
+        f"ones left out). {servers}"
+    )
 
 
 def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
@@ -271,10 +210,7 @@ def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
         results: of the same games.
         fitted: accuracy and advantage of a threshold that is fitted on other games.
     """
-    title = {
-        "game": "the game of Fig. 2: fair bit, random target",
-        "authors": "the protocol of the authors' code: one planted sentence, two worlds",
-    }[results[0].protocol]
+    title = "the game of Fig. 2: fair bit, random target"
     if results[0].relation == "add_remove":
         title = "the game that adds or removes: a random target, or nothing in its place"
     rows = []
@@ -284,8 +220,6 @@ def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
             rows.append(("  no collision", result.without_collisions()))
     rates = [result.summary(fitted=fitted) for _, result in rows]
     names = [n for n in _COLUMNS if n == "accuracy" or any(_is_known(r[n]) for r in rates)]
-    if any(r.layer is not None for r in results):
-        title += f" (gradients: {results[0].gradients.replace('_', ' ')})"
     columns = Table(title=title)
     columns.add_column("attack@layer", no_wrap=True)
     columns.add_column("games", justify="right")
@@ -303,13 +237,7 @@ def _is_known(rate: Rate) -> bool:
 def _interval(rate: Rate) -> str:
     if not _is_known(rate):
         return "unknown"
-    value, low, high = (_short(v) for v in (rate.value, rate.low, rate.high))
-    return f"{value} [{low}, {high}]"
-
-
-def _short(value: float) -> str:
-    """Return three digits without the leading zero; an exact 1 as 1, unlike .9996."""
-    return "1" if value == 1 else f"{value:.3f}".replace("0.", ".", 1)
+    return f"{short(rate.value)} [{short(rate.low)}, {short(rate.high)}]"
 
 
 def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:

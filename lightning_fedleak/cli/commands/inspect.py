@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fedleak.cli.commands.options import InspectOptions
 from lightning_fedleak.cli.commands.printing import print_table
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, read_texts
 from lightning_fedleak.cli.studies.models import find_model
@@ -44,85 +43,85 @@ FOREIGN_SCALE = (
 )
 
 
-@dataclass(frozen=True)
-class InspectCommand(InspectOptions):
-    """The command ``fedleak inspect``; its settings are its options."""
+def run(options: Namespace, console: Console | None = None) -> int:
+    """Inspect, and print what every rule says.
 
-    def run(self, console: Console | None = None) -> int:
-        """Inspect, and print what every rule says.
+    Args:
+        options: of the command.
+        console: where to print; stdout by default.
 
-        Args:
-            console: where to print; stdout by default.
+    Returns:
+        0; 3 where something was found.
 
-        Returns:
-            0; 3 where something was found.
+    Raises:
+        SourceError: a file, model or text cannot be used.
+        AnatomyError: the base's parts could not be found.
+    """
+    console = console or Console(highlight=False)
+    if (options.previous is None) is not (options.own_update is None):
+        raise SourceError(
+            "--previous and --own-update go together: what was received in the round before, "
+            "and what this client returned"
+        )
+    if options.text is not None and options.base is None:
+        raise SourceError("--text is read by the base: give --base too")
+    received = read_state(options.received)
+    start = None if options.start is None else read_state(options.start)
+    agreed = _agreed(options, received, start)
+    last = _last_round(options.previous, options.own_update) if options.previous else None
+    result = inspection.inspect_received(received, agreed, last, first=options.first)
+    print_table(console, _rules_table(result))
+    config = None if options.start is None else AdapterConfig.read(options.start)
+    foreign = agreed.scales and config is None
+    for sentence in [*_sentences(result), *([FOREIGN_SCALE] if foreign else [])]:
+        console.print(sentence)
+    return 0 if result.verdict == "nothing found" else EVIDENCE
 
-        Raises:
-            SourceError: a file, model or text cannot be used.
-            AnatomyError: the base's parts could not be found.
-        """
-        console = console or Console()
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        if (self.previous is None) is not (self.own_update is None):
-            raise SourceError(
-                "--previous and --own-update go together: what was received in the round before, "
-                "and what this client returned"
-            )
-        if self.text is not None and self.base is None:
-            raise SourceError("--text is read by the base: give --base too")
-        received = read_state(self.received)
-        start = None if self.start is None else read_state(self.start)
-        agreed = self._agreed(received, start)
-        result = inspection.inspect_received(received, agreed, self._last(), first=self.first)
-        print_table(console, _rules_table(result))
-        config = None if self.start is None else AdapterConfig.read(self.start)
-        foreign = agreed.scales and config is None
-        for sentence in [*_sentences(result), *([FOREIGN_SCALE] if foreign else [])]:
-            console.print(sentence, highlight=False)
-        return 0 if result.verdict == "nothing found" else EVIDENCE
 
-    def _last(self) -> LastRound | None:
-        if self.previous is None or self.own_update is None:
-            return None
-        before, returned = read_state(self.previous), read_state(self.own_update)
-        if any(n not in before or before[n].shape != t.shape for n, t in returned.items()):
-            raise SourceError(
-                f"'{self.own_update}' holds other names or shapes than '{self.previous}': give "
-                "what this client returned of what it had received there"
-            )
-        update = {name: t.float() - before[name].float() for name, t in returned.items()}
-        return LastRound(before, update)
+def _last_round(previous: Path, own_update: Path) -> LastRound:
+    before, returned = read_state(previous), read_state(own_update)
+    if any(n not in before or before[n].shape != t.shape for n, t in returned.items()):
+        raise SourceError(
+            f"'{own_update}' holds other names or shapes than '{previous}': give what this client "
+            "returned of what it had received there"
+        )
+    update = {name: t.float() - before[name].float() for name, t in returned.items()}
+    return LastRound(before, update)
 
-    def _agreed(self, received: Mapping[str, Tensor], start: dict[str, Tensor] | None) -> Agreed:
-        """Return what is known beside the received values."""
-        folders = (self.start, self.previous, self.received)
-        configs = (AdapterConfig.read(folder) for folder in folders if folder is not None)
-        config = next((c for c in configs if c is not None), AdapterConfig())
-        unknown = ""
-        if start is None and config.start not in ZERO_STARTS:
-            unknown = (
-                "the adapter starts at other values than B = 0 (init_lora_weights="
-                f"{config.start!r}): give --start, made by the agreed config"
-            )
-            if self.first:
-                raise SourceError(unknown)
-        shapes = None if start is None else {n: t.shape for n, t in start.items()}
-        if self.base is None or unknown:
-            unknown = unknown or "the base is not known"
-            return Agreed({}, {}, start, self.shared_seed, shapes, unknown=unknown)
-        anatomy = find_model(self.base, torch.float32)
-        adapters = list(inspection.find_adapters(received))
-        base, scales = {}, {}
-        for adapter in adapters:
-            rows = _base_rows(anatomy, adapter.name)
-            scale = config.scale(len(adapter.down))
-            if rows is not None and scale is not None:
-                base[adapter.name], scales[adapter.name] = rows, scale
-        usual = {}
-        if self.text is not None:
-            names = [a.name for a in adapters if a.bias is not None]
-            usual = _usual_inputs(anatomy, names, read_texts(self.text, self.column), self.base)
-        return Agreed(base, scales, start, self.shared_seed, shapes, usual)
+
+def _agreed(
+    options: Namespace, received: Mapping[str, Tensor], start: dict[str, Tensor] | None
+) -> Agreed:
+    """Return what is known beside the received values."""
+    folders = (options.start, options.previous, options.received)
+    configs = (AdapterConfig.read(folder) for folder in folders if folder is not None)
+    config = next((c for c in configs if c is not None), AdapterConfig())
+    unknown = ""
+    if start is None and config.start not in ZERO_STARTS:
+        unknown = (
+            "the adapter starts at other values than B = 0 (init_lora_weights="
+            f"{config.start!r}): give --start, made by the agreed config"
+        )
+        if options.first:
+            raise SourceError(unknown)
+    shapes = None if start is None else {n: t.shape for n, t in start.items()}
+    if options.base is None or unknown:
+        unknown = unknown or "the base is not known"
+        return Agreed({}, {}, start, options.shared_seed, shapes, unknown=unknown)
+    anatomy = find_model(options.base)
+    adapters = list(inspection.find_adapters(received))
+    base, scales = {}, {}
+    for adapter in adapters:
+        rows = _base_rows(anatomy, adapter.name)
+        scale = config.scale(len(adapter.down))
+        if rows is not None and scale is not None:
+            base[adapter.name], scales[adapter.name] = rows, scale
+    usual = {}
+    if options.text is not None:
+        names = [a.name for a in adapters if a.bias is not None]
+        texts = read_texts(options.text, options.column)
+        usual = _usual_inputs(anatomy, names, texts, options.base)
+    return Agreed(base, scales, start, options.shared_seed, shapes, usual)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

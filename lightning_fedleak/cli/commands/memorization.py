@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.cli.commands.options import MemorizationOptions
 from lightning_fedleak.cli.commands.printing import print_table, three_digits
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, read_texts
 from lightning_fedleak.cli.studies.canaries import PlantedCanaries, Tiers
@@ -29,157 +28,140 @@ TIERS = {
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
 
-@dataclass(frozen=True)
-class MemorizationCommand(MemorizationOptions):
-    """The command ``fedleak memorization``; its settings are its options."""
+def run(options: Namespace, console: Console | None = None) -> int:
+    """Compare, print, and write JSON where ``--out`` asks for it.
 
-    def run(self, console: Console | None = None) -> int:
-        """Compare, print, and write JSON where ``--out`` asks for it.
+    Args:
+        options: of the command.
+        console: where to print; stdout by default.
 
-        Args:
-            console: where to print; stdout by default.
+    Returns:
+        0; 3 where the metric is above ``--at-most``, unknown, or may be above by its interval.
 
-        Returns:
-            0; 3 where the metric is above ``--at-most``, unknown, or may be above by its interval.
+    Raises:
+        SourceError: a model or text cannot be used.
+        AnatomyError: a model's parts could not be found.
+    """
+    console = console or Console(highlight=False)
+    if (options.canaries is None) is not (options.record is None):
+        raise SourceError("--canaries and --record go together: the texts, and which were planted")
+    tokenizer = load_tokenizer(options.base)
+    members, others = (
+        tokenize(read_texts(source, options.column), tokenizer, options.length)
+        for source in (options.members, options.others)
+    )
+    pool = ReleasedPool(members, others, lambda ids: str(tokenizer.decode(ids)))
+    canaries = None
+    if options.canaries is not None:
+        canaries = PlantedCanaries(options.canaries, options.record)
+    texts = [*pool.texts, *(canaries.texts if canaries else ())]
+    base, now = ask_both(texts, options.model, options.base)
+    inside = torch.arange(len(texts)) < len(pool.texts)
+    try:
+        result = pool.compare(base.rows(inside), now.rows(inside))
+        tiers: Tiers = {}
+        if canaries is not None:
+            tiers = canaries.compare(base.rows(~inside), now.rows(~inside), options.suffix)
+    except UnusableObservation as error:
+        raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
+    is_known = options.drawn or result.one_law
+    print_table(console, _table(result))
+    copies = int((~pool.alone).sum())
+    of_copies = f"; {copies} members that have copies were asked for extraction alone"
+    console.print(
+        f"{result.n_members} members and {result.n_others} others were compared; "
+        f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
+        f"ones were left out{of_copies * (copies > 0)}. A TPR below {result.visible:.3f} could "
+        f"stay unseen with so many. Results compare on the same texts only: pool {pool.digest}."
+    )
+    for sentence in _warnings(result, drawn=options.drawn):
+        console.print(sentence)
+    if tiers:
+        print_table(console, _tiers_table(tiers))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        content = _content(result, pool, tiers) | {"drawn": options.drawn, "known": is_known}
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        console.print(str(options.out))
+    if options.at_most is None:
+        return 0
+    attack = "extraction" if options.metric in ("extracted", "greedy") else "combined"
+    judged = {attack: result.values[attack] if is_known else "members are not exchangeable"}
+    judged |= {f"canaries x{times}": tier for times, tier in tiers.items()}
+    breaches = _breaches(judged, options.metric, options.at_most)
+    for sentence in breaches:
+        console.print(sentence)
+    return BREACH if breaches else 0
 
-        Raises:
-            SourceError: a model or text cannot be used.
-            AnatomyError: a model's parts could not be found.
-        """
-        console = console or Console()
-        tokenizer = load_tokenizer(self.base)
-        members, others = (
-            tokenize(read_texts(source, self.column), tokenizer, self.length)
-            for source in (self.members, self.others)
+
+def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
+    """Return what makes numbers unknown, and what to do."""
+    sentences = []
+    if (why := result.other_law) is not None:
+        finding = f"Members and others are {why}."
+        sentences.append(
+            f"{finding} --drawn says that the others were chosen at random, so that this is chance."
+            if drawn
+            else f"{finding} Membership is UNKNOWN: give others that were drawn from the same "
+            "rows (leave_out) and --drawn, or more texts of the same kind."
         )
-        try:
-            pool = ReleasedPool(members, others, lambda ids: str(tokenizer.decode(ids)))
-        except ValueError as error:
-            raise SourceError(f"--members and --others: {error}") from error
-        canaries = self._canaries()
-        texts = [*pool.texts, *(canaries.texts if canaries else ())]
-        base, now = ask_both(texts, self.model, self.base)
-        inside = torch.arange(len(texts)) < len(pool.texts)
-        try:
-            result = pool.compare(base.rows(inside), now.rows(inside))
-            tiers: Tiers = {}
-            if canaries is not None:
-                tiers = canaries.compare(base.rows(~inside), now.rows(~inside), self.suffix)
-        except UnusableObservation as error:
-            raise SourceError(f"--model '{self.model}' cannot be read: {error}") from error
-        is_known = self.drawn or result.one_law
-        print_table(console, _table(result))
-        console.print(
-            f"{result.n_members} members and {result.n_others} others were compared; "
-            f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
-            f"ones were left out{self._copies(pool)}. A TPR below {result.visible:.3f} could stay "
-            "unseen with so many. Results compare on the same texts only: pool "
-            f"{pool.digest}.",
-            highlight=False,
+    if result.n_others < result.needed:
+        sentences.append(
+            f"'shown' is unknown: {result.n_others} others were scored, {result.needed} are needed."
         )
-        for sentence in self._warnings(result):
-            console.print(sentence, highlight=False)
-        if tiers:
-            print_table(console, _tiers_table(tiers))
-        if self.out is not None:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.out.write_text(
-                json.dumps(self._content(result, pool, is_known, tiers), indent=1) + "\n"
-            )
-            console.print(str(self.out), highlight=False)
-        attack = "extraction" if self.metric in ("extracted", "greedy") else "combined"
-        judged = result.values[attack] if is_known else "others may follow another law"
-        named = {f"canaries x{times}": one for times, one in tiers.items()}
-        return self._judge({attack: judged, **named}, console)
+    return sentences
 
-    def _canaries(self) -> PlantedCanaries | None:
-        """Return the canaries that are asked about besides."""
-        if self.canaries is None or self.record is None:
-            if self.canaries is not self.record:
-                raise SourceError("--canaries and --record go together: which texts, and the coins")
-            return None
-        return PlantedCanaries(self.canaries, self.record)
 
-    @staticmethod
-    def _copies(pool: ReleasedPool) -> str:
-        """Return how many texts that repeat were asked whether they can be extracted, in words."""
-        n = int((~pool.alone).sum())
-        return f"; {n} members that have copies were asked for extraction alone" * (n > 0)
-
-    def _warnings(self, result: Comparison) -> list[str]:
-        """Return what makes numbers unknown, and what to do."""
-        sentences = []
-        if (why := result.other_law) is not None:
-            finding = f"Members and others are {why}."
+def _breaches(
+    results: Mapping[str, Mapping[str, float] | str], metric: str, at_most: float
+) -> list[str]:
+    """Return a sentence for each result that is above a threshold, or may be."""
+    sentences = []
+    for name, values in results.items():
+        low = high = math.nan
+        if not isinstance(values, str):
+            low = values["shown" if metric == "shown" else f"{metric}_low"]
+            high = values[f"{metric}_high"]
+        if math.isnan(low):
+            sentences.append(f"BREACH: {name}/{metric} is unknown.")
+        elif low > at_most:
             sentences.append(
-                f"{finding} --drawn says that a coin chose the others, so that this is chance."
-                if self.drawn
-                else f"{finding} Membership is UNKNOWN: give others that were drawn from the same "
-                "rows (leave_out) and --drawn, or more texts of the same kind."
+                f"BREACH: {name}/{metric} is shown to be at least {low:.3f}, above "
+                f"--at-most {at_most:g}."
             )
-        if result.n_others < result.needed:
+        elif high > at_most:
             sentences.append(
-                f"'shown' is unknown: {result.n_others} others were scored, {result.needed} are "
-                "needed."
+                f"BREACH: {name}/{metric} is unknown: it lies between {low:.3f} and "
+                f"{high:.3f}, which does not decide --at-most {at_most:g}. Give more texts."
             )
-        return sentences
+    return sentences
 
-    def _judge(self, results: Mapping[str, Mapping[str, float] | str], console: Console) -> int:
-        """Return the exit status, and say why it is a breach."""
-        if self.at_most is None:
-            return 0
-        breaches = []
-        for name, values in results.items():
-            low = high = math.nan
-            if not isinstance(values, str):
-                low = values["shown" if self.metric == "shown" else f"{self.metric}_low"]
-                high = values[f"{self.metric}_high"]
-            if math.isnan(low):
-                breaches.append(f"BREACH: {name}/{self.metric} is unknown.")
-            elif low > self.at_most:
-                breaches.append(
-                    f"BREACH: {name}/{self.metric} is shown to be at least {low:.3f}, above "
-                    f"--at-most {self.at_most:g}."
-                )
-            elif high > self.at_most:
-                breaches.append(
-                    f"BREACH: {name}/{self.metric} is unknown: it lies between {low:.3f} and "
-                    f"{high:.3f}, which does not decide --at-most {self.at_most:g}. Give more "
-                    "texts."
-                )
-        for sentence in breaches:
-            console.print(sentence, highlight=False)
-        return BREACH if breaches else 0
 
-    def _content(
-        self, result: Comparison, pool: ReleasedPool, is_known: bool, tiers: Tiers
-    ) -> dict[str, object]:
-        """Return the result as plain values; what is no finite number is null."""
+def _content(result: Comparison, pool: ReleasedPool, tiers: Tiers) -> dict[str, object]:
+    """Return the result as plain values; what is no finite number is null."""
 
-        def plain(values: Mapping[str, float]) -> dict[str, float | None]:
-            return {name: x if math.isfinite(x) else None for name, x in values.items()}
+    def plain(values: Mapping[str, float]) -> dict[str, float | None]:
+        return {name: x if math.isfinite(x) else None for name, x in values.items()}
 
-        return {
-            "kind": "memorization",
-            "version": version("lightning-fedleak"),
-            "members": result.n_members,
-            "others": result.n_others,
-            "repeated": pool.repeated,
-            "short": pool.short,
-            "pool": pool.digest,
-            "drawn": self.drawn,
-            "known": is_known,
-            "visible_tpr": result.visible,
-            "blind": {
-                name: plain({"auc": rate.value, "auc_low": rate.low, "auc_high": rate.high})
-                for name, rate in result.blind.items()
-            },
-            "attacks": {name: plain(values) for name, values in result.values.items()},
-            "canaries": {
-                str(times): one if isinstance(one, str) else plain(one)
-                for times, one in tiers.items()
-            },
-        }
+    return {
+        "kind": "memorization",
+        "version": version("lightning-fedleak"),
+        "members": result.n_members,
+        "others": result.n_others,
+        "repeated": pool.repeated,
+        "short": pool.short,
+        "pool": pool.digest,
+        "visible_tpr": result.visible,
+        "blind": {
+            name: plain({"auc": rate.value, "auc_low": rate.low, "auc_high": rate.high})
+            for name, rate in result.blind.items()
+        },
+        "attacks": {name: plain(values) for name, values in result.values.items()},
+        "canaries": {
+            str(times): tier if isinstance(tier, str) else plain(tier)
+            for times, tier in tiers.items()
+        },
+    }
 
 
 def _table(result: Comparison) -> Table:

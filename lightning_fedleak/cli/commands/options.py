@@ -1,31 +1,23 @@
-"""The settings of ``fedleak``'s subcommands, and the options made from them.
+"""The options of ``fedleak``'s subcommands. Imports nothing that a subcommand needs.
 
-A field of these dataclasses is an option: its name, default and type are the option's, and the
-values of a ``Literal`` its choices; :func:`_option` holds the rest. A field without a default is a
-positional argument. Help texts are the docstrings. This module imports nothing that a subcommand
-needs.
+Each function adds the options of one command. Its docstring is the command's help.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.names import (
     GAME_ATTACKS,
     GRADIENT_ATTACKS,
     INVERT_ATTACKS,
-    PRECISIONS,
     SWEEP_ATTACKS,
 )
-from lightning_fedleak.extras import install
 
-DEFENSES = ("none", "freeze:part=head+embeddings", "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2")
+DEFENSES = ["none", "freeze:part=head+embeddings", "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2"]
 PHRASES = {
     "sources": "a .jsonl, .json, .csv, .tsv, .parquet or text file, a folder of .txt files, or a "
     "dataset of the hub as name:config:split:column",
@@ -34,25 +26,14 @@ PHRASES = {
 }
 """What stands in braces in the docstrings below, because several options need it."""
 
-T = TypeVar("T")
+Add = Callable[..., None]
+"""Adds an option, whose help is in the docstring; arguments as ``add_argument`` takes them."""
 
 
-def _option(default: T, metavar: str | None = None, /, **arguments: Any) -> T:
-    """Return a field that is an option.
-
-    Args:
-        default: of the field.
-        metavar: name of the option's value in the help.
-        arguments: for ``add_argument``.
-    """
-    option: T = field(default=default, metadata={"metavar": metavar, **arguments})
-    return option
-
-
-def _number(
+def _converter(
     kind: Callable[[str], float], holds: Callable[[float], bool], description: str
 ) -> Callable[[str], float]:
-    def parse(text: str) -> float:
+    def convert(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
@@ -61,51 +42,68 @@ def _number(
             raise argparse.ArgumentTypeError(f"'{text}' is not {description}")
         return value
 
-    return parse
+    return convert
 
 
-def _at_least(minimum: int) -> Callable[[str], float]:
-    return _number(int, lambda n: n >= minimum, f"a whole number of at least {minimum}")
+_SHARE = _converter(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+_QUANTILE = _converter(float, lambda x: 0 < x < 1, "a number between 0 and 1")
+_POSITIVE = _converter(float, lambda x: 0 < x < float("inf"), "a positive number")
+_DURATION = _converter(float, lambda x: x > 0, "a positive number")
+_NOISE = _converter(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
+_SEED = {
+    "default": 0,
+    "metavar": "N",
+    "type": _converter(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295"),
+}
 
 
-_SHARE = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-_QUANTILE = _number(float, lambda x: 0 < x < 1, "a number between 0 and 1")
-_POSITIVE = _number(float, lambda x: 0 < x < float("inf"), "a positive number")
-_SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
+def _number(
+    metavar: str, kind: Callable[[str], float], default: float | None = None
+) -> dict[str, Any]:
+    return {"default": default, "metavar": metavar, "type": kind}
 
 
-def _count(default: int, minimum: int = 1) -> int:
-    return _option(default, "N", type=_at_least(minimum))
+def _count(default: int | list[int] | None, minimum: int = 1) -> dict[str, Any]:
+    text = f"a whole number of at least {minimum}"
+    return {
+        "default": default,
+        "metavar": "N",
+        "type": _converter(int, lambda n: n >= minimum, text),
+    }
 
 
-def shape(text: str) -> str:
-    """Return texts x tokens as they are written, if they are numbers."""
+def _path(metavar: str, default: str | None = None) -> dict[str, Any]:
+    return {"default": None if default is None else Path(default), "metavar": metavar, "type": Path}
+
+
+def _shape(text: str) -> tuple[int, int]:
     rows, _, length = text.partition("x")
     if not (rows.isdigit() and length.isdigit() and int(rows) > 0 and int(length) > 1):
         raise argparse.ArgumentTypeError(f"'{text}' is not texts x tokens, such as 8x64")
-    return text
+    return int(rows), int(length)
 
 
-def _position(text: str) -> str | int:
-    if text in ("random", "last"):
-        return text
-    number = _number(int, lambda n: n >= 0, "'random', 'last' or a whole number of at least 0")
-    return int(number(text))
+def _add_sources(add: Add) -> None:
+    add("--model", metavar="NAME")
+    add("--text", metavar="SOURCE")
+    add("--column", metavar="NAME")
 
 
-LEAST_TEXTS = 16
-"""Texts of a client in a round that a gate on membership needs: the engine's ``LEAST_MEMBERS``.
-Options are checked before torch is loaded; a test compares the two."""
+def _add_training(add: Add, steps: int) -> None:
+    add("--steps", **_count(steps))
+    add("--batch-size", **_count(8))
+    add("--length", **_count(64, 2))
+    add("--every-n-steps", **_count(5))
+    add("--lr", **_number("X", _POSITIVE, 1e-4))
 
 
-@dataclass(frozen=True)
-class DemoOptions:
+def demo(add: Add) -> None:
     """Fine-tune a small model on private messages and watch them leak.
 
     Fine-tunes a language model on private text twice: once watched, once with a gate that stops
     it. A model and texts are included; use your own with --model and --text.
 
-    Attributes:
+    Options:
         model: causal language model: a folder or a name on the hub.
         text: private text: {sources}.
         column: the column of --text that holds the text.
@@ -119,23 +117,15 @@ class DemoOptions:
         seed: seed of split, order, dropout and calibration.
         reveal: also write the recovered words to a local file that only you can read.
     """
-
-    model: str | None = _option(None, "NAME")
-    text: str | None = _option(None, "SOURCE")
-    column: str | None = _option(None, "NAME")
-    steps: int = _count(100)
-    batch_size: int = _count(8)
-    length: int = _count(64, 2)
-    every_n_steps: int = _count(5)
-    at_most: float = _option(0.5, "F1", type=_SHARE)
-    lr: float = _option(1e-4, "X", type=_POSITIVE)
-    out: Path = _option(Path("fedleak_runs"), "DIR")
-    seed: int = _option(0, "N", type=_SEED)
-    reveal: bool = False
+    _add_sources(add)
+    _add_training(add, steps=100)
+    add("--at-most", **_number("F1", _SHARE, 0.5))
+    add("--out", **_path("DIR", "fedleak_runs"))
+    add("--seed", **_SEED)
+    add("--reveal", action="store_true")
 
 
-@dataclass(frozen=True)
-class GameOptions:
+def game(add: Add) -> None:
     """Ask, as a dishonest server, whether a text is in a client's batch.
 
     Plays the security game of active membership inference (Vu et al. 2024): a client's batch is
@@ -144,13 +134,12 @@ class GameOptions:
     the client trains (--attack gradient). A model and texts are included; use your own with
     --model and --text.
 
-    Attributes:
+    Options:
         model: language model: a folder or a name on the hub.
         text: the client's text: {sources}.
         column: the column of --text that holds the text.
         public: text that the server owns and calibrates on, as --text, or 'sampled' for text by
             the model itself; by default a quarter of --text (at most 200).
-        public_column: the column of --public that holds the text.
         attack: adversaries; all play the same games. 'gradient' and 'subspace' add no layers and
             read what the client trains.
         lora_r: the client trains a LoRA of this rank; 0: the whole model.
@@ -158,51 +147,29 @@ class GameOptions:
         layer: block whose output they read, 0 for the embeddings; by default the middle one.
         batch: sentences in D.
         tokens: tokens a sentence, at most.
-        pool: texts that games are drawn from, at most: a random choice of --text.
         games: games.
-        position: which token of the target the attacks on tokens ask for.
-        protocol: the game of the paper's Fig. 2, or what the authors' published code does.
         relation: what replaces a target that is not in the batch: another sentence, or nothing.
-        gradients: by the attack's formula, or by backward through layers that are really inserted.
-        forwards: the client computes each sentence once, in some batch (default in closed form),
-            or every batch again (always by autograd).
-        targets_per_batch: games that share one batch; faster, but no longer independent.
         defense: the client randomises its tokens first: grr, rappor, the or dbitflip with settings
             of TokenLDP, as grr:epsilon=5 or rappor:epsilon=5,per=token.
-        precision: precision of the model.
-        bos: token id put before every text.
         seed: seed of data, bits, targets and calibration.
         json: write the results to this file.
     """
-
-    model: str | None = _option(None, "NAME")
-    text: str | None = _option(None, "SOURCE")
-    column: str | None = _option(None, "NAME")
-    public: str | None = _option(None, "SOURCE")
-    public_column: str | None = _option(None, "NAME")
-    attack: Sequence[str] = _option(("fc", "fc-full", "attention"), choices=GAME_ATTACKS)
-    lora_r: int = _count(0, 0)
-    targets: str | None = _option(None, "NAMES")
-    layer: Sequence[int] | None = _option(None, "N", type=_at_least(0))
-    batch: int = _count(40)
-    tokens: int = _count(32, 2)
-    pool: int = _count(1000, 2)
-    games: int = _count(240)
-    position: Literal["random", "last"] | int = _option("random", "random|last|N", type=_position)
-    protocol: Literal["game", "authors"] = "game"
-    relation: Literal["replace_one", "add_remove"] = "replace_one"
-    gradients: Literal["closed_form", "autograd"] = "closed_form"
-    forwards: Literal["pooled", "fresh"] | None = _option(None, default=argparse.SUPPRESS)
-    targets_per_batch: int = _count(1)
-    defense: str | None = _option(None, "NAME:SETTING=VALUE,...")
-    precision: str = _option("fp32", choices=PRECISIONS)
-    bos: int | None = _option(None, "ID", type=_at_least(0))
-    seed: int = _option(0, "N", type=_SEED)
-    json: Path | None = _option(None, "FILE")
+    _add_sources(add)
+    add("--public", metavar="SOURCE")
+    add("--attack", nargs="+", choices=GAME_ATTACKS, default=["fc", "fc-full", "attention"])
+    add("--lora-r", **_count(0, 0))
+    add("--targets", metavar="NAMES")
+    add("--layer", nargs="+", **_count(None, 0))
+    add("--batch", **_count(40))
+    add("--tokens", **_count(32, 2))
+    add("--games", **_count(240))
+    add("--relation", choices=("replace_one", "add_remove"), default="replace_one")
+    add("--defense", metavar="NAME:SETTING=VALUE,...")
+    add("--seed", **_SEED)
+    add("--json", **_path("FILE"))
 
 
-@dataclass(frozen=True)
-class InvertOptions:
+def invert(add: Add) -> None:
     """Read, as the server, a client's texts from the hidden states or gradients that it sends.
 
     Runs a model's bottom on texts, adds Gaussian noise to the hidden states at the split as a
@@ -211,15 +178,14 @@ class InvertOptions:
     instead, of the whole model or of a LoRA, and nothing else. A model and texts are included; use
     your own with --model and --text.
 
-    Attributes:
-        from_: what the client sends: hidden states at a split, or the gradient of a batch of
+    Options:
+        from: what the client sends: hidden states at a split, or the gradient of a batch of
             texts.
         model: language model: a folder or a name on the hub.
         text: the client's text: {sources}.
         column: the column of --text that holds the text.
         public: of activations: text that the server owns and 'prefix' ranks tokens with, as
             --text; by default text by the model itself.
-        public_column: the column of --public that holds the text.
         layer: of activations: splits, blocks whose output is sent, 0 for the embeddings; by
             default at a third and two thirds.
         lora_r: of gradients: the client trains a LoRA of this rank; 0: the whole model.
@@ -235,48 +201,38 @@ class InvertOptions:
         steps: of activations: gradient steps of a descent, at most.
         budget_seconds: wall time of an attack on the texts of one cell (of gradients: on one
             batch), after which its best so far counts; 'inf' for no bound.
-        precision: precision of the model.
         bos: token id put before every text.
         seed: seed of the choice of texts and of the noise.
-        out: folder of results and plots.
+        out: folder of the results.
     """
-
-    from_: Literal["activations", "gradients"] = "activations"
-    model: str | None = _option(None, "NAME")
-    text: str | None = _option(None, "SOURCE")
-    column: str | None = _option(None, "NAME")
-    public: str | None = _option(None, "SOURCE")
-    public_column: str | None = _option(None, "NAME")
-    layer: Sequence[int] | None = _option(None, "K", type=_at_least(0))
-    lora_r: int = _count(0, 0)
-    targets: str | None = _option(None, "NAMES")
-    batch_sizes: Sequence[int] = _option((1, 4), "B", type=_at_least(1))
-    noise: Sequence[float] | None = _option(
-        None, "S", type=_number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
-    )
-    relative: bool = True
-    lengths: Sequence[int] = _option((32,), "N", type=_at_least(1))
-    texts: int = _count(4)
-    attack: Sequence[str] | None = _option(None, choices=INVERT_ATTACKS + GRADIENT_ATTACKS)
-    steps: int = _count(1000)
-    budget_seconds: float = _option(
-        60.0, "X", type=_number(float, lambda x: x > 0, "a positive number")
-    )
-    precision: str = _option("fp32", choices=PRECISIONS)
-    bos: int | None = _option(None, "ID", type=_at_least(0))
-    seed: int = _option(0, "N", type=_SEED)
-    out: Path = _option(Path("fedleak_runs/inversion"), "DIR")
+    sources = ("activations", "gradients")
+    add("--from", dest="from_", choices=sources, default="activations")
+    _add_sources(add)
+    add("--public", metavar="SOURCE")
+    add("--layer", nargs="+", **_count(None, 0))
+    add("--lora-r", **_count(0, 0))
+    add("--targets", metavar="NAMES")
+    add("--batch-sizes", nargs="+", **_count([1, 4]))
+    add("--noise", nargs="+", **_number("S", _NOISE))
+    add("--relative", action=argparse.BooleanOptionalAction, default=True)
+    add("--lengths", nargs="+", **_count([32]))
+    add("--texts", **_count(4))
+    add("--attack", nargs="+", choices=INVERT_ATTACKS + GRADIENT_ATTACKS)
+    add("--steps", **_count(1000))
+    add("--budget-seconds", **_number("X", _DURATION, 60.0))
+    add("--bos", **_count(None, 0))
+    add("--seed", **_SEED)
+    add("--out", **_path("DIR", "fedleak_runs/inversion"))
 
 
-@dataclass(frozen=True)
-class SweepOptions:
+def sweep(add: Add) -> None:
     """Train under a grid of defences: what each costs and what still leaks.
 
     Fine-tunes a language model once for each defence and strength, with the same data, order and
     seed, and attacks every run as it trains. Writes a table, JSON and a plot of utility against
     leakage. It continues where it was interrupted.
 
-    Attributes:
+    Options:
         defense: 'none', or a defence with its settings; values separated by / make a grid.
         attack: all look at the same steps of each run.
         model: causal language model: a folder or a name on the hub.
@@ -294,26 +250,19 @@ class SweepOptions:
         seed: seed of split, order, dropout and calibration.
         out: results.
     """
-
-    defense: Sequence[str] = _option(DEFENSES, "NAME[:SETTING=VALUE[/VALUE ...],...]")
-    attack: Sequence[str] = _option(("flatchat", "aligned_flatchat", "fc"), choices=SWEEP_ATTACKS)
-    model: str | None = _option(None, "NAME")
-    text: str | None = _option(None, "SOURCE")
-    column: str | None = _option(None, "NAME")
-    layer: int | None = _option(None, "N", type=_at_least(0))
-    steps: int = _count(60)
-    batch_size: int = _count(8)
-    length: int = _count(64, 2)
-    every_n_steps: int = _count(5)
-    lr: float = _option(1e-4, "X", type=_POSITIVE)
-    peft: Literal["lora", "bitfit"] | None = None
-    budget_seconds: float = _option(10.0, "S", type=_POSITIVE)
-    seed: int = _option(0, "N", type=_SEED)
-    out: Path = _option(Path("fedleak_runs/sweep"), "DIR")
+    add("--defense", nargs="+", metavar="NAME[:SETTING=VALUE[/VALUE ...],...]", default=DEFENSES)
+    attacks = ["flatchat", "aligned_flatchat", "fc"]
+    add("--attack", nargs="+", choices=SWEEP_ATTACKS, default=attacks)
+    _add_sources(add)
+    add("--layer", **_count(None, 0))
+    _add_training(add, steps=60)
+    add("--peft", choices=("lora", "bitfit"))
+    add("--budget-seconds", **_number("S", _POSITIVE, 10.0))
+    add("--seed", **_SEED)
+    add("--out", **_path("DIR", "fedleak_runs/sweep"))
 
 
-@dataclass(frozen=True)
-class PlanOptions:
+def plan(add: Add) -> None:
     """What an update of a set-up can reveal, and what the attacks on it cost, before any training.
 
     Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole first
@@ -321,7 +270,7 @@ class PlanOptions:
     that a larger one is safe. Then it says what each attack takes that a run would choose. A
     model and texts are included; use your own with --model and --text.
 
-    Attributes:
+    Options:
         model: language model: a folder or a name on the hub.
         text: texts like the clients': {sources}.
         column: the column of --text that holds the text.
@@ -331,19 +280,15 @@ class PlanOptions:
         seconds: time for planted sets of tokens.
         seed: seed of adapters, texts and planted sets.
     """
-
-    model: str | None = _option(None, "NAME")
-    text: str | None = _option(None, "SOURCE")
-    column: str | None = _option(None, "NAME")
-    lora_r: int = _count(8, 0)
-    targets: str | None = _option(None, "NAMES")
-    batch: str = _option("8x64", "BxL", type=shape)
-    seconds: float = _option(30.0, "S", type=_POSITIVE)
-    seed: int = _option(0, "N", type=_SEED)
+    _add_sources(add)
+    add("--lora-r", **_count(8, 0))
+    add("--targets", metavar="NAMES")
+    add("--batch", metavar="BxL", type=_shape, default="8x64")
+    add("--seconds", **_number("S", _POSITIVE, 30.0))
+    add("--seed", **_SEED)
 
 
-@dataclass(frozen=True)
-class MemorizationOptions:
+def memorization(add: Add) -> None:
     """What a trained model gives away of its training texts, before it is released.
 
     Asks the trained model and its base about texts that were trained on and texts that were not,
@@ -351,7 +296,7 @@ class MemorizationOptions:
     costs two forwards; nothing is generated. Canaries that were planted are asked about by how
     often they were repeated.
 
-    Attributes:
+    Options:
         model: the trained model: a folder, or one with adapters of PEFT.
         base: the model that the training began from: a folder or a name on the hub.
         members: texts that were trained on: {sources}.
@@ -368,30 +313,28 @@ class MemorizationOptions:
         at_most: exit with status 3 where its interval reaches above, or it is unknown.
         out: file of the result as JSON.
     """
+    add("--model", required=True, metavar="DIR")
+    add("--base", required=True, metavar="NAME")
+    add("--members", required=True, metavar="SOURCE")
+    add("--others", required=True, metavar="SOURCE")
+    add("--canaries", **_path("FILE"))
+    add("--record", **_path("FILE"))
+    add("--suffix", **_count(None))
+    add("--column", metavar="NAME")
+    add("--length", **_count(256, 9))
+    add("--drawn", action="store_true")
+    add("--metric", choices=("auc", "shown", "extracted", "greedy"), default="auc")
+    add("--at-most", **_number("X", _SHARE))
+    add("--out", **_path("FILE"))
 
-    model: str = _option("", "DIR", required=True)
-    base: str = _option("", "NAME", required=True)
-    members: str = _option("", "SOURCE", required=True)
-    others: str = _option("", "SOURCE", required=True)
-    canaries: Path | None = _option(None, "FILE")
-    record: Path | None = _option(None, "FILE")
-    suffix: int | None = _option(None, "N", type=_at_least(1))
-    column: str | None = _option(None, "NAME")
-    length: int = _count(256, 9)
-    drawn: bool = False
-    metric: Literal["auc", "shown", "extracted", "greedy"] = "auc"
-    at_most: float | None = _option(None, "X", type=_SHARE)
-    out: Path | None = _option(None, "FILE")
 
-
-@dataclass(frozen=True)
-class InspectOptions:
+def inspect(add: Add) -> None:
     """Whether a client was sent crafted adapter values: look before training on them.
 
     Asks rules of a LoRA or bottleneck adapter: alone, against the base, the agreed start and the
     round before. Exits with status 3 where something was found.
 
-    Attributes:
+    Options:
         received: the adapter that was sent: a folder of PEFT, or a file in safetensors.
         base: the frozen model: a folder or a name on the hub.
         start: the adapter as the agreed config makes it, in one of the same forms. What is zero
@@ -404,20 +347,18 @@ class InspectOptions:
         text: text like the federation's: {sources}.
         column: the column of --text that holds the text.
     """
+    add("received", metavar="RECEIVED", type=Path)
+    add("--base", metavar="NAME")
+    add("--start", **_path("PATH"))
+    add("--shared-seed", action="store_true")
+    add("--first", action="store_true")
+    add("--previous", **_path("PATH"))
+    add("--own-update", **_path("PATH"))
+    add("--text", metavar="SOURCE")
+    add("--column", metavar="NAME")
 
-    received: Path = field(metadata={"metavar": "RECEIVED"})
-    base: str | None = _option(None, "NAME")
-    start: Path | None = _option(None, "PATH")
-    shared_seed: bool = False
-    first: bool = False
-    previous: Path | None = _option(None, "PATH")
-    own_update: Path | None = _option(None, "PATH")
-    text: str | None = _option(None, "SOURCE")
-    column: str | None = _option(None, "NAME")
 
-
-@dataclass(frozen=True)
-class FederateOptions:
+def federate(add: Add) -> None:
     """Train a federation, and see what each client's update and their sum leak.
 
     Deals texts to clients, who train a language model for some rounds. Each update is attacked
@@ -425,7 +366,7 @@ class FederateOptions:
     add noise. Shows utility, leakage of each client and of the sum, and epsilon, round by round. A
     model and texts are included; use your own with --model and --text.
 
-    Attributes:
+    Options:
         clients: clients of the federation.
         rounds: rounds.
         local_steps: optimizer steps of a client in a round.
@@ -458,143 +399,82 @@ class FederateOptions:
         noise_multiplier: noise on the sum, over --clip, in place of --epsilon.
         clip: largest norm of a client's update.
         clip_quantile: --clip is the first norm, which then follows this quantile of the updates'.
-        noise_bands: rounds over which the server's noise is correlated (--sampling poisson).
         delta: delta of the guarantee.
         trust: who adds the noise: the server; each client all of it; each client its share.
         sampling: which clients take part in a round.
         per_round: for 'poisson' and 'fixed': how many (on average).
-        server_optimizer: how the mean update moves the model: FedAvg, FedAvgM or FedAdam.
-        server_lr: its learning rate (momentum 1, adam 0.003).
-        engine: one client after the other in this process, or Flower's simulation (the extra
-            'flower'); both give the same model.
         seed: seed of split, order, adapters and calibration.
         out: folder of the logs.
     """
+    add("--clients", **_count(4, 2))
+    add("--rounds", **_count(3))
+    add("--local-steps", **_count(10))
+    _add_sources(add)
+    add("--partition-by", metavar="COLUMN")
+    add("--partition", choices=("iid", "speaker", "dirichlet"))
+    add("--alpha", **_number("X", _POSITIVE, 0.5))
+    add("--peft", choices=("lora",))
+    add("--lora-r", **_count(None))
+    add("--targets", metavar="NAMES")
+    add("--optimizer", choices=("sgd", "momentum", "adamw"), default="adamw")
+    add("--lr", **_number("X", _POSITIVE))
+    add("--batch-size", **_count(4))
+    add("--length", **_count(32, 2))
+    add("--attack", choices=("auto", "none"), default="auto")
+    add("--members", **_count(16))
+    add("--leave-out", **_count(0, 0))
+    add("--gate", **_number("X", _SHARE))
+    add("--watch", metavar="NAME")
+    add("--action", choices=("withhold", "harden", "raise", "warn"), default="withhold")
+    add("--epsilon", **_number("X", _POSITIVE))
+    add("--noise-multiplier", **_number("X", _POSITIVE))
+    add("--clip", **_number("C", _POSITIVE, 1.0))
+    add("--clip-quantile", **_number("X", _QUANTILE))
+    add("--delta", **_number("X", _POSITIVE, 1e-5))
+    add("--trust", choices=("central", "local", "secure_aggregation"), default="central")
+    add("--sampling", choices=("all", "poisson", "fixed"), default="all")
+    add("--per-round", **_number("N", _POSITIVE))
+    add("--seed", **_SEED)
+    add("--out", **_path("DIR", "fedleak_runs/federation"))
 
-    clients: int = _count(4, 2)
-    rounds: int = _count(3)
-    local_steps: int = _count(10)
-    model: str | None = _option(None, "NAME")
-    text: str | None = _option(None, "SOURCE")
-    column: str | None = _option(None, "NAME")
-    partition_by: str | None = _option(None, "COLUMN")
-    partition: Literal["iid", "speaker", "dirichlet"] | None = None
-    alpha: float = _option(0.5, "X", type=_POSITIVE)
-    peft: Literal["lora"] | None = None
-    lora_r: int | None = _option(None, "N", type=_at_least(1))
-    targets: str | None = _option(None, "NAMES")
-    optimizer: Literal["sgd", "momentum", "adamw"] = "adamw"
-    lr: float | None = _option(None, "X", type=_POSITIVE)
-    batch_size: int = _count(4)
-    length: int = _count(32, 2)
-    attack: Literal["auto", "none"] = "auto"
-    members: int = _count(16)
-    leave_out: int = _option(0, "N", type=_at_least(0))
-    gate: float | None = _option(None, "X", type=_SHARE)
-    watch: str | None = _option(None, "NAME")
-    action: Literal["withhold", "harden", "raise", "warn"] = "withhold"
-    epsilon: float | None = _option(None, "X", type=_POSITIVE)
-    noise_multiplier: float | None = _option(None, "X", type=_POSITIVE)
-    clip: float = _option(1.0, "C", type=_POSITIVE)
-    clip_quantile: float | None = _option(None, "X", type=_QUANTILE)
-    noise_bands: int | None = _option(None, "N", type=_at_least(2))
-    delta: float = _option(1e-5, "X", type=_POSITIVE)
-    trust: Literal["central", "local", "secure_aggregation"] = "central"
-    sampling: Literal["all", "poisson", "fixed"] = "all"
-    per_round: float | None = _option(None, "N", type=_POSITIVE)
-    server_optimizer: Literal["mean", "momentum", "adam"] = "mean"
-    server_lr: float | None = _option(None, "X", type=_POSITIVE)
-    engine: Literal["local", "flower"] = "local"
-    seed: int = _option(0, "N", type=_SEED)
-    out: Path = _option(Path("fedleak_runs/federation"), "DIR")
 
-    def check(self) -> None:
-        """Raise an error for options that contradict each other, before libraries are loaded.
+def report(add: Add) -> None:
+    """Write what runs showed: a page for people, JSON, an entry for a registry.
 
-        Raises:
-            SourceError: says which option to add, to change or to leave out.
-        """
-        for wrong, text in (*self._of_training(), *self._of_gate(), *self._of_privacy()):
-            if wrong:
-                raise SourceError(text)
+    Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), or results of game,
+    invert and sweep, and writes report.html, report.json and, where there was differential
+    privacy, report.yaml.
 
-    def _first_changed(self, *names: str) -> str:
-        """Return the first of some options that has another value than its default."""
-        changed = [n for n in names if getattr(self, n) != getattr(FederateOptions, n)]
-        return f"--{changed[0].replace('_', '-')}" if changed else ""
+    Options:
+        runs: folder or result file.
+        out: folder of the report (default: the first RUN's).
+        about: facts that no log holds, in tables named as the registry's sections (default:
+            report.toml in --out, where there is one).
+        model_card: print a block of Markdown for a model card, and write nothing.
+        reveal: local reveal files to put into the page: private text; the page gets mode 0600.
+    """
+    add("runs", nargs="+", metavar="RUN", type=Path)
+    add("--out", **_path("DIR"))
+    add("--about", **_path("TOML"))
+    add("--model-card", action="store_true")
+    add("--reveal", nargs="+", metavar="FILE", type=Path, default=[])
 
-    def _of_training(self) -> Iterator[tuple[object, str]]:
-        """Yield whether options of texts and training contradict each other, and the message."""
-        yield (
-            self.peft is None and self._first_changed("lora_r", "targets"),
-            "--lora-r and --targets set adapters: give --peft lora too.",
-        )
-        yield (
-            self.partition == "speaker" and self.partition_by is None,
-            "--partition speaker deals texts by speaker: name the column that holds it with "
-            "--partition-by. (Each embedded message has another customer, so that 'iid' deals "
-            "these by speaker.)",
-        )
-        yield (
-            self.partition == "iid" and self.partition_by is not None,
-            "--partition iid deals texts at random: leave --partition-by out.",
-        )
-        yield (
-            self.engine == "flower" and importlib.util.find_spec("flwr") is None,
-            f"--engine flower needs Flower: {install('flower')}. It needs older packages than the "
-            "rest: install it in an environment of its own. --engine local trains the same model "
-            "without it.",
-        )
 
-    def _of_gate(self) -> Iterator[tuple[object, str]]:
-        if self.gate is None:
-            changed = self._first_changed("watch", "action")
-            yield changed, f"{changed} sets a gate: give --gate too, such as 0.5."
-        yield (
-            self.gate is not None and self.attack == "none",
-            "--gate needs attacks whose results it watches: leave --attack none out.",
-        )
-        yield (
-            self.watch is not None and not self.watch.startswith("leakage/"),
-            f"--watch {self.watch}: a gate watches a name in the logs, as leakage/worst/words",
-        )
-        texts = self.local_steps * self.batch_size
-        watches_membership = self.gate is not None and "membership" in (self.watch or "membership")
-        yield (
-            watches_membership and texts < LEAST_TEXTS,
-            f"--gate watches membership{'' if self.watch else ' by default'}, and a round has "
-            f"{texts} texts of a client: no update is judged with fewer than {LEAST_TEXTS}. Give "
-            "more --local-steps or a larger --batch-size, or watch words alone (--watch "
-            "leakage/worst/words).",
-        )
-        yield (
-            self.action == "harden" and (self.epsilon is None or self.trust != "local"),
-            "--action harden turns up the noise that clients add themselves: give --epsilon and "
-            "--trust local too.",
-        )
+def compare(add: Add) -> None:
+    """Print what changed between two runs.
 
-    def _of_privacy(self) -> Iterator[tuple[object, str]]:
-        if self.epsilon is None and self.noise_multiplier is None:
-            changed = self._first_changed(
-                "clip", "clip_quantile", "noise_bands", "delta", "trust", "sampling", "per_round"
-            )
-            text = "client-level differential privacy: give --epsilon or --noise-multiplier too."
-            yield changed, f"{changed} sets {text}"
-        yield (
-            (self.sampling == "all") != (self.per_round is None),
-            "--sampling poisson and fixed draw --per-round clients: give both, or neither.",
-        )
-        yield (
-            self.clip_quantile is not None and self.trust != "central",
-            "--clip-quantile counts the clients below the clip norm, which a trusted server alone "
-            f"may do: leave it or --trust {self.trust} out.",
-        )
-        yield (
-            self.server_lr is not None and self.server_optimizer == "mean",
-            "--server-lr sets the rate of an optimizer of the server: give --server-optimizer too.",
-        )
-        yield (
-            self.delta * self.clients >= 1,
-            f"--delta {self.delta:g} must be below 1 / {self.clients}, one over --clients: "
-            "otherwise publishing one client's data at random would count as private.",
-        )
+    Prints utility, leakage with 95% intervals, and epsilon of two runs side by side.
+
+    Options:
+        before: log folder of the first run.
+        after: log folder of the second.
+    """
+    add("before", metavar="RUN_A", type=Path)
+    add("after", metavar="RUN_B", type=Path)
+
+
+def fit(add: Add) -> None:
+    """Fine-tune any causal language model on any text, configured by LightningCLI.
+
+    --recipe NAME appends a ready-made config: monitors, gates, defences (once for each).
+    """

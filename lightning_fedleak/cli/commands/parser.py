@@ -3,81 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn
 
 from lightning_fedleak.cli.commands import options
 from lightning_fedleak.cli.finetuning.assets import SourceError, check_model_source
 from lightning_fedleak.cli.finetuning.texts import check_text_source
-from lightning_fedleak.cli.studies.names import check_defense
+from lightning_fedleak.cli.studies.names import check_defense, did_you_mean
 
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """Write what runs showed: a page for people, JSON, an entry for a registry.
-
-    Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), or results of game,
-    invert and sweep, and writes report.html, report.json and, where there was differential
-    privacy, report.yaml.
-
-    Attributes:
-        runs: folder or result file.
-        out: folder of the report (default: the first RUN's).
-        about: facts that no log holds, in tables named as the registry's sections (default:
-            report.toml in --out, where there is one).
-        model_card: print a block of Markdown for a model card, and write nothing.
-        reveal: local reveal files to put into the page: private text; the page gets mode 0600.
-    """
-
-    runs: Sequence[Path] = field(metadata={"metavar": "RUN"})
-    out: Path | None = field(default=None, metadata={"metavar": "DIR"})
-    about: Path | None = field(default=None, metadata={"metavar": "TOML"})
-    model_card: bool = False
-    reveal: Sequence[Path] = field(default=(), metadata={"metavar": "FILE"})
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """Print what changed between two runs.
-
-    Prints utility, leakage with 95% intervals, and epsilon of two runs side by side.
-
-    Attributes:
-        before: log folder of the first run.
-        after: log folder of the second.
-    """
-
-    before: Path = field(metadata={"metavar": "RUN_A"})
-    after: Path = field(metadata={"metavar": "RUN_B"})
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """Fine-tune any causal language model on any text, configured by LightningCLI.
-
-    --recipe NAME appends a ready-made config: monitors, gates, defences (once for each).
-    """
-
-
-_COMMANDS: dict[str, type] = {
-    "demo": options.DemoOptions,
-    "game": options.GameOptions,
-    "invert": options.InvertOptions,
-    "plan": options.PlanOptions,
-    "memorization": options.MemorizationOptions,
-    "inspect": options.InspectOptions,
-    "federate": options.FederateOptions,
-    "sweep": options.SweepOptions,
-    "report": ReportOptions,
-    "compare": CompareOptions,
-    "fit": FitOptions,
-}
+_COMMANDS = (
+    *(options.demo, options.game, options.invert, options.plan, options.memorization),
+    *(options.inspect, options.federate, options.sweep, options.report, options.compare),
+    options.fit,
+)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -95,14 +36,8 @@ class _Parser(argparse.ArgumentParser):
         """End the program with status 2."""
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong is not None:
-            message += _nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+            message += did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         self.exit(2, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
-
-
-def _nearest(word: str, names: Iterable[str]) -> str:
-    spelled = {name.lstrip("-"): name for name in names}
-    close = difflib.get_close_matches(word.lstrip("-"), spelled, n=1)
-    return f" (did you mean {spelled[close[0]]}?)" if close else ""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -117,10 +52,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     namespace, unknown = fedleak.parse_known_args(arguments)
     if unknown:
         command = commands[namespace.command]
-        known = [name for action in command._actions for name in action.option_strings]
-        names = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
-        phrases = ", ".join(name + _nearest(name, known) for name in names)
-        command.error(f"no such option{'s' * (len(names) > 1)}: {phrases}")
+        names = [name for action in command._actions for name in action.option_strings]
+        words = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
+        phrases = ", ".join(word + did_you_mean(word, names) for word in words)
+        command.error(f"no such option{'s' * (len(words) > 1)}: {phrases}")
     return namespace
 
 
@@ -136,18 +71,17 @@ def check_sources(namespace: argparse.Namespace) -> None:
     defenses = getattr(namespace, "defense", None) or ()
     for defense in (defenses,) if isinstance(defenses, str) else defenses:
         check_defense(defense)
-    check_model_source(getattr(namespace, "model", None))
-    check_model_source(getattr(namespace, "base", None))
-    texts = ("members", "others") if hasattr(namespace, "others") else ("text",)
-    for name, column_name in (*((text, "column") for text in texts), ("public", "public_column")):
-        source, column = getattr(namespace, name, None), getattr(namespace, column_name, None)
-        option = f"--{column_name.replace('_', '-')}"
-        if name == "public" and source == "sampled":  # by the model itself
-            continue
-        if source is not None:
-            check_text_source(source, column, option=option)
-        elif column is not None:
-            raise SourceError(f"{option} names a column of --{name}: give that too")
+    for name in ("model", "base"):
+        check_model_source(getattr(namespace, name, None))
+    column = getattr(namespace, "column", None)
+    for name in ("text", "members", "others"):
+        if (source := getattr(namespace, name, None)) is not None and isinstance(source, str):
+            check_text_source(source, column, option="--column")
+    if getattr(namespace, "text", "") is None and column is not None:
+        raise SourceError("--column names a column of --text: give that too")
+    public = getattr(namespace, "public", None)
+    if public not in (None, "sampled"):
+        check_text_source(public)
 
 
 def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -158,52 +92,31 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "leave a client give away.",
     )
     fedleak.add_argument("--version", action="version", version=version("lightning-fedleak"))
-    listed = ",".join(_COMMANDS)
-    commands = fedleak.add_subparsers(required=True, dest="command", metavar=f"{{{listed}}}")
-    for command_name, kind in _COMMANDS.items():
-        brief, description, helps = _documentation(kind)
+    names = ",".join(add_options.__name__ for add_options in _COMMANDS)
+    commands = fedleak.add_subparsers(required=True, dest="command", metavar=f"{{{names}}}")
+    for add_options in _COMMANDS:
+        brief, description, helps = _documentation(add_options)
         command = commands.add_parser(
-            command_name, help=brief, description=description, formatter_class=_Help
+            add_options.__name__, help=brief, description=description, formatter_class=_Help
         )
-        hints = get_type_hints(kind)
-        for option in fields(kind):
-            arguments = _arguments(option, hints[option.name])
-            name = option.name
-            if option.default is not MISSING:
-                arguments["dest"] = name
-                name = f"--{name.rstrip('_').replace('_', '-')}"  # from_, as Python has a 'from'
-            command.add_argument(name, help=helps.get(option.name), **arguments)
+
+        def add(name: str, **arguments: Any) -> None:
+            key = name.lstrip("-").replace("-", "_")
+            command.add_argument(name, help=helps[key], **arguments)  # noqa: B023  (called here)
+
+        add_options(add)
     return fedleak, commands.choices
 
 
-def _documentation(kind: type) -> tuple[str, str, Mapping[str, str]]:
+def _documentation(add_options: Callable[[options.Add], None]) -> tuple[str, str, dict[str, str]]:
     """Return what the help says of a command in a line and at length, and of each of its options.
 
-    All of it is the docstring of the command's settings.
+    All of it is the docstring of the function that adds the options.
     """
-    text, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
+    text, _, entries = (inspect.getdoc(add_options) or "").partition("\n\nOptions:\n")
     brief, _, description = text.partition("\n\n")
-    _, *entries = re.split(r"^    (\w+): ", attributes, flags=re.MULTILINE)
-    sentences = (" ".join(entry.split()).removesuffix(".") for entry in entries[1::2])
+    _, *parts = re.split(r"^    (\w+): ", entries, flags=re.MULTILINE)
+    sentences = (" ".join(part.split()).removesuffix(".") for part in parts[1::2])
     helps = (sentence.format_map(options.PHRASES).replace("%", "%%") for sentence in sentences)
     brief = (brief[:1].lower() + brief[1:]).removesuffix(".")
-    return brief, description, dict(zip(entries[::2], helps, strict=True))
-
-
-def _arguments(option: Field[Any], hint: object) -> dict[str, Any]:
-    """Return the arguments of ``add_argument`` that a field's default, type and metadata say."""
-    if isinstance(option.default, bool):
-        action = argparse.BooleanOptionalAction if option.default else "store_true"
-        return {"default": option.default, "action": action, **option.metadata}
-    arguments: dict[str, Any] = {}
-    if option.default is not MISSING:
-        default = option.default
-        arguments["default"] = list(default) if isinstance(default, tuple) else default
-    for kind in (hint, *get_args(hint)):
-        if get_origin(kind) is Literal and "type" not in option.metadata:
-            arguments["choices"] = get_args(kind)
-        elif get_origin(kind) is Sequence:
-            arguments["nargs"] = "+"
-        elif kind is Path:
-            arguments["type"] = Path
-    return {**arguments, **option.metadata}
+    return brief, description, dict(zip(parts[::2], helps, strict=True))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.cli.commands.options import PlanOptions
+from lightning_fedleak.attacks.row_space import NotAdditive
 from lightning_fedleak.cli.commands.printing import print_table
 from lightning_fedleak.cli.finetuning import (
     EMBEDDED_MESSAGES,
@@ -18,59 +19,71 @@ from lightning_fedleak.cli.finetuning import (
     load_tokenizer,
     read_texts,
 )
-from lightning_fedleak.cli.studies.capacity import CapacityStudy, Trial
-from lightning_fedleak.cli.studies.models import find_model, with_lora
+from lightning_fedleak.cli.studies.capacity import CapacityStudy, NothingRead, Trial
+from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.trainers import Watch
 
 
-@dataclass(frozen=True)
-class PlanCommand(PlanOptions):
-    """The command ``fedleak plan``; its settings are its options."""
+def run(options: Namespace, console: Console | None = None) -> int:
+    """Measure and print.
 
-    def run(self, console: Console | None = None) -> int:
-        """Measure and print.
+    Args:
+        options: of the command.
+        console: where to print; stdout by default.
 
-        Args:
-            console: where to print; stdout by default.
+    Returns:
+        0.
 
-        Returns:
-            0.
-
-        Raises:
-            SourceError: model, text or settings cannot be used.
-            AnatomyError: the model's parts could not be found.
-        """
-        console = console or Console(highlight=False)
-        size, length = map(int, self.batch.split("x"))
-        tokenizer = load_tokenizer(self.model)
-        without_adapters = find_model(self.model, torch.float32)
-        if without_adapters.kind == "classifier":
-            raise SourceError(
-                "--model is no language model with a head, so that its loss on a text is not known "
-                "here; in a run of your own LeakageMonitor(SubspaceWords()) reports its capacity"
-            )
-        anatomy = with_lora(without_adapters, self.lora_r, self.targets, self.seed)
-        mask = getattr(tokenizer, "mask_token_id", None)
-        study = CapacityStudy(anatomy, length, mask, self.seed)
-        texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
-        console.print(
-            f"An update shares {study.rows} rows of {study.known_input.width} numbers that reveal "
-            "which tokens the first block reads, out of "
-            f"{anatomy.vocab_size}: {', '.join(m.name for m in study.maps)}."
+    Raises:
+        SourceError: model, text or settings cannot be used.
+        AnatomyError: the model's parts could not be found.
+    """
+    console = console or Console(highlight=False)
+    size, length = options.batch
+    tokenizer = load_tokenizer(options.model)
+    bare = find_model(options.model)
+    if bare.kind == "classifier":
+        raise SourceError(
+            "--model is no language model with a head, so that its loss on a text is not known "
+            "here; in a run of your own LeakageMonitor(SubspaceWords()) reports its capacity"
         )
-        capacity = study.planted(self.seconds)
-        shown = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
-        missed = "" if capacity.failed is None else f", {capacity.failed} were not"
-        console.print(
-            f"Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
-            f"planted at random, {shown}{missed}.\n"
-        )
-        trials = study.trials(texts, tokenizer, size)
-        print_table(console, trial_table(trials, length))
-        console.print(f"{explain_trials(trials, length)}\n")
-        show_attacks(anatomy)
-        return 0
+    anatomy = with_lora(bare, options.lora_r, options.targets, options.seed)
+    check_context(anatomy, length, "--batch")
+    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column, option="--column")
+    try:
+        study = CapacityStudy.of(anatomy, length, options.seed)
+        _show_capacity(console, study, texts, tokenizer, size, options.seconds)
+    except (NothingRead, NotAdditive) as reason:
+        console.print(f"What SubspaceWords can read is unknown: {reason}\n")
+    show_attacks(anatomy)
+    return 0
+
+
+def _show_capacity(
+    console: Console,
+    study: CapacityStudy,
+    texts: Sequence[str],
+    tokenizer: Any,
+    size: int,
+    seconds: float,
+) -> None:
+    """Print how many tokens the rows of an update reveal, and where exact recovery ends."""
+    console.print(
+        f"An update shares {study.rows} rows of {study.known_input.width} numbers that reveal "
+        "which tokens the first block reads, out of "
+        f"{study.anatomy.vocab_size}: {', '.join(m.name for m in study.maps)}."
+    )
+    capacity = study.planted(seconds)
+    shown = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
+    missed = "" if capacity.failed is None else f", {capacity.failed} were not"
+    console.print(
+        f"Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
+        f"planted at random, {shown}{missed}.\n"
+    )
+    trials = study.trials(texts, tokenizer, size)
+    print_table(console, trial_table(trials, study.length))
+    console.print(f"{explain_trials(trials, study.length)}\n")
 
 
 def show_attacks(anatomy: Anatomy) -> None:

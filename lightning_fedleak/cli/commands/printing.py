@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from lightning_fedleak.attacks import ThreatModelError
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.evaluation.games import GameError
 from lightning_fedleak.extras import install
-from lightning_fedleak.model.anatomy import AnatomyError
-from lightning_fedleak.model.taps import UpdateError
 
-USER_ERRORS = (
-    *(SourceError, AnatomyError, ThreatModelError),
-    *(DefenseError, UpdateError, GameError),
-)
-"""Errors whose message says what to change: a command prints it alone."""
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
 _ANY_WIDTH = 100_000  # characters, more than any table has
@@ -45,6 +39,11 @@ def three_digits(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.3f}"
 
 
+def short(value: float, digits: int = 3) -> str:
+    """Return a share without the leading zero; an exact 0 or 1 as such, unlike .0004 or .9996."""
+    return f"{value:.0f}" if value in (0, 1) else f"{value:.{digits}f}".replace("0.", ".", 1)
+
+
 def make_folder(folder: Path, out: Path) -> None:
     """Make a folder of results, which is below ``--out``.
 
@@ -54,19 +53,108 @@ def make_folder(folder: Path, out: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise unwritable(out, error, "folder with --out") from error
+        raise SourceError(
+            f"'{out}' cannot be written to ({error.strerror}): name another folder with --out."
+        ) from error
 
 
-def unwritable(path: Path, error: OSError, alternative: str) -> SourceError:
-    """Return the error of a place that cannot be written to; it says what to name instead."""
-    return SourceError(
-        f"'{path}' cannot be written to ({error.strerror}): name another {alternative}."
-    )
+def make_file(path: Path, option: str) -> None:
+    """Make a file of results, empty where it is new, before anything is computed.
+
+    Raises:
+        SourceError: it cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise SourceError(
+            f"'{path}' cannot be written to ({error.strerror}): name another file with {option}."
+        ) from error
 
 
 def without_matplotlib() -> str:
     """Return how matplotlib is installed, as Rich prints it; nothing where it is there."""
     return "" if importlib.util.find_spec("matplotlib") else escape(install("plots"))
+
+
+class LiveTable:
+    """Shows rows as they come: a live table on a terminal, lines elsewhere.
+
+    Args:
+        console: where to print.
+        headers: of the columns; a header may have several lines.
+        widths: of the columns where rows are printed as lines.
+        title: above the table.
+        footer: shown below a live table.
+        max_rows: rows of a live table, at most; the last ones stay.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        headers: Sequence[str],
+        widths: Sequence[int],
+        *,
+        title: str = "",
+        footer: RenderableType = "",
+        max_rows: int | None = None,
+    ) -> None:
+        self._console, self._headers, self._widths = console, headers, widths
+        self._title, self._footer = title, footer
+        self._rows: deque[Sequence[str]] = deque(maxlen=max_rows)
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveTable:
+        """Open the table."""
+        if self._console.is_terminal:
+            self._live = Live(self._table(), console=self._console, refresh_per_second=8)
+            self._live.start()
+            return self
+        if self._title:
+            self._console.print(self._title, soft_wrap=True)
+        lines = [header.split("\n") for header in self._headers]
+        height = max(map(len, lines))
+        for number in range(height):
+            self._print([([""] * (height - len(line)) + line)[number] for line in lines])
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        """Close the table, so that what is printed next is below it."""
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def add(self, cells: Sequence[str]) -> None:
+        """Add a row."""
+        self._rows.append(cells)
+        if self._live is None:
+            self._print(cells)
+        else:
+            self._live.update(self._table(), refresh=True)
+
+    def _print(self, cells: Sequence[str]) -> None:
+        line = "".join(f"{c:>{w}}" for c, w in zip(cells, self._widths, strict=True))
+        self._console.print(line.rstrip(), soft_wrap=True)
+
+    def _table(self) -> RenderableType:
+        table = Table(
+            title=self._title or None,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        for header in self._headers:
+            table.add_column(header, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, self._footer)
 
 
 def print_table(console: Console, table: Table, keys: int = 1) -> None:

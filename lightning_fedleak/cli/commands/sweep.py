@@ -3,116 +3,98 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.cli.commands import printing
-from lightning_fedleak.cli.commands.options import SweepOptions
-from lightning_fedleak.cli.finetuning import CausalLMFineTuning, SourceError
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning
 from lightning_fedleak.cli.studies import sweep
 from lightning_fedleak.cli.studies.sweep.grid import plot_pareto
 from lightning_fedleak.model.anatomy import find_anatomy
 
-_SHARED = {one.name for one in fields(sweep.Setting)}
 
+def run(options: Namespace, console: Console | None = None) -> int:
+    """Run what is not done yet, and print and write everything that is.
 
-@dataclass(frozen=True)
-class SweepCommand(SweepOptions):
-    """The command ``fedleak sweep``; its settings are its options."""
+    Args:
+        options: of the command.
+        console: where to print; stdout by default.
 
-    def run(self, console: Console | None = None) -> int:
-        """Run what is not done yet, and print and write everything that is.
+    Returns:
+        0; 1 where a cell failed; 130 after an interrupt.
 
-        Args:
-            console: where to print; stdout by default.
-
-        Returns:
-            0; 1 where a cell failed; 130 after an interrupt.
-
-        Raises:
-            SourceError: model, text or folder cannot be used.
-            AnatomyError: the model's parts could not be found.
-            SpecError: a defence that cannot be meant.
-        """
-        console = console or Console(highlight=False)
-        shared = {name: value for name, value in vars(self).items() if name in _SHARED}
-        setting = sweep.Setting(**shared, attacks=tuple(dict.fromkeys(self.attack)))
-        specs = [spec for text in self.defense for spec in sweep.parse_defenses(text)]
-        self._check(setting)
-        grid = sweep.Grid([sweep.GridCell(setting, spec) for spec in specs], self.out)
-        todo = grid.todo()
-        console.print(
-            f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
-            f"in {self.out}. An interrupt loses nothing: the same command continues.",
-            soft_wrap=True,
+    Raises:
+        SourceError: model, text or folder cannot be used.
+        AnatomyError: the model's parts could not be found.
+        SpecError: a defence that cannot be meant.
+    """
+    console = console or Console(highlight=False)
+    values = {**vars(options), "attacks": tuple(dict.fromkeys(options.attack))}
+    setting = sweep.Setting(**{f.name: values[f.name] for f in fields(sweep.Setting)})
+    specs = [spec for text in options.defense for spec in sweep.parse_defenses(text)]
+    # What would make every cell fail is raised here, before the first of them runs.
+    printing.make_folder(options.out, options.out)
+    with sweep.quiet():
+        sweep.read_layer(
+            setting, find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
         )
-        interrupted = False
-        try:
-            before = self._loss_before(setting)
-            with console.status("") as status:
-
-                def start(cell: sweep.GridCell) -> None:
-                    status.update(f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}")
-
-                def report(cell: sweep.GridCell, result: sweep.CellResult) -> None:
-                    console.print(_line(cell, result), soft_wrap=True)
-
-                grid.run(sweep.run_cell, start, report)
-        except KeyboardInterrupt:
-            interrupted, before = True, None
-            console.print("\nInterrupted. This is what was measured until then.", style="bold")
-        return self._finish(console, grid, before, interrupted)
-
-    def _check(self, setting: sweep.Setting) -> None:
-        """Raise an error that would make every cell fail before the first of them runs."""
-        printing.make_folder(self.out, self.out)
-        with sweep.quiet():
-            anatomy = find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
-        blocks = len(anatomy.blocks)
-        if setting.layer is not None and setting.layer > blocks:
-            raise SourceError(
-                f"--layer {setting.layer}: the model has {blocks} blocks; give 0 to {blocks}"
+    sweep.data_of(setting).setup()
+    grid = sweep.Grid([sweep.GridCell(setting, spec) for spec in specs], options.out)
+    todo = grid.todo()
+    console.print(
+        f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
+        f"in {options.out}. An interrupt loses nothing: the same command continues.",
+        soft_wrap=True,
+    )
+    interrupted, before = False, None
+    try:
+        before = _loss_before(setting, options.out / "before.json")
+        with console.status("") as status:
+            grid.run(
+                sweep.run_cell,
+                lambda cell: status.update(
+                    f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}"
+                ),
+                lambda cell, result: console.print(_line(cell, result), soft_wrap=True),
             )
-        sweep.data_of(setting).setup()
+    except KeyboardInterrupt:
+        interrupted = True
+        console.print("\nInterrupted. This is what was measured until then.", style="bold")
+    results = grid.results()
+    grid.write(options.out / "results.json")
+    paths = [str(options.out / "results.json")]
+    if results:
+        printing.print_table(console, defense_table(results, before))
+        console.print(explain_defenses(results))
+    if any(r.val_loss is not None for _, r in results):
+        if missing := printing.without_matplotlib():
+            console.print(f"No plot: {missing}")
+        else:
+            plot_pareto(results, options.out / "pareto.png", loss_before=before)
+            paths.append(str(options.out / "pareto.png"))
+    console.print(f"\nWritten: {', '.join(paths)}", soft_wrap=True)
+    if interrupted:
+        return printing.INTERRUPTED
+    return 1 if any(r.error is not None for _, r in results) else 0
 
-    def _loss_before(self, setting: sweep.Setting) -> float:
-        path = self.out / "before.json"
-        settings = {
-            k: getattr(setting, k) for k in ("model", "text", "batch_size", "length", "seed")
-        }
-        if setting.column is not None:
-            settings["column"] = setting.column
-        if path.exists():
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            if saved["setting"] == settings:
-                return float(saved["val_loss"])
-        loss = sweep.loss_before(setting)
-        content = json.dumps({"setting": settings, "val_loss": loss}, indent=1)
-        path.write_text(content + "\n", encoding="utf-8")
-        return loss
 
-    def _finish(
-        self, console: Console, grid: sweep.Grid, before: float | None, interrupted: bool
-    ) -> int:
-        results = grid.results()
-        grid.write(self.out / "results.json")
-        if results:
-            printing.print_table(console, defense_table(results, before))
-            console.print(explain_defenses(results))
-        paths = [str(self.out / "results.json")]
-        if any(r.val_loss is not None for _, r in results):
-            if missing := printing.without_matplotlib():
-                console.print(f"No plot: {missing}")
-            else:
-                plot_pareto(results, self.out / "pareto.png", loss_before=before)
-                paths.append(str(self.out / "pareto.png"))
-        console.print(f"\nWritten: {', '.join(paths)}", soft_wrap=True)
-        if interrupted:
-            return printing.INTERRUPTED
-        return 1 if any(r.error is not None for _, r in results) else 0
+def _loss_before(setting: sweep.Setting, path: Path) -> float:
+    """Return the loss before any training, which is kept in a file."""
+    names = ("model", "text", "column", "batch_size", "length", "seed")
+    settings = {name: getattr(setting, name) for name in names}
+    if path.exists():
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["setting"] == settings:
+            return float(saved["val_loss"])
+    loss = sweep.loss_before(setting)
+    content = json.dumps({"setting": settings, "val_loss": loss}, indent=1)
+    path.write_text(content + "\n", encoding="utf-8")
+    return loss
 
 
 def defense_table(

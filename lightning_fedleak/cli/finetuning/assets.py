@@ -53,7 +53,7 @@ def as_path(name: str | Path) -> Path:
                 f"what has {len(str(name))} characters is no name of a file, folder or dataset: "
                 "give the name of a file that holds the text, not the text."
             ) from None
-        raise SourceError(f"'{name}' cannot be looked for ({error.strerror}).") from error
+        raise
     return path
 
 
@@ -71,11 +71,7 @@ def check_model_source(name: str | Path | None) -> None:
         return
     path = as_path(name)
     if path.is_dir():
-        try:
-            is_model = any((path / file).exists() for file in _MODEL_FILES)
-        except OSError as error:
-            raise SourceError(f"'{name}' cannot be looked into ({error.strerror}).") from error
-        if not is_model:
+        if not any((path / file).exists() for file in _MODEL_FILES):
             raise SourceError(_holds_none(path))
         return
     if path.is_file():
@@ -136,11 +132,6 @@ def _holds_none(path: Path) -> str:
     start = f"the folder '{path}' holds no model (no config.json)"
     if inside := sorted(path.glob("*/config.json")):
         return f"{start}, but '{inside[0].parent}' does; give that."
-    if checkpoints := sorted(path.glob("*.ckpt")):
-        return (
-            f"{start}. '{checkpoints[0].name}' in it is a checkpoint of a Trainer: load it there, "
-            "write the model out by model.save_pretrained(folder), and give that folder."
-        )
     return (
         f"{start}. model.save_pretrained(folder) and tokenizer.save_pretrained(folder) write one."
     )
@@ -151,11 +142,7 @@ def nearest(path: Path) -> str:
     folder = path.expanduser().parent
     if not folder.is_dir():
         return f" (there is no folder '{path.parent}' either; looked from {Path.cwd()})"
-    try:
-        names = [p.name for p in folder.iterdir()]
-    except OSError:  # may not be listed
-        names = []
-    close = difflib.get_close_matches(path.name, names, n=1)
+    close = difflib.get_close_matches(path.name, [p.name for p in folder.iterdir()], n=1)
     meant = f"; did you mean '{close[0]}'?" if close else ""
     return f" (looked in {folder.resolve()}){meant}"
 

@@ -7,10 +7,8 @@ import gzip
 import io
 import json
 import re
-import shlex
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +18,13 @@ from lightning_fedleak.extras import install
 
 Rows = list[Mapping[str, object]]
 
-_SPELLED = {",": "comma", ";": "semicolon", "\t": "tab"}
 _TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _FILE_SUFFIXES = (*_TABLES, ".txt", ".md", ".gz")
 _CHATS = ("messages", "conversations")
 _TURN_TEXT = ("content", "value")
-_NO_TEXT = {
-    b"PK\x03\x04": "a zip archive, as .docx and .xlsx are",
-    b"%PDF": "a PDF",
-    b"\x1f\x8b": "compressed with gzip, and must be named .gz then",
-    b"PAR1": "a parquet file, and must be named .parquet then",
-    b"\x89PNG": "a picture",
-    b"\xff\xd8\xff": "a picture",
-    b"\xd0\xcf\x11\xe0": "a file of an office program",
-}
 _LONGEST_FIELD = 2**31 - 1  # characters of a .csv field: the csv module's largest limit
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COLUMN_NAME = re.compile(r"[^\W\d][\w.-]{,31}")
-_END = "end"  # a last row, which a quote without an end takes into its field
 
 
 def read_texts(
@@ -55,44 +42,28 @@ def read_texts(
             the last parts may be missing and others empty (``imdb``, ``imdb::test``,
             ``wikitext:wikitext-2-raw-v1``). A name like a path is never looked for on the hub.
         column: the field that holds the text. Default: ``text``, or the only field of strings or
-            chats, or ``messages``. A second column of the same name in a ``.csv`` is ``name.1``.
+            chats, or ``messages``.
         option: how the user spells ``column``, for messages.
 
     Raises:
         SourceError: there is no such file or dataset, no such column, or no text in it.
     """
-    if not str(source):
-        raise SourceError("the name of the text is empty: give a file, a folder or a dataset.")
-    path = as_path(source)
-    if path.is_dir():
-        texts = _read_folder(path, column, option)
-    else:
-        rows, named = _source_rows(source, path, option)
-        if isinstance(rows, str):
-            _no_columns(path, column, option)
-            texts = rows.splitlines()
-        else:
-            name = str(path if path.is_file() else source)
-            texts = _pick_column(rows, column or named, name, option)
-    texts = [text for text in (t.strip() for t in texts) if text]
-    if not texts:
-        raise SourceError(f"'{source}' holds no text.")
-    return texts
+    return read_labelled(source, None, column, option=option)[0]
 
 
 def read_labelled(
     source: str | Path,
-    label: str,
+    label: str | None,
     column: str | None = None,
     *,
     option: str = "column=",
     label_option: str = "label=",
-) -> list[tuple[str, str]]:
-    """Return texts as :func:`read_texts` does, each with its value in another column.
+) -> tuple[list[str], list[str]]:
+    """Return texts as :func:`read_texts` does, and the value of each in another column.
 
     Args:
-        source: a file or dataset with columns.
-        label: the other column, such as the text's author.
+        source: a file, folder or dataset.
+        label: the other column, such as the text's author; None for empty labels.
         column: the field that holds the text, see :func:`read_texts`.
         option: how the user spells ``column``, for messages.
         label_option: how the user spells ``label``.
@@ -100,38 +71,33 @@ def read_labelled(
     Raises:
         SourceError: the texts cannot be read, there is no such column, or a text has no value.
     """
-    path = as_path(source)
-    rows, named = ("", None) if path.is_dir() else _source_rows(source, path, option)
-    if isinstance(rows, str):
-        raise SourceError(
-            f"'{source}' is plain text, which has no columns: leave {label_option} out."
-        )
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    if label not in names:
-        raise SourceError(
-            f"'{source}' has no column '{label}' ({label_option}); it has {_column_list(names)}."
-        )
-    text = _column_of(rows, column or named, str(source), option)
-    pairs = [
-        (content.strip(), row.get(label))
-        for row in rows
-        if (content := _text_of(row.get(text))) is not None and content.strip()
-    ]
+    if not str(source):
+        raise SourceError("the name of the text is empty: give a file, a folder or a dataset.")
+    rows, column_in_name = _rows_of(source)
+    if isinstance(rows, list):
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        name = _column_of(rows, names, column or column_in_name, str(source), option)
+        if label is not None and label not in names:
+            raise SourceError(
+                f"'{source}' has no column '{label}' ({label_option}); it has "
+                f"{_column_list(names)}."
+            )
+        pairs = [(_text_of(row.get(name)) or "", row.get(label or "")) for row in rows]
+    else:
+        wrong = option if column is not None else label_option if label is not None else None
+        if wrong is not None:
+            raise SourceError(f"'{source}' is plain text, which has no columns: leave {wrong} out.")
+        pairs = [(text, None) for text in rows]
+    pairs = [(text.strip(), value) for text, value in pairs if text.strip()]
+    if not pairs:
+        raise SourceError(f"'{source}' holds no text.")
     nothing = sum(value in (None, "") for _, value in pairs)
-    if nothing:
+    if label is not None and nothing:
         raise SourceError(
             f"column '{label}' of '{source}' is empty for {nothing} of {len(pairs)} texts "
             f"({label_option}): fill it, or take another column."
         )
-    return [(content, str(value)) for content, value in pairs]
-
-
-def _source_rows(source: str | Path, path: Path, option: str) -> tuple[Rows | str, str | None]:
-    """Return the rows of a file or dataset, or a file's plain text, and a column in its name."""
-    if path.is_file():
-        return _file_rows(path), None
-    _check_hub_name(str(source), option)
-    return _hub_rows(str(source))
+    return [text for text, _ in pairs], [str(value or "") for _, value in pairs]
 
 
 def check_text_source(source: str, column: str | None = None, *, option: str = "column=") -> None:
@@ -143,51 +109,24 @@ def check_text_source(source: str, column: str | None = None, *, option: str = "
     if as_path(source).exists():
         read_texts(source, column, option=option)
     else:
-        _check_hub_name(source, option)
+        _check_name(source)
         _check_reach(source)
 
 
-def _check_hub_name(source: str, option: str) -> None:
-    """Raise an error for a name that is spelled like a path but is none."""
-    path = Path(source)
-    file, colon, column = source.partition(":")
-    if as_path(source).exists():
-        raise SourceError(f"'{source}' is neither a file nor a folder: copy its text to a file.")
-    if "://" in source:
-        raise SourceError(f"'{source}' is an address: download it, and name the file.")
-    if colon and Path(file).suffix.lower() in _FILE_SUFFIXES and Path(file).exists():
-        raise SourceError(
-            f"there is no file '{source}'. If you mean a column of '{file}', name it with {option}"
-            f"{' ' * option.startswith('-')}{column or '...'}."
-        )
-    spelled = is_path(file) or "\\" in source or Path(file).suffix.lower() in _FILE_SUFFIXES
-    if spelled or not _HUB_NAME.fullmatch(file):
-        raise SourceError(f"there is no file '{source}'{nearest(path)}")
-    owner = path.parts[0]
-    if not colon and len(path.parts) > 1 and Path(owner).is_dir():
-        raise SourceError(
-            f"there is no file '{source}'. The folder '{owner}' is here, so that this was not "
-            f"looked for on the hub; for the dataset of that name write '{source}:'{nearest(path)}"
-        )
-
-
-def _check_reach(source: str) -> None:
-    name = source.partition(":")[0]
-    if not hub.dataset_is_cached(name) and (why := hub.why_unreachable()) is not None:
-        raise SourceError(hub.unreachable(source, "file or folder of texts", why))
+def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
+    """Return the rows of a table or the texts of plain text, and a column in the source's name."""
+    path = as_path(source)
+    if path.is_dir():
+        files = sorted(path.rglob("*.txt"))
+        if not files:
+            raise SourceError(f"the folder '{path}' holds no .txt files: name one of its files.")
+        return tuple(_decoded(_content(file), file) for file in files), None
+    if path.is_file():
+        return _file_rows(path), None
+    return _hub_rows(str(source))
 
 
 # ---- files ----------------------------------------------------------------------------------
-
-
-def _read_folder(folder: Path, column: str | None, option: str) -> list[str]:
-    files = sorted(folder.rglob("*.txt"))
-    if not files:
-        kinds = sorted({p.suffix for p in folder.iterdir() if p.is_file() and p.suffix})
-        ends = f" (its files end in {', '.join(kinds)}: name one of them)" if kinds else ""
-        raise SourceError(f"the folder '{folder}' holds no .txt files{ends}.")
-    _no_columns(folder, column, option)
-    return [_decoded(_content(file), file) for file in files]
 
 
 def _content(path: Path) -> bytes:
@@ -197,8 +136,8 @@ def _content(path: Path) -> bytes:
         raise SourceError(f"'{path}' cannot be read ({error.strerror}).") from error
 
 
-def _file_rows(path: Path) -> Rows | str:
-    """Return the rows of a file, or its plain text."""
+def _file_rows(path: Path) -> Rows | tuple[str, ...]:
+    """Return the rows of a file, or the lines of plain text."""
     if path.suffix.lower() == ".parquet":
         return _parquet_rows(path)
     packed = path.suffix.lower() == ".gz"
@@ -211,7 +150,7 @@ def _file_rows(path: Path) -> Rows | str:
             raise SourceError(f"'{path}' is not a readable .gz file: {error}") from error
     text = _decoded(data, path)
     if kind not in _TABLES:
-        return text
+        return tuple(text.splitlines())
     if kind == ".json":
         return _json_rows(text, path)
     if kind in (".csv", ".tsv"):
@@ -219,96 +158,41 @@ def _file_rows(path: Path) -> Rows | str:
     return _json_lines(text, path)
 
 
-def _no_columns(path: Path, column: str | None, option: str) -> None:
-    if column is not None:
-        raise SourceError(f"'{path}' is plain text, which has no columns: leave {option} out.")
-
-
 def _decoded(data: bytes, path: Path) -> str:
     """Return text in UTF-8; errors name the file, and quote nothing of its content."""
-    kind = next((kind for magic, kind in _NO_TEXT.items() if data.startswith(magic)), None)
-    if kind is not None:
-        raise SourceError(f"'{path}' is no text file: it is {kind}.")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        text = None
-    if text is not None and "\0" not in text:
-        return text
-    encoding = _encoding(data)
-    if encoding is None:
-        raise SourceError(f"'{path}' is no text file: it holds bytes that no text has.")
-    new = path.with_name(f"{path.stem}.utf8{path.suffix}")
-    raise SourceError(
-        f"'{path}' is not UTF-8 but, as it seems, {encoding}; convert it with: iconv -f {encoding} "
-        f"-t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
-    )
-
-
-def _encoding(data: bytes) -> str | None:
-    """Return a likely encoding of bytes that are not UTF-8; None where they are no text."""
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "UTF-16"
-    start = data[:4096]
-    pairs = len(start) // 2
-    for encoding, high in (("UTF-16LE", start[1::2]), ("UTF-16BE", start[::2])):
-        if pairs and high.count(0) > 0.7 * pairs:
-            return encoding
-    control = sum(byte < 32 and byte not in b"\t\n\v\f\r\x1b" for byte in start)
-    return "WINDOWS-1252" if b"\0" not in data and not control else None
-
-
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    """Allow fields above 128 KiB, Python's limit, which texts may exceed."""
-    before = csv.field_size_limit(_LONGEST_FIELD)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+        text = "\0"
+    if "\0" in text:
+        raise SourceError(
+            f"'{path}' is no text in UTF-8: convert it, with iconv -f WINDOWS-1252 -t UTF-8 say."
+        )
+    return text
 
 
 def _separated_rows(text: str, kind: str, path: Path) -> Rows:
     first = text.split("\n", 1)[0]
     separator = "\t" if kind == ".tsv" else ","
     if separator not in first:  # spreadsheets of many countries separate by semicolons
-        separator = next((one for one in ";\t" if one in first), separator)
-    lines = io.StringIO(f"{text}\n{_END}", newline="")
+        separator = next((mark for mark in ";\t" if mark in first), separator)
+    limit = csv.field_size_limit(_LONGEST_FIELD)  # texts may exceed Python's limit of 128 KiB
     try:
-        with _long_fields():
-            reader = csv.reader(lines, delimiter=separator)
-            *rows, (_, last) = [(reader.line_num, row) for row in reader]
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        rows: Rows = []
+        for row in reader:
+            if any(row.pop(None, ())):
+                raise SourceError(
+                    f"'{path}': the row that ends at line {reader.line_num} has more fields than "
+                    f"the first line: put a field that holds {separator!r} in quotes."
+                )
+            rows.append(row)
     except csv.Error as error:
         raise SourceError(f"'{path}' is not a readable {kind} file: {error}") from error
-    if last != [_END]:
-        start = rows[-1][0] + 1 if rows else 1
-        raise SourceError(
-            f"'{path}': a field of the row at line {start} begins with a quote (\") that nothing "
-            "closes, so that all rows behind it would be a part of it: close it, or double the "
-            "quote and put the field in quotes."
-        )
-    (_, header), *fields = [(end, row) for end, row in rows if row] or [(0, [])]
-    names = _distinct([name.strip() for name in header])
-    for end, row in fields:
-        if any(row[len(names) :]):
-            raise SourceError(
-                f"'{path}': the row that ends at line {end} has {len(row)} fields, and the first "
-                f"line names {len(names)}. Put a field that holds a {_SPELLED[separator]} in "
-                'quotes ("...").'
-            )
-    return [{**dict.fromkeys(names), **dict(zip(names, row, strict=False))} for _, row in fields]
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Return names where, as in pandas, the second of a name gets ``.1``, the next ``.2``."""
-    distinct: list[str] = []
-    for name in names:
-        count, unique = 0, name
-        while unique in distinct:
-            count += 1
-            unique = f"{name}.{count}"
-        distinct.append(unique)
-    return distinct
+    finally:
+        csv.field_size_limit(limit)
+    return rows
 
 
 def _json_rows(text: str, path: Path) -> Rows:
@@ -369,8 +253,31 @@ def _parquet_rows(path: Path) -> Rows:
 # ---- the hub --------------------------------------------------------------------------------
 
 
+def _check_name(source: str) -> None:
+    """Raise an error for a name that is no dataset's."""
+    path = Path(source)
+    name, colon, _ = source.partition(":")
+    suffix = Path(name).suffix.lower()
+    spelled_as_path = is_path(name) or "\\" in source or "://" in source
+    if spelled_as_path or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name):
+        raise SourceError(f"there is no file '{source}'{nearest(path)}")
+    owner = path.parts[0]
+    if not colon and len(path.parts) > 1 and Path(owner).is_dir():
+        raise SourceError(
+            f"there is no file '{source}'. The folder '{owner}' is here, so that this was not "
+            f"looked for on the hub; for the dataset of that name write '{source}:'{nearest(path)}"
+        )
+
+
+def _check_reach(source: str) -> None:
+    name = source.partition(":")[0]
+    if not hub.dataset_is_cached(name) and (why := hub.why_unreachable()) is not None:
+        raise SourceError(hub.unreachable(source, "file or folder of texts", why))
+
+
 def _hub_rows(source: str) -> tuple[Rows, str | None]:
     """Return the rows of a dataset, and the column in its name."""
+    _check_name(source)
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -378,11 +285,8 @@ def _hub_rows(source: str) -> tuple[Rows, str | None]:
             f"there is no file '{source}'. If it names a dataset of the hub, install what reads "
             f"those: {install('datasets')}."
         ) from error
-    parts = source.split(":")
-    if len(parts) > 4:
-        raise SourceError(f"'{source}': a dataset is named as name:config:split:column.")
-    name, config, split, named_column = (parts + [""] * 3)[:4]
     _check_reach(source)
+    name, config, split, column, *_ = (*source.split(":"), "", "", "")
     try:
         data = load_dataset(name, config or None, split=split or "train")
     except Exception as error:  # whatever the hub client raises, the user has one thing to mend
@@ -390,43 +294,33 @@ def _hub_rows(source: str) -> tuple[Rows, str | None]:
             f"'{source}' is neither a file nor a dataset that could be loaded as "
             f"name:config:split:column: {type(error).__name__}: {error}"
         ) from error
-    return list(data), named_column or None
+    return list(data), column or None
 
 
 # ---- rows -----------------------------------------------------------------------------------
 
 
-def _pick_column(rows: Rows, column: str | None, source: str, option: str) -> list[str]:
-    if not rows:
-        return []
-    name = _column_of(rows, column, source, option)
-    return [text for row in rows if (text := _text_of(row.get(name))) is not None]
-
-
-def _column_of(rows: Rows, column: str | None, source: str, option: str) -> str:
+def _column_of(
+    rows: Rows, names: Sequence[str], column: str | None, source: str, option: str
+) -> str:
     """Return the name of the column that holds the text."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    names_shown = _column_list(names)
-    if column is None:
+    if column is None and rows:
         column = "text" if "text" in names else _only_text(rows, names)
         if column is None:
             raise SourceError(
-                f"which column of '{source}' holds the text? It has {names_shown}; name one with "
-                f"{option}."
+                f"which column of '{source}' holds the text? It has {_column_list(names)}; name "
+                f"one with {option}."
             )
-    if column not in names:
-        raise SourceError(f"'{source}' has no column '{column}'; it has {names_shown}.")
-    values = [row.get(column) for row in rows]
-    if all(_text_of(value) is None for value in values):
-        kinds = sorted({type(value).__name__ for value in values})
+    if rows and column not in names:
+        raise SourceError(f"'{source}' has no column '{column}'; it has {_column_list(names)}.")
+    if rows and all(_text_of(row.get(column or "")) is None for row in rows):
         raise SourceError(
-            f"column '{column}' of '{source}' holds no text but {', '.join(kinds)}; it has "
-            f"{names_shown}."
+            f"column '{column}' of '{source}' holds no text; it has {_column_list(names)}."
         )
-    return column
+    return column or ""
 
 
-def _only_text(rows: Rows, names: list[str]) -> str | None:
+def _only_text(rows: Rows, names: Sequence[str]) -> str | None:
     texts = [n for n in names if all(_text_of(row.get(n)) is not None for row in rows)]
     if len(texts) == 1:
         return texts[0]
@@ -459,8 +353,8 @@ def _turn_text(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _column_list(names: list[str]) -> str:
+def _column_list(names: Sequence[str]) -> str:
     """Return column names for a message, unless they look like a line of private text."""
     if all(_COLUMN_NAME.fullmatch(name) for name in names):
-        return str(names)
+        return str(list(names))
     return f"{len(names)} columns, whose names (the first line of a .csv file) read like content"

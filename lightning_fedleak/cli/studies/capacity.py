@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from lightning_fedleak import attacks
-from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Observation,
@@ -50,6 +47,10 @@ class Trial:
         return self.f1 == 1.0
 
 
+class NothingRead(ValueError):
+    """The attack reads nothing of what a model shares; the message says why."""
+
+
 @dataclass(frozen=True)
 class CapacityStudy:
     """The rows of one model's updates that depend on the tokens of a batch alone.
@@ -57,39 +58,29 @@ class CapacityStudy:
     Attributes:
         anatomy: of the model, with its adapters.
         length: tokens of a text.
-        mask_token_id: for a masked model.
         seed: of texts and planted sets.
+        known_input: the input of the first block's trained maps, which tokens determine.
     """
 
     anatomy: Anatomy
     length: int
-    mask_token_id: int | None = None
-    seed: int = 0
+    seed: int
+    known_input: attacks.row_space.KnownInput
 
-    def __post_init__(self) -> None:
-        """Raise an error for texts that the model cannot read."""
-        context = context_length(self.anatomy)
-        if context is not None and self.length > context:
-            raise SourceError(
-                f"--batch: texts of {self.length} tokens exceed the context of {context}"
-            )
-
-    @cached_property
-    def known_input(self) -> attacks.row_space.KnownInput:
-        """Return the input of the first block's trained maps.
+    @classmethod
+    def of(cls, anatomy: Anatomy, length: int, seed: int = 0) -> CapacityStudy:
+        """Return the study of a model; arguments as the attributes.
 
         Raises:
-            SourceError: no trained map reads an input that tokens determine.
+            NothingRead: no trained map reads an input that tokens determine.
         """
-        for candidate in attacks.row_space.find_known_inputs(
-            self.anatomy, attacks.row_space.find_linear_maps(self.anatomy)
-        ):
-            if any(m.factor != "B" for m in candidate.trainable_maps(self.anatomy)):
-                return candidate
-        raise SourceError(
-            "no trained map of this model reads an input that a token determines: with these "
-            "targets the first block's projections are not trained, and this attack reads nothing. "
-            "That is 'unknown', not 'safe'"
+        maps = attacks.row_space.find_linear_maps(anatomy)
+        for candidate in attacks.row_space.find_known_inputs(anatomy, maps):
+            if any(m.factor != "B" for m in candidate.trainable_maps(anatomy)):
+                return cls(anatomy, length, seed, candidate)
+        raise NothingRead(
+            "no trained map of this model reads an input that a token determines, because the "
+            "first block's projections are not trained. That is 'unknown', not 'safe'."
         )
 
     @property
@@ -109,12 +100,9 @@ class CapacityStudy:
             seconds: after which no other set is planted.
 
         Raises:
-            SourceError: the first block's input is no sum over token and position.
+            NotAdditive: the first block's input is no sum over token and position.
         """
-        try:
-            dictionary = attacks.row_space.build_dictionary(self.anatomy, self.known_input)
-        except attacks.row_space.NotAdditive as error:
-            raise SourceError(f"this model cannot be read: {error}") from error
+        dictionary = attacks.row_space.build_dictionary(self.anatomy, self.known_input)
         trained = self.known_input.trainable_maps(self.anatomy)
         factors = attacks.row_space.factor_rows(self.anatomy, [m for m in trained if m.regularised])
         atoms = attacks.row_space.Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
@@ -129,13 +117,14 @@ class CapacityStudy:
             size: texts of the first batch.
         """
         text = attacks.PublicText(texts, tokenizer)
+        mask_id = getattr(tokenizer, "mask_token_id", None)
         attack = attacks.SubspaceWords(capacity_seconds=0)
         attack.prepare(self.anatomy)
         trials: dict[int, Trial] = {}
 
         def exact(count: int) -> bool:
             if count not in trials:
-                trials[count] = self._trial(attack, text, count)
+                trials[count] = self._trial(attack, text, count, mask_id)
             return trials[count].exact
 
         largest = min(len(text), MOST_TIMES * size)
@@ -148,7 +137,13 @@ class CapacityStudy:
                 good, bad = (middle, bad) if exact(middle) else (good, middle)
         return [trials[count] for count in sorted(trials)]
 
-    def _trial(self, attack: attacks.SubspaceWords, text: attacks.PublicText, texts: int) -> Trial:
+    def _trial(
+        self,
+        attack: attacks.SubspaceWords,
+        text: attacks.PublicText,
+        texts: int,
+        mask_token_id: int | None,
+    ) -> Trial:
         generator = torch.Generator().manual_seed(self.seed)
         rows = text.draw(texts, generator).tolist()
         batch = text.rows(
@@ -156,7 +151,7 @@ class CapacityStudy:
             self.length,
             generator,
             kind=self.anatomy.kind,
-            mask_token_id=self.mask_token_id,
+            mask_token_id=mask_token_id,
         )
         roles = attack.needs(self.anatomy).gradients
         weights = attacks.nonzero_starts(self.anatomy, generator)

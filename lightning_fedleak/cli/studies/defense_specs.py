@@ -17,16 +17,6 @@ from lightning_fedleak.defenses import Defense, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Mechanism
 
 NONE = "none"
-GRIDS = {
-    "activation_compression": "layer=1,keep_dims=32/64",
-    "activation_noise": "layer=1,sigma=0.1/0.3/1,relative=true",
-    "dpsgd": "max_grad_norm=1,noise_multiplier=0.5/1/2",
-    "freeze": "part=head/embeddings/head+embeddings",
-    "gradient_compression": "method=topk,share=0.1/0.01,error_feedback=false",
-    "gradient_noise": "clip=1,sigma=1e-4/1e-3/1e-2",
-    "token_ldp": "mechanism=grr,epsilon=1/4/16",
-}
-"""A grid of each of the package's defences, by its name."""
 MECHANISMS = get_args(Mechanism)
 """Mechanisms of TokenLDP; each name stands for that defence with this mechanism."""
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_+*.\- ]*")
@@ -71,7 +61,10 @@ class DefenseSpec:
         try:
             return [defense_kinds()[self.kind](**self.arguments)]
         except (DefenseError, ValueError, TypeError) as error:
-            raise SpecError(f"'{self}' cannot be built: {error}{_grid(self.kind)}") from error
+            parameters = ", ".join(inspect.signature(defense_kinds()[self.kind]).parameters)
+            raise SpecError(
+                f"'{self}' cannot be built: {error}. '{self.kind}' takes {parameters}"
+            ) from error
 
 
 def defense_kinds() -> dict[str, type[Defense]]:
@@ -109,7 +102,6 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
         )
     defense = defense_kinds()[kind]
     settings = _settings(kind, defense, text_of_settings)
-    _check_complete(kind, defense, settings)
     specs = [
         DefenseSpec(kind, dict(zip(settings, values, strict=True)))
         for values in itertools.product(*settings.values())
@@ -132,8 +124,6 @@ def _settings(kind: str, defense: type[Defense], text: str) -> dict[str, list[An
                 f"'{kind}' has no setting '{name}'{did_you_mean(name, allowed)}. It has: "
                 f"{', '.join(allowed)}"
             )
-        if name in settings:
-            raise SpecError(f"'{name}' is given twice in '{kind}:{text}'; write {name}=a/b")
         settings[name] = [_value(value) for value in values.split("/")]
     return settings
 
@@ -147,27 +137,6 @@ def _groups(defense: type[Defense]) -> dict[str, tuple[str, type]]:
         if isinstance(kind, type) and is_dataclass(kind)
         for field in fields(kind)
     }
-
-
-def _check_complete(kind: str, defense: type[Defense], settings: Mapping[str, Any]) -> None:
-    """Raise an error for a defence without a required setting; it says what to write."""
-    signature = inspect.signature(defense).parameters.values()
-    parameters = [p for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in settings]
-    if missing:
-        words = [f"{name}={'/'.join(map(_written, values))}" for name, values in settings.items()]
-        words += [f"{name}=VALUE" for name in missing]
-        optional = [p.name for p in parameters if p.default is not p.empty]
-        raise SpecError(
-            f"'{kind}' needs {' and '.join(missing)}: write "
-            f"{kind}:{','.join(words)}. It also takes "
-            f"{', '.join(optional)}{_grid(kind)}"
-        )
-
-
-def _grid(kind: str) -> str:
-    """Return a grid to copy, as the end of a sentence."""
-    return f". A grid to copy: --defense {kind}:{GRIDS[kind]}" if kind in GRIDS else ""
 
 
 def _value(text: str) -> Any:

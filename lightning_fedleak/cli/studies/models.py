@@ -15,10 +15,8 @@ from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, ask_tokens
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
-
-def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
+def find_model(name: str | None, dtype: torch.dtype = torch.float32) -> Anatomy:
     """Return a language model in eval mode, with the head that its configuration names.
 
     Args:
@@ -117,13 +115,13 @@ def ask_both(
     Raises:
         SourceError: a model cannot be loaded, or is not causal.
     """
-    anatomy = _causal(find_model(str(base), torch.float32), "--base")
+    anatomy = _causal(find_model(str(base)), "--base")
     before = ask_tokens(anatomy, texts)
     if (Path(model) / "adapter_config.json").is_file():
         after = ask_tokens(_with_adapters(anatomy, model), texts)
     else:
         del anatomy
-        after = ask_tokens(_causal(find_model(str(model), torch.float32), "--model"), texts)
+        after = ask_tokens(_causal(find_model(str(model)), "--model"), texts)
     return before, after
 
 

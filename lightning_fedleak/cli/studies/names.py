@@ -1,4 +1,4 @@
-"""Names of attacks, defences and precisions that users write. Imports no library."""
+"""Names of attacks and defences that users write. Imports no library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradie
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
 GRADIENT_ATTACKS = ("subspace", "dlg", "tag", "lamp", "film")
 SWEEP_ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
-PRECISIONS = ("fp32", "bf16", "fp64")
 DEFENSE_NAMES = (
     *("none", "activation_compression", "activation_noise", "dpsgd", "freeze"),
     *("gradient_compression", "gradient_noise"),

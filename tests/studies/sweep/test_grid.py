@@ -22,8 +22,8 @@ CELLS = [GridCell(Setting(), spec) for spec in SPECS]
 
 
 def result(loss: float) -> CellResult:
-    found = Leakage("f1", 0.5, 0.4, 0.6, looks=3, unknown=1, exposed=True, why="no time")
-    return CellResult(loss, {"epsilon": 1.0}, {"flatchat": found}, seconds=2.0)
+    leakage = Leakage("f1", 0.5, 0.4, 0.6, looks=3, unknown=1, exposed=True, why="no time")
+    return CellResult(loss, {"epsilon": 1.0}, {"flatchat": leakage}, seconds=2.0)
 
 
 class Runner:
@@ -62,13 +62,6 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     assert rest.ran == [1, 2]
 
 
-def test_a_column_makes_other_cells_and_none_leaves_the_names_of_old_ones() -> None:
-    assert "column" not in CELLS[0].to_dict()["setting"]
-    named = GridCell(Setting(text="a.csv", column="review"), SPECS[0])
-    assert named.to_dict()["setting"]["column"] == "review"
-    assert named.key != GridCell(Setting(text="a.csv"), SPECS[0]).key
-
-
 def test_other_settings_are_other_cells(tmp_path: Path) -> None:
     Grid(CELLS, tmp_path).run(Runner())
     other = GridCell(Setting(steps=61), SPECS[0])
@@ -89,8 +82,8 @@ def test_all_results_in_one_file(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 def test_pareto_keeps_what_nothing_beats(points: list[tuple[int, int]]) -> None:
-    kept = pareto(points)
+    retained = pareto(points)
     for i, (x, y) in enumerate(points):
         beaten = any(a <= x and b <= y and (a < x or b < y) for a, b in points)
-        assert (i in kept) != beaten
-    assert [points[i] for i in kept] == sorted(points[i] for i in kept)
+        assert (i in retained) != beaten
+    assert [points[i] for i in retained] == sorted(points[i] for i in retained)

@@ -30,7 +30,6 @@ from lightning_fedleak.federation import (
     RoundGate,
     RoundObserver,
     RoundSettings,
-    ServerOptimizer,
     Trusted,
     trained_on,
     trained_state,
@@ -43,13 +42,6 @@ OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, 3e-4, {}),
 }
 """Class, default learning rate, and further settings."""
-
-SERVER_OPTIMIZERS: Mapping[str, tuple[Any, float, Any]] = {
-    "momentum": (torch.optim.SGD, 1.0, {"momentum": 0.9}),
-    "adam": (torch.optim.Adam, 3e-3, {"betas": (0.9, 0.99), "eps": 1e-3}),
-}
-"""Class, default learning rate, and further settings; Adam's are those of Reddi et al. 2021, with a
-learning rate that was not tuned."""
 
 WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
 
@@ -92,14 +84,10 @@ class Federation:
         noise_multiplier: noise on the sum over ``clip``, in place of ``epsilon``.
         clip: largest norm of a client's update.
         clip_quantile: of the norms of updates, which the clip norm follows; None: it stays.
-        noise_bands: of the matrix that correlates the server's noise over rounds, if it does.
         delta: of the guarantee.
         trust: who adds the noise.
         sampling: which clients take part in a round.
         per_round: how many clients that is, where not all take part.
-        server_optimizer: of the server: ``"mean"`` adds the mean update, the others are keys of
-            ``SERVER_OPTIMIZERS``.
-        server_lr: its learning rate; None for the default there.
         seed: of split, order, adapters and calibration.
     """
 
@@ -129,13 +117,10 @@ class Federation:
     noise_multiplier: float | None = None
     clip: float = 1.0
     clip_quantile: float | None = None
-    noise_bands: int | None = None
     delta: float = 1e-5
     trust: Trusted = "central"
     sampling: ClientSampling = "all"
     per_round: float | None = None
-    server_optimizer: Literal["mean", "momentum", "adam"] = "mean"
-    server_lr: float | None = None
     seed: int = 0
 
     @property
@@ -164,15 +149,6 @@ class Federation:
         kind, lr, settings = OPTIMIZERS[self.optimizer]
         return partial(kind, lr=lr if self.lr is None else self.lr, **settings)
 
-    def make_server_optimizer(self) -> ServerOptimizer | None:
-        """Return a new optimizer of the server; None where it adds the mean."""
-        if self.server_optimizer == "mean":
-            return None
-        kind, lr, settings = SERVER_OPTIMIZERS[self.server_optimizer]
-        return ServerOptimizer(
-            partial(kind, lr=lr if self.server_lr is None else self.server_lr, **settings)
-        )
-
     # ---- texts ------------------------------------------------------------------------------
 
     @cached_property
@@ -184,18 +160,9 @@ class Federation:
     def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
         """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
         source = self.text or finetuning.EMBEDDED_MESSAGES
-        if self.partition_by is None:
-            texts = finetuning.read_texts(source, self.column, option="--column")
-            labels = [""] * len(texts)
-        else:
-            pairs = finetuning.read_labelled(
-                source,
-                self.partition_by,
-                self.column,
-                option="--column",
-                label_option="--partition-by",
-            )
-            texts, labels = [text for text, _ in pairs], [label for _, label in pairs]
+        texts, labels = finetuning.read_labelled(
+            source, self.partition_by, self.column, option="--column", label_option="--partition-by"
+        )
         if len(texts) < _LEAST_TEXTS:
             raise finetuning.SourceError(
                 f"'{source}' holds {len(texts)} texts; at least {_LEAST_TEXTS} are needed, of "
@@ -207,7 +174,7 @@ class Federation:
         kinds = [labels[i] for i in training]
         if self.partition == "dirichlet":
             shares = by_dirichlet(kinds, self.clients, self.alpha, self.seed)
-        elif self.partition_by is not None:
+        elif self.partition_by is not None and self.partition != "iid":
             shares = by_speaker(kinds, self.clients, self.seed)
         else:
             shares = alike(len(kinds), self.clients, self.seed)
@@ -325,14 +292,11 @@ class Federation:
 
     # ---- who looks, and who adds noise ------------------------------------------------------
 
-    def observer(
-        self, folder: Path, federation: str | None = None, *, gated: bool = True
-    ) -> RoundObserver:
+    def observer(self, folder: Path, *, gated: bool = True) -> RoundObserver:
         """Return an observer that attacks the updates of this federation.
 
         Args:
             folder: of its files.
-            federation: a name that all observers of this federation share.
             gated: the record names the gates.
         """
         return RoundObserver(
@@ -344,7 +308,6 @@ class Federation:
             tokenizer=self.tokenizer,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),
             settings=RoundSettings(
-                federation=federation,
                 look_seconds=math.inf,
                 data=self.loader if self.leave_out else None,
                 gates=[gate.about() for gate in self.gates()] if gated else [],
@@ -405,8 +368,7 @@ class Federation:
             accountant="filter" if self.action == "harden" else "prv",
             ledger=ledger,
             release=ClientReleaseSettings(
-                quantile=None if self.clip_quantile is None else QuantileClip(self.clip_quantile),
-                bands=self.noise_bands,
+                quantile=None if self.clip_quantile is None else QuantileClip(self.clip_quantile)
             ),
         )
 

@@ -6,8 +6,7 @@ What a round showed is read from its files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,8 +48,6 @@ class Server:
         self.loss = federation.validation_loss(self._model, self.state)
         central = federation.trust == "central"
         self.dp = federation.account(folder / "server.ledger") if central else None
-        optimizer = federation.make_server_optimizer()
-        self._move = moved if optimizer is None else optimizer.moved
         # The draw and the divisor of the sum do not depend on who adds the noise.
         self._terms = self.dp or federation.account(None)
 
@@ -115,10 +112,10 @@ class Server:
             for update in updates.values():
                 for name, tensor in mean.items():
                     tensor.add_(update[name].double(), alpha=1 / expected)
-        self.state = self._move(sent, mean)
+        self.state = moved(sent, mean)
         self.loss = self._federation.validation_loss(self._model, self.state)
         if observer is not None:
-            self._look(round_, sent, moved(sent, mean), list(updates), observer)
+            self._look(round_, sent, self.state, list(updates), observer)
         return silent
 
     def _look(
@@ -169,7 +166,8 @@ def train_in_process(federation: Federation, folder: Path, closed: Closed) -> Se
     outs = None
     if observer is not None:
         outs = [OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
-    with end_recorded(observer):
+    outcome = "finished"
+    try:
         for round_ in range(1, federation.rounds + 1):
             sent = server.state
             returned: dict[int, Mapping[str, Tensor] | None] = {}
@@ -177,7 +175,7 @@ def train_in_process(federation: Federation, folder: Path, closed: Closed) -> Se
                 with recording() as batches:
                     state, loss = federation.train(model, sent, client, round_)
                 if outs is None:
-                    returned[client] = release_unwatched(accounts[client], sent, state)
+                    returned[client] = _release_unwatched(accounts[client], sent, state)
                     continue
                 try:
                     leaving = outs[client].leaves(
@@ -187,24 +185,16 @@ def train_in_process(federation: Federation, folder: Path, closed: Closed) -> Se
                 except LeakageLimitExceeded:
                     returned[client] = None
             closed(round_, server, server.close(round_, returned, observer))
-    return server
-
-
-@contextmanager
-def end_recorded(observer: RoundObserver | None) -> Iterator[None]:
-    """Record how the rounds inside the block ended."""
-    outcome = "finished"
-    try:
-        yield
     except BaseException as error:
         outcome = type(error).__name__
         raise
     finally:
         if observer is not None:
             observer.end(outcome)
+    return server
 
 
-def release_unwatched(
+def _release_unwatched(
     dp: ClientDP | None, sent: dict[str, Tensor], state: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return what leaves a client without attacks: with its own noise, where it adds some."""
@@ -273,26 +263,6 @@ class Round:
     absent: Mapping[int, str] = field(default_factory=dict)
     epsilon: float | None = None
     noise: float | None = None
-
-
-def read_round(folder: Path, number: int, server: Server, absent: Mapping[int, str]) -> Round:
-    """Return a round that was closed.
-
-    Args:
-        folder: of the files of all clients and of the server.
-        number: of the round.
-        server: after the round.
-        absent: why clients sent nothing that counts.
-    """
-    return Round(
-        number,
-        server.loss,
-        read_leakage(folder, number),
-        read_withheld(folder, number),
-        absent,
-        server.epsilon,
-        server.noise,
-    )
 
 
 def read_leakage(folder: Path, number: int) -> list[FamilyLeakage]:

@@ -6,7 +6,6 @@ from lightning_fedleak.cli.studies.invert.adversaries import make_adversary as m
 from lightning_fedleak.cli.studies.invert.adversaries import make_reader as make_reader
 from lightning_fedleak.cli.studies.invert.cells import ActivationCell as ActivationCell
 from lightning_fedleak.cli.studies.invert.cells import Noise as Noise
-from lightning_fedleak.cli.studies.invert.cells import TooLittleText as TooLittleText
 from lightning_fedleak.cli.studies.invert.cells import Utility as Utility
 from lightning_fedleak.cli.studies.invert.cells import gaussian_noise as gaussian_noise
 from lightning_fedleak.cli.studies.invert.cells import noised as noised
@@ -19,4 +18,3 @@ from lightning_fedleak.cli.studies.invert.gradients import run_gradient_cells as
 from lightning_fedleak.cli.studies.invert.gradients import step_of_adamw as step_of_adamw
 from lightning_fedleak.cli.studies.invert.plots import Axis as Axis
 from lightning_fedleak.cli.studies.invert.plots import plot_cells as plot_cells
-from lightning_fedleak.cli.studies.invert.plots import worth_drawing as worth_drawing

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks import InversionAttack, TextAttack
+from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
-from lightning_fedleak.validate import check_number
 
 MASKED_SHARE = 0.15  # of the tokens of a text, as in BERT's pre-training
 LOGITS_AT_ONCE = 1 << 25  # numbers, 128 MiB in float32; fewer take less memory and more runs
@@ -49,12 +49,7 @@ class Noise:
 
 
 def gaussian_noise(hidden: Tensor, noise: Noise) -> Tensor:
-    """Return noise of the shape, dtype and device of hidden states (B, L, d).
-
-    Raises:
-        ValueError: a sigma that is negative or not finite.
-    """
-    check_number("sigma", noise.sigma, at_least=0)
+    """Return noise of the shape, dtype and device of hidden states (B, L, d)."""
     generator = torch.Generator().manual_seed(noise.seed)
     standard = torch.randn(hidden.shape, generator=generator).to(hidden.device)
     states = hidden.detach().flatten(0, 1).float()
@@ -111,26 +106,17 @@ def utility(
         noise: at the split; its seed is that of the choice of masked tokens too.
         mask_token_id: for a masked model.
         special_ids: never masked.
-
-    Raises:
-        ValueError: a text that is too short, a masked model without ``mask_token_id``, a model that
-            is none of causal, masked and a plain encoder, or a layer that it has not.
     """
     ids = input_ids.to(anatomy.device)
     if anatomy.kind == "causal":
-        if ids.shape[1] < 2:
-            raise ValueError("texts of one token have no next token to predict: give longer ones")
         targeted = torch.zeros_like(ids, dtype=torch.bool)
         targeted[:, :-1] = True
         return _predictions(anatomy, layer, ids, ids.roll(-1, 1), targeted, "next-token", noise)
     if anatomy.kind == "masked" and anatomy.head is not None:
-        if mask_token_id is None:
-            raise ValueError("a masked model predicts the tokens that are masked: give its mask id")
+        assert mask_token_id is not None
         targeted = chosen_places(ids, special_ids, noise.seed)
         masked = ids.masked_fill(targeted, mask_token_id)
         return _predictions(anatomy, layer, masked, ids, targeted, "masked-token", noise)
-    if anatomy.kind == "seq2seq":
-        raise ValueError("utility is defined for causal models, masked models and plain encoders")
     return _pooled(anatomy, layer, ids, noise)
 
 
@@ -175,8 +161,6 @@ def _pooled(anatomy: Anatomy, layer: int, ids: Tensor, noise: Noise) -> Utility:
     draw = gaussian_noise(hidden_states(anatomy, layer, ids), noise)
     with torch.no_grad(), undisturbed(anatomy) as model:
         states = model(input_ids=ids)[0]
-        if states.dim() != 3:
-            raise ValueError("a model with a head of classes: give the encoder without its head")
         clean = states.float().mean(1)
         with noised(anatomy, layer, draw):
             noisy = model(input_ids=ids)[0].float().mean(1)
@@ -187,90 +171,67 @@ def _pooled(anatomy: Anatomy, layer: int, ids: Tensor, noise: Noise) -> Utility:
 ROUGE_UP_TO = 512  # tokens of a text; ROUGE-L of longer ones takes time with the square
 
 
-Rates = Mapping[str, Rate]
 A = TypeVar("A", bound=TextAttack)
 
 
-class JsonCell:
-    """A frozen dataclass of results that is written to JSON and read from it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; numbers that are not finite become None."""
-        content: dict[str, Any] = finite(asdict(self))  # type: ignore[call-overload]
-        return content
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Self:
-        """Return the cell that :meth:`to_dict` wrote."""
-        values = dict(content)
-        if values.get("utility") is not None:
-            values["utility"] = Utility(**_numbers(values["utility"], "accuracy"))
-        values["rates"] = {
-            name: Rate(**_numbers(rate, "value", "low", "high"))
-            for name, rate in values["rates"].items()
-        }
-        return cls(**_numbers(values, "seconds", "cpu_seconds", "prepare_seconds", "candidates"))
-
-
-def finite(value: Any) -> Any:
-    """Return the value with None in place of numbers that are not finite, also in dicts."""
-    if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the values with NaN in place of None under some names."""
-    return {k: math.nan if v is None and k in names else v for k, v in values.items()}
-
-
-@dataclass(frozen=True)
-class ActivationCell(JsonCell):
-    """One attack on the texts of one length, sent through one split with one noise level.
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One attack on texts of one length with one noise level.
 
     Attributes:
         attack: its name.
-        layer: the split.
-        blocks: of the whole model.
         length: tokens of each text.
         sigma: of the noise.
-        relative: whether in standard deviations per dimension.
-        texts: attacked.
-        utility: of the whole model from the noised states; None where it could not be measured.
+        relative: whether in a unit of what is shared, see :class:`Noise`.
+        texts: that count in the rates.
         rates: by the names of :func:`~lightning_fedleak.evaluation.metrics.texts.
-            reconstruction_rates`, each with its 95% interval; empty where the attack failed.
-        seconds: wall time of the attack on all texts.
+            reconstruction_rates`, each with its 95% interval; empty where there are none.
+        seconds: wall time of the attack.
         cpu_seconds: processor time of it, of all threads: what counts on a busy machine.
-        prepare_seconds: wall time of its preparation, once for each split.
-        candidates: verified per token.
-        steps: gradient steps per text, or None.
-        budget_seconds: wall time that the attack was given for all texts; None for no bound.
+        budget_seconds: wall time that the attack was given; None for no bound.
         finished: False where the time budget cut anything off.
         problem: what went wrong, or None.
     """
 
     attack: str
-    layer: int
-    blocks: int
     length: int
     sigma: float
     relative: bool
     texts: int
-    utility: Utility | None = None
-    rates: Rates = field(default_factory=dict)
+    rates: Mapping[str, Rate] = field(default_factory=dict)
     seconds: float = math.nan
     cpu_seconds: float = math.nan
-    prepare_seconds: float = math.nan
-    candidates: float = math.nan
-    steps: float | None = None
     budget_seconds: float | None = None
     finished: bool = True
     problem: str | None = None
 
-    @property
-    def seconds_per_token(self) -> float:
-        """Return the wall time for a token."""
-        return self.seconds / (self.texts * self.length)
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; numbers that are not finite become None."""
+        content: dict[str, Any] = _finite(asdict(self))
+        return content
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCell(Cell):
+    """An attack on the texts of one length, sent through one split.
+
+    Attributes:
+        layer: the split.
+        blocks: of the whole model.
+        utility: of the whole model from the noised states; None where it could not be measured.
+        steps: gradient steps per text, or None.
+    """
+
+    layer: int
+    blocks: int
+    utility: Utility | None = None
+    steps: float | None = None
 
 
 def run_cells(
@@ -308,7 +269,7 @@ def run_cells(
         useful: dict[tuple[int, Noise], Utility | str] = {}
         for name, make in attacks:
             announce(f"preparing {name}@{layer}")
-            attack, seconds = prepared(partial(make, layer), anatomy)
+            attack = prepared(partial(make, layer), anatomy)
             for length, ids in rows.items():
                 for noise in noises:
                     if (length, noise) not in useful:
@@ -328,21 +289,19 @@ def run_cells(
                         relative=noise.relative,
                         texts=min(texts, len(ids)),
                         utility=task if isinstance(task, Utility) else None,
-                        prepare_seconds=seconds,
                         problem=None if isinstance(task, Utility) else task,
                     )
                     yield _attacked(cell, attack, anatomy, ids, noise)
 
 
-def prepared(make: Callable[[], A], anatomy: Anatomy) -> tuple[A | Exception, float]:
-    """Return a new attack, prepared, and the seconds that this took; the error where one came."""
-    start = time.perf_counter()
+def prepared(make: Callable[[], A], anatomy: Anatomy) -> A | Exception:
+    """Return a new attack, prepared, or the error where one came."""
     try:
         attack = make()
         attack.prepare(anatomy)
     except Exception as error:
-        return error, math.nan
-    return attack, time.perf_counter() - start
+        return error
+    return attack
 
 
 def _attacked(
@@ -373,7 +332,6 @@ def _attacked(
         rates=reconstruction_rates(scores, seed=noise.seed),
         seconds=seconds,
         cpu_seconds=cpu_seconds,
-        candidates=guess.candidates / truth.numel(),
         steps=None if steps is None else float(steps.double().mean()),
         finished=guess.finished,
     )
@@ -385,10 +343,6 @@ def describe(error: Exception) -> str:
 
 
 PROBE = "a"
-
-
-class TooLittleText(ValueError):
-    """There is not enough text for the texts that are asked for."""
 
 
 def special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -429,15 +383,15 @@ def rows_of_length(
         (n, length) token ids, n from ``least`` to ``most``.
 
     Raises:
-        TooLittleText: fewer than ``least`` rows, or no room beside the special tokens.
+        SourceError: fewer than ``least`` rows, or no room beside the special tokens.
     """
     front, end = special_ends(tokenizer)
     if start_token_id is not None:
         front = [start_token_id, *front]
     room = length - len(front) - len(end)
     if room < 1:
-        raise TooLittleText(
-            f"a length of {length} leaves no room beside {len(front) + len(end)} special tokens: "
+        raise SourceError(
+            f"--lengths {length} leaves no room beside {len(front) + len(end)} special tokens: "
             "give a larger length"
         )
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -452,8 +406,8 @@ def rows_of_length(
         if len(rows) == most:
             break
     if len(rows) < least:
-        raise TooLittleText(
-            f"{len(texts)} texts make only {len(rows)} of {length} tokens, and {least} are asked "
-            "for: give more text, fewer texts or a smaller length"
+        raise SourceError(
+            f"--lengths {length}: {len(texts)} texts make only {len(rows)} of {length} tokens, and "
+            f"{least} are asked for: give more text, fewer texts or a smaller length"
         )
     return torch.stack(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor
 from lightning_fedleak.attacks import TextAttack, TextGuess, gradient_of
 from lightning_fedleak.cli.studies.invert.cells import (
     ROUGE_UP_TO,
-    JsonCell,
+    Cell,
     Noise,
-    Rates,
     describe,
     prepared,
 )
@@ -34,55 +33,22 @@ from lightning_fedleak.model.snapshots import (
 LR = 2e-4  # of AdamW in that one step; not tuned
 
 
-class NotShared(ValueError):
-    """An attack reads a gradient that is not shared, because its parameter is not trained."""
-
-
-@dataclass(frozen=True)
-class GradientCell(JsonCell):
-    """One attack on the gradients of some batches of one shape, with one noise level.
+@dataclass(frozen=True, kw_only=True)
+class GradientCell(Cell):
+    """An attack on the gradients of some batches of one shape; seconds are means over batches.
 
     Attributes:
-        attack: its name.
         batch: texts of a batch.
-        length: tokens of each text.
-        sigma: of the noise.
-        relative: whether in units of the root mean square of all entries that are shared.
         batches: attacked.
         unknown: of them, those for which the attack has no result; their texts do not count.
-        rates: over the texts of the others, by the names of
-            :func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`, each with its
-            95% interval; empty where there are none.
-        certified: of the others, those whose texts the attack certified; None where it makes no
-            certificate.
-        seconds: wall time of the attack on a batch, mean over those that are known.
-        cpu_seconds: processor time of it, of all threads.
-        prepare_seconds: wall time of its preparation.
-        budget_seconds: wall time that the attack was given for a batch; None for no bound.
-        finished: False where the time budget cut anything off.
-        problem: why a batch is unknown, the last such reason; None where none is.
+        certified: of the other batches, those whose texts the attack certified; None where it makes
+            no certificate.
     """
 
-    attack: str
     batch: int
-    length: int
-    sigma: float
-    relative: bool
     batches: int
     unknown: int = 0
-    rates: Rates = field(default_factory=dict)
     certified: int | None = None
-    seconds: float = math.nan
-    cpu_seconds: float = math.nan
-    prepare_seconds: float = math.nan
-    budget_seconds: float | None = None
-    finished: bool = True
-    problem: str | None = None
-
-    @property
-    def texts(self) -> int:
-        """Return how many texts count."""
-        return self.batch * (self.batches - self.unknown)
 
 
 def batches_of(texts: int, size: int) -> int:
@@ -136,7 +102,7 @@ def run_gradient_cells(
         for length, ids in rows.items():
             for size in sizes:
                 announce(f"preparing {name} for {size} x {length}")
-                attack, seconds = prepared(partial(_reader, make, size, length, anatomy), anatomy)
+                attack = prepared(partial(_reader, make, size, length, anatomy), anatomy)
                 batches = torch.split(ids[: size * batches_of(texts, size)], size)
                 for noise in noises:
                     announce(f"{name}, batches of {size} x {length}, noise {noise.sigma:g}")
@@ -147,11 +113,15 @@ def run_gradient_cells(
                         sigma=noise.sigma,
                         relative=noise.relative,
                         batches=len(batches),
-                        prepare_seconds=seconds,
+                        texts=size * len(batches),
                     )
                     if isinstance(attack, Exception):
                         yield replace(
-                            cell, unknown=len(batches), finished=False, problem=describe(attack)
+                            cell,
+                            texts=0,
+                            unknown=len(batches),
+                            finished=False,
+                            problem=describe(attack),
                         )
                     else:
                         yield _attacked(cell, attack, anatomy, batches, noise.seed)
@@ -164,7 +134,7 @@ def _reader(
     attack = make(size, length)
     frozen = [role for role in attack.needs(anatomy).gradients if not anatomy.trainable(role)]
     if frozen:
-        raise NotShared(
+        raise UnusableObservation(
             f"it reads the gradient of {frozen[0]}, which is not trained here and so not shared. "
             "That is 'unknown', not 'safe': other attacks may read what is shared"
         )
@@ -207,6 +177,7 @@ def _attacked(
     return replace(
         cell,
         unknown=len(batches) - len(guesses),
+        texts=cell.batch * len(guesses),
         rates=metric.rates() if guesses else {},
         certified=sum(certified) if certified else None,
         seconds=seconds / len(guesses) if guesses else math.nan,

@@ -12,17 +12,10 @@ from lightning_fedleak.cli.studies.invert.cells import ActivationCell
 COLORS = dict(
     zip(ADVERSARIES, ("tab:green", "tab:cyan", "tab:blue", "tab:red", "tab:orange"), strict=True)
 )
-STYLES = {"token_accuracy": "-", "rouge_l": ":", "exact_sentences": "--"}
-NAMES = {"token_accuracy": "tokens", "rouge_l": "ROUGE-L", "exact_sentences": "exact texts"}
 PANEL = (4.4, 3.2)  # inches of one panel
 DPI = 100  # of the picture
 
 Axis = Literal["sigma", "length"]
-
-
-def worth_drawing(cells: Sequence[ActivationCell], x_axis: Axis) -> bool:
-    """Return whether there are results at two points or more of the axis."""
-    return len({getattr(c, x_axis) for c in cells if c.rates}) > 1
 
 
 def plot_cells(
@@ -30,9 +23,9 @@ def plot_cells(
 ) -> None:
     """Write a picture: a column for each split, a row for each length (or noise level).
 
-    Solid lines are token accuracy (Eq. 5) with its 95% interval, dotted ROUGE-L, dashed the share
-    of texts without an error. The black line is the task accuracy of the whole model from the same
-    noised states, the grey one its perplexity (right axis).
+    Solid lines are token accuracy (Eq. 5) with its 95% interval, dashed ones the share of texts
+    without an error. The black line is the task accuracy of the whole model from the same noised
+    states.
 
     Args:
         cells: of one model, from :func:`~lightning_fedleak.cli.studies.invert.cells.run_cells`.
@@ -60,14 +53,17 @@ def plot_cells(
             panel_cells = [
                 c for c in cells if c.layer == layer and getattr(c, row_axis) == row_value
             ]
-            last = column == len(layers) - 1
-            _panel(axes[row, column], panel_cells, x_axis, perplexity_label=last)
+            _draw_panel(axes[row, column], panel_cells, x_axis)
             place = f"split {layer} of {cells[0].blocks}"
             condition = f"{row_value} tokens" if row_axis == "length" else f"noise {row_value:g}"
             axes[row, column].set_title(f"{place}, {condition}", fontsize=9)
         axes[row, 0].set_ylabel("share")
     for axis in axes[-1]:
-        axis.set_xlabel(_label(x_axis, cells[0].relative))
+        axis.set_xlabel(
+            "tokens"
+            if x_axis == "length"
+            else "noise" + ", in standard deviations per dimension" * cells[0].relative
+        )
     handles: dict[str, Any] = {}
     for axis in axes.flat:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
@@ -78,66 +74,29 @@ def plot_cells(
     figure.savefig(path, dpi=DPI)
 
 
-def _label(x_axis: Axis, relative: bool) -> str:
-    if x_axis == "length":
-        return "tokens"
-    return "noise, in standard deviations per dimension" if relative else "standard deviation"
-
-
-def _panel(
-    axis: Any, cells: Sequence[ActivationCell], x_axis: Axis, *, perplexity_label: bool
-) -> None:
-    points = sorted({getattr(c, x_axis) for c in cells})
-    _attack_lines(axis, cells, x_axis)
-    _task_lines(axis, cells, x_axis, perplexity_label=perplexity_label)
-    axis.set_ylim(-0.03, 1.03)
-    positive = [p for p in points if p > 0]
-    if x_axis == "length":
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(points, [str(p) for p in points])
-    elif positive and max(positive) > 4 * min(positive):
-        axis.set_xscale("symlog", linthresh=min(positive))
-        axis.set_xticks(points, [f"{p:g}" for p in points])
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)
-
-
-def _attack_lines(axis: Any, cells: Sequence[ActivationCell], x_axis: Axis) -> None:
+def _draw_panel(axis: Any, cells: Sequence[ActivationCell], x_axis: Axis) -> None:
     for attack in (a for a in ADVERSARIES if any(c.attack == a for c in cells)):
         attack_cells = sorted(
             (c for c in cells if c.attack == attack and c.rates), key=lambda c: getattr(c, x_axis)
         )
         x = [getattr(c, x_axis) for c in attack_cells]
-        for rate, style in STYLES.items():
-            values = [c.rates[rate] for c in attack_cells]
-            axis.plot(
-                x,
-                [v.value for v in values],
-                style,
-                color=COLORS[attack],
-                marker="o" if rate == "token_accuracy" else None,
-                markersize=4,
-                linewidth=1.8 if rate == "token_accuracy" else 1.0,
-                label=f"{attack}: {NAMES[rate]}",
-            )
-            if rate == "token_accuracy":
-                low, high = [v.low for v in values], [v.high for v in values]
-                axis.fill_between(x, low, high, color=COLORS[attack], alpha=0.1, linewidth=0)
-
-
-def _task_lines(
-    axis: Any, cells: Sequence[ActivationCell], x_axis: Axis, *, perplexity_label: bool
-) -> None:
-    useful = {getattr(c, x_axis): c.utility for c in cells if c.utility is not None}
-    x = sorted(useful)
-    if x:
-        accuracy = [useful[p].accuracy for p in x]
-        axis.plot(x, accuracy, "ks-", markersize=3, label=f"task: {useful[x[0]].task}")
-    perplexities = [(p, useful[p].perplexity) for p in x if useful[p].perplexity is not None]
-    if perplexities:
-        right = axis.twinx()
-        right.plot(*zip(*perplexities, strict=True), color="0.6", linewidth=1, label="perplexity")
-        right.set_yscale("log")
-        right.tick_params(colors="0.5", labelsize=7)
-        if perplexity_label:
-            right.set_ylabel("task: perplexity", color="0.5", fontsize=8)
+        accuracy = [c.rates["token_accuracy"] for c in attack_cells]
+        exact = [c.rates["exact_sentences"].value for c in attack_cells]
+        color = COLORS[attack]
+        axis.plot(x, [r.value for r in accuracy], "o-", color=color, label=f"{attack}: tokens")
+        axis.plot(x, exact, "--", color=color, linewidth=1, label=f"{attack}: exact texts")
+        low, high = [r.low for r in accuracy], [r.high for r in accuracy]
+        axis.fill_between(x, low, high, color=color, alpha=0.1, linewidth=0)
+    tasks = {getattr(c, x_axis): c.utility for c in cells if c.utility is not None}
+    points = sorted(tasks)
+    if points:
+        accuracies = [tasks[p].accuracy for p in points]
+        label = f"task: {tasks[points[0]].task}"
+        axis.plot(points, accuracies, "ks-", markersize=3, label=label)
+    axis.set_ylim(-0.03, 1.03)
+    if x_axis == "length":
+        axis.set_xscale("log", base=2)
+    else:
+        positive = [c.sigma for c in cells if c.sigma > 0]
+        axis.set_xscale("symlog", linthresh=min(positive, default=1.0))
+    axis.grid(alpha=0.3)

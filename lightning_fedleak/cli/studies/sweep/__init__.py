@@ -6,6 +6,7 @@ from lightning_fedleak.cli.studies.names import SpecError as SpecError
 from lightning_fedleak.cli.studies.sweep.cell import data_of as data_of
 from lightning_fedleak.cli.studies.sweep.cell import loss_before as loss_before
 from lightning_fedleak.cli.studies.sweep.cell import quiet as quiet
+from lightning_fedleak.cli.studies.sweep.cell import read_layer as read_layer
 from lightning_fedleak.cli.studies.sweep.cell import run_cell as run_cell
 from lightning_fedleak.cli.studies.sweep.grid import CellResult as CellResult
 from lightning_fedleak.cli.studies.sweep.grid import Grid as Grid

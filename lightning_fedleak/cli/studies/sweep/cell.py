@@ -20,6 +20,7 @@ from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.cli.finetuning import (
     TRAINING,
     CausalLMFineTuning,
+    SourceError,
     TextDataModule,
     quiet_logs,
 )
@@ -97,13 +98,23 @@ def loss_before(setting: Setting) -> float:
     return float(metrics[0]["val_loss"])
 
 
-def make_attacks(setting: Setting, anatomy: Anatomy) -> list[attacks.Attack]:
-    """Return the attacks of a setting, by their names there.
+def read_layer(setting: Setting, anatomy: Anatomy) -> int:
+    """Return the block whose output attacks read: the middle one unless the setting names one.
 
     Raises:
-        ValueError: an unknown name, or a layer that the model does not have.
+        SourceError: the model has no such block.
     """
-    layer = max(1, len(anatomy.blocks) // 2) if setting.layer is None else setting.layer
+    blocks = len(anatomy.blocks)
+    if setting.layer is not None and setting.layer > blocks:
+        raise SourceError(
+            f"--layer {setting.layer}: the model has {blocks} blocks; give 0 to {blocks}"
+        )
+    return max(1, blocks // 2) if setting.layer is None else setting.layer
+
+
+def make_attacks(setting: Setting, anatomy: Anatomy) -> list[attacks.Attack]:
+    """Return the attacks of a setting, by their names there."""
+    layer = read_layer(setting, anatomy)
     public = _public_text(setting.model, setting.length, setting.seed)
     tokens, seed, budget = setting.length, setting.seed, setting.budget_seconds
     makers: Mapping[str, Callable[..., attacks.Attack]] = {
@@ -121,9 +132,6 @@ def make_attacks(setting: Setting, anatomy: Anatomy) -> list[attacks.Attack]:
         "prefix": partial(attacks.PrefixInversion, layer, public, budget, seed=seed),
         "descent": partial(attacks.EmbeddingDescent, layer, budget_seconds=budget),
     }
-    for name in setting.attacks:
-        if name not in makers:
-            raise ValueError(f"there is no attack '{name}'; these exist: {', '.join(makers)}")
     return [makers[name](name=name) for name in setting.attacks]
 
 

@@ -73,10 +73,7 @@ class GridCell:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
         defense = {"kind": self.defense.kind, "settings": dict(self.defense.settings)}
-        setting = asdict(self.setting)
-        if self.setting.column is None:  # keeps the keys of results without one
-            del setting["column"]
-        return {"setting": setting, "defense": defense}
+        return {"setting": asdict(self.setting), "defense": defense}
 
 
 @dataclass(frozen=True)
@@ -124,13 +121,9 @@ class CellResult:
     warnings: tuple[str, ...] = ()
     error: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CellResult:
-        """Return the result that :meth:`to_dict` wrote."""
+        """Return the result of plain values, as ``asdict`` returns them."""
         leakage = {name: Leakage(**entry) for name, entry in values["leakage"].items()}
         return cls(**{**values, "leakage": leakage, "warnings": tuple(values["warnings"])})
 
@@ -242,11 +235,11 @@ class Grid:
 
     def write(self, path: Path) -> None:
         """Write all results to one file of JSON."""
-        rows = [{**cell.to_dict(), "result": r.to_dict()} for cell, r in self.results()]
+        rows = [{**cell.to_dict(), "result": asdict(r)} for cell, r in self.results()]
         _replace_file(path, json.dumps({"schema": SCHEMA, "cells": rows}, indent=1) + "\n")
 
     def _keep(self, cell: GridCell, result: CellResult) -> None:
-        content = {"schema": SCHEMA, **cell.to_dict(), "result": result.to_dict()}
+        content = {"schema": SCHEMA, **cell.to_dict(), "result": asdict(result)}
         _replace_file(self.path(cell), json.dumps(content, indent=1) + "\n")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.engine import LeakageLimitExceeded, reason
+from lightning_fedleak.engine import reason
 from lightning_fedleak.extras import install
 from lightning_fedleak.federation import (
     SUM,
@@ -29,7 +29,6 @@ from lightning_fedleak.federation import (
     RoundObserver,
     UpdateError,
     UpdateSum,
-    difference,
     moved,
 )
 from lightning_fedleak.federation.updates import State
@@ -136,8 +135,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__()
         check_choice("withheld", withheld, get_args(Withheld))
-        for settings in gates:
-            _make_gate(settings)
+        _make_gates(gates)
         # NVFlare writes these into a job by the arguments' names, and as plain values only.
         self.observer = observer
         self.gates = [dict(settings) for settings in gates]
@@ -205,7 +203,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             )
         self._outgoing = OutgoingUpdates(
             observer,
-            [_make_gate(settings) for settings in self.gates],
+            _make_gates(self.gates),
             dp,
             client=site,
             drop=self.drop,
@@ -247,7 +245,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
     @property
     def _adds_noise(self) -> bool:
-        return self._outgoing is not None and self._outgoing.own is not None
+        return self._outgoing is not None and self._outgoing.dp is not None
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -300,32 +298,25 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         """Return the reply to a training task."""
         assert self._outgoing is not None
         assert self._hand_over is not None
-        outgoing, seconds = self._outgoing, time.perf_counter() - start
-        if shareable.get_return_code() != ReturnCode.OK and outgoing.own is None:
+        outgoing, hand_over = self._outgoing, self._hand_over
+        if shareable.get_return_code() != ReturnCode.OK and outgoing.dp is None:
             return shareable
         result = _model_of(shareable)
         meta = {} if result is None else dict(result.meta)
         if result is not None:
             self._data_kind = result.data_kind
-        try:
+
+        def train() -> tuple[State, Sequence[Any]]:
             if result is None:
                 raise UpdateError(f"no model came back ({shareable.get_return_code()})")
-            if (outgoing.gates or outgoing.own) and (name := _array_in(meta)):
+            if (outgoing.gates or outgoing.dp) and (name := _array_in(meta)):
                 raise UpdateError(f"'{name}' was to leave beside the model; no attack reads it")
-            arrays = _tensors(result.data)
-            returned = moved(sent, arrays) if self._data_kind == DataKind.WEIGHT_DIFF else arrays
-            batches = self._hand_over.take()
-        except Exception as error:
-            why = str(error) if isinstance(error, UpdateError) else reason(error)
-            leaving = outgoing.nothing(round_, sent, why)
-        else:
-            try:
-                leaving = outgoing.leaves(round_, sent, returned, batches, seconds=seconds)
-            except LeakageLimitExceeded as exceeded:
-                return self._refuse(fl_ctx, str(exceeded))
+            return _state_of(result, sent), hand_over.take()
+
+        leaving = outgoing.answer(round_, sent, train, start)
         if leaving.state is None:
-            return self._refuse(fl_ctx, f"the update of round {round_} is withheld")
-        if not (leaving.withheld or outgoing.own or outgoing.compression or self.drop):
+            return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
+        if not (leaving.withheld or outgoing.dp or outgoing.compression or self.drop):
             return shareable
         return self._reply(shareable, leaving, sent, meta, fl_ctx)
 
@@ -430,9 +421,7 @@ class ObservedResults(FLComponent):  # type: ignore[misc, unused-ignore]
         if not self._sent or not observer.due(SUM):
             return
         start = time.perf_counter()
-        state = {} if result is None else _tensors(result.data)
-        if result is not None and result.data_kind == DataKind.WEIGHT_DIFF:
-            state = moved(self._sent, state)
+        state = {} if result is None else _state_of(result, self._sent)
         sent = self._sent
         if client == SUM:  # a mean over clients may have another dtype
             state = {n: t.to(sent[n].dtype) if n in sent else t for n, t in state.items()}
@@ -462,14 +451,14 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, dp: str, *args: Any, **kwargs: Any) -> None:
-        for name in ("aggregator", "aggregation_weights", "exclude_vars", "stop_cond"):
-            if kwargs.get(name):
-                raise DefenseError(
-                    f"PrivateFedAvg({name}=...): all clients weigh alike, all that is trained is "
-                    "noised, and nothing is decided by metrics, which no epsilon covers"
-                )
-        if kwargs.get("ignore_result_error") is False:
-            raise DefenseError("PrivateFedAvg: a client that fails counts as zero")
+        weighing = ("aggregator", "aggregation_weights", "exclude_vars", "stop_cond")
+        refused = [name for name in weighing if kwargs.get(name)]
+        if refused or kwargs.get("ignore_result_error") is False:
+            raise DefenseError(
+                f"PrivateFedAvg({(refused or ['ignore_result_error'])[0]}=...): all clients weigh "
+                "alike, all that is trained is noised, nothing is decided by metrics, which no "
+                "epsilon covers, and a client that fails counts as zero"
+            )
         super().__init__(*args, **{**kwargs, "ignore_result_error": True})
         self.dp = dp
         self._account: ClientDP | None = None
@@ -519,7 +508,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
             state = _tensors(result.params or {})
             if result.params_type == ParamsType.DIFF:
                 state = moved(self._sent_state, state)
-            sums.add(name, difference(self._sent_state, state, trained=sums.like))
+            sums.add_returned(name, self._sent_state, state)
         except Exception as error:  # a client's bytes may cause any error
             self.info(f"a result of client {name} is left out: {reason(error)}")
         self._received_count += 1
@@ -551,14 +540,14 @@ def _call_job_code(path: str, site: str) -> Any:
         function: Callable[[str], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"'{path}' names no function of the job's code ({error}): 'watch.make_observer' names "
-            "one of watch.py. Send the file with the job: job.to('watch.py', site)"
+            f"'{path}' names no function of the job's code ({error}): send the file with the job, "
+            "job.to('watch.py', site), and give 'watch.make_observer'"
         ) from error
     return function(site)
 
 
-def _make_gate(settings: Any) -> RoundGate:
-    return RoundGate(**settings)
+def _make_gates(settings: Sequence[Mapping[str, Any]]) -> list[RoundGate]:
+    return [RoundGate(**gate) for gate in settings]
 
 
 def _dxo_of(shareable: Shareable | None) -> DXO | None:
@@ -577,6 +566,12 @@ def _model_of(shareable: Shareable | None) -> DXO | None:
 
 def _tensors(data: Mapping[str, object]) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value) for name, value in data.items()}
+
+
+def _state_of(result: DXO, sent: State) -> dict[str, Tensor]:
+    """Return the model in a result, also where that is the difference of two models."""
+    tensors = _tensors(result.data)
+    return moved(sent, tensors) if result.data_kind == DataKind.WEIGHT_DIFF else tensors
 
 
 def _array_in(meta: Mapping[str, object]) -> str | None:

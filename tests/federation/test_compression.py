@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from lightning_fedleak.federation.compression import client_compression, seen_compression
 
 from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
 from lightning_fedleak.attacks.base import WordGuess
@@ -21,7 +22,6 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
-from lightning_fedleak.federation.compression import client_compression, seen_compression
 from lightning_fedleak.model.compression import AVERAGED
 from tests.callbacks.runs import Probe
 from tests.defenses.test_gradient_compression import largest

@@ -22,8 +22,6 @@ from lightning_fedleak.federation.observer import SUM, RoundObserver
 from lightning_fedleak.federation.updates import (
     ServerOptimizer,
     State,
-    UpdateError,
-    difference,
     moved,
 )
 
@@ -163,7 +161,7 @@ class PrivateMean(_Around):
 
     The first round waits for all clients to be there, and no more, since the account depends on
     their number. One that is gone later is drawn like every other; a node that comes takes a free
-    place, but under correlated noise (``bands``), where places decide who is in which round, none.
+    place.
 
     Args:
         strategy: for everything but training: evaluation, say.
@@ -235,7 +233,7 @@ class PrivateMean(_Around):
             self._places = sorted(connected)
         new = sorted(connected.difference(self._places))
         for place, node in enumerate(self._places):
-            if node not in connected and new and self.dp.bands == 1:  # else a place has its rounds
+            if node not in connected and new:
                 self._places[place] = new.pop(0)
         if new:  # one that comes back may do so before its old node is seen to be gone
             log.info("lightning-fedleak: %d nodes wait for a place to be free", len(new))
@@ -253,12 +251,8 @@ class PrivateMean(_Around):
         sums = self.dp.begin(self._nodes, like)
         arrived = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
         for node in self._nodes:  # in their order: the same replies make the same sum
-            if node not in arrived:
-                continue
-            try:
-                sums.add(node, difference(self._sent, _state_of(arrived[node]), trained=like))
-            except UpdateError as error:
-                sums.zeros[node] = str(error)
+            if node in arrived:
+                sums.add_returned(node, self._sent, _state_of(arrived[node]))
         release = sums.end()
         for node, zero in release.zeros.items():
             place = self._nodes.index(node)

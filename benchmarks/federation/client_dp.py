@@ -125,8 +125,6 @@ def main() -> None:
     ]
     for key in () if args.show else cells:
         key |= {"per_round": min(args.per_round, key["clients"]), "rounds": args.rounds}
-        if key["clip"].startswith("b"):
-            key["bands"] = args.bands
         if any(key.items() <= line.items() for line in lines):
             continue
         began = time.process_time()

@@ -106,7 +106,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     Under a ``dp`` whose noise the client adds, every result has the same form: the model with
     noise, and a weight of 1. A result that cannot be read leaves as zero with that noise, and so
     does an error of the training script that NVFlare passes to its filters. Results of other tasks
-    are refused, unless ``uncovered`` names the task. A job is ended if its results do not pass
+    are refused. A job is ended if its results do not pass
     through this filter.
 
     Args:
@@ -116,11 +116,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         dp: ``"module.function"``. The function gets a client's name and returns the client's own
             :class:`~lightning_fedleak.federation.ClientDP`, with a ledger.
         withheld: ``"zero"`` or ``"error"``, see above.
-        drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
         secure_aggregation: whether a filter after this one encrypts the result, so that the server
             sees only the sum of all clients.
-        uncovered: tasks whose results leave although this filter does not protect them:
-            ``"validate"`` under ``dp``, or ``"submit_model"``, which returns the trained model.
     """
 
     def __init__(
@@ -129,9 +126,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         gates: Sequence[Mapping[str, object]] = (),
         dp: str = "",
         withheld: Withheld = "zero",
-        drop: Sequence[str] = (),
         secure_aggregation: bool = False,
-        uncovered: Sequence[str] = (),
     ) -> None:
         super().__init__()
         check_choice("withheld", withheld, get_args(Withheld))
@@ -141,9 +136,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         self.gates = [dict(settings) for settings in gates]
         self.dp = dp
         self.withheld: Withheld = withheld
-        self.drop = list(drop)
         self.secure_aggregation = secure_aggregation
-        self.uncovered = list(uncovered)
         self._outgoing: OutgoingUpdates | None = None
         self._hand_over: HandOver | None = None
         self._memory_file: Path | None = None
@@ -158,15 +151,9 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         ctx: Any,
         *,
         tasks: Sequence[str] = TASKS,
-        filter_type: str = FilterType.TASK_RESULT,
+        **_: object,
     ) -> None:
-        """Add the filter to the task results of a job's client. NVFlare calls this method.
-
-        Raises:
-            ValueError: ``filter_type`` is another one than that of task results.
-        """
-        if filter_type != FilterType.TASK_RESULT:
-            raise ValueError("FedLeakFilter filters results: filter_type=FilterType.TASK_RESULT")
+        """Add the filter to the task results of a job's client. NVFlare calls this method."""
         _exclude_package(job)
         job.add_filter(LoadedModels(), FilterType.TASK_DATA, list(tasks), ctx)
         job.add_filter(self, FilterType.TASK_RESULT, list(tasks), ctx)
@@ -206,7 +193,6 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             _make_gates(self.gates),
             dp,
             client=site,
-            drop=self.drop,
             secure_aggregation=self.secure_aggregation,
             zero=self.withheld == "zero",
         )
@@ -223,7 +209,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         table, chain = runner.task_result_filters, Scope.TASK_RESULT_FILTERS_NAME
         if self not in get_filters(chain, fl_ctx, table, task, FilterKey.OUT):
             why = f"results of task '{task}' do not pass FedLeakFilter: add the task to tasks="
-            if self._adds_noise and task not in self.uncovered:
+            if self._adds_noise:
                 self.system_panic(f"{why}, so that the ClientDP covers them", fl_ctx)
             self.log_warning(fl_ctx, f"{why}. They leave as they are")
             return
@@ -253,13 +239,11 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         """Return the part of a result that may leave. If this raises, NVFlare sends an error.
 
         Raises:
-            DefenseError: the filter was not set up.
             UpdateError: what was sent does not fit the observer's model.
             BudgetSpent: one more release would cost more than the client's budget.
         """
         with self._lock:
-            if self._outgoing is None or self._hand_over is None:
-                raise DefenseError("FedLeakFilter was not set up when the job began; see its log")
+            assert self._outgoing is not None, "the job was not set up; see its log"
             task = fl_ctx.get_prop(FLContextKey.TASK_NAME)
             sent, self._sent = self._sent, None
             if task != AppConstants.TASK_TRAIN:
@@ -280,12 +264,12 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         result = _dxo_of(shareable)
         plain = result is not None and result.data_kind == DataKind.METRICS
         fails = shareable.get_return_code() != ReturnCode.OK
-        if task in self.uncovered or fails or (plain and not self._adds_noise):
+        if fails or (plain and not self._adds_noise):
             return shareable
         return self._refuse(
             fl_ctx,
             f"the result of task '{task}' is not covered: it is no update of a round, or would "
-            f"leave without noise. FedLeakFilter(uncovered=['{task}']) lets it leave",
+            "leave without noise",
         )
 
     def _refuse(self, fl_ctx: FLContext, why: str) -> Shareable:
@@ -316,7 +300,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         leaving = outgoing.answer(round_, sent, train, start)
         if leaving.state is None:
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
-        if not (leaving.withheld or outgoing.dp or outgoing.compression or self.drop):
+        if not (leaving.withheld or outgoing.dp or outgoing.compression):
             return shareable
         return self._reply(shareable, leaving, sent, meta, fl_ctx)
 

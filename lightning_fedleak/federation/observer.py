@@ -27,11 +27,11 @@ from lightning_fedleak.engine import (
     Games,
     Look,
     Memory,
-    Options,
     Unknown,
     announce,
     family_of,
     optimizers_of,
+    options_of,
     overhead_of,
     reason,
     selected,
@@ -138,23 +138,11 @@ class RoundObserver:
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
         data = settings.data
+        weights = data is not None
         selection = selected(
-            attacks,
-            settings.assume,
-            public_text,
-            tokenizer,
-            rounds=True,
-            weights=data is not None,
+            attacks, settings.assume, public_text, tokenizer, rounds=True, weights=weights
         )
-        options = Options(
-            batch_adapter=settings.batch_adapter,
-            local_steps=local_steps,
-            games=games or Games(),
-            texts=settings.texts,
-            look_seconds=settings.look_seconds,
-            cache=settings.cache,
-            memorization=settings.memorization,
-        )
+        options = options_of(settings, local_steps=local_steps, games=games or Games())
         self.engine = Engine(selection, options)
         at_weights = [a.name for c in self.engine.channels if c.at_weights for a in c.attacks]
         if (data is None and at_weights) or (data is not None and side == "server"):
@@ -171,11 +159,6 @@ class RoundObserver:
         self._cadence = None if max_overhead is None else overhead_of(max_overhead)
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
-        if not trained:
-            raise ValueError(
-                "no parameter of the model is trained (requires_grad): give the observer a model "
-                "that is set up as the clients' are"
-            )
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
         self.run = RoundRun(
             anatomy=anatomy,
@@ -189,7 +172,6 @@ class RoundObserver:
         )
         self.start = prepare_start(self.run, settings.inspect, public_text)
         self.engine.open(self.run)
-        self.engine.subscribe(before_first=self._check_read)
         self.expect_gates(settings.gates)
         self._names = updates.parameter_names(model)
         self._sent: State | None = None
@@ -237,7 +219,7 @@ class RoundObserver:
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale, self._sent, self.round_ = True, sent, round_
         if self.start is not None:
-            self.start.judge(round_, self._by_parameter(sent))
+            self.start.judge(round_, {self._names[n]: sent[n] for n in self.trained_names()})
 
     def refusal(self, round_: int, sent: State) -> str | None:
         """Begin a round, and return why what is sent is refused; None where it is not."""
@@ -246,10 +228,6 @@ class RoundObserver:
         except CraftedValuesError as error:
             return str(error)
         return None
-
-    def _by_parameter(self, state: State) -> dict[str, Tensor]:
-        """Return what is trained of a state that was sent or returned, by parameter name."""
-        return {self._names[n]: state[n] for n in self.trained_names() if n in state}
 
     def _destination(self, round_: int) -> Destination:
         return Destination(
@@ -265,22 +243,6 @@ class RoundObserver:
             client="all",
             watch={"looks": "every round", "side": self.side},
         )
-
-    def _check_read(self) -> None:
-        """Refuse listed attacks that read nothing of what is trained."""
-        assert self.engine.fit is not None
-        lineup, selection = self.engine.fit.lineup, self.engine.selection
-        if not (
-            selection.auto
-            or lineup.exposed
-            or any(c.at_weights for c in self.engine.channels if c.attacks)
-        ):
-            raise ValueError(
-                "no attack reads anything that is shared in this federation: "
-                f"{len(lineup.trained)} parameters are trained, and none of "
-                f"{', '.join(a.name for a in selection.attacks)} reads them. attacks='auto' takes "
-                "all that can"
-            )
 
     def trained_names(self) -> list[str]:
         """Return the names of what is trained, among those that were sent."""
@@ -332,7 +294,8 @@ class RoundObserver:
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         asked = None if client == SUM else self.ask(client)
         engine = self._engine_of(client, stage)
-        look, before, utility = Look(self.round_), engine.results.state_dict(), utility or {}
+        look, utility = Look(self.round_), utility or {}
+        before: Mapping[str, object] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
         if compression is None:
@@ -362,6 +325,7 @@ class RoundObserver:
             )
 
         try:
+            before = engine.results.state_dict()
             self._refresh(look, engine)
             outcomes = engine.read_update(look, batches, take)
             round_look = read_look(
@@ -377,7 +341,7 @@ class RoundObserver:
             except Exception as error:  # the update leaves all the same
                 announce(f"RoundObserver: not all of a look was written: {reason(error)}")
             if client != SUM:
-                self.leaves(client, batches or (), returned)
+                self.leaves(client, batches or ())
         return round_look
 
     def _declared_compression(self, client: str | int) -> str:
@@ -423,9 +387,7 @@ class RoundObserver:
         self._remember(client, engine.weights.state_dict())
         return round_look
 
-    def leaves(
-        self, client: str | int, batches: Sequence[Any], returned: State | None = None
-    ) -> None:
+    def leaves(self, client: str | int, batches: Sequence[Any]) -> None:
         """Note that an update which was trained on these batches leaves the client in this round.
 
         From the next round on its texts are among those that the models may have memorized. Where
@@ -434,24 +396,21 @@ class RoundObserver:
         Args:
             client: whose update it is.
             batches: that it was trained on.
-            returned: what leaves; the next round's start is compared with it.
         """
         try:
-            if self.start is not None and returned is not None:
-                self.start.note(client, self._by_parameter(returned))
             if self.settings.data is None:
                 return
+            memory: Memory | None = {}  # where what left is not known, no later model is a base
             try:
                 weights = self._recalled(client).weights
-            except Exception:  # what left is not known, so that no later model is a base
-                self._remember(client, {})
-                raise
+                if weights is not None:
+                    for batch in batches:
+                        weights.batch_begins(batch)
+                memory = None if weights is None else weights.state_dict()
             finally:
                 self.took_part[client] = True
-            if weights is not None:
-                for batch in batches:
-                    weights.batch_begins(batch)
-                self._remember(client, weights.state_dict())
+                if memory is not None:
+                    self._remember(client, memory)
         except Exception as error:  # which the client's data or disk may have provoked
             announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
 
@@ -563,7 +522,8 @@ class RoundObserver:
 
         One at an update that did not leave, say, which is to count in no rate.
         """
-        look.engine.results.load_state_dict(look.before)
+        if look.before:  # empty where a look failed that was not added
+            look.engine.results.load_state_dict(look.before)
 
     def _keys(self) -> dict[str, str]:
         """Return the name that was sent for every role that an attack reads."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 import logging
 import math
 import time
@@ -88,8 +87,6 @@ class OutgoingUpdates:
         dp: this client's own. With central trust the server clips and noises, and nothing is done
             here.
         client: its name in the logs.
-        drop: names of parameters, or patterns of them (``"*.wte.*"``), whose changes never
-            leave: they return as they were sent.
         secure_aggregation: what leaves is masked, so that the server sees the sum of all clients
             alone.
         zero: a withheld update leaves as zero though the server sees it, where an engine's round
@@ -114,19 +111,16 @@ class OutgoingUpdates:
         dp: ClientDP | None = None,
         *,
         client: str | int = 0,
-        drop: Sequence[str] = (),
         secure_aggregation: bool = False,
         zero: bool = False,
     ) -> None:
         self.observer, self.client = observer, client
-        self.gates, self.drop = tuple(gates), tuple(drop)
+        self.gates = tuple(gates)
         self.zero, self.secure_aggregation = zero, secure_aggregation
         self.dp: ClientDP | None = None if dp is None or dp.trust == "central" else dp
         self.compression = _copy_compression(observer, dp)
         self.unknown: dict[str, int] = {}
         self.unread: dict[str, int] = {}
-        if observer.start is not None and (dp is not None or self.compression is not None):
-            observer.start.incomparable = "noise or a compression is in what the server sends"
         names = [gate.name for gate in self.gates]
         for gate in self.gates:
             gate.watch_rounds(observer)
@@ -181,8 +175,7 @@ class OutgoingUpdates:
         shared, refusal = self._begin_round(round_, sent)
         if refusal is not None:
             return self._withhold(sent, shared, refusal)
-        start, dropped = time.perf_counter(), self._find_dropped(shared)
-        returned = {n: sent[n] if n in dropped else t for n, t in returned.items()}
+        start = time.perf_counter()
         try:
             update = difference(sent, returned, trained=shared)
         except UpdateError as error:
@@ -277,21 +270,6 @@ class OutgoingUpdates:
             self.dp.check_rounding(shared)
         return shared, refusal
 
-    def _find_dropped(self, shared: State) -> set[str]:
-        """Return the names of what never leaves.
-
-        Raises:
-            ValueError: a pattern that no trained parameter has, or all of them.
-        """
-        matches = {pattern: fnmatch.filter(shared, pattern) for pattern in self.drop}
-        dropped = {name for names in matches.values() for name in names}
-        if not all(matches.values()) or (dropped and len(dropped) == len(shared)):
-            raise ValueError(
-                f"drop={[*self.drop]}: each must be the name of something that is trained and "
-                f"sent, and not all of it may be (such names are {', '.join([*shared][:3])}, ...)"
-            )
-        return dropped
-
     # ---- looks and gates --------------------------------------------------------------------
 
     def _judge(
@@ -317,8 +295,9 @@ class OutgoingUpdates:
             action = max(actions, key=_STRENGTH.index)
             if action != "harden":
                 return look, events, action
-            change = None if self.dp is None else self.dp.harden()
-            if change is None:  # nothing is left to be turned up
+            known = not any(math.isnan(event.value) for event in events)
+            change = self.dp.harden() if known and self.dp is not None else None
+            if change is None:  # nothing is left to be turned up, or no noise would help
                 return look, events, "withhold"
             for event in events:
                 self.observer.engine.record_decision(decision_of(event, "hardened", (change,)))
@@ -406,7 +385,7 @@ class OutgoingUpdates:
     ) -> Leaving:
         """Return an update that leaves, and note that it does."""
         state = self._release(sent, returned, update, shared)
-        self.observer.leaves(self.client, batches, returned)
+        self.observer.leaves(self.client, batches)
         return Leaving(state, False, events, look)
 
     def _release(

@@ -302,12 +302,6 @@ def _check_names(sent: State, returned: State) -> None:
 def _resolve_trained(sent: State, trained: Collection[str] | None) -> set[str]:
     if trained is None:
         return {n for n, t in sent.items() if t.is_floating_point()}
-    unknown = [n for n in trained if n not in sent]
-    if unknown:
-        raise UpdateError(
-            f"trained= names {_list_names(unknown)}, which was not sent: every trained "
-            "parameter is shared, or it would not be part of the model that the server makes"
-        )
     return set(trained)
 
 

@@ -12,7 +12,6 @@ from lightning_fedleak.attacks import CraftedAdapterWords, PublicText
 from lightning_fedleak.attacks.words.crafted import RoundShape
 from lightning_fedleak.attacks.words.crafted_rows import RowSettings
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
-from lightning_fedleak.engine.options import every_attack
 from lightning_fedleak.federation import ClientDP, RoundObserver, RoundSettings, trained_state
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS, ThreatModelError
 from tests.callbacks.runs import fit
@@ -94,13 +93,6 @@ def test_an_honest_server_sends_no_values(tmp_path) -> None:
     watch = observer(tmp_path, settings={"assume": HONEST_BUT_CURIOUS})
     with pytest.raises(ThreatModelError, match="chooses the weights"):
         watch.begin(0, trained_state(client_model()))
-
-
-def test_it_never_chooses_itself(tmp_path) -> None:
-    assert not any(a.sends_values for rounds in (True, False) for a in every_attack(rounds=rounds))
-    settings = RoundSettings(tensorboard=False, cache=False, assume=DISHONEST_SERVER)
-    watch = RoundObserver(client_model(), ADAMW, STEPS, folder=tmp_path, settings=settings)
-    assert not any(attack.sends_values for attack in watch.engine.selection.attacks)
 
 
 def test_beside_the_users_own_step_it_is_refused(tmp_path) -> None:

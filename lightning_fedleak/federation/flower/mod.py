@@ -27,9 +27,7 @@ _Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
 _WATCHES: dict[str, tuple[int, _Watch]] = {}
 """The newest run of each mod, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
-_START = "last_round"
 _MEMORY = f"{_STATE}-compression"
-_ROUND = f"{_STATE}-{_START}"  # a record of another kind needs a key of its own
 
 
 class FedLeakMod:
@@ -56,7 +54,7 @@ class FedLeakMod:
     it: an exact loss of a model that the server chose is under no noise.
 
     With ``RoundSettings(inspect=StartCheck("refuse"))`` of its observer a client does not train on
-    values that look crafted; what it remembers of the round before is in the node's state.
+    values that look crafted.
 
     **Secure aggregation** (``SecAgg+``): ``mods=[secaggplus_mod, FedLeakMod(...)]``, in this order,
     looks at the update before it is masked. A withheld update, or one that cannot be read, leaves
@@ -74,11 +72,8 @@ class FedLeakMod:
         dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
             none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
-        drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
         secure_aggregation: what leaves is masked by other means than Flower's SecAgg+, which is
             known by its messages.
-        uncovered: types of messages, ``"evaluate"`` or ``"query.size"`` say, that are answered
-            under a ``dp`` whose noise the client adds all the same. *No epsilon covers them.*
     """
 
     def __init__(
@@ -88,17 +83,13 @@ class FedLeakMod:
         dp: Callable[[Context], ClientDP | None] | None = None,
         *,
         weight: str = WEIGHT,
-        drop: Sequence[str] = (),
         secure_aggregation: bool = False,
-        uncovered: Sequence[str] = (),
     ) -> None:
         self._make = observer
         self._gates = gates
         self._dp = dp
         self._weight = weight
-        self._drop = tuple(drop)
         self._secure = secure_aggregation
-        self._uncovered = {_full_type(kind) for kind in uncovered}
         self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
@@ -116,13 +107,12 @@ class FedLeakMod:
         dp = None if self._dp is None else self._dp(context)
         noises = dp is not None and dp.trust != "central"
         if kind.split(".")[0] != MessageType.TRAIN:
-            if noises and _full_type(kind) not in self._uncovered:
+            if noises:
                 return _refuse(
                     message,
                     f"under a ClientDP that adds noise of its own this client answers training "
                     f"alone, and this is '{kind}'. What it holds of the client's data would be "
-                    "under no noise: evaluate on the server (fraction_evaluate=0, evaluate_fn=). "
-                    f"FedLeakMod(uncovered=['{kind}']) answers it, and no epsilon covers that",
+                    "under no noise: evaluate on the server (fraction_evaluate=0, evaluate_fn=)",
                 )
             return call_next(message, context)
         protocol = read_masks(message, context)
@@ -139,7 +129,6 @@ class FedLeakMod:
             gates,
             dp,
             client=context.node_config.get("partition-id", context.node_id),
-            drop=self._drop,
             secure_aggregation=masked,
         )
         codec = read_sent(message, observer)
@@ -201,30 +190,17 @@ class FedLeakMod:
 
 def _recall(outgoing: OutgoingUpdates, context: Context) -> None:
     """Take up what the node's state keeps: the next round may run in another process."""
-    memory = context.state.config_records.get(_STATE)
-    outgoing.recall(memory)
+    outgoing.recall(context.state.config_records.get(_STATE))
     if outgoing.compression is not None and _MEMORY in context.state.array_records:
         tensors = context.state.array_records[_MEMORY].to_torch_state_dict()
         outgoing.compression.memory = dict(tensors)
-    if memory is not None and outgoing.observer.start is not None and _ROUND in context.state:
-        tensors = context.state.array_records[_ROUND].to_torch_state_dict()
-        outgoing.observer.start.recall(outgoing.client, int(memory[_START]), tensors)
 
 
 def _remember(outgoing: OutgoingUpdates, context: Context) -> None:
     """Keep in the node's state what the client's next round needs."""
-    memory, start = outgoing.memory(), outgoing.observer.start
     if outgoing.compression is not None and outgoing.compression.memory:
         context.state.array_records[_MEMORY] = ArrayRecord(outgoing.compression.memory)
-    if start is not None:
-        memory[_START], tensors = start.memory(outgoing.client)
-        context.state.array_records[_ROUND] = ArrayRecord(tensors)
-    context.state.config_records[_STATE] = ConfigRecord(memory)
-
-
-def _full_type(kind: str) -> str:
-    """Return the full name of a message's type: ``"evaluate"`` is ``"evaluate.default"``."""
-    return kind if "." in kind else f"{kind}.default"
+    context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
 
 
 def _refuse(message: Message, why: str) -> Message:

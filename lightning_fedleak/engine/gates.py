@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_fedleak.defenses import DPSGD, Defense
+from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.engine import Engine
 from lightning_fedleak.engine.results import WORST
@@ -193,12 +193,11 @@ def defenses_to_harden(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
     adjustable = tuple(defense for defense in defenses if defense.can_harden)
     if not adjustable:
         names = ", ".join(d.name for d in defenses) or "no defence"
-        mend = "GradientNoise or ActivationNoise with sigma above 0, or Freeze(when='hardened')"
-        if any(isinstance(d, DPSGD) for d in defenses):
-            mend = f"DPSGD(accountant='filter', target_epsilon=, target_delta=), {mend}"
         raise ValueError(
             f"RiskGate(action='harden') has nothing to turn up: this run has {names}. Give the "
-            f"Trainer strategy=DefendedStrategy('auto', defenses=[...]) with {mend}"
+            "Trainer strategy=DefendedStrategy('auto', defenses=[...]) with GradientNoise or "
+            "ActivationNoise with sigma above 0, or Freeze(when='hardened'). DPSGD can be only "
+            "with accountant='filter', target_epsilon and target_delta"
         )
     return adjustable
 

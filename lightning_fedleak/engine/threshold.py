@@ -557,7 +557,7 @@ class Threshold:
                 f"notch{'es' * (self.notches > 1)} so far"
             )
         saved, tests = state_dict.get("evidence"), self._evidence or {}
-        if saved is not None and tests and saved["question"] == self._question:
+        if saved is not None and tests and saved.get("question") == self._question:
             for name, test in tests.items():
                 test.load_state_dict(saved["tests"][name])
         elif saved is not None or tests:

@@ -489,10 +489,7 @@ class ClientDP(Defense):
         if self.seed is not None:
             return "none: whoever knows or guesses `seed` can subtract the noise (for tests only)"
         adversary = {
-            "central": (
-                "whoever sees the models of all rounds, while the server that sees each client's "
-                "update is trusted"
-            ),
+            "central": "whoever sees the models of all rounds, but for the trusted server",
             "local": "whoever sees each client's updates, the server among them",
             "secure_aggregation": (
                 "a server that sees only the sum of updates, while the aggregation hides the parts "

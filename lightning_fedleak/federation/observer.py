@@ -597,10 +597,6 @@ class RoundObserver:
 
     # ---- names ------------------------------------------------------------------------------
 
-    def metric_names(self) -> list[str]:
-        """Return the names of the values that are logged of each client's update."""
-        return self.engine.metric_names()
-
     def headlines(self) -> list[str]:
         """Return the log names of each family's worst, and of the values it is taken from."""
         results = self.engine.results

@@ -180,24 +180,50 @@ class OutgoingUpdates:
             update = difference(sent, returned, trained=shared)
         except UpdateError as error:
             return self._withhold(sent, shared, str(error))
-        if not self.gates and not observer.due(self.client):
-            return self._leave(sent, returned, update, shared, batches)
         if self.dp is None:
             update = {}  # it was to be checked; a look makes its own
-        facts = {"batches": batches, "learning_rate": learning_rate, "utility": utility}
-        judged = self._judge(sent, returned, update, shared, facts)
-        if isinstance(judged, str):
+
+        def leave(look: RoundLook | None, events: Sequence[GateEvent] = ()) -> Leaving:
+            state = self._release(sent, returned, update, shared)
+            observer.leaves(self.client, batches)
+            return Leaving(state, False, tuple(events), look)
+
+        def look_once() -> RoundLook:
+            state, noise_std, method = returned, 0.0, ""
+            if self.dp is not None:
+                state = moved(sent, self.dp.rehearsed(update, shared))
+                noise_std = self.dp.own_noise_std
+            if self.compression is not None and not self.compression.defers:
+                change = difference(sent, state, trained=shared)
+                state = moved(sent, self.compression.compressed(change)[0])
+                method = self.compression.method
+            return observer.look(
+                state,
+                self.client,
+                batches=batches,
+                learning_rate=learning_rate,
+                noise_std=noise_std,
+                compression=method,
+                utility=utility,
+                logged=False,
+            )
+
+        if not self.gates and not observer.due(self.client):
+            return leave(None)
+        try:
+            look, events, action = self._judge(look_once)
+        except Exception as error:  # which the client's data may have provoked
+            why = f"the look failed: {reason(error)}"
             if self.gates:
-                return self._withhold(sent, shared, judged)
-            announce(f"RoundObserver: in round {round_} {judged}. The update leaves")
-            return self._leave(sent, returned, update, shared, batches)
-        look, events, action = judged
+                return self._withhold(sent, shared, why)
+            announce(f"RoundObserver: in round {round_} {why}. The update leaves")
+            return leave(None)
         if action in ("withhold", "raise"):
             zero = self._zero(sent, shared) if action == "withhold" else None
             answer = f"withheld ({'; '.join(event.gate for event in events)})"
-            leaving = Leaving(zero, action == "withhold", events, look, answer)
+            leaving = Leaving(zero, action == "withhold", tuple(events), look, answer)
         else:
-            leaving = self._leave(sent, returned, update, shared, batches, look, events)
+            leaving = leave(look, events)
         self._write(look, events, action)
         if seconds is not None:
             beside = max(0.0, time.perf_counter() - start - look.seconds)
@@ -272,27 +298,16 @@ class OutgoingUpdates:
 
     # ---- looks and gates --------------------------------------------------------------------
 
-    def _judge(
-        self,
-        sent: State,
-        returned: State,
-        update: Mapping[str, Tensor],
-        shared: State,
-        facts: Mapping[str, Any],
-    ) -> tuple[RoundLook, tuple[GateEvent, ...], str] | str:
-        """Return a look at the update, the gates that act on it, and what is done; or why no look.
+    def _judge(self, look_once: Callable[[], RoundLook]) -> tuple[RoundLook, list[GateEvent], str]:
+        """Return a look at the update, the gates that act on it, and what is done.
 
         The noise is turned up, and the update looked at again, as long as a gate asks for that.
         """
         while True:
-            try:
-                look = self._look(sent, returned, update, shared, facts)
-            except Exception as error:  # which the client's data may have provoked
-                return f"the look failed: {reason(error)}"
+            look = look_once()
             acting = {gate: event for gate in self.gates if (event := self._event(gate, look))}
-            events = tuple(acting.values())
-            actions = ["leave", *(str(gate.action) for gate in acting)]
-            action = max(actions, key=_STRENGTH.index)
+            events, actions = [*acting.values()], [str(gate.action) for gate in acting]
+            action = max(["leave", *actions], key=_STRENGTH.index)
             if action != "harden":
                 return look, events, action
             known = not any(math.isnan(event.value) for event in events)
@@ -302,26 +317,6 @@ class OutgoingUpdates:
             for event in events:
                 self.observer.engine.record_decision(decision_of(event, "hardened", (change,)))
             self.observer.forget(look)
-
-    def _look(
-        self,
-        sent: State,
-        returned: State,
-        update: Mapping[str, Tensor],
-        shared: State,
-        facts: Mapping[str, Any],
-    ) -> RoundLook:
-        """Look at what would leave: under noise at a rehearsal of it."""
-        state, noise_std, method = returned, 0.0, ""
-        if self.dp is not None:
-            state = moved(sent, self.dp.rehearsed(update, shared))
-            noise_std = self.dp.own_noise_std
-        if self.compression is not None and not self.compression.defers:
-            compressed, _ = self.compression.compressed(difference(sent, state, trained=shared))
-            state, method = moved(sent, compressed), self.compression.method
-        return self.observer.look(
-            state, self.client, noise_std=noise_std, compression=method, logged=False, **facts
-        )
 
     def _event(self, gate: RoundGate, look: RoundLook) -> GateEvent | None:
         """Return what a gate measured where it acts, with its patience counted; else None."""
@@ -372,21 +367,6 @@ class OutgoingUpdates:
         announce(message)
 
     # ---- what leaves ------------------------------------------------------------------------
-
-    def _leave(
-        self,
-        sent: State,
-        returned: State,
-        update: Mapping[str, Tensor],
-        shared: State,
-        batches: Sequence[Any],
-        look: RoundLook | None = None,
-        events: tuple[GateEvent, ...] = (),
-    ) -> Leaving:
-        """Return an update that leaves, and note that it does."""
-        state = self._release(sent, returned, update, shared)
-        self.observer.leaves(self.client, batches)
-        return Leaving(state, False, events, look)
 
     def _release(
         self, sent: State, returned: State, update: Mapping[str, Tensor] | None, shared: State

@@ -150,8 +150,7 @@ class RoundStart:
         self._has_begun = True
         if self.public is not None:
             agreed = replace(agreed, usual=usual_inputs(self.anatomy, received, self.public))
-        why = "fedleak inspect asks it of files"
-        return inspection.inspect_received(received, agreed, first=first, incomparable=why)
+        return inspection.inspect_received(received, agreed, first=first)
 
     def judge(self, round_: int, received: Mapping[str, Tensor]) -> Inspection:
         """Return what the rules say of a round that begins, and warn or refuse.

@@ -381,6 +381,16 @@ def test_under_noise_of_its_own_a_client_answers_training_alone(tmp_path, kind, 
     assert account(None).accountant.steps == 0
 
 
+def test_what_the_user_leaves_uncovered_is_answered_and_no_more(tmp_path):
+    mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"), uncovered=["evaluate"])
+    answers = {
+        kind: mod(message(kind=kind), context(), lambda m, c: Message(RecordDict(), reply_to=m))
+        for kind in [*EXACT, "evaluate.default"]
+    }
+    passed = {kind for kind, reply in answers.items() if not reply.has_error()}
+    assert passed == {"evaluate", "evaluate.default"}
+
+
 def test_without_noise_of_the_clients_own_other_messages_pass(tmp_path):
     def central(where):
         return ClientDP(0.5, 2.0, clients=10, target_delta=1e-5)

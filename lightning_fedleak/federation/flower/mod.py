@@ -74,6 +74,8 @@ class FedLeakMod:
         weight: the metric by which the server's strategy weighs clients.
         secure_aggregation: what leaves is masked by other means than Flower's SecAgg+, which is
             known by its messages.
+        uncovered: types of messages, ``"evaluate"`` or ``"query.size"`` say, that are answered
+            under a ``dp`` whose noise the client adds all the same. *No epsilon covers them.*
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class FedLeakMod:
         *,
         weight: str = WEIGHT,
         secure_aggregation: bool = False,
+        uncovered: Sequence[str] = (),
     ) -> None:
         self._make = observer
         self._gates = gates
         self._dp = dp
         self._weight = weight
         self._secure = secure_aggregation
+        self._uncovered = {_full_type(kind) for kind in uncovered}
         self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
@@ -107,12 +111,13 @@ class FedLeakMod:
         dp = None if self._dp is None else self._dp(context)
         noises = dp is not None and dp.trust != "central"
         if kind.split(".")[0] != MessageType.TRAIN:
-            if noises:
+            if noises and _full_type(kind) not in self._uncovered:
                 return _refuse(
                     message,
                     f"under a ClientDP that adds noise of its own this client answers training "
                     f"alone, and this is '{kind}'. What it holds of the client's data would be "
-                    "under no noise: evaluate on the server (fraction_evaluate=0, evaluate_fn=)",
+                    "under no noise: evaluate on the server (fraction_evaluate=0, evaluate_fn=). "
+                    f"FedLeakMod(uncovered=['{kind}']) answers it, and no epsilon covers that",
                 )
             return call_next(message, context)
         protocol = read_masks(message, context)
@@ -201,6 +206,11 @@ def _remember(outgoing: OutgoingUpdates, context: Context) -> None:
     if outgoing.compression is not None and outgoing.compression.memory:
         context.state.array_records[_MEMORY] = ArrayRecord(outgoing.compression.memory)
     context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
+
+
+def _full_type(kind: str) -> str:
+    """Return the full name of a message's type: ``"evaluate"`` is ``"evaluate.default"``."""
+    return kind if "." in kind else f"{kind}.default"
 
 
 def _refuse(message: Message, why: str) -> Message:

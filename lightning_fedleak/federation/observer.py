@@ -298,8 +298,6 @@ class RoundObserver:
         before: Mapping[str, object] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
-        if compression is None:
-            compression = self._declared_compression(client)
 
         def take() -> GradientSnapshot:
             if batches and stage is Stage.SHARED:
@@ -320,7 +318,9 @@ class RoundObserver:
                 snapshot,
                 tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},
                 tied=self.run.anatomy.tied,
-                compression=compression,
+                compression=self._declared_compression(client)
+                if compression is None
+                else compression,
                 client=zlib.crc32(str(client).encode()),
             )
 
@@ -337,11 +337,11 @@ class RoundObserver:
             round_look = failed_look(look, engine, client, before, reason(error))
         if logged:
             try:
+                if client != SUM:
+                    self.leaves(client, batches or ())
                 self.log(round_look)
             except Exception as error:  # the update leaves all the same
                 announce(f"RoundObserver: not all of a look was written: {reason(error)}")
-            if client != SUM:
-                self.leaves(client, batches or ())
         return round_look
 
     def _declared_compression(self, client: str | int) -> str:

@@ -249,13 +249,13 @@ class OutgoingUpdates:
         try:
             returned, batches = train()
         except Exception as error:  # whose words, of private text perhaps, are not to be sent
-            why = f"training failed: {reason(error)}"
-            why = str(error) if isinstance(error, UpdateError) else why
+            answer = f"training failed: {reason(error)}"
+            why = str(error) if isinstance(error, UpdateError) else answer
             trace = "".join(traceback.format_tb(error.__traceback__))
             log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
             if self.dp is None and not self.zero:
-                return Leaving(None, True, (), None, why)
-            return self.nothing(round_, sent, why, why)
+                return Leaving(None, True, (), None, answer)
+            return self.nothing(round_, sent, why, answer)
         seconds = time.perf_counter() - start
         try:
             return self.leaves(round_, sent, returned, batches, seconds=seconds)

@@ -251,15 +251,17 @@ def test_noise_of_the_clients_own_leaves_with_no_metrics(tmp_path):
 
 @pytest.mark.parametrize("how", ["raises", "answers with an error", "sends no model"])
 def test_under_noise_of_its_own_a_client_that_fails_does_not_show(tmp_path, how):
+    word = "".join(["man", "grove"])
+
     def fails(asked, where):
         if how == "raises":
-            raise ValueError("the word mangrove cannot be read")
+            raise ValueError(f"the word {word} cannot be read")
         if how == "sends no model":
             return Message(RecordDict({"note": ConfigRecord({"why": "mangrove"})}), reply_to=asked)
         return Message(Error(0, "mangrove"), reply_to=asked)
 
     mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"))
-    with announced("did not leave: training failed") as told:
+    with announced("round 1 did not leave: ") as told:
         failed = mod(message(), context(), fails)
     assert not any("mangrove" in text for text in told)
     works = mod(message(2), context(), train)
@@ -609,8 +611,8 @@ def test_a_watched_server_holds_one_update_of_those_that_arrive(tmp_path):
     few, size = peak_of_a_look(tmp_path / "few", 1)
     many, _ = peak_of_a_look(tmp_path / "many", 4)
     assert size > 1_000_000
-    assert few < 5 * size  # the reply, the sum in float64, and the mean
-    assert many - few < size / 4
+    assert few < 1.25 * size
+    assert many < 2.5 * size  # one is read while the one before is still there
 
 
 def test_a_spent_budget_ends_the_federation(tmp_path):

@@ -390,14 +390,13 @@ class ClientDP(Defense):
         """
         if self.ledger is None:
             raise DefenseError(
-                "a client's process may end before its federation does, and would forget what it "
-                "has released: give ClientDP(ledger=...), a path for each client"
+                "a client's process may end, and would forget what it has released: give "
+                "ClientDP(ledger=...), a path for each client"
             )
         if self.trust == "secure_aggregation" and not masked:
             raise DefenseError(
-                "ClientDP(trust='secure_aggregation') adds a share of the noise, and nothing here "
-                f"masks this client's update, which would leave with it alone: {mend}; or take "
-                "ClientDP(trust='local')"
+                "ClientDP(trust='secure_aggregation'): nothing here masks this client's update, "
+                f"whose share of noise is less than the whole: {mend}"
             )
 
     def check_rounding(self, like: Update) -> None:

@@ -116,9 +116,8 @@ def check_trust(
     _integer("ClientDP: dropouts", release.dropouts, at_least=0, at_most=most, hint=hint)
     if release.quantile is not None and (trust != "central" or accountant == "filter"):
         raise DefenseError(
-            "ClientDP: quantile= counts the clients below the clip norm, which only a trusted "
-            "server may do, under noise that is not increased: use trust='central' and "
-            "accountant='prv' or 'rdp'"
+            "ClientDP: quantile= counts clients, which only a trusted server may do, under noise "
+            "that is not increased: use trust='central' and accountant='prv' or 'rdp'"
         )
 
 
@@ -144,10 +143,9 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
         agrees = exists and not path.is_symlink() and path.read_bytes() == data
         if not agrees and (exists or released):
             raise DefenseError(
-                f"ledger={str(ledger)!r} was kept under other terms than "
-                f"{data.decode().strip()} (see {path.name}), so that its releases would be "
-                "accounted wrongly: go on with the same clients, sampling and trust, or begin a "
-                "new run from a model that these clients did not train, with a new path"
+                f"ledger={str(ledger)!r} was kept under other terms than {data.decode().strip()} "
+                f"(see {path.name}): keep clients, sampling and trust, or begin a new run from a "
+                "model that these clients did not train, with a new path"
             )
         if exists:
             return
@@ -181,9 +179,9 @@ def check_rounding(like: Update, noise_std: float) -> None:
         eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
         step = eps * float(tensor.detach().abs().max()) if tensor.numel() else 0.0
         if not step <= noise_std:
+            dtype = str(tensor.dtype).removeprefix("torch.")
             raise DefenseError(
-                f"ClientDP: '{name}' was sent in {str(tensor.dtype).removeprefix('torch.')} with "
-                f"numbers so large that they are rounded to steps of {step:.2g}, and this client's "
-                f"share of noise has a standard deviation of {noise_std:.2g}, so that it would be "
-                "rounded away: send the model in float32, or clip higher"
+                f"ClientDP: '{name}' was sent in {dtype} with numbers that are rounded to steps of "
+                f"{step:.2g}, which rounds a share of noise of {noise_std:.2g} away: send float32, "
+                "or clip higher"
             )

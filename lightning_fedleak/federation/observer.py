@@ -618,7 +618,6 @@ def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
     if steps != local_steps:
         raise UpdateError(
             f"the client took {steps} optimizer steps in this round, and the observer assumes "
-            f"local_steps={local_steps}, on which what an update holds depends: give "
-            f"RoundObserver(local_steps={steps}), or report each batch of each step "
+            f"local_steps={local_steps}: give it {steps}, or report each batch of each step "
             "(trained_on(batch, step=False) of one whose gradient is accumulated)"
         )

@@ -133,9 +133,8 @@ class OutgoingUpdates:
                 )
             if gate.action == "harden" and (self.dp is None or not self.dp.can_harden):
                 raise ValueError(
-                    "RoundGate(action='harden') turns up the noise that this client adds, and "
-                    "there is none that can be: give ClientDP(trust='local', "
-                    "accountant='filter', target_epsilon=...)"
+                    "RoundGate(action='harden') turns up noise that this client adds: give "
+                    "ClientDP(trust='local', accountant='filter', target_epsilon=...)"
                 )
         observer.expect_gates([gate.facts for gate in self.gates])
 
@@ -446,9 +445,8 @@ def _copy_compression(observer: RoundObserver, dp: ClientDP | None) -> GradientC
         return None
     if dp is not None and dp.trust != "local":
         raise DefenseError(
-            f"GradientCompression beside ClientDP(trust='{dp.trust}'): each client would compress "
-            "before the noise is whole, and carry what is not noised into later rounds, which no "
-            "account covers. Use ClientDP(trust='local'), whose noise comes first"
+            f"GradientCompression beside ClientDP(trust='{dp.trust}') would carry what is not "
+            "noised into later rounds, which no account covers: use ClientDP(trust='local')"
         )
     own = copy.copy(compression)
     own.memory = {}

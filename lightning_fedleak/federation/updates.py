@@ -108,7 +108,7 @@ def difference(
 
     Raises:
         UpdateError: other names, shapes or dtypes than were sent, NaN or infinity, a change of
-            something that is not trained, or nothing that is trained.
+            something that is not trained.
     """
     _check_names(sent, returned)
     owned = _resolve_trained(sent, trained)
@@ -118,16 +118,14 @@ def difference(
         if (after.shape, after.dtype) != (before.shape, before.dtype):
             raise UpdateError(
                 f"'{name}' was sent with {_form(before)} and came back with {_form(after)}: return "
-                "what is trained in the shape and dtype in which it was sent. Casting rounds an "
-                "update away or makes one up"
+                "what is trained in the shape and dtype in which it was sent"
             )
         before, after = before.detach(), after.detach().to(before.device)
         if name not in owned:
             if not torch.equal(before, after) and not _is_equal_with_nan(before, after):
                 raise UpdateError(
-                    f"'{name}' is not trained in this federation, and came back changed: a frozen "
-                    "parameter or a buffer. No attack reads it and no defence covers it; leave it "
-                    "out of what is shared, or name it in trained="
+                    f"'{name}' is not trained in this federation, and came back changed, which no "
+                    "attack reads and no defence covers: do not share it, or name it in trained="
                 )
             continue
         dtype = torch.float64 if before.dtype == torch.float64 else torch.float32
@@ -135,8 +133,6 @@ def difference(
         if not bool(change[name].isfinite().all()):
             source = "the client's update" if bool(before.isfinite().all()) else "what was sent"
             raise UpdateError(f"{source} holds NaN or infinity in '{name}'")
-    if not change:
-        raise UpdateError("nothing of what was sent is trained")
     return change
 
 
@@ -268,8 +264,7 @@ def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[s
         if target.shape != tensor.shape or not torch.equal(target.to(values.dtype), values):
             raise UpdateError(
                 f"'{name}' is sent with {_form(tensor)}, which the observer's model, with "
-                f"{_form(target)}, cannot hold (or with NaN): make the observer's model of the "
-                "shape and dtype that clients train"
+                f"{_form(target)}, cannot hold (or with NaN): make it as the clients' models are"
             )
     return keys
 

@@ -85,9 +85,8 @@ def check_masks(
         raise DefenseError(
             f"FedLeakMod: SecAgg+ masks this update among {together} clients by numbers below "
             f"{modulus}, and unmasks the sum of {protocol['threshold']}, where at least {needed} "
-            "are needed for the noise that each adds: give SecAggPlusWorkflow(num_shares=, "
-            f"reconstruction_threshold=) as many and modulus_range={MIN_MODULUS}, or "
-            "ClientReleaseSettings(dropouts=) so many as a sum may lack (in Flower one at least)"
+            "are needed: give SecAggPlusWorkflow(num_shares=, reconstruction_threshold=, "
+            f"modulus_range={MIN_MODULUS}), or ClientReleaseSettings(dropouts=) of one at least"
         )
     if dp is None or not share:
         return
@@ -96,7 +95,7 @@ def check_masks(
     whole = 0 < protocol["target_range"] < 2**31  # its whole numbers have 32 bits
     if not (whole and largest <= protocol["clipping_range"]):
         raise DefenseError(
-            f"FedLeakMod: SecAgg+ clips numbers at {protocol['clipping_range']}, and those that "
-            f"leave may be as large as {largest:.3g}: the noise would be cut off with them. Give "
-            "SecAggPlusWorkflow(clipping_range=..., max_weight=1)"
+            f"FedLeakMod: SecAgg+ clips numbers at {protocol['clipping_range']}, and noise as "
+            f"large as {largest:.3g} would be cut off: give SecAggPlusWorkflow(clipping_range=..., "
+            "max_weight=1)"
         )

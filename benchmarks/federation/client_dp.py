@@ -25,7 +25,7 @@ from lightning_fedleak.cli.studies.federation import Federation, Server, train_i
 
 SMOKE = (
     "--model {model} --text {text} --log {out}/cells.jsonl --clients 8 --per-round 4 --rounds 2 "
-    "--local-steps 1 --rank 2 --clips q1 --epsilon 50",
+    "--local-steps 1 --rank 2 --clips 1 q1 --epsilon 50",
 )
 NEXT_TO_NONE = 1e-9  # noise multiplier of the runs without privacy
 

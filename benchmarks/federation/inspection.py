@@ -384,7 +384,7 @@ def inspected(model: nn.Module, sent: Sent, agreed: Agreed, base: Base, why: str
     if sent.previous is not None and sent.own is not None:
         last = LastRound(sent.previous, sent.own)
     return inspect_received(
-        sent.received, replace(agreed, usual=usual), last, first=sent.round_ == 0, incomparable=why
+        sent.received, replace(agreed, usual=usual), None if why else last, first=sent.round_ == 0
     )
 
 

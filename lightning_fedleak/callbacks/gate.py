@@ -137,20 +137,14 @@ class RiskGate(Threshold, EitherCallback):
             ValueError: no monitor does, or several do.
         """
         monitors = [c for c in _callbacks(trainer) if isinstance(c, LeakageMonitor)]
-        if not monitors:
-            raise ValueError(
-                f"RiskGate('{self.metric}') needs a LeakageMonitor among the Trainer's callbacks"
-            )
         logged_by = [m for m in monitors if self.metric in m.metric_names()]
-        if len(logged_by) > 1:
+        if len(logged_by) != 1:
+            names = [n for m in monitors for n in m.metric_names()]
             raise ValueError(
                 f"RiskGate watches '{self.metric}', which {len(logged_by)} LeakageMonitors of this "
-                "run log: give all attacks to one monitor"
+                "run log: give one monitor among the Trainer's callbacks an attack that logs it."
+                f"{names_there_are(self.metric, names)}"
             )
-        if not logged_by:
-            names = [n for m in monitors for n in m.metric_names()]
-            message = f"RiskGate watches '{self.metric}', which no LeakageMonitor of this run logs."
-            raise ValueError(message + names_there_are(self.metric, names))
         return logged_by[0].engine
 
     def _check_stop(self, trainer: L.Trainer) -> None:

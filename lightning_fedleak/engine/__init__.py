@@ -8,9 +8,9 @@ from lightning_fedleak.engine.channels import Channel as Channel
 from lightning_fedleak.engine.channels.base import family_of as family_of
 from lightning_fedleak.engine.engine import Engine as Engine
 from lightning_fedleak.engine.facts import optimizers_of as optimizers_of
+from lightning_fedleak.engine.gates import GateEvent as GateEvent
 from lightning_fedleak.engine.gates import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.engine.gates import announce as announce
-from lightning_fedleak.engine.gates import check_threshold as check_threshold
 from lightning_fedleak.engine.gates import is_worst as is_worst
 from lightning_fedleak.engine.gates import names_there_are as names_there_are
 from lightning_fedleak.engine.gates import why_never_judged as why_never_judged
@@ -43,5 +43,6 @@ from lightning_fedleak.engine.run import reason as reason
 from lightning_fedleak.engine.tensorboard import BoardLogger as BoardLogger
 from lightning_fedleak.engine.threshold import GateActions as GateActions
 from lightning_fedleak.engine.threshold import Threshold as Threshold
+from lightning_fedleak.engine.threshold import decision_of as decision_of
 from lightning_fedleak.engine.weights import Memory as Memory
 from lightning_fedleak.records import GateDecision as GateDecision

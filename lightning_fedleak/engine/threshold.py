@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.engine import Engine
 from lightning_fedleak.engine.gates import (
-    Evidence,
     GateEvent,
     LeakageLimitExceeded,
     Verdict,
     announce,
     check_threshold,
     defenses_to_harden,
-    harden,
     is_worst,
+    known_ranges,
+    range_of,
     rate_of,
 )
 from lightning_fedleak.engine.log import accounting
 from lightning_fedleak.engine.run import Trials
+from lightning_fedleak.evaluation.metrics import MeanTest
+from lightning_fedleak.evaluation.metrics.rates import jaccard_of
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.records import GateDecision, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, check_number
@@ -60,8 +61,9 @@ class Threshold:
     """Act when a metric exceeds a threshold, in any loop.
 
     :class:`~lightning_fedleak.RiskGate` is this as a callback of Lightning, and says there what the
-    arguments mean. A stop sets ``should_stop`` of a :class:`~lightning_fedleak.trainers.Watch`,
-    which saves no checkpoint; a Trainer of transformers saves one and ends.
+    arguments mean; :class:`~lightning_fedleak.federation.RoundGate` judges a client's rounds. A
+    stop sets ``should_stop`` of a :class:`~lightning_fedleak.trainers.Watch`, which saves no
+    checkpoint; a Trainer of transformers saves one and ends.
 
     Examples:
         >>> from lightning_fedleak.trainers import Threshold
@@ -88,6 +90,8 @@ class Threshold:
         ValueError: an argument is out of range, or two arguments contradict each other.
     """
 
+    actions: ClassVar[Sequence[str]] = ("stop", "harden", "raise", "warn")
+
     def __init__(
         self,
         metric: str,
@@ -100,30 +104,27 @@ class Threshold:
         bound: Literal["value", "lower"] | None = None,
         alpha: float = 0.05,
     ) -> None:
-        if not callable(action) and action not in ("stop", "harden", "raise", "warn"):
-            raise ValueError(
-                f"action must be 'stop', 'harden', 'raise', 'warn' or a callable, got {action!r}"
-            )
-        self.patience = check_integer("patience", patience, at_least=0)
-        chosen = check_choice("bound", bound or "value", ("value", "lower"))
+        if not callable(action):
+            check_choice("action", action, self.actions)
         check_number("alpha", alpha, above=0, below=1)
-        check_threshold(type(self).__name__, metric, at_most, reachable=chosen == "value")
+        self.bound = check_choice("bound", bound or "value", ("value", "lower"))
+        check_threshold(type(self).__name__, metric, at_most, reachable=self.bound == "value")
         self.metric = metric
         self.at_most = float(at_most)
         self.action = action
+        self.patience = check_integer("patience", patience, at_least=0)
         self.strict = strict
         self.name = name or metric.removeprefix("leakage/")
-        self.bound = chosen
-        self._bound_chosen = bound is not None
-        self.on_weights = False
         self.alpha = alpha
+        self.on_weights = False
         self.fired: GateEvent | None = None
         self.verdict: Verdict | None = None
         self.notches = 0
+        self._bound_is_default = bound is None
         self._defenses: tuple[Defense, ...] = ()
         self._watched: tuple[str, ...] = (metric,)
         self._breaches = 0
-        self._evidence: dict[str, Evidence] | None = None
+        self._evidence: dict[str, MeanTest] | None = None
         self._engine: Engine | None = None
         self._stopped = False
         self._has_result = False
@@ -132,7 +133,37 @@ class Threshold:
         bound = "" if self.bound == "value" else f", bound='{self.bound}'"
         fired = "" if self.fired is None else f", fired at step {self.fired.step}"
         start = f"{self._kind}('{self.metric}', at_most={self.at_most:g}"
-        return f"{start}, {_name_of(self.action)}{bound}{fired})"
+        return f"{start}, {self._action_name}{bound}{fired})"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the settings that the run's record holds."""
+        return {
+            "name": self.name,
+            "metric": self.metric,
+            "at_most": self.at_most,
+            "action": self._action_name,
+            "bound": self.bound,
+            "alpha": None if self.bound == "value" else self.alpha,
+            "strict": self.strict,
+            "patience": self.patience,
+        }
+
+    @property
+    def _kind(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _subject(self) -> str:
+        return f"{self._kind} watches '{self.metric}'"
+
+    @property
+    def _action_name(self) -> str:
+        if isinstance(self.action, str):
+            return self.action
+        return getattr(self.action, "__name__", type(self.action).__name__)
+
+    # ---- a run begins -----------------------------------------------------------------------
 
     def watch(self, engine: Engine, actions: GateActions) -> None:
         """Subscribe to an engine that logs the metric, for one run.
@@ -146,82 +177,61 @@ class Threshold:
         """
         self._engine = engine
         self.fired, self.verdict = None, None
-        self._check_clients(actions.processes)
-        harden_it = self.action == "harden"
-        self._defenses = defenses_to_harden(actions.defenses) if harden_it else ()
+        hardens = self.action == "harden"
+        self._defenses = defenses_to_harden(actions.defenses) if hardens else ()
         self.notches = self._breaches = 0
         self._watched = engine.headlines_of(self.metric) or (self.metric,)
         self.on_weights = engine.is_looks_dependent(self.metric)
         if self.on_weights:
-            self._check_dependent(engine)
+            self._set_bound(engine)
         self._check_looks(engine, actions.processes)
         self._evidence = self._new_evidence()
         self._has_result = self._stopped = False
-        notches = [f"gate/{self.name}_notches"] if harden_it else []
+        notches = [f"gate/{self.name}_notches"] if hardens else []
         engine.subscribe(
             partial(self._decide, engine, actions),
             [f"gate/{self.name}", *notches],
             threshold=(self.metric, self.at_most),
-            facts=self._describe(),
+            facts=self.facts,
             before_first=partial(self._check_read, engine),
             after_training=partial(self._conclude, engine, actions),
         )
 
-    def choice(self, loss: float) -> float:
-        """Return ``leakage/choose``: what to keep a checkpoint by, the lower the better.
+    def _set_bound(self, engine: Engine) -> None:
+        """Judge trained weights by the ends of intervals, which hold at all looks together."""
+        if self.metric.endswith(("_low", "_high")):
+            self.bound = "value"
+        elif self._bound_is_default:
+            self.bound = "lower"
+        alpha = engine.options.memorization.alpha
+        if self.bound == "lower" and self.alpha != alpha:
+            raise ValueError(
+                f"{self._kind}(alpha={self.alpha:g}) watches '{self.metric}', whose intervals hold "
+                f"at all looks together but for {alpha:g}: give Memorization(alpha={self.alpha:g})"
+            )
 
-        Args:
-            loss: the validation loss of the weights as they are.
-
-        Returns:
-            The loss where the upper end of the interval at these very weights is at most
-            ``at_most``, and infinity elsewhere; of several gates the highest.
-        """
-        assert self._engine is not None
-        engine = self._engine
-        ends = self._ends(engine.results.latest, self._end("high"))
-        weights = engine.weights
-        is_read = weights is not None and weights.looked_at == engine.run.step
-        # An end that is unknown (NaN) allows nothing.
-        allowed = is_read and bool(ends) and all(end <= self.at_most for end in ends.values())
-        loss = engine.run.broadcast(loss if allowed else math.inf)
-        return loss if weights is None else weights.choose(loss)
-
-    @property
-    def _kind(self) -> str:
-        return type(self).__name__
-
-    @property
-    def _subject(self) -> str:
-        return f"{self._kind} watches '{self.metric}'"
-
-    def _check_clients(self, clients: int) -> None:
-        if self.bound == "lower" and clients > 1 and self.metric.endswith("_worst_client"):
+    def _check_looks(self, engine: Engine, clients: int) -> None:
+        """Refuse a rate that can never be known, or never be judged by ``bound="lower"``."""
+        name = self.metric.removesuffix("_worst_client")
+        worst = name != self.metric and clients > 1
+        if worst and self.bound == "lower":
             raise ValueError(
                 f"{self._kind}(bound='lower') cannot watch '{self.metric}' with {clients} "
                 "processes: the largest of several clients' values lies above every client's mean, "
                 "so that a run that is really below would be stopped. Watch the pooled value."
             )
-
-    def _check_dependent(self, engine: Engine) -> None:
-        """Judge by the interval's ends, which hold at all looks together.
-
-        Raises:
-            ValueError: an end of an interval, or another alpha than the intervals have.
-        """
-        is_end = self.metric.endswith(("_low", "_high"))
-        if not self._bound_chosen:
-            self.bound = "value" if is_end else "lower"
-        if is_end and self.bound != "value":
+        if (channel := engine.channel_of(name)) is None:
+            return
+        rate = name.rpartition("/")[2]
+        if (requirement := channel.looks_until_known(rate, 1 if worst else clients)) is None:
+            return
+        looks, why = requirement
+        pooled = 1 if worst or self.bound != "value" else engine.options.games.window
+        if looks > pooled:
             raise ValueError(
-                f"{self._subject}: bound='{self.bound}' reads that end of "
-                f"'{self.metric.rpartition('_')[0]}', so watch this one"
-            )
-        alpha = engine.options.memorization.alpha
-        if self.bound != "value" and self.alpha != alpha:
-            raise ValueError(
-                f"{self._kind}(alpha={self.alpha:g}) watches '{self.metric}', whose intervals hold "
-                f"at all looks together but for {alpha:g}: give Memorization(alpha={self.alpha:g})"
+                f"{self._subject}: {why}; with bound='{self.bound}' this value is of {pooled} "
+                f"look{'s' * (pooled > 1)}, and never known. Watch the AUC, or give the monitor "
+                "more targets= or (with bound='value') a longer window=, in games=Games(...)"
             )
 
     def _check_read(self, engine: Engine) -> None:
@@ -238,11 +248,7 @@ class Threshold:
         )
 
     def _check_private(self, engine: Engine) -> None:
-        """Refuse to act on private texts under DP, and a metric that cannot become known.
-
-        Raises:
-            ValueError: the message names the argument to change.
-        """
+        """Refuse to act on private texts under DP, and a metric that cannot become known."""
         if accounting(engine.run.defenses) and not engine.options.memorization.outside_epsilon:
             raise ValueError(
                 f"{self._subject}, which is read off private texts, and the run's "
@@ -258,86 +264,47 @@ class Threshold:
                 "pass strict=False, and the gate waits"
             )
 
-    def _describe(self) -> dict[str, Any]:
-        """Return the settings that the run's record holds."""
-        return {
-            "name": self.name,
-            "metric": self.metric,
-            "at_most": self.at_most,
-            "action": _name_of(self.action),
-            "bound": self.bound,
-            "alpha": None if self.bound == "value" else self.alpha,
-            "strict": self.strict,
-            "patience": self.patience,
-        }
-
-    def _check_looks(self, engine: Engine, clients: int) -> None:
-        """Refuse a rate that is never known, or only after the gate has acted on its absence."""
-        name = self.metric.removesuffix("_worst_client")
-        worst = name != self.metric and clients > 1
-        root, _, rate = name.rpartition("/")
-        if (channel := engine.channel_of(name)) is None:
-            return
-        if rate in channel.own_threshold:
-            warnings.warn(
-                f"{self._subject}, which is of the attack's own threshold, and "
-                f"may be low though the attack orders all texts rightly: watch '{root}/auc'",
-                stacklevel=2,
-            )
-        if (requirement := channel.looks_until_known(rate, 1 if worst else clients)) is None:
-            return
-        looks, why = requirement
-        pooled = 1 if worst or self.bound != "value" else engine.options.games.window
-        why = f"{self._subject}: {why}"
-        if looks > pooled:
-            raise ValueError(
-                f"{why}; with bound='{self.bound}' this value is of {pooled} "
-                f"look{'s' * (pooled > 1)}, and never known. Watch the AUC, or "
-                "give the monitor more targets= or (for a value pooled over looks, with "
-                "bound='value') a longer window=, in games=Games(...)."
-            )
-        if self.strict and looks > self.patience + 1:
-            raise ValueError(
-                f"{why}, so that it is unknown at the first {looks - 1} looks, which a strict "
-                "gate treats as breaches. Watch the AUC, give the monitor more "
-                "targets= in games=Games(...), or pass strict=False: then the gate does nothing "
-                "until it is known."
-            )
-
-    def _new_evidence(self) -> dict[str, Evidence] | None:
-        """Return evidence on each watched value, with its share of the probability of error."""
+    def _new_evidence(self) -> dict[str, MeanTest] | None:
+        """Return a test of the mean of each watched value; None where no evidence is collected."""
         if self.bound == "value" or self.on_weights:
             return None
-        rate, alpha = rate_of(self.metric), self._alpha_now
+        rate = rate_of(self.metric)
+        if (span := range_of(rate)) is None:
+            names = ", ".join(name.rstrip("_") for name in known_ranges())
+            raise ValueError(
+                f"{self._subject}: bound='lower' needs values of single looks in a known range; "
+                f"'{rate}' has none. Watch one of {names}, each also with _worst_client, or use "
+                "bound='value'"
+            )
         try:
             return {
-                name: Evidence(self.at_most, alpha / len(self._watched), rate)
-                for name in self._watched
+                name: MeanTest(self.at_most, span=span[:2]) for name in self._watched
             }
-        except ValueError as refusal:
-            raise ValueError(f"{self._subject}: {refusal}") from None
+        except ValueError as error:
+            raise ValueError(f"{self._subject}: {error}") from None
 
-    @property
-    def _alpha_now(self) -> float:
-        return self.alpha / 2 ** (self.notches + 1) if self.action == "harden" else self.alpha
+    # ---- a look -----------------------------------------------------------------------------
 
     def _decide(self, engine: Engine, actions: GateActions) -> None:
+        """Judge the newest look, and act where it exceeds the threshold."""
         if self._stopped:
             return
         # The first process has what no other has, its clock's seconds and the worst client's value:
         # it decides, and the others get what it acts on.
-        measurement = self._read_look(engine) if engine.run.rank == 0 else None
-        acts = (
-            (measurement, self.verdict)
-            if measurement is not None and self._judge(measurement, engine.results.trials)
-            else None
-        )
-        breach = engine.run.broadcast(acts)
+        event = self._read_look(engine) if engine.run.rank == 0 else None
+        if event is not None:
+            acts = self._judge(event, engine.results.trials)
+            event = replace(event, verdict=self.verdict) if acts else None
+        event = engine.run.broadcast(event)
         step = engine.results.last_step
-        actions.log({f"gate/{self.name}": float(breach is not None)} | self._progress(), step)
-        if breach is not None:
-            measurement, self.verdict = breach
-            self._fire(engine, actions, measurement)
+        values = {f"gate/{self.name}": float(event is not None)}
+        if self._evidence is not None:
+            progress = self._nearest_test(self._evidence).highest / -math.log(self._alpha_each)
+            values[f"gate/{self.name}_evidence"] = progress
+        actions.log(values, step)
+        if event is not None:
+            self.verdict = event.verdict
+            self._fire(engine, actions, event)
         if self.action == "harden":
             actions.log({f"gate/{self.name}_notches": float(self.notches)}, step)
 
@@ -346,19 +313,48 @@ class Threshold:
         if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
             return
         if not engine.run.broadcast(self._has_result):
-            self._fire(engine, actions, _Measurement(self.metric, math.nan, {}))
+            self._fire(engine, actions, replace(self._event(math.nan), verdict=self.verdict))
 
-    def _read_look(self, engine: Engine) -> _Measurement | None:
+    def _event(
+        self,
+        value: float,
+        watched: Mapping[str, float] | None = None,
+        *,
+        metric: str = "",
+        source: str = "",
+        why: str = "",
+        read: float = math.nan,
+    ) -> GateEvent:
+        """Return what the gate reads at the newest look; arguments as in :class:`GateEvent`."""
+        assert self._engine is not None
+        results = self._engine.results
+        ends = (f"{self.metric}_low", f"{self.metric}_high") if self._evidence is None else ("", "")
+        low, high = (results.latest.get(end, math.nan) for end in ends)
+        return GateEvent(
+            metric or self.metric,
+            results.last_step,
+            value,
+            low,
+            high,
+            self.at_most,
+            source=source,
+            why=why,
+            read=read,
+            gate=self.name,
+            released=self.on_weights,
+            watched=watched or {},
+        )
+
+    def _read_look(self, engine: Engine) -> GateEvent | None:
         """Return the watched value at the newest look; None where there is none yet."""
         new = engine.results.look_values
         values = engine.results.latest if self._evidence is None else new
         if self.strict and (why := engine.unread(self.metric)) is not None:
-            unknown = dict.fromkeys(self._watched, math.nan)
-            return _Measurement(self.metric, math.nan, unknown, why=why)
-        # One client alone is its own worst.
-        names = (self.metric, self.metric.removesuffix("_worst_client"))
+            return self._event(math.nan, dict.fromkeys(self._watched, math.nan), why=why)
         if self.on_weights:
             return self._read_interval(new)
+        # One client alone is its own worst.
+        names = (self.metric, self.metric.removesuffix("_worst_client"))
         if not any(name in new for name in names):
             # An attack of the family waits. Evidence is collected from complete looks only.
             at_least = new.get(f"{self.metric}_at_least", math.nan)
@@ -369,64 +365,25 @@ class Threshold:
             return self._read_worst(engine, values, value)
         counted = engine.judge(self.metric, value, self.at_most)
         watched = {self.metric: counted.value}
-        return _Measurement(self.metric, counted.value, watched, why=counted.why, read=value)
+        return self._event(counted.value, watched, why=counted.why, read=value)
 
-    def _end(self, end: str) -> str:
-        """Return what the name of an interval's end ends with; of a family's worst a joint one."""
-        return f"_joint_{end}" if is_worst(self.metric) else f"_{end}"
-
-    def _ends(self, values: Mapping[str, float], end: str) -> dict[str, float]:
-        """Return an end of each watched interval, NaN where what was asked is unknown."""
-        return {n: values.get(f"{n}{end}", math.nan) for n in self._watched if n in values}
-
-    def _read_interval(self, new: Mapping[str, float]) -> _Measurement | None:
-        """Return the end of the interval that the bound asks for, where this look has one."""
-        ends = self._ends(new, self._end("low") if self.bound == "lower" else "")
-        if not ends:
-            return None
-        if self.bound == "lower":
-            ends = {
-                n: math.nan if low <= self.at_most and self._too_few(n, new) else low
-                for n, low in ends.items()
-            }
-        known = {name: value for name, value in ends.items() if not math.isnan(value)}
-        source = max(known, key=known.__getitem__, default="")
-        if not known or (len(known) < len(ends) and known[source] <= self.at_most):
-            read = any(
-                n not in known and not math.isnan(new.get(f"{n}_high", math.nan)) for n in ends
-            )
-            why = "too few texts are compared at this look to decide" if read else ""
-            return _Measurement(self.metric, math.nan, ends, why=why)  # it may be above
-        return _Measurement(self.metric, known[source], ends, source)
-
-    def _too_few(self, name: str, new: Mapping[str, float]) -> bool:
-        """Return whether not even the clearest leak would show more than ``at_most`` in an interval
-        that reaches above it.
-        """
-        provable = new.get(f"{name}{self._end('provable')}", math.inf)
-        return provable <= self.at_most < new.get(f"{name}{self._end('high')}", math.nan)
-
-    def _read_worst(
-        self, engine: Engine, values: Mapping[str, float], value: float
-    ) -> _Measurement:
+    def _read_worst(self, engine: Engine, values: Mapping[str, float], value: float) -> GateEvent:
         """Return the worst of a family, with the values that it is the highest of."""
         watched = {name: values[name] for name in self._watched if name in values}
-        name = self.metric
+        metric = self.metric
         if math.isnan(value):
             at_least = values.get(f"{self.metric}_at_least", math.nan)
             if at_least > self.at_most:
-                name, value = f"{self.metric}_at_least", at_least
+                metric, value = f"{self.metric}_at_least", at_least
         else:  # what is unknown then is of methods that do not apply
             known = {n: v for n, v in watched.items() if not math.isnan(v)}
             if counted := engine.judge_worst(known, self.at_most):
                 return self._worst_of(counted, known)
         source = next((n for n, v in watched.items() if v == value), "")
         why = engine.untested(self.metric) if math.isnan(value) else ""
-        return _Measurement(name, value, watched, source, why)
+        return self._event(value, watched, metric=metric, source=source, why=why)
 
-    def _worst_of(
-        self, counted: Mapping[str, Judgement], read: Mapping[str, float]
-    ) -> _Measurement:
+    def _worst_of(self, counted: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
         """Return the highest of judged headlines; one that is unknown, where none is too high."""
         watched = {name: one.value for name, one in counted.items()}
         known = {name: value for name, value in watched.items() if not math.isnan(value)}
@@ -434,25 +391,78 @@ class Threshold:
         blind = next((name for name in watched if name not in known), "")
         if blind and not (known and known[source] > self.at_most):
             source = blind
-        why = counted[source].why
-        why = f"{source}: {why}" if source == blind else why
-        return _Measurement(self.metric, watched[source], watched, source, why, read[source])
+        why = f"{source}: {counted[source].why}" if source == blind else counted[source].why
+        return self._event(watched[source], watched, source=source, why=why, read=read[source])
 
-    def _judge(self, measurement: _Measurement, trials: Mapping[str, Trials]) -> bool:
+    def _ends(self, values: Mapping[str, float], end: str) -> dict[str, float]:
+        """Return an end of each watched interval, of a family's worst the joint one.
+
+        It is NaN where what was measured is unknown, and where not even the clearest leak would
+        show more than ``at_most`` in an interval that reaches above it.
+        """
+        joint = "_joint" if is_worst(self.metric) else ""
+        ends = {n: values.get(f"{n}{joint}_{end}", math.nan) for n in self._watched if n in values}
+        for name, value in ends.items():
+            provable = values.get(f"{name}{joint}_provable", math.inf)
+            high = values.get(f"{name}{joint}_high", math.nan)
+            if end == "low" and value <= self.at_most and provable <= self.at_most < high:
+                ends[name] = math.nan
+        return ends
+
+    def _read_interval(self, new: Mapping[str, float]) -> GateEvent | None:
+        """Return the end of the interval that the bound asks for, where this look has one."""
+        if self.bound == "lower":
+            ends = self._ends(new, "low")
+        else:
+            ends = {n: new.get(n, math.nan) for n in self._watched if n in new}
+        if not ends:
+            return None
+        known = {name: value for name, value in ends.items() if not math.isnan(value)}
+        source = max(known, key=known.__getitem__, default="")
+        if not known or (len(known) < len(ends) and known[source] <= self.at_most):
+            highs = (new.get(f"{n}_high", math.nan) for n in ends if n not in known)
+            read = any(not math.isnan(high) for high in highs)
+            why = "too few texts are compared at this look to decide" if read else ""
+            return self._event(math.nan, ends, why=why)  # it may be above
+        return self._event(known[source], ends, source=source)
+
+    def choice(self, loss: float) -> float:
+        """Return ``leakage/choose``: what to keep a checkpoint by, the lower the better.
+
+        Args:
+            loss: the validation loss of the weights as they are.
+
+        Returns:
+            The loss where the upper end of the interval at these very weights is at most
+            ``at_most``, and infinity elsewhere; of several gates the highest.
+        """
+        assert self._engine is not None
+        engine, weights = self._engine, self._engine.weights
+        ends = self._ends(engine.results.latest, "high")
+        is_read = weights is not None and weights.looked_at == engine.run.step
+        # An end that is unknown (NaN) allows nothing.
+        allowed = is_read and bool(ends) and all(end <= self.at_most for end in ends.values())
+        loss = engine.run.broadcast(loss if allowed else math.inf)
+        return loss if weights is None else weights.choose(loss)
+
+    # ---- evidence from many looks, which holds whenever one stops to read it ----------------
+
+    def _judge(self, event: GateEvent, trials: Mapping[str, Trials]) -> bool:
         """Return whether the gate acts, with this look counted."""
-        unknown = math.isnan(measurement.value)
+        unknown = math.isnan(event.value)
         self._has_result |= not unknown
-        breach = self.strict if unknown else measurement.value > self.at_most
+        breach = self.strict if unknown else event.value > self.at_most
         fires = False
         if self._evidence is not None:
-            for name, value in measurement.watched.items():
-                self._evidence[name].update(value, trials.get(name.removesuffix("_worst_client")))
-            self.verdict = self._nearest(self._evidence).verdict()
+            for name, value in event.watched.items():
+                if not math.isnan(value):
+                    trial = trials.get(name.removesuffix("_worst_client"))
+                    scaled = None if trial is None else self._scaled(trial)
+                    self._evidence[name].update(value, scaled)
+            self.verdict = self._new_verdict(self._evidence)
             fires = self.verdict.fires
-            unknown |= (
-                measurement.name != self.metric
-            )  # what is read at least, of a worst that is unknown
-            unknown |= any(math.isnan(value) for value in measurement.watched.values())
+            # What is read at least, of a worst that is unknown, is no evidence.
+            unknown |= event.metric != self.metric or any(map(math.isnan, event.watched.values()))
             breach = unknown and self.strict
         if breach:
             self._breaches += 1
@@ -460,78 +470,71 @@ class Threshold:
             self._breaches = 0
         return fires or (breach and self._breaches > self.patience)
 
+    def _scaled(self, trials: Trials) -> tuple[float, float, int]:
+        """Return the mean of trials, their threshold and number; F1 is no mean of types, J is."""
+        if rate_of(self.metric).removesuffix("_worst_client") == "f1":
+            return jaccard_of(trials.mean), jaccard_of(self.at_most), trials.number
+        return trials.mean, self.at_most, trials.number
+
+    @property
+    def _alpha_each(self) -> float:
+        """Return the probability of error that is left for each watched value."""
+        alpha = self.alpha / 2 ** (self.notches + 1) if self.action == "harden" else self.alpha
+        return alpha / len(self._watched)
+
     @staticmethod
-    def _nearest(evidence: Mapping[str, Evidence]) -> Evidence:
-        """Return the evidence that fires, or else the one nearest to firing."""
-        return max(evidence.values(), key=lambda each: (each.progress, each.verdict().looks))
+    def _nearest_test(tests: Mapping[str, MeanTest]) -> MeanTest:
+        """Return the test that fires, or else the one nearest to firing."""
+        return max(tests.values(), key=lambda test: (test.highest, test.looks))
 
-    def _progress(self) -> dict[str, float]:
-        if self._evidence is None:
-            return {}
-        return {f"gate/{self.name}_evidence": self._nearest(self._evidence).progress}
+    def _new_verdict(self, tests: Mapping[str, MeanTest]) -> Verdict:
+        test, alpha = self._nearest_test(tests), self._alpha_each
+        fires = test.highest >= -math.log(alpha)
+        evidence = math.exp(min(test.highest, 700.0))
+        return Verdict(fires, evidence, 1 / alpha, alpha, test.mean, test.looks)
 
-    def _fire(self, engine: Engine, actions: GateActions, measurement: _Measurement) -> None:
-        hardened = tuple(harden(self._defenses))
+    # ---- what it does -----------------------------------------------------------------------
+
+    def _fire(self, engine: Engine, actions: GateActions, event: GateEvent) -> None:
+        changes = [defense.harden() for defense in self._defenses]
+        hardened = tuple(change for change in changes if change is not None)
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
-        step = engine.results.last_step
-        low, high = math.nan, math.nan
-        if self._evidence is None:
-            ends = (f"{self.metric}_low", f"{self.metric}_high")
-            low, high = (engine.results.latest.get(end, math.nan) for end in ends)
-        engine.record_decision(
-            GateDecision(
-                gate=self.name,
-                did="hardened" if hardened else "stopped" if stops else _name_of(self.action),
-                step=step,
-                metric=measurement.name,
-                source=measurement.source,
-                measured=measurement.value,
-                at_most=self.at_most,
-                reason=measurement.why,
-                hardened=hardened,
-            )
-        )
+        did = "hardened" if hardened else "stopped" if stops else self._action_name
+        engine.record_decision(decision_of(event, did, hardened))
         saves = stops or self.action == "raise"
-        name = f"gate-{self.name.replace('/', '-')}-step={step}"
-        event = GateEvent(
-            measurement.name,
-            step,
-            measurement.value,
-            low,
-            high,
-            self.at_most,
-            actions.save(name) if saves else None,
-            self.verdict,
-            hardened,
-            tuple(d.name for d in self._defenses) if stops else (),
-            measurement.source,
-            measurement.why,
-            actions.resume,
-            actions.mend,
-            self.on_weights,
-            measurement.read,
+        name = f"gate-{self.name.replace('/', '-')}-step={event.step}"
+        event = replace(
+            event,
+            checkpoint=actions.save(name) if saves else None,
+            hardened=hardened,
+            exhausted=tuple(d.name for d in self._defenses) if stops else (),
+            resume=actions.resume,
+            mend=actions.mend,
         )
         first, self.fired = self.fired is None, self.fired or event
+        start = f"{self._kind} '{self.name}'"
         if hardened:
             self.notches += 1
             self._breaches = 0
             self._evidence = self._new_evidence()
-            announce(f"{self._kind} '{self.name}' hardened the run {event}")
+            announce(f"{start} hardened the run {event}")
         elif stops:
             self._stopped = True
             actions.stop()
-            announce(f"{self._kind} '{self.name}' stopped training {event}")
-        else:
-            self._act(event, first=first)
-
-    def _act(self, event: GateEvent, *, first: bool) -> None:
-        """Raise, warn or call as the user asks."""
-        if callable(self.action):
+            announce(f"{start} stopped training {event}")
+        elif callable(self.action):
             self.action(event)
         elif self.action == "raise":
-            raise LeakageLimitExceeded(f"{self._kind} '{self.name}' raised {event}")
+            raise LeakageLimitExceeded(f"{start} raised {event}")
         elif first:
-            announce(f"{self._kind} '{self.name}' warns {event}")
+            announce(f"{start} warns {event}")
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    @property
+    def _question(self) -> list[Any]:
+        """Return what the evidence is about."""
+        return [self.metric, self.at_most, *self._watched]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the breaches counted so far, the notches and the evidence."""
@@ -539,15 +542,9 @@ class Threshold:
         if self.action == "harden":
             state["notches"] = self.notches
         if self._evidence is not None:
-            state["evidence"] = {n: e.state_dict() for n, e in self._evidence.items()}
+            tests = {name: test.state_dict() for name, test in self._evidence.items()}
+            state["evidence"] = {"question": self._question, "tests": tests}
         return state
-
-    @staticmethod
-    def _restore_evidence(evidence: Mapping[str, Evidence], saved: Mapping[str, Any]) -> bool:
-        """Restore the evidence; return False where some of it is about another question."""
-        return evidence.keys() == saved.keys() and all(
-            item.load_state_dict(saved[name]) for name, item in evidence.items()
-        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, except evidence on another question."""
@@ -559,38 +556,28 @@ class Threshold:
                 f"{self._kind} '{self.name}': the run goes on as hardened, {self.notches} "
                 f"notch{'es' * (self.notches > 1)} so far"
             )
-        saved = state_dict.get("evidence")
-        if saved is None and self._evidence is None:
-            return
-        if not saved or self._evidence is None or not self._restore_evidence(self._evidence, saved):
+        saved, tests = state_dict.get("evidence"), self._evidence or {}
+        if saved is not None and tests and saved.get("question") == self._question:
+            for name, test in tests.items():
+                test.load_state_dict(saved["tests"][name])
+        elif saved is not None or tests:
             announce(
                 f"{self._kind} '{self.name}': the checkpoint's evidence is for another metric, "
                 "threshold or bound, and is not used; this gate begins again without evidence"
             )
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """Hold the values that a gate watches, at one look.
-
-    Attributes:
-        name: log name of the value.
-        value: NaN where it is unknown.
-        watched: the values that evidence is collected on, by name.
-        source: the attack with the highest value, where the worst of a family is watched.
-        why: why the value is unknown, or is not what was read, where the gate itself can say.
-        read: what the attack read, before its control counts; NaN where that was not recorded.
-    """
-
-    name: str
-    value: float
-    watched: Mapping[str, float]
-    source: str = ""
-    why: str = ""
-    read: float = math.nan
-
-
-def _name_of(action: Action) -> str:
-    if isinstance(action, str):
-        return action
-    return getattr(action, "__name__", type(action).__name__)
+def decision_of(event: GateEvent, did: str, hardened: Sequence[str] = ()) -> GateDecision:
+    """Return what the run's record holds of what a gate did."""
+    return GateDecision(
+        gate=event.gate,
+        did=did,
+        step=event.step,
+        client=event.client,
+        metric=event.metric,
+        source=event.source,
+        measured=event.value,
+        at_most=event.at_most,
+        reason=event.why,
+        hardened=tuple(hardened),
+    )

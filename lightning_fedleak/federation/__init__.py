@@ -7,9 +7,6 @@ from lightning_fedleak.federation.client_settings import (
 )
 from lightning_fedleak.federation.client_settings import ClientSampling as ClientSampling
 from lightning_fedleak.federation.client_settings import Trusted as Trusted
-from lightning_fedleak.federation.gate import Leaving as Leaving
-from lightning_fedleak.federation.gate import OutgoingUpdates as OutgoingUpdates
-from lightning_fedleak.federation.gate import RoundEvent as RoundEvent
 from lightning_fedleak.federation.gate import RoundGate as RoundGate
 from lightning_fedleak.federation.hand_over import HandOver as HandOver
 from lightning_fedleak.federation.hand_over import TrainedOn as TrainedOn
@@ -18,6 +15,8 @@ from lightning_fedleak.federation.hand_over import report_batches as report_batc
 from lightning_fedleak.federation.hand_over import trained_on as trained_on
 from lightning_fedleak.federation.observer import SUM as SUM
 from lightning_fedleak.federation.observer import RoundObserver as RoundObserver
+from lightning_fedleak.federation.outgoing import Leaving as Leaving
+from lightning_fedleak.federation.outgoing import OutgoingUpdates as OutgoingUpdates
 from lightning_fedleak.federation.round_look import RoundLook as RoundLook
 from lightning_fedleak.federation.round_run import RoundSettings as RoundSettings
 from lightning_fedleak.federation.round_start import CraftedValuesError as CraftedValuesError

@@ -157,15 +157,7 @@ class _Sender:
             if isinstance(leaf, Tensor)
         }
         plain = {str(n): leaf for n, leaf in enumerate(leaves) if str(n) not in tensors}
-        try:
-            values = json.dumps(plain)
-        except TypeError as error:
-            raise TypeError(
-                "a batch that another process trains on must hold tensors, numbers and words, to "
-                f"be handed over to whoever looks at the update: {error}. Report such a batch by "
-                "trained_on({name: tensor})"
-            ) from error
-        self._write(tensors, {"values": values, "tree": pytree.treespec_dumps(tree)})
+        self._write(tensors, {"values": json.dumps(plain), "tree": pytree.treespec_dumps(tree)})
 
     def add_step(self, rate: float | None) -> None:
         """Write that an optimizer step was taken."""

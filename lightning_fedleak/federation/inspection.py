@@ -314,7 +314,6 @@ def inspect_received(
     last: LastRound | None = None,
     *,
     first: bool = False,
-    incomparable: str = "",
 ) -> Inspection:
     """Return what the rules say of values that a server sent.
 
@@ -323,7 +322,6 @@ def inspect_received(
         agreed: what the client holds beside it.
         last: the round before; None: not known.
         first: whether this is the federation's first round.
-        incomparable: why this round cannot be compared with the one before; empty: it can.
     """
     received = {name: t.detach().cpu() for name, t in received.items()}
     finite = {n: t for n, t in received.items() if bool(t.isfinite().all())}
@@ -331,7 +329,7 @@ def inspect_received(
     bottlenecks = [a for a in adapters if a.bias is not None]
     loras = [a for a in adapters if a.bias is None]
     rewritten, outgrown = _rewritten(loras, agreed)
-    jump, grown = _jump(adapters, last, incomparable)
+    jump, grown = _jump(adapters, last)
     answers = [
         _extra(received, agreed, last),
         _start(received, adapters, agreed, first),
@@ -502,15 +500,11 @@ def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor
     return pairs
 
 
-def _jump(
-    adapters: list[Adapter], last: LastRound | None, incomparable: str
-) -> tuple[Answer, tuple[str, ...]]:
+def _jump(adapters: list[Adapter], last: LastRound | None) -> tuple[Answer, tuple[str, ...]]:
     """Return which rows one's own last update does not explain, and what grew as a whole."""
     names = [a.name for a in adapters]
     if last is None:
-        return Answer("jump", why=incomparable or "the round before is not known"), ()
-    if incomparable:
-        return Answer("jump", why=incomparable, unasked=tuple(names)), ()
+        return Answer("jump", why="the round before is not known"), ()
     pairs = _changes(adapters, last)
     why = "the client's own last update hardly moved the rows of any adapter"
     if not pairs:

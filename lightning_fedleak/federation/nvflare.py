@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.engine import LeakageLimitExceeded, reason
+from lightning_fedleak.engine import reason
 from lightning_fedleak.extras import install
 from lightning_fedleak.federation import (
     SUM,
@@ -29,7 +29,6 @@ from lightning_fedleak.federation import (
     RoundObserver,
     UpdateError,
     UpdateSum,
-    difference,
     moved,
 )
 from lightning_fedleak.federation.updates import State
@@ -107,7 +106,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     Under a ``dp`` whose noise the client adds, every result has the same form: the model with
     noise, and a weight of 1. A result that cannot be read leaves as zero with that noise, and so
     does an error of the training script that NVFlare passes to its filters. Results of other tasks
-    are refused, unless ``uncovered`` names the task. A job is ended if its results do not pass
+    are refused. A job is ended if its results do not pass
     through this filter.
 
     Args:
@@ -117,11 +116,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         dp: ``"module.function"``. The function gets a client's name and returns the client's own
             :class:`~lightning_fedleak.federation.ClientDP`, with a ledger.
         withheld: ``"zero"`` or ``"error"``, see above.
-        drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
         secure_aggregation: whether a filter after this one encrypts the result, so that the server
             sees only the sum of all clients.
-        uncovered: tasks whose results leave although this filter does not protect them:
-            ``"validate"`` under ``dp``, or ``"submit_model"``, which returns the trained model.
     """
 
     def __init__(
@@ -130,22 +126,17 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         gates: Sequence[Mapping[str, object]] = (),
         dp: str = "",
         withheld: Withheld = "zero",
-        drop: Sequence[str] = (),
         secure_aggregation: bool = False,
-        uncovered: Sequence[str] = (),
     ) -> None:
         super().__init__()
         check_choice("withheld", withheld, get_args(Withheld))
-        for settings in gates:
-            _make_gate(settings)
+        _make_gates(gates)
         # NVFlare writes these into a job by the arguments' names, and as plain values only.
         self.observer = observer
         self.gates = [dict(settings) for settings in gates]
         self.dp = dp
         self.withheld: Withheld = withheld
-        self.drop = list(drop)
         self.secure_aggregation = secure_aggregation
-        self.uncovered = list(uncovered)
         self._outgoing: OutgoingUpdates | None = None
         self._hand_over: HandOver | None = None
         self._memory_file: Path | None = None
@@ -160,15 +151,9 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         ctx: Any,
         *,
         tasks: Sequence[str] = TASKS,
-        filter_type: str = FilterType.TASK_RESULT,
+        **_: object,
     ) -> None:
-        """Add the filter to the task results of a job's client. NVFlare calls this method.
-
-        Raises:
-            ValueError: ``filter_type`` is another one than that of task results.
-        """
-        if filter_type != FilterType.TASK_RESULT:
-            raise ValueError("FedLeakFilter filters results: filter_type=FilterType.TASK_RESULT")
+        """Add the filter to the task results of a job's client. NVFlare calls this method."""
         _exclude_package(job)
         job.add_filter(LoadedModels(), FilterType.TASK_DATA, list(tasks), ctx)
         job.add_filter(self, FilterType.TASK_RESULT, list(tasks), ctx)
@@ -205,10 +190,9 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             )
         self._outgoing = OutgoingUpdates(
             observer,
-            [_make_gate(settings) for settings in self.gates],
+            _make_gates(self.gates),
             dp,
             client=site,
-            drop=self.drop,
             secure_aggregation=self.secure_aggregation,
             zero=self.withheld == "zero",
         )
@@ -225,7 +209,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         table, chain = runner.task_result_filters, Scope.TASK_RESULT_FILTERS_NAME
         if self not in get_filters(chain, fl_ctx, table, task, FilterKey.OUT):
             why = f"results of task '{task}' do not pass FedLeakFilter: add the task to tasks="
-            if self._adds_noise and task not in self.uncovered:
+            if self._adds_noise:
                 self.system_panic(f"{why}, so that the ClientDP covers them", fl_ctx)
             self.log_warning(fl_ctx, f"{why}. They leave as they are")
             return
@@ -247,7 +231,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
     @property
     def _adds_noise(self) -> bool:
-        return self._outgoing is not None and self._outgoing.own is not None
+        return self._outgoing is not None and self._outgoing.dp is not None
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -255,13 +239,11 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         """Return the part of a result that may leave. If this raises, NVFlare sends an error.
 
         Raises:
-            DefenseError: the filter was not set up.
             UpdateError: what was sent does not fit the observer's model.
             BudgetSpent: one more release would cost more than the client's budget.
         """
         with self._lock:
-            if self._outgoing is None or self._hand_over is None:
-                raise DefenseError("FedLeakFilter was not set up when the job began; see its log")
+            assert self._outgoing is not None, "the job was not set up; see its log"
             task = fl_ctx.get_prop(FLContextKey.TASK_NAME)
             sent, self._sent = self._sent, None
             if task != AppConstants.TASK_TRAIN:
@@ -282,12 +264,12 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         result = _dxo_of(shareable)
         plain = result is not None and result.data_kind == DataKind.METRICS
         fails = shareable.get_return_code() != ReturnCode.OK
-        if task in self.uncovered or fails or (plain and not self._adds_noise):
+        if fails or (plain and not self._adds_noise):
             return shareable
         return self._refuse(
             fl_ctx,
             f"the result of task '{task}' is not covered: it is no update of a round, or would "
-            f"leave without noise. FedLeakFilter(uncovered=['{task}']) lets it leave",
+            "leave without noise",
         )
 
     def _refuse(self, fl_ctx: FLContext, why: str) -> Shareable:
@@ -300,32 +282,25 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         """Return the reply to a training task."""
         assert self._outgoing is not None
         assert self._hand_over is not None
-        outgoing, seconds = self._outgoing, time.perf_counter() - start
-        if shareable.get_return_code() != ReturnCode.OK and outgoing.own is None:
+        outgoing, hand_over = self._outgoing, self._hand_over
+        if shareable.get_return_code() != ReturnCode.OK and outgoing.dp is None:
             return shareable
         result = _model_of(shareable)
         meta = {} if result is None else dict(result.meta)
         if result is not None:
             self._data_kind = result.data_kind
-        try:
+
+        def train() -> tuple[State, Sequence[Any]]:
             if result is None:
                 raise UpdateError(f"no model came back ({shareable.get_return_code()})")
-            if (outgoing.gates or outgoing.own) and (name := _array_in(meta)):
+            if (outgoing.gates or outgoing.dp) and (name := _array_in(meta)):
                 raise UpdateError(f"'{name}' was to leave beside the model; no attack reads it")
-            arrays = _tensors(result.data)
-            returned = moved(sent, arrays) if self._data_kind == DataKind.WEIGHT_DIFF else arrays
-            batches = self._hand_over.take()
-        except Exception as error:
-            why = str(error) if isinstance(error, UpdateError) else reason(error)
-            leaving = outgoing.nothing(round_, sent, why)
-        else:
-            try:
-                leaving = outgoing.leaves(round_, sent, returned, batches, seconds=seconds)
-            except LeakageLimitExceeded as exceeded:
-                return self._refuse(fl_ctx, str(exceeded))
+            return _state_of(result, sent), hand_over.take()
+
+        leaving = outgoing.answer(round_, sent, train, start)
         if leaving.state is None:
-            return self._refuse(fl_ctx, f"the update of round {round_} is withheld")
-        if not (leaving.withheld or outgoing.own or outgoing.compression or self.drop):
+            return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
+        if not (leaving.withheld or outgoing.dp or outgoing.compression):
             return shareable
         return self._reply(shareable, leaving, sent, meta, fl_ctx)
 
@@ -430,9 +405,7 @@ class ObservedResults(FLComponent):  # type: ignore[misc, unused-ignore]
         if not self._sent or not observer.due(SUM):
             return
         start = time.perf_counter()
-        state = {} if result is None else _tensors(result.data)
-        if result is not None and result.data_kind == DataKind.WEIGHT_DIFF:
-            state = moved(self._sent, state)
+        state = {} if result is None else _state_of(result, self._sent)
         sent = self._sent
         if client == SUM:  # a mean over clients may have another dtype
             state = {n: t.to(sent[n].dtype) if n in sent else t for n, t in state.items()}
@@ -462,14 +435,14 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, dp: str, *args: Any, **kwargs: Any) -> None:
-        for name in ("aggregator", "aggregation_weights", "exclude_vars", "stop_cond"):
-            if kwargs.get(name):
-                raise DefenseError(
-                    f"PrivateFedAvg({name}=...): all clients weigh alike, all that is trained is "
-                    "noised, and nothing is decided by metrics, which no epsilon covers"
-                )
-        if kwargs.get("ignore_result_error") is False:
-            raise DefenseError("PrivateFedAvg: a client that fails counts as zero")
+        weighing = ("aggregator", "aggregation_weights", "exclude_vars", "stop_cond")
+        refused = [name for name in weighing if kwargs.get(name)]
+        if refused or kwargs.get("ignore_result_error") is False:
+            raise DefenseError(
+                f"PrivateFedAvg({(refused or ['ignore_result_error'])[0]}=...): all clients weigh "
+                "alike, all that is trained is noised, nothing is decided by metrics, which no "
+                "epsilon covers, and a client that fails counts as zero"
+            )
         super().__init__(*args, **{**kwargs, "ignore_result_error": True})
         self.dp = dp
         self._account: ClientDP | None = None
@@ -519,7 +492,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
             state = _tensors(result.params or {})
             if result.params_type == ParamsType.DIFF:
                 state = moved(self._sent_state, state)
-            sums.add(name, difference(self._sent_state, state, trained=sums.like))
+            sums.add_returned(name, self._sent_state, state)
         except Exception as error:  # a client's bytes may cause any error
             self.info(f"a result of client {name} is left out: {reason(error)}")
         self._received_count += 1
@@ -551,14 +524,14 @@ def _call_job_code(path: str, site: str) -> Any:
         function: Callable[[str], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"'{path}' names no function of the job's code ({error}): 'watch.make_observer' names "
-            "one of watch.py. Send the file with the job: job.to('watch.py', site)"
+            f"'{path}' names no function of the job's code ({error}): send the file with the job, "
+            "job.to('watch.py', site), and give 'watch.make_observer'"
         ) from error
     return function(site)
 
 
-def _make_gate(settings: Any) -> RoundGate:
-    return RoundGate(**settings)
+def _make_gates(settings: Sequence[Mapping[str, Any]]) -> list[RoundGate]:
+    return [RoundGate(**gate) for gate in settings]
 
 
 def _dxo_of(shareable: Shareable | None) -> DXO | None:
@@ -577,6 +550,12 @@ def _model_of(shareable: Shareable | None) -> DXO | None:
 
 def _tensors(data: Mapping[str, object]) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value) for name, value in data.items()}
+
+
+def _state_of(result: DXO, sent: State) -> dict[str, Tensor]:
+    """Return the model in a result, also where that is the difference of two models."""
+    tensors = _tensors(result.data)
+    return moved(sent, tensors) if result.data_kind == DataKind.WEIGHT_DIFF else tensors
 
 
 def _array_in(meta: Mapping[str, object]) -> str | None:

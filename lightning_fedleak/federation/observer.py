@@ -7,14 +7,13 @@ a Trainer. The x axis is the round.
 from __future__ import annotations
 
 import importlib.util
+import json
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,38 +25,41 @@ from lightning_fedleak.engine import (
     Destination,
     Engine,
     Games,
-    GateDecision,
     Look,
     Memory,
-    Options,
     Unknown,
     announce,
     family_of,
     optimizers_of,
+    options_of,
     overhead_of,
     reason,
     selected,
     why_never_judged,
 )
 from lightning_fedleak.federation import updates
-from lightning_fedleak.federation.compression import seen_compression
 from lightning_fedleak.federation.hand_over import Recorded
-from lightning_fedleak.federation.memory import recall, remember
-from lightning_fedleak.federation.round_look import LookEntry, RoundLook
+from lightning_fedleak.federation.round_look import RoundLook, failed_look, read_look
 from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
 from lightning_fedleak.federation.round_start import CraftedValuesError, prepare_start
 from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UpdateSnapshot
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-)
+from lightning_fedleak.model.compression import AVERAGED
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.private_files import read_secret, write_secret
+from lightning_fedleak.validate import check_choice, check_integer
 
 SUM = "sum"
 """The client whose update is that of all clients together."""
 
 Side = Literal["client", "server"]
+
+MEMORY_FILE = "memorization_rounds.json"
+"""What a client remembers of the models that it was sent, beside the base's answers.
+
+A client's rounds may run in several processes. What the first model said of the client's texts, and
+which of them left in an update, is in a file that only the client's user may read.
+"""
 
 
 class RoundObserver:
@@ -136,34 +138,18 @@ class RoundObserver:
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
         data = settings.data
-        if data is not None and side == "server":
-            raise ValueError(
-                "RoundSettings(data=...) holds the texts of a client, which a server does not have"
-            )
+        weights = data is not None
         selection = selected(
-            attacks,
-            settings.assume,
-            public_text,
-            tokenizer,
-            rounds=True,
-            weights=data is not None,
+            attacks, settings.assume, public_text, tokenizer, rounds=True, weights=weights
         )
-        options = Options(
-            batch_adapter=settings.batch_adapter,
-            local_steps=local_steps,
-            games=games or Games(),
-            texts=settings.texts,
-            look_seconds=settings.look_seconds,
-            cache=settings.cache,
-            memorization=settings.memorization,
-        )
+        options = options_of(settings, local_steps=local_steps, games=games or Games())
         self.engine = Engine(selection, options)
         at_weights = [a.name for c in self.engine.channels if c.at_weights for a in c.attacks]
-        if data is None and at_weights:
+        if (data is None and at_weights) or (data is not None and side == "server"):
             raise ValueError(
-                f"attack '{at_weights[0]}' asks the model about texts of a client: "
-                "give settings=RoundSettings(data=...), a function that returns a client's loader, "
-                "on the client's side; or run `fedleak memorization` on the final model"
+                "attacks on trained weights ask the model about texts of a client: give "
+                "settings=RoundSettings(data=...), a function that returns a client's loader, on "
+                "the client's side; or run `fedleak memorization` on the final model"
             )
         self.model = model
         self.side: Side = side
@@ -173,11 +159,6 @@ class RoundObserver:
         self._cadence = None if max_overhead is None else overhead_of(max_overhead)
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
-        if not trained:
-            raise ValueError(
-                "no parameter of the model is trained (requires_grad): give the observer a model "
-                "that is set up as the clients' are"
-            )
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
         self.run = RoundRun(
             anatomy=anatomy,
@@ -191,7 +172,6 @@ class RoundObserver:
         )
         self.start = prepare_start(self.run, settings.inspect, public_text)
         self.engine.open(self.run)
-        self.engine.subscribe(before_first=self._check_read)
         self.expect_gates(settings.gates)
         self._names = updates.parameter_names(model)
         self._sent: State | None = None
@@ -199,7 +179,6 @@ class RoundObserver:
         self._is_stale = False
         self._failures: dict[str, str] = {}
         self._clients: dict[tuple[str | int, Stage], Engine] = {}
-        self._returned: dict[tuple[str | int, Stage], tuple[int, dict[str, int]]] = {}
         self.took_part: dict[str | int, bool] = {}
         self._memories: dict[str | int, Memory] = {}
         self._first_round = 0
@@ -223,11 +202,7 @@ class RoundObserver:
             CraftedValuesError: ``inspect=StartCheck("refuse")`` found something. The round has
                 begun all the same, and nobody should train in it.
         """
-        whole = isinstance(round_, int) and not isinstance(round_, bool)
-        if not whole or round_ < max(self.round_, 0):
-            raise ValueError(
-                f"rounds are numbered upwards: round {round_!r} cannot follow round {self.round_}"
-            )
+        check_integer("round_", round_, at_least=max(self.round_, 0), hint="rounds go upwards")
         if round_ == self.round_ and self._sent is not None:
             if not updates.equal_states(sent, self._sent):
                 raise ValueError(
@@ -244,7 +219,7 @@ class RoundObserver:
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale, self._sent, self.round_ = True, sent, round_
         if self.start is not None:
-            self.start.judge(round_, self._by_parameter(sent))
+            self.start.judge(round_, {self._names[n]: sent[n] for n in self.trained_names()})
 
     def refusal(self, round_: int, sent: State) -> str | None:
         """Begin a round, and return why what is sent is refused; None where it is not."""
@@ -253,10 +228,6 @@ class RoundObserver:
         except CraftedValuesError as error:
             return str(error)
         return None
-
-    def _by_parameter(self, state: State) -> dict[str, Tensor]:
-        """Return what is trained of a state that was sent or returned, by parameter name."""
-        return {self._names[n]: state[n] for n in self.trained_names() if n in state}
 
     def _destination(self, round_: int) -> Destination:
         return Destination(
@@ -273,59 +244,9 @@ class RoundObserver:
             watch={"looks": "every round", "side": self.side},
         )
 
-    def _check_read(self) -> None:
-        """Refuse listed attacks that read nothing of what is trained."""
-        assert self.engine.fit is not None
-        lineup, selection = self.engine.fit.lineup, self.engine.selection
-        if not (
-            selection.auto
-            or lineup.exposed
-            or any(c.at_weights for c in self.engine.channels if c.attacks)
-        ):
-            raise ValueError(
-                "no attack reads anything that is shared in this federation: "
-                f"{len(lineup.trained)} parameters are trained, and none of "
-                f"{', '.join(a.name for a in selection.attacks)} reads them. attacks='auto' takes "
-                "all that can"
-            )
-
-    def update(
-        self,
-        returned: State,
-        *,
-        learning_rate: float | None = None,
-        stage: Stage = Stage.SHARED,
-        noise_std: float = 0.0,
-    ) -> UpdateSnapshot:
-        """Return what is seen of a client's round by names that were sent; see :func:`observe`.
-
-        Raises:
-            RuntimeError: no round has begun.
-            UpdateError: no update can be read.
-        """
-        if self._sent is None:
-            raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
-        return updates.observe(
-            self._sent,
-            returned,
-            self.run.optimizers[0],
-            self.local_steps,
-            trained=self.trained_names(),
-            learning_rate=learning_rate,
-            round_=self.round_,
-            stage=stage,
-            fresh=self.settings.fresh,
-            noise_std=noise_std,
-        )
-
     def trained_names(self) -> list[str]:
-        """Return the names of what is trained, among those that were sent.
-
-        Raises:
-            RuntimeError: no round has begun.
-        """
-        if self._sent is None:
-            raise RuntimeError("begin(round_, sent) says which names are sent")
+        """Return the names of what is trained, among those that were sent."""
+        assert self._sent is not None, "begin(round_, sent) says which names are sent"
         parameters = dict(self.model.named_parameters())
         model_names = ((n, self._names[n]) for n in self._sent if n in self._names)
         return [n for n, name in model_names if parameters[name].requires_grad]
@@ -368,60 +289,67 @@ class RoundObserver:
         Raises:
             RuntimeError: no round has begun.
         """
-        if self._sent is None:
+        if (sent := self._sent) is None:
             raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         asked = None if client == SUM else self.ask(client)
         engine = self._engine_of(client, stage)
-        look = Look(self.round_)
+        look, utility = Look(self.round_), utility or {}
         before: Mapping[str, object] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
-        declared = compression
 
         def take() -> GradientSnapshot:
             if batches and stage is Stage.SHARED:
                 _check_steps(batches, self.local_steps)
-            self._check_new(client, stage, returned)
-            snapshot = self.update(
-                returned, learning_rate=learning_rate, stage=stage, noise_std=noise_std
+            snapshot = updates.observe(
+                sent,
+                returned,
+                self.run.optimizers[0],
+                self.local_steps,
+                trained=self.trained_names(),
+                learning_rate=learning_rate,
+                round_=self.round_,
+                stage=stage,
+                fresh=self.settings.fresh,
+                noise_std=noise_std,
             )
             return replace(
                 snapshot,
                 tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},
                 tied=self.run.anatomy.tied,
-                compression=seen_compression(self.run.defenses, summed=client == SUM)
-                if declared is None
-                else declared,
+                compression=self._declared_compression(client)
+                if compression is None
+                else compression,
                 client=zlib.crc32(str(client).encode()),
             )
 
-        utility, scored = utility or {}, batches is not None
-        seconds = 0.0 if asked is None else asked.seconds
         try:
             before = engine.results.state_dict()
             self._refresh(look, engine)
             outcomes = engine.read_update(look, batches, take)
-            entry = LookEntry(look, engine, outcomes, utility, before)
-            round_look = entry.as_round_look(client, scored=scored, beside=seconds)
+            round_look = read_look(
+                look, engine, outcomes, client, before, utility, scored=batches is not None
+            )
+            if asked is not None:
+                round_look = replace(round_look, seconds=round_look.seconds + asked.seconds)
         except Exception as error:  # of ours, which is to end no round
-            outcomes = engine.results.all_unknown(reason(error))
-            entry = LookEntry(look, engine, outcomes, utility, before)
-            round_look = entry.as_failed_look(client, reason(error))
+            round_look = failed_look(look, engine, client, before, reason(error))
         if logged:
-            self._write(round_look, () if batches is None else batches, returned)
+            try:
+                if client != SUM:
+                    self.leaves(client, batches or ())
+                self.log(round_look)
+            except Exception as error:  # the update leaves all the same
+                announce(f"RoundObserver: not all of a look was written: {reason(error)}")
         return round_look
 
-    def _write(self, look: RoundLook, batches: Sequence[Any], returned: State) -> None:
-        """Write a look down, and note that the update leaves; where that fails, warn."""
-        functions: list[Callable[[], None]] = [partial(self.log, look)]
-        if look.client != SUM:
-            functions.append(partial(self.leaves, look.client, batches, returned))
-        for function in functions:
-            try:
-                function()
-            except Exception as error:
-                announce(f"RoundObserver: not all of a look was written: {reason(error)}")
+    def _declared_compression(self, client: str | int) -> str:
+        """Return how what is seen of a client was compressed, as the defences say."""
+        defenses = [d for d in self.run.defenses if d.compression is not None]
+        if client == SUM or any(d.defers for d in defenses):
+            return AVERAGED if defenses else ""
+        return next((d.compression.method for d in defenses if d.compression is not None), "")
 
     # ---- the model that was sent ------------------------------------------------------------
 
@@ -437,11 +365,8 @@ class RoundObserver:
             What was found; None where nothing was asked.
 
         Raises:
-            RuntimeError: no round has begun.
             ValueError: nobody can be compared, and the attack was listed.
         """
-        if self._sent is None:
-            raise RuntimeError("begin(round_, sent) says which model is asked")
         if self.settings.data is None:
             return None
         engine = self._recalled(client)
@@ -450,45 +375,44 @@ class RoundObserver:
         try:
             asked = engine.weights.look_at_end()
         except Exception as error:  # of ours, which is to end no round
-            every = engine.results.all_unknown(reason(error))
-            own = {s: o for s, o in every.items() if s in engine.weights.series}
-            asked = Look(self.round_), own
+            unknown = engine.results.all_unknown(reason(error))
+            local = {s: o for s, o in unknown.items() if s in engine.weights.series}
+            asked = Look(self.round_), local
         if asked is None:
             return None
         look, outcomes = asked
-        entry = LookEntry(look, engine, outcomes, {}, engine.results.state_dict())
-        round_look = entry.as_round_look(client, scored=True)
+        before = engine.results.state_dict()
+        round_look = read_look(look, engine, outcomes, client, before, {}, scored=True)
         self.log(round_look)
         self._remember(client, engine.weights.state_dict())
         return round_look
 
-    def leaves(
-        self, client: str | int, batches: Sequence[Any], returned: State | None = None
-    ) -> None:
+    def leaves(self, client: str | int, batches: Sequence[Any]) -> None:
         """Note that an update which was trained on these batches leaves the client in this round.
 
-        From the next round on its texts are among those that the models may have memorized.
+        From the next round on its texts are among those that the models may have memorized. Where
+        that cannot be noted a warning says so, and no later model is a base.
 
         Args:
             client: whose update it is.
             batches: that it was trained on.
-            returned: what leaves; the next round's start is compared with it.
         """
-        if self.start is not None and returned is not None:
-            self.start.note(client, self._by_parameter(returned))
-        if self.settings.data is None:
-            return
         try:
-            engine = self._recalled(client)
-        except Exception:  # what left is not known, so that no later model is a base
-            self._remember(client, {})
-            raise
-        finally:
-            self.took_part[client] = True
-        if engine.weights is not None:
-            for batch in batches:
-                engine.weights.batch_begins(batch)
-            self._remember(client, engine.weights.state_dict())
+            if self.settings.data is None:
+                return
+            memory: Memory | None = {}  # where what left is not known, no later model is a base
+            try:
+                weights = self._recalled(client).weights
+                if weights is not None:
+                    for batch in batches:
+                        weights.batch_begins(batch)
+                memory = None if weights is None else weights.state_dict()
+            finally:
+                self.took_part[client] = True
+                if memory is not None:
+                    self._remember(client, memory)
+        except Exception as error:  # which the client's data or disk may have provoked
+            announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
 
     def _recalled(self, client: str | int) -> Engine:
         """Return the engine of a client, with what other processes have noted of it."""
@@ -499,14 +423,28 @@ class RoundObserver:
         return engine
 
     def _remember(self, client: str | int, state: Memory) -> None:
-        if self.federation is not None:
-            folder = self.folder / f"client_{client}"
-            self._memories[client] = remember(folder, self.federation, self.round_, state)
+        """Write down a client's state after a round, for its next process."""
+        if self.federation is None:
+            return
+        plain = {
+            name: {n: v.tolist() if isinstance(v, Tensor) else v for n, v in part.items()}
+            for name, part in state.items()
+        }
+        content = {"federation": self.federation, "round": self.round_, "state": plain}
+        path = self.folder / f"client_{client}" / MEMORY_FILE
+        write_secret(path, content, replace=True)
+        self._memories[client] = json.loads(json.dumps(plain))
 
     def _recall(self, client: str | int) -> tuple[int, Memory] | None:
-        if self.federation is None:
+        """Return the round that a client wrote last, and its state; None: nothing of this run."""
+        try:
+            path = self.folder / f"client_{client}" / MEMORY_FILE
+            content = read_secret(path, "the client's memory")
+        except FileNotFoundError:
             return None
-        return recall(self.folder / f"client_{client}", self.federation)
+        if self.federation is None or content["federation"] != self.federation:
+            return None
+        return content["round"], content["state"]
 
     def _meet_client(self, client: str | int) -> tuple[RoundRun, Memory]:
         """Return the federation as this client, and what it remembers of earlier rounds.
@@ -547,10 +485,9 @@ class RoundObserver:
             beside: further values by log name.
             defenses: that have spent on this round, besides the observer's own.
         """
-        entry = look.entry
         spending = [*self.run.defenses, *(d for d in defenses if d not in self.run.defenses)]
         values = {**look.values, **(beside or {})}
-        entry.engine.write(entry.look, entry.outcomes, values, entry.utility, spending, look.client)
+        look.engine.write(look.look, look.outcomes, values, look.utility, spending, look.client)
 
     def due(self, client: str | int) -> bool:
         """Return whether ``max_overhead`` lets a client's update of this round be looked at."""
@@ -585,8 +522,8 @@ class RoundObserver:
 
         One at an update that did not leave, say, which is to count in no rate.
         """
-        if look.entry.before:  # empty where a look failed that was not added
-            look.entry.engine.results.load_state_dict(look.entry.before)
+        if look.before:  # empty where a look failed that was not added
+            look.engine.results.load_state_dict(look.before)
 
     def _keys(self) -> dict[str, str]:
         """Return the name that was sent for every role that an attack reads."""
@@ -595,21 +532,6 @@ class RoundObserver:
         first = {id(p): n for n, p in self.model.named_parameters()}
         roles = dict.fromkeys(r for plan in lineup.exposed for r in plan.roles)
         return {role: self._keys_sent[first[id(anatomy.parameter(role))]] for role in roles}
-
-    def _check_new(self, client: str | int, stage: Stage, returned: State) -> None:
-        """Refuse what a client has returned in an earlier round already.
-
-        Raises:
-            UpdateError: says in which.
-        """
-        sums = {name: _checksum(tensor) for name, tensor in returned.items()}
-        round_, earlier = self._returned.get((client, stage), (self.round_, {}))
-        if round_ < self.round_ and earlier == sums:
-            raise UpdateError(
-                f"the client returned what it returned in round {round_}, and not what it made "
-                f"of the model of round {self.round_}: an update of an earlier round"
-            )
-        self._returned[client, stage] = (self.round_, sums)
 
     def _engine_of(self, client: str | int, stage: Stage) -> Engine:
         """Return the engine of a client, and create it at the first look."""
@@ -625,12 +547,7 @@ class RoundObserver:
             replace(self.engine.options, stages=(stage,)),
             self.engine,
         )
-        boards: list[BoardLogger] = []
-        failure: Exception | None = None  # a disk that is full must not end a round
-        try:
-            boards = self._boards(client)
-        except Exception as error:
-            failure = error
+        boards = self._boards(client)
         destination = Destination(
             self.folder,
             boards,
@@ -641,8 +558,6 @@ class RoundObserver:
         # Games are drawn by it: the same whoever was looked at before, and in which process.
         run, memory = self._meet_client(client)
         engine.join(run, destination, memory)
-        if failure is not None and engine.report is not None:
-            engine.report.leave_loggers(failure)
         self._clients[client, stage] = engine
         return engine
 
@@ -651,7 +566,11 @@ class RoundObserver:
         if not self.settings.tensorboard or importlib.util.find_spec("tensorboard") is None:
             return []
         name = f"client_{client}" if client != SUM else SUM
-        return [BoardLogger(self.folder / "tensorboard" / name)]
+        try:
+            return [BoardLogger(self.folder / "tensorboard" / name)]
+        except Exception as error:  # a disk that is full must not end a round
+            announce(f"RoundObserver: no TensorBoard of client {client}: {reason(error)}")
+            return []
 
     # ---- what is written --------------------------------------------------------------------
 
@@ -659,10 +578,6 @@ class RoundObserver:
         """Add gates to the record of the run, which is written when the first round begins."""
         for gate in gates:
             self.engine.subscribe(logs=[f"gate/{gate['name']}"], facts=dict(gate))
-
-    def record_decision(self, decision: GateDecision) -> None:
-        """Record in ``run.jsonl`` what a gate has done."""
-        self.engine.record_decision(decision)
 
     def end(self, how: str = "finished") -> None:
         """End the federation; ``how`` is ``"finished"``, or the class of what was raised."""
@@ -682,14 +597,6 @@ class RoundObserver:
 
     # ---- names ------------------------------------------------------------------------------
 
-    def metric_names(self) -> list[str]:
-        """Return the names of the values that are logged of each client's update."""
-        return self.engine.metric_names()
-
-    def headlines_of(self, name: str) -> tuple[str, ...]:
-        """Return the log names of which ``leakage/worst/<family>`` is the highest."""
-        return self.engine.headlines_of(name)
-
     def headlines(self) -> list[str]:
         """Return the log names of each family's worst, and of the values it is taken from."""
         results = self.engine.results
@@ -699,12 +606,6 @@ class RoundObserver:
     def never_judged(self, name: str) -> str | None:
         """Return why no update can ever be judged by a value's log name; None where one can."""
         return why_never_judged(self.engine, name, fresh=self.settings.fresh)
-
-
-def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bytes, which makes no copy of a tensor on a CPU."""
-    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(values.numpy().data)
 
 
 def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
@@ -717,7 +618,6 @@ def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
     if steps != local_steps:
         raise UpdateError(
             f"the client took {steps} optimizer steps in this round, and the observer assumes "
-            f"local_steps={local_steps}, on which what an update holds depends: give "
-            f"RoundObserver(local_steps={steps}), or report each batch of each step "
+            f"local_steps={local_steps}: give it {steps}, or report each batch of each step "
             "(trained_on(batch, step=False) of one whose gradient is accumulated)"
         )

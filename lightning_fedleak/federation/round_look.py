@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lightning_fedleak.engine import WORST, Channel, Engine, Look, Outcome, Series
 
@@ -21,9 +21,12 @@ class RoundLook:
         now: the same of this round alone.
         unknown: why results are unknown, by the log name that their values begin with.
         not_yet: why nothing can be read so far, by that name, and by the family's worst.
-        too_few: why rates of this round alone are no judgement of it, by that name.
+        too_few: why this round has too few candidates for a decision, by that name.
         seconds: that the look took, and in its round that at the model that was sent.
-        entry: what is needed to write it down, or to forget it.
+        look: with its clock.
+        engine: of the client.
+        outcomes: by series.
+        before: state of the results before this look was counted; empty where it was not.
     """
 
     round_: int
@@ -34,66 +37,79 @@ class RoundLook:
     not_yet: Mapping[str, str]
     too_few: Mapping[str, str]
     seconds: float
-    entry: LookEntry = field(repr=False, compare=False)
+    look: Look = field(repr=False, compare=False)
+    engine: Engine = field(repr=False, compare=False)
+    outcomes: Mapping[Series, Outcome] = field(repr=False, compare=False)
+    before: Mapping[str, object] = field(repr=False, compare=False)
+    utility: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
 
 
-@dataclass(frozen=True)
-class LookEntry:
-    """Holds what is needed to write a look down, or to forget it."""
+def read_look(
+    look: Look,
+    engine: Engine,
+    outcomes: Mapping[Series, Outcome],
+    client: str | int,
+    before: Mapping[str, object],
+    utility: Mapping[str, float],
+    *,
+    scored: bool,
+) -> RoundLook:
+    """Return what users see of a look, and count it where it was scored.
 
-    look: Look
-    engine: Engine
-    outcomes: Mapping[Series, Outcome]
-    utility: Mapping[str, float]
-    before: Mapping[str, object]
-
-    def as_round_look(self, client: str | int, *, scored: bool, beside: float = 0.0) -> RoundLook:
-        """Return what users see of the look, and count it where it was scored.
-
-        Args:
-            client: whose round it was.
-            scored: whether the truth is known.
-            beside: seconds that the round took for another look.
-        """
-        engine, outcomes = self.engine, self.outcomes
-        if scored:
-            outcomes = engine.add(self.look, outcomes, self.utility)
-            values, now = engine.new_values(), dict(engine.results.look_values)
-        else:
-            further = {f"utility/{name}": float(value) for name, value in self.utility.items()}
-            values = now = facts(outcomes) | further | {"monitor/seconds": self.look.seconds}
-        return RoundLook(
-            self.look.step,
-            client,
-            values,
-            now,
-            {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None},
-            not_yet(outcomes, engine.series),
-            {s.log_name: o.too_few for s, o in outcomes.items() if o.too_few is not None},
-            self.look.seconds + beside,
-            replace(self, outcomes=outcomes),
-        )
-
-    def as_failed_look(self, client: str | int, why: str) -> RoundLook:
-        """Return a look of which every result is unknown, without a function of the engine."""
-        results = self.engine.results
-        names = {series.log_name for series in results.playing}
-        metrics = [
-            f"{s.log_name}/{m}" for s in results.playing for m in self.engine.series[s].metrics
-        ]
-        worst = [f"{WORST}/{family}" for family in results.families]
-        values = dict.fromkeys([*metrics, *worst], math.nan)
-        results.failures += len(names)
-        unknown = dict.fromkeys(names, why)
-        return RoundLook(self.look.step, client, values, values, unknown, {}, {}, 0.0, self)
+    Args:
+        look: with its clock.
+        engine: of the client.
+        outcomes: by series.
+        client: whose round it was.
+        before: state of the engine's results.
+        utility: further values, by name.
+        scored: whether the truth is known.
+    """
+    if scored:
+        outcomes = engine.add(look, outcomes, utility)
+        values, now = engine.new_values(), dict(engine.results.look_values)
+    else:
+        further = {f"utility/{name}": float(value) for name, value in utility.items()}
+        values = now = _facts(outcomes) | further | {"monitor/seconds": look.seconds}
+    return RoundLook(
+        look.step,
+        client,
+        values,
+        now,
+        {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None},
+        _not_yet(outcomes, engine.series),
+        {s.log_name: o.too_few for s, o in outcomes.items() if o.too_few is not None},
+        look.seconds,
+        look,
+        engine,
+        outcomes,
+        before,
+        utility,
+    )
 
 
-def not_yet(
+def failed_look(
+    look: Look, engine: Engine, client: str | int, before: Mapping[str, object], why: str
+) -> RoundLook:
+    """Return a look of which every result is unknown, without a function that may have failed."""
+    results = engine.results
+    names = {series.log_name for series in results.playing}
+    metrics = [f"{s.log_name}/{m}" for s in results.playing for m in engine.series[s].metrics]
+    worst = [f"{WORST}/{family}" for family in results.families]
+    values = dict.fromkeys([*metrics, *worst], math.nan)
+    results.failures += len(names)
+    unknown, outcomes = dict.fromkeys(names, why), results.all_unknown(why)
+    return RoundLook(
+        look.step, client, values, values, unknown, {}, {}, 0.0, look, engine, outcomes, before
+    )
+
+
+def _not_yet(
     outcomes: Mapping[Series, Outcome], channels: Mapping[Series, Channel]
 ) -> dict[str, str]:
     """Return why results wait, and why the worst of a family waits if all else in it is known.
 
-    A game that waits for texts to ask about is none of them: its result could be had at once.
+    Games that still need candidate texts are excluded: their result could be had at once.
     """
     reasons = {
         series.log_name: outcome.pending
@@ -109,12 +125,10 @@ def not_yet(
     return reasons
 
 
-def facts(outcomes: Mapping[Series, Outcome]) -> dict[str, float]:
+def _facts(outcomes: Mapping[Series, Outcome]) -> dict[str, float]:
     """Return what is logged where the truth is not known: no rate, not even an unknown one."""
-    values = {}
+    values = {f"{series.log_name}/exposed": float(o.exposed) for series, o in outcomes.items()}
     for series, outcome in outcomes.items():
-        values[f"{series.log_name}/exposed"] = float(outcome.exposed)
-        for name, value in outcome.extra.items():
-            if not math.isnan(value):
-                values[f"{series.log_name}/{name}"] = value
+        known = ((name, value) for name, value in outcome.extra.items() if not math.isnan(value))
+        values |= {f"{series.log_name}/{name}": value for name, value in known}
     return values

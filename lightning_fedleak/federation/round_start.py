@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import SharedInput, find_linear_maps, input_states
 from lightning_fedleak.engine import Run, announce
-from lightning_fedleak.engine.log import accounting
 from lightning_fedleak.federation import inspection
-from lightning_fedleak.federation.inspection import Agreed, Answer, Inspection, LastRound
+from lightning_fedleak.federation.inspection import Agreed, Answer, Inspection
 from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.validate import check_choice
 
 StartAction = Literal["warn", "refuse"]
-Server = Literal["mean", "other"]
 
 TEXTS, LENGTH = 64, 64  # public texts that bottlenecks are run on at most, and tokens; not tuned
 AT_ONCE = 8  # texts of one run, which bounds the memory
@@ -40,51 +39,24 @@ class CraftedValuesError(RuntimeError):
 class StartCheck:
     """What is asked of the values that a server sends, and what is done where something is found.
 
-    The rules are those of ``fedleak inspect``. All but one read what the server sent, and public
-    text. ``jump`` reads this client's own last update too.
+    The rules are those of ``fedleak inspect``, which read what the server sent and public text, and
+    nothing of this client's: all but ``jump``.
 
     Attributes:
         action: ``"warn"``; or ``"refuse"``: the client does not train on what looks crafted, nor on
             what looks as of a run that diverged, since crafted values may hide there.
-        own_updates: whether ``jump`` is asked, from the second round in a row on. It is not
-            applicable where clients do not train with an Adam, whose steps make rows of one size,
-            nor under a :class:`ClientDP`, nor of an adapter whose rows it did not move.
-        server: what it does with updates: ``"mean"``; or ``"other"`` (momentum, Adam, noise), with
-            which honest rows jump too, so that the rule is not applicable.
         shared_seed: the model that the observer was given holds the adapter values that every
             client starts with. By default of a seed of its own: what is zero in it is compared.
         public_text: that bottlenecks are run on, nothing private; by default the observer's.
             Without any, ``blind_rows`` is not applicable.
-        outside_epsilon: accept refusals in sight of one's own updates under differential privacy,
-            which no epsilon covers.
     """
 
     action: StartAction = "warn"
-    own_updates: bool = True
-    server: Server = "mean"
     shared_seed: bool = False
     public_text: PublicText | None = None
-    outside_epsilon: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (("action", StartAction), ("server", Server)):
-            if (value := getattr(self, name)) not in get_args(choices):
-                raise ValueError(
-                    f"StartCheck({name}=) is one of {get_args(choices)}, not {value!r}"
-                )
-
-    def check_private(self, defense: str) -> None:
-        """Refuse an action in sight of private data under differential privacy.
-
-        Raises:
-            ValueError: says what to change.
-        """
-        if self.action == "refuse" and self.own_updates and not self.outside_epsilon:
-            raise ValueError(
-                f"StartCheck(action='refuse') refuses rounds in sight of this client's own "
-                f"updates, which the epsilon of {defense} does not cover: give own_updates=False, "
-                "action='warn', or accept it by outside_epsilon=True"
-            )
+        check_choice("StartCheck: action", self.action, get_args(StartAction))
 
 
 def agree(model: nn.Module, *, shared_seed: bool = False) -> Agreed:
@@ -145,7 +117,7 @@ def usual_inputs(
 
 
 class RoundStart:
-    """What a client remembers of the round before, and what it says of the one that begins.
+    """Asks the rules of what the server sends at the beginning of each round.
 
     Args:
         check: what is asked, and what is done.
@@ -153,7 +125,6 @@ class RoundStart:
         public: text that bottlenecks are run on; None leaves ``blind_rows`` out.
 
     Attributes:
-        incomparable: why rounds cannot be compared; empty: they can.
         refused: the error of the round at work; None where it was not refused.
         first_round: the largest number that a federation's first round may have: 1, as in Flower.
     """
@@ -163,64 +134,23 @@ class RoundStart:
         self.anatomy = anatomy
         self.public = public
         self.agreed = agree(anatomy.root, shared_seed=check.shared_seed)
-        self.incomparable, self.first_round = "", 1
-        if check.server != "mean":
-            self.incomparable = "the server does more than take a mean, as StartCheck(server=) says"
-        if not check.own_updates:
-            self.incomparable = "own updates are not asked about, as StartCheck(own_updates=) says"
+        self.first_round = 1
         self.refused: CraftedValuesError | None = None
         self._announced: set[str] = set()
-        self._sent: tuple[int, dict[str, Tensor]] | None = None
-        self._updates: dict[str | int, tuple[int, dict[str, Tensor]]] = {}
+        self._has_begun = False
 
     def inspect(self, round_: int, received: Mapping[str, Tensor]) -> Inspection:
-        """Return what the rules say of a round that begins, of each client the worst.
+        """Return what the rules say of a round that begins.
 
         Args:
             round_: its number.
             received: what is trained, by parameter name; the model holds it.
         """
-        agreed = self.agreed
+        agreed, first = self.agreed, not self._has_begun and round_ <= self.first_round
+        self._has_begun = True
         if self.public is not None:
             agreed = replace(agreed, usual=usual_inputs(self.anatomy, received, self.public))
-        before = self._sent
-        lasts = [
-            LastRound(before[1], update)
-            for number, update in self._updates.values()
-            if before is not None and number == before[0] == round_ - 1
-        ]
-        why = self.incomparable or "this client took no part in the round before" * (not lasts)
-        first = before is None and round_ <= self.first_round
-        choices: list[LastRound | None] = [*lasts] or [None]
-        results = [
-            inspection.inspect_received(received, agreed, last, first=first, incomparable=why)
-            for last in choices
-        ]
-        self._sent = round_, {n: received[n].detach().clone() for n in self.agreed.start or ()}
-        return next((r for r in results if r.verdict == "crafted"), results[-1])
-
-    def note(self, client: str | int, returned: Mapping[str, Tensor]) -> None:
-        """Remember what of a client left in this round, by parameter name."""
-        if self._sent is not None:
-            round_, sent = self._sent
-            update = {n: returned[n].detach() - t for n, t in sent.items() if n in returned}
-            self._updates[client] = round_, update
-
-    def memory(self, client: str | int) -> tuple[int, dict[str, Tensor]]:
-        """Return the last round that a client took part in and its tensors; 0 and none before."""
-        round_, update = self._updates.get(client, (0, {}))
-        if self._sent is None or round_ != self._sent[0]:
-            return 0, {}
-        sent = {f"sent/{n}": t for n, t in self._sent[1].items()}
-        return round_, sent | {f"own/{n}": t for n, t in update.items()}
-
-    def recall(self, client: str | int, round_: int, tensors: Mapping[str, Tensor]) -> None:
-        """Remember what :meth:`memory` returned, in another process perhaps."""
-        parts = {
-            part: {n.removeprefix(part): t for n, t in tensors.items() if n.startswith(part)}
-            for part in ("sent/", "own/")
-        }
-        self._sent, self._updates[client] = (round_, parts["sent/"]), (round_, parts["own/"])
+        return inspection.inspect_received(received, agreed, first=first)
 
     def judge(self, round_: int, received: Mapping[str, Tensor]) -> Inspection:
         """Return what the rules say of a round that begins, and warn or refuse.
@@ -231,8 +161,8 @@ class RoundStart:
             CraftedValuesError: something was found, and the action is to refuse.
         """
         self.refused, result = None, self.inspect(round_, received)
-        for text in map(_unasked, (a for a in result.answers if a.unasked)):
-            if text not in self._announced:
+        for answer in result.answers:
+            if answer.unasked and (text := _describe_unasked(answer)) not in self._announced:
                 self._announced.add(text)
                 announce(f"StartCheck in round {round_}: {text}")
         if result.verdict == "nothing found":
@@ -250,7 +180,7 @@ class RoundStart:
         return result
 
 
-def _unasked(answer: Answer) -> str:
+def _describe_unasked(answer: Answer) -> str:
     """Return in words what a rule is for and could not be asked of."""
     names, why = answer.unasked, f" ({answer.why})" if answer.why else ""
     listed = ", ".join(names[: inspection.WORST])
@@ -267,19 +197,11 @@ def prepare_start(
         run: the federation, whose model holds the agreed start.
         inspect: of the observer's settings.
         public_text: the observer's.
-
-    Raises:
-        ValueError: refusals that no epsilon covers, or texts that cannot be read.
     """
     if not inspect:
         return None
     check = inspect if isinstance(inspect, StartCheck) else StartCheck()
-    for defense in accounting(run.defenses):
-        check.check_private(defense.name)
     public = check.public_text or PublicText.parse(public_text, run.tokenizers[0])
     if public is not None:
         public = PublicText.resolve(public, run.anatomy)
-    start = RoundStart(check, run.anatomy, public)
-    if not start.incomparable and "adam" not in type(run.optimizers[0]).__name__.lower():
-        start.incomparable = "clients do not train with an Adam, under which rows are of a size"
-    return start
+    return RoundStart(check, run.anatomy, public)

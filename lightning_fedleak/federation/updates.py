@@ -108,31 +108,24 @@ def difference(
 
     Raises:
         UpdateError: other names, shapes or dtypes than were sent, NaN or infinity, a change of
-            something that is not trained, or nothing that is trained.
+            something that is not trained.
     """
     _check_names(sent, returned)
     owned = _resolve_trained(sent, trained)
     change: dict[str, Tensor] = {}
     for name, before in sent.items():
         after = returned[name]
-        if after.shape != before.shape:
+        if (after.shape, after.dtype) != (before.shape, before.dtype):
             raise UpdateError(
-                f"'{name}' was sent with shape {tuple(before.shape)} and came back with "
-                f"{tuple(after.shape)}: the client trains another model than the one it was sent"
-            )
-        if after.dtype != before.dtype:
-            raise UpdateError(
-                f"'{name}' was sent as {_dtype(before)} and came back as {_dtype(after)}. Casting "
-                "rounds an update away or makes one up: return what is trained in the dtype in "
-                "which it was sent"
+                f"'{name}' was sent with {_form(before)} and came back with {_form(after)}: return "
+                "what is trained in the shape and dtype in which it was sent"
             )
         before, after = before.detach(), after.detach().to(before.device)
         if name not in owned:
             if not torch.equal(before, after) and not _is_equal_with_nan(before, after):
                 raise UpdateError(
-                    f"'{name}' is not trained in this federation, and came back changed: a frozen "
-                    "parameter or a buffer. No attack reads it and no defence covers it; leave it "
-                    "out of what is shared, or name it in trained="
+                    f"'{name}' is not trained in this federation, and came back changed, which no "
+                    "attack reads and no defence covers: do not share it, or name it in trained="
                 )
             continue
         dtype = torch.float64 if before.dtype == torch.float64 else torch.float32
@@ -140,8 +133,6 @@ def difference(
         if not bool(change[name].isfinite().all()):
             source = "the client's update" if bool(before.isfinite().all()) else "what was sent"
             raise UpdateError(f"{source} holds NaN or infinity in '{name}'")
-    if not change:
-        raise UpdateError("nothing of what was sent is trained")
     return change
 
 
@@ -198,15 +189,10 @@ class ServerOptimizer:
         Args:
             sent: what clients got.
             mean: of their updates, by name; other tensors are copied.
-
-        Raises:
-            UpdateError: the mean names other tensors than before.
         """
         if self._optimizer is None:
             self._parameters = {n: nn.Parameter(sent[n].detach().clone()) for n in mean}
             self._optimizer = self._make([*self._parameters.values()])
-        if mean.keys() != self._parameters.keys():
-            raise UpdateError("the server's optimizer got other names than in the rounds before")
         for name, parameter in self._parameters.items():
             parameter.copy_(sent[name])
             parameter.grad = -mean[name].to(parameter)
@@ -261,34 +247,24 @@ def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[s
     """
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    unknown_names = [n for n in sent if n not in names and n not in buffers]
-    if unknown_names:
-        raise UpdateError(
-            f"'{unknown_names[0]}' is sent, and {type(model).__name__} has no such "
-            f"parameter ({len(unknown_names)} of {len(sent)} names are not the model's): give "
-            "the observer the model whose state is sent, under the same names"
-        )
     keys = {names[n]: n for n in sent if n in names}
+    unknown = [n for n in sent if n not in names and n not in buffers]
     absent = [n for n, p in parameters.items() if p.requires_grad and n not in keys]
-    if absent:
+    if unknown or absent:
         raise UpdateError(
-            f"'{absent[0]}' is trained in the observer's model and is not sent "
-            f"({len(absent)} such): the model must be set up as the clients' are"
+            f"the observer's {type(model).__name__} is not set up as the clients' models are: "
+            f"'{[*unknown, *absent][0]}' is {'sent' if unknown else 'trained'} and not "
+            f"{'a parameter of it' if unknown else 'sent'}"
         )
     for name, tensor in sent.items():
         target = parameters[names[name]] if name in names else buffers[name]
-        if target.shape != tensor.shape:
-            raise UpdateError(
-                f"'{name}' is sent with shape {tuple(tensor.shape)}, and the observer's model "
-                f"has {tuple(target.shape)}"
-            )
         values = tensor.detach().to(target.device)
-        target.copy_(values)
-        if not torch.equal(target.to(values.dtype), values):
+        if target.shape == tensor.shape:
+            target.copy_(values)
+        if target.shape != tensor.shape or not torch.equal(target.to(values.dtype), values):
             raise UpdateError(
-                f"'{name}' is sent with values that the observer's model, in "
-                f"{str(target.dtype).removeprefix('torch.')}, cannot hold (or NaN): make the "
-                "observer's model of the dtype that clients train"
+                f"'{name}' is sent with {_form(tensor)}, which the observer's model, with "
+                f"{_form(target)}, cannot hold (or with NaN): make it as the clients' models are"
             )
     return keys
 
@@ -311,26 +287,16 @@ def _read_rate(optimizer: Optimizer) -> float:
 
 
 def _check_names(sent: State, returned: State) -> None:
-    missing = [n for n in sent if n not in returned]
-    extra = [n for n in returned if n not in sent]
-    if missing or extra:
-        faults = [f"lacks {_list_names(missing)}"] * bool(missing)
-        faults += [f"holds {_list_names(extra)}, which was not sent"] * bool(extra)
+    if different := sorted(sent.keys() ^ returned.keys()):
         raise UpdateError(
-            f"what the client returned {' and '.join(faults)}: it must return what it was sent, "
-            "under the same names"
+            "the client must return what it was sent, under the same names: only one of both has "
+            f"{_list_names(different)}"
         )
 
 
 def _resolve_trained(sent: State, trained: Collection[str] | None) -> set[str]:
     if trained is None:
         return {n for n, t in sent.items() if t.is_floating_point()}
-    unknown = [n for n in trained if n not in sent]
-    if unknown:
-        raise UpdateError(
-            f"trained= names {_list_names(unknown)}, which was not sent: every trained "
-            "parameter is shared, or it would not be part of the model that the server makes"
-        )
     return set(trained)
 
 
@@ -339,8 +305,8 @@ def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:
     return a.is_floating_point() and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _form(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _list_names(names: list[str]) -> str:
@@ -360,14 +326,10 @@ def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
     Raises:
         UpdateError: other names or shapes, or a norm that is not finite.
     """
-    if update.keys() != like.keys():
-        other = sorted(update.keys() ^ like.keys())
-        raise UpdateError(f"the update has other names than what is shared: '{other[0]}', say")
-    for name, tensor in update.items():
-        if tensor.shape != like[name].shape:
-            raise UpdateError(
-                f"'{name}' has shape {tuple(tensor.shape)} in place of {tuple(like[name].shape)}"
-            )
+    different = sorted(update.keys() ^ like.keys())
+    different += [n for n, t in update.items() if n in like and t.shape != like[n].shape]
+    if different:
+        raise UpdateError(f"'{different[0]}' has another name or shape than what is shared")
     norm = joint_norm(update)
     if not math.isfinite(norm):
         raise UpdateError("the update holds NaN or infinity, or numbers whose squares overflow")
@@ -444,6 +406,19 @@ class UpdateSum(Generic[C]):
         self.balance += 0.5 if joint_norm(update) <= self.clip else -0.5
         for name, tensor in part.items():
             self.total[name] += tensor.to(self.total[name].device)
+
+    def add_returned(self, client: C, sent: State, returned: State) -> None:
+        """Add what a client made of what it was sent; zero where that cannot be read.
+
+        Raises:
+            UpdateError: as :meth:`add`.
+        """
+        try:
+            update = difference(sent, returned, trained=self.like)
+        except UpdateError as error:
+            self.zeros[client] = str(error)
+        else:
+            self.add(client, update)
 
     def end(self) -> Release:
         """Return the noised mean: one release.

@@ -1,93 +1,22 @@
-"""RiskGate's bounds: what they promise over a whole run, by simulation, and in real fits."""
+"""RiskGate's bounds in real fits; what they promise is in tests/metrics/test_sequential.py."""
 
 import json
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
 from lightning_fedleak.engine import GateActions
 from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.gates import Evidence, known_ranges
+from lightning_fedleak.engine.gates import known_ranges
 from lightning_fedleak.records import Judgement
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
 from tests.helpers.notices import announced
-
-ALPHA = 0.05
-
-
-def coin(rng, mean, last):
-    return float(rng.random() < mean)
-
-
-def steady(rng, mean, last):
-    return rng.beta(40 * mean, 40 * (1 - mean))
-
-
-def swinging(rng, mean, last):
-    """Autocorrelated: each look is expected at least at ``mean``, more so after a high one."""
-    return float(rng.random() < min(1.0, mean + 0.3 * last))
-
-
-def goes_on(evidence, draw, mean, looks, seed):
-    """Whether a run of so many looks is never acted on; returns the look it ended at too."""
-    rng, last = np.random.default_rng(seed), 0.0
-    for look in range(1, looks + 1):
-        last = draw(rng, mean, last)
-        evidence.update(last)
-        if evidence.verdict().fires:
-            return False, look
-    return True, looks
-
-
-# ---- simulation -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("draw", [coin, steady])
-def test_lower_stops_a_system_that_is_below_with_probability_alpha(draw):
-    """The core is simulated over 10,000 looks in tests/metrics/test_sequential.py."""
-    runs = 60
-    stopped = sum(
-        not goes_on(Evidence(0.3, ALPHA, "f1"), draw, 0.3, 400, seed)[0] for seed in range(runs)
-    )
-    assert stopped <= runs * ALPHA + 3 * math.sqrt(runs * ALPHA * (1 - ALPHA))
-
-
-def test_the_plain_comparison_stops_that_system_for_sure():
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        assert max(steady(rng, 0.25, 0) for _ in range(400)) > 0.3
-
-
-def test_lower_stops_a_system_that_is_above_and_finds_a_late_rise():
-    ends = [goes_on(Evidence(0.3, ALPHA, "f1"), steady, 0.4, 400, seed) for seed in range(20)]
-    assert not any(on for on, _ in ends)
-    assert np.median([look for _, look in ends]) < 30
-    evidence = Evidence(0.3, ALPHA, "f1")
-    for _ in range(500):
-        evidence.update(0.1)
-    assert goes_on(evidence, steady, 0.7, 40, 0)[1] < 30
-
-
-def test_an_advantage_is_tested_on_its_own_range():
-    evidence = Evidence(0.2, ALPHA, "advantage")
-    for _ in range(300):
-        evidence.update(-0.5)
-        evidence.update(0.7)
-    assert not evidence.verdict().fires
-    for _ in range(40):
-        evidence.update(0.9)
-    assert evidence.verdict().fires
-
-
-# ---- in a fit -------------------------------------------------------------------------------
-
 
 LOW, HIGH = 1, 20  # right types named: F1 near .05 and .7
 
@@ -172,28 +101,12 @@ def test_evidence_survives_a_checkpoint_and_starts_anew_for_another_threshold(tm
     assert gate.fired.verdict.looks == resumed.global_step - 3
 
 
-def test_a_second_fit_starts_anew(tmp_path):
-    gate = RiskGate(F1, at_most=0.65, bound="lower", action="raise")
-    for folder in ("a", "b"):
-        monitor = LeakageMonitor(Scripted([HIGH] * 3), every_n_steps=1)
-        fit([gate, monitor], tmp_path / folder, n=12)
-    assert gate.verdict.looks == 3
-
-
-def test_raise_works_with_a_bound(tmp_path):
-    with pytest.raises(LeakageLimitExceeded, match="bound='lower'"):
-        run(tmp_path, [HIGH] * 12, at_most=0.3, bound="lower", action="raise")
-
-
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
         ("leakage/probe/f1_low", "known range"),
-        ("leakage/probe/f1_high", "known range"),
-        ("monitor/failures", "known range"),
         ("monitor/seconds", "known range"),
         ("leakage/probe/exposed", "known range"),
-        ("leakage/probe/f2", "Did you mean"),
     ],
 )
 def test_a_metric_without_a_range_is_refused_before_the_first_step(tmp_path, metric, words):
@@ -203,16 +116,10 @@ def test_a_metric_without_a_range_is_refused_before_the_first_step(tmp_path, met
     assert monitor.looks == 0
 
 
-@pytest.mark.parametrize("at_most", [0.0, 1.0, 1.5, 60, -0.2])
+@pytest.mark.parametrize("at_most", [0.0, 1.0, 60])
 def test_a_threshold_that_nothing_can_be_shown_about_is_refused(tmp_path, at_most):
     with pytest.raises(ValueError, match=r"watches 'leakage/probe/f1'.*strictly between 0 and 1"):
         fit([RiskGate(F1, at_most=at_most, bound="lower"), LeakageMonitor(Probe())], tmp_path)
-
-
-def test_the_worst_client_has_a_range_too(tmp_path):
-    gate = RiskGate(f"{F1}_worst_client", at_most=0.3, bound="lower", action="raise")
-    with pytest.raises(LeakageLimitExceeded):
-        fit([gate, LeakageMonitor(Scripted([HIGH] * 12), every_n_steps=1)], tmp_path, n=48)
 
 
 def test_lower_refuses_the_worst_of_several_clients():
@@ -228,7 +135,7 @@ def test_lower_refuses_the_worst_of_several_clients():
 AUC = "leakage/fc_membership/auc"
 
 
-def look(gate, evidence_metric="auc", **monitor):
+def look(gate, **monitor):
     """One look of a monitor that pools over looks, as the gate sees it."""
     results = {"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor
     engine = SimpleNamespace(
@@ -240,9 +147,7 @@ def look(gate, evidence_metric="auc", **monitor):
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )
     controls = GateActions(lambda values, step: None, lambda name: None, lambda: None)
-    if gate._evidence is None and gate.bound != "value":
-        evidence = Evidence(gate.at_most, gate.alpha, evidence_metric)
-        gate._evidence = {gate.metric: evidence}
+    gate._engine, gate._evidence = engine, gate._evidence or gate._new_evidence()
     events = []
     gate.action = events.append
     gate._decide(engine, controls)
@@ -272,18 +177,11 @@ def test_a_value_that_is_still_to_come_is_neither_breach_nor_evidence(bound):
     [
         ("0.01", {}, {"bound": "lower"}, "known only from 1000 .* of 1 look, and never known"),
         ("0.001", {}, {"strict": False}, "known only from 10000 .* of 100 looks, and never known"),
-        ("0.01", {}, {}, "has 16 of them, so that it is unknown at the first 62 looks"),
-        ("0.01", {"targets": 500}, {}, "unknown at the first 1 looks"),
-        ("0.01", {}, {"strict": False}, None),
-        ("0.01", {}, {"patience": 62}, None),
-        ("0.01", {"targets": 500}, {"patience": 1}, None),
-        ("0.01", {"targets": 1000}, {}, None),
+        ("0.01", {}, {}, None),
         ("0.01", {"targets": 1000}, {"bound": "lower"}, None),
     ],
 )
-def test_a_rate_that_is_not_known_when_the_gate_acts_is_refused(
-    tmp_path, fpr, settings, gate, words
-):
+def test_a_rate_that_is_never_known_is_refused(tmp_path, fpr, settings, gate, words):
     monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=100, games=Games(**settings))
     gate = RiskGate(f"leakage/fc_membership/tpr_at_fpr_{fpr}", at_most=0.3, **gate)
     trainer = SimpleNamespace(callbacks=[gate, monitor], world_size=1, min_epochs=0, min_steps=0)
@@ -292,17 +190,7 @@ def test_a_rate_that_is_not_known_when_the_gate_acts_is_refused(
         gate.setup(trainer, None, "fit")
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "advantage", "f1", "auc"])
-def test_a_gate_on_the_attacks_own_threshold_is_warned_of(metric):
-    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=100)
-    gate = RiskGate(f"leakage/fc_membership/{metric}", at_most=0.9)
-    trainer = SimpleNamespace(callbacks=[gate, monitor], world_size=1, min_epochs=0, min_steps=0)
-    said = pytest.warns(UserWarning, match="watch 'leakage/fc_membership/auc'")
-    with said if metric != "auc" else nullcontext():
-        gate.setup(trainer, None, "fit")
-
-
-@pytest.mark.parametrize("metric", ["accuracy", "advantage", "f1", "auc"])
+@pytest.mark.parametrize("metric", ["advantage", "auc"])
 @pytest.mark.parametrize("bound", ["value", "lower"])
 def test_rates_of_games_are_known_from_the_first_look_on(tmp_path, metric, bound):
     monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=3)
@@ -322,19 +210,6 @@ def test_a_new_fit_counts_breaches_anew(tmp_path):
     for root in "ab":
         fit([gate, LeakageMonitor(Scripted([HIGH] * 2), every_n_steps=4)], tmp_path / root)
         assert gate.fired is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"bound": "mean"}, "bound must be"),
-        ({"bound": "lower", "alpha": 0.0}, "alpha must"),
-        ({"bound": "lower", "alpha": 5}, "alpha must"),
-    ],
-)
-def test_arguments_that_cannot_be_meant_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        RiskGate(F1, at_most=0.3, **arguments)
 
 
 def test_every_rate_that_is_logged_has_a_range() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_fedleak.callbacks import GateEvent, LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import Defense, Freeze, GradientNoise
@@ -82,12 +81,6 @@ def test_a_breach_does_not_read_as_none(value: float, said: str) -> None:
     found = str(event).partition("measured: leakage/probe/f1 ")[2].split()[1]
     assert f"= {found}".startswith(said)
     assert float(found) > 0.3
-
-
-def test_a_look_that_is_just_at_the_threshold_reads_like_it() -> None:
-    # A bound over all looks can fire at such a look.
-    event = GateEvent(F1, 3, 0.3, math.nan, math.nan, 0.3, None)
-    assert "f1 = 0.300\n" in str(event)
 
 
 def test_noise_that_is_turned_up_is_in_the_next_update(tmp_path: Path) -> None:
@@ -183,30 +176,7 @@ def test_the_run_is_judged_anew_with_half_the_error(tmp_path: Path) -> None:
     with announced("hardened the run"):
         _, gate, _, _ = run(tmp_path, noise, bound="lower", alpha=0.08, at_most=0.01)
     assert gate.notches > 1
-    assert gate._evidence is not None
-    (evidence,) = gate._evidence.values()
-    assert evidence.alpha == pytest.approx(0.08 / 2 ** (gate.notches + 1))
-
-
-def test_more_noise_than_the_first_sigma_earns_no_epsilon() -> None:
-    plain, hardened = (GradientNoise(clip=1.0, sigma=2.0) for _ in range(2))
-    assert hardened.harden() is not None
-    assert hardened.standard_deviation == 2 * plain.standard_deviation
-    assert hardened.epsilon(1e-5, releases=10) == plain.epsilon(1e-5, releases=10)
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.5, float("inf"), float("nan")])
-def test_a_factor_that_hardens_nothing_is_refused(factor: float) -> None:
-    with pytest.raises(ValueError, match="harden_factor"):
-        GradientNoise(clip=1.0, sigma=1.0, harden_factor=factor)
-
-
-def test_an_unknown_moment_to_freeze_is_refused() -> None:
-    with pytest.raises(ValueError, match="when must be 'always' or 'hardened', got 'later'"):
-        Freeze("head", when="later")  # type: ignore[arg-type]
-
-
-def test_hardening_leaves_what_torch_knows() -> None:
-    state = torch.get_rng_state()
-    assert GradientNoise(clip=None, sigma=1.0).harden() is not None
-    assert torch.equal(state, torch.get_rng_state())
+    assert gate.fired is not None
+    assert gate.fired.verdict is not None
+    assert gate.fired.verdict.alpha == pytest.approx(0.04)  # before the first notch
+    assert gate._alpha_each == pytest.approx(0.08 / 2 ** (gate.notches + 1))

@@ -164,8 +164,7 @@ def gate_on(values: dict[str, float], **settings: Any) -> tuple[RiskGate, list[A
 def look(gate: RiskGate, values: dict[str, float], why: str = "") -> None:
     engine: Any = engine_of(values, why=why)
     gate._watched = engine.headlines
-    if gate._evidence is None:
-        gate._evidence = gate._new_evidence()
+    gate._engine, gate._evidence = engine, gate._evidence or gate._new_evidence()
     controls = GateActions(lambda values, step: None, lambda name: None, lambda: None)
     gate._decide(engine, controls)
 
@@ -196,10 +195,9 @@ def test_what_is_read_at_least_is_a_breach_whatever_else_is_unknown(strict: bool
 def test_lower_splits_its_error_and_stops_on_one_attack() -> None:
     gate, _ = gate_on(values(0.2, 0.3), bound="lower")
     assert gate._evidence is not None
-    assert {n: e.alpha for n, e in gate._evidence.items()} == {
-        "leakage/a/f1": 0.025,
-        "leakage/b/f1": 0.025,
-    }
+    assert gate._evidence.keys() == {"leakage/a/f1", "leakage/b/f1"}
+    assert gate.verdict is not None
+    assert gate.verdict.alpha == 0.025
     gate, events = gate_on(values(0.0, 0.95), bound="lower")
     for _ in range(60):
         look(gate, values(0.0, 0.95))
@@ -212,9 +210,9 @@ def test_what_does_not_apply_is_no_evidence_and_what_failed_is_a_breach() -> Non
     gate, events = gate_on(values(0.2, 0.3), bound="lower", patience=1)
     look(gate, {**values(0.2, math.nan), WORDS: 0.2})
     assert gate._evidence is not None
-    assert [e.verdict().looks for e in gate._evidence.values()] == [2, 1]
+    assert [e.looks for e in gate._evidence.values()] == [2, 1]
     look(gate, {**values(0.2, math.nan), WORDS: math.nan})
-    assert [e.verdict().looks for e in gate._evidence.values()] == [3, 1]
+    assert [e.looks for e in gate._evidence.values()] == [3, 1]
     assert not events
     look(gate, {**values(0.2, math.nan), WORDS: math.nan})
     assert math.isnan(events[0].value)
@@ -251,4 +249,4 @@ def test_evidence_of_the_worst_survives_a_checkpoint() -> None:
     again._evidence = again._new_evidence()
     again.load_state_dict(state)
     assert again._evidence is not None
-    assert [e.verdict().looks for e in again._evidence.values()] == [1, 1]
+    assert [e.looks for e in again._evidence.values()] == [1, 1]

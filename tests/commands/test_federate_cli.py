@@ -248,7 +248,7 @@ def test_the_table_of_many_clients_and_unknown_values() -> None:
         ("--gate 0.5 --action harden", "--trust local too"),
         ("--trust local", "give --epsilon or --noise-multiplier too"),
         ("--epsilon 8 --sampling poisson", "needs per_round="),
-        ("--epsilon 8 --delta 0.9", "must be below 1 / 4"),
+        ("--epsilon 8 --delta 0.9", "below 0.25"),
         ("--clip-quantile .5 --noise-multiplier 1", "QuantileClip"),
         ("--lora-r 4", "give --peft lora too"),
         ("--peft lora --targets none_such", "--targets none_such"),

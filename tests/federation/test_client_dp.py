@@ -17,7 +17,6 @@ from scipy.stats import norm as normal
 from lightning_fedleak.defenses import BudgetSpent, DefenseError, QuantileClip
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
-from lightning_fedleak.defenses.dpsgd import factorization
 from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
@@ -37,10 +36,6 @@ ONCE = (Phase.explicit, Phase.generate)
 def update(seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     return {n: scale * torch.randn(t.shape, generator=generator) for n, t in LIKE.items()}
-
-
-def long_of(tensors):
-    return torch.cat([t.double().flatten() for t in tensors.values()]).numpy()
 
 
 def dp(noise=1.0, clip=1.0, clients=10, **more):
@@ -68,26 +63,19 @@ def test_the_joint_norm_is_clipped(seed, scale, clip):
     assert math.sqrt(math.fsum((long(out) ** 2).tolist())) <= clip
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_nan_does_not_pass_the_clip(broken):
-    given = update(0)
-    given["b"][1] = broken
-    with pytest.raises(UpdateError, match="NaN or infinity"):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (update(0) | {"b": torch.full((4,), math.nan)}, "NaN or infinity"),
+        (update(0) | {"b": torch.full((4,), -math.inf)}, "NaN or infinity"),
+        ({n: torch.full(t.shape, 1e200, dtype=torch.float64) for n, t in LIKE.items()}, "overflow"),
+        (update(0) | {"c": torch.zeros(1)}, "'c' has another name or shape"),
+        (update(0) | {"b": torch.zeros(2)}, "'b' has another name or shape"),
+    ],
+)
+def test_what_has_no_norm_or_another_form_is_no_update(given, message):
+    with pytest.raises(UpdateError, match=message):
         clipped(given, 1.0, LIKE)
-
-
-def test_squares_that_overflow_are_no_update():
-    with pytest.raises(UpdateError, match="overflow"):
-        clipped(
-            {n: torch.full(t.shape, 1e200, dtype=torch.float64) for n, t in LIKE.items()}, 1, LIKE
-        )
-
-
-def test_other_names_and_shapes_are_no_update():
-    with pytest.raises(UpdateError, match="'c'"):
-        clipped(update(0) | {"c": torch.zeros(1)}, 1.0, LIKE)
-    with pytest.raises(UpdateError, match=r"shape \(2,\)"):
-        clipped(update(0) | {"b": torch.zeros(2)}, 1.0, LIKE)
 
 
 # ---- the mean of a trusted server ---------------------------------------------------------------
@@ -172,36 +160,6 @@ def test_a_second_update_of_a_client_and_one_that_was_not_drawn_are_refused():
         with pytest.raises(UpdateError, match=f"client {client}, which was not drawn or has sent"):
             sums.add(client, update(1))
     assert all(torch.equal(sums.total[n], t) for n, t in total.items())
-
-
-def test_a_correlated_release_is_made_once():
-    defense = dp(sampling="poisson", per_round=2, rounds=4, bands=2)
-    sums = defense.begin(defense.drawn(range(10)), LIKE)
-    sums.end()
-    with pytest.raises(DefenseError, match="its own draw"):
-        sums.end()
-    assert defense.accountant.steps == 1
-
-
-@pytest.mark.parametrize("weights", [[1, 2], [10.0, 10.0, 9.999]])
-def test_other_weights_are_refused(weights):
-    defense = dp()
-    with pytest.raises(DefenseError, match="weighs alike"):
-        defense.mean({0: update(0)}, LIKE, weights=weights)
-    assert defense.accountant.steps == 0
-    defense.mean({0: update(0), 1: None}, LIKE, weights=[3, 3])
-
-
-def test_more_clients_than_could_be_drawn_are_refused():
-    for more, n in (({"sampling": "fixed", "per_round": 2}, 3), ({}, 11)):
-        with pytest.raises(DefenseError, match="took part"):
-            dp(**more).mean(dict.fromkeys(range(n)), LIKE)
-
-
-def test_the_result_has_the_dtype_that_is_shared():
-    half = {n: t.bfloat16() for n, t in LIKE.items()}
-    found = dp().mean({0: update(0)}, half).update
-    assert {t.dtype for t in found.values()} == {torch.bfloat16}
 
 
 # ---- noise --------------------------------------------------------------------------------------
@@ -484,7 +442,7 @@ def test_a_ledger_of_other_terms_is_refused(tmp_path):
         with pytest.raises(DefenseError, match="other terms"):
             dp(ledger=path, **more)
     (tmp_path / "ledger.terms").unlink()
-    with pytest.raises(DefenseError, match="is not there"):
+    with pytest.raises(DefenseError, match="kept under other terms"):
         dp(clients=7, ledger=path)
 
 
@@ -598,7 +556,6 @@ def test_the_clip_norm_goes_on_from_a_checkpoint():
     ("more", "match"),
     [
         ({"trust": "local"}, "only a trusted server may do"),
-        ({"trust": "secure_aggregation"}, "only a trusted server may do"),
         ({"accountant": "filter", "target_epsilon": 9.0}, "noise that is not increased"),
         ({"count": 0.4}, r"QuantileClip\(noise=\) above 0.5"),
     ],
@@ -615,44 +572,31 @@ def test_counts_that_hold_no_guarantee_are_refused(more, match):
     ("more", "said"),
     [
         ({"noise": 0.0}, "noise_multiplier must be .* got 0.0"),
-        ({"noise": math.nan}, "noise_multiplier"),
         ({"noise": None}, "noise_multiplier, or target_epsilon and rounds"),
         ({"noise": None, "target_epsilon": 1.0}, "rounds"),
         ({"target_epsilon": 0.0}, "target_epsilon must be .* got 0.0"),
-        ({"target_epsilon": math.nan}, "target_epsilon"),
         ({"target_delta": 0.0}, "target_delta must be .* got 0.0"),
-        ({"target_delta": 1.0}, "target_delta must be .* got 1.0"),
-        ({"target_delta": 0.2}, "below 1 / 10"),
+        ({"target_delta": 0.2}, "target_delta must be .* below 0.1"),
         ({"clip": 0.0}, "clip must be .* got 0.0"),
-        ({"clip": math.inf}, "clip must be .* got inf"),
         ({"clip": math.nan}, "clip must be .* got nan"),
-        ({"clients": 0}, "clients must be .* got 0"),
         ({"clients": 2.5}, "clients must be .* got 2.5"),
         ({"per_round": 3}, "sampling='all'"),
-        ({"sampling": "poisson"}, "per_round="),
-        ({"sampling": "poisson", "per_round": 11}, "up to 10"),
-        ({"sampling": "fixed", "per_round": 2.5}, "whole number"),
+        ({"sampling": "poisson"}, "per_round must be"),
+        ({"sampling": "poisson", "per_round": 11}, "of at most 10"),
+        ({"sampling": "fixed", "per_round": 2.5}, "must be whole"),
         ({"sampling": "some"}, "sampling must be .* got 'some'"),
         ({"trust": "me"}, "trust must be .* got 'me'"),
         ({"trust": "secure_aggregation", "sampling": "poisson", "per_round": 2}, "shares of noise"),
         ({"trust": "secure_aggregation", "dropouts": 10}, "dropouts must be .* got 10"),
-        ({"dropouts": 1}, "secure_aggregation"),
-        ({"accountant": "filter"}, "give target_epsilon"),
+        ({"dropouts": 1}, "for shares of noise"),
+        ({"accountant": "filter"}, "keeps a budget"),
         ({"accountant": "pld"}, "'prv' or 'rdp' or 'filter'"),
-        ({"harden_factor": 1.0}, "harden_factor"),
         ({"noise": None, "target_epsilon": 1.0, "rounds": 0}, "rounds must be .* got 0"),
     ],
 )
 def test_settings_that_hold_no_guarantee_are_refused(more, said):
     with pytest.raises(DefenseError, match=said):
         dp(**more)
-
-
-def test_hardening_ends_at_the_limit():
-    release = ClientReleaseSettings(max_hardenings=1)
-    budget = {"clients": 9, "target_delta": DELTA, "accountant": "filter", "target_epsilon": 50.0}
-    defense = ClientDP(1.0, 4.0, release=release, **budget)
-    assert [defense.harden() is None for _ in range(2)] == [False, True]
 
 
 def test_who_adds_the_noise_is_held_to_it():
@@ -689,7 +633,7 @@ def test_a_client_whose_process_may_end_needs_a_ledger_and_a_mask(tmp_path):
     client("local", ledger=True)(masked=False)
     share = client("secure_aggregation", ledger=True)
     share(masked=True)
-    with pytest.raises(DefenseError, match="which would leave with it alone: mask it; or take"):
+    with pytest.raises(DefenseError, match=r"nothing here masks this client's update.*: mask it"):
         share(masked=False)
 
 
@@ -699,157 +643,3 @@ def test_a_server_that_adds_the_noise_needs_a_ledger(tmp_path):
         with pytest.raises(DefenseError, match=words):
             defense.check_server("PrivateMean")
     dp(clients=7, ledger=tmp_path / "server").check_server("PrivateMean")
-
-
-# ---- noise that is correlated over rounds -------------------------------------------------------
-
-
-def banded(rounds=12, bands=4, noise=1.0, clients=40, per_round=5, **more):
-    drawn = {"sampling": "poisson", "per_round": per_round, "rounds": rounds, "bands": bands}
-    return dp(noise, clients=clients, **(drawn | more))
-
-
-def a_round(defense, like=WIDE, update_of=lambda client: None):
-    everyone = list(range(defense.clients))
-    return defense.mean({c: update_of(c) for c in defense.drawn(everyone)}, like)
-
-
-def test_noise_of_rounds_is_that_of_the_banded_matrix():
-    """``C N`` is white, with C from the factorization and the deviation that is accounted."""
-    rounds, bands, noise, clip = 12, 4, 0.7, 2.0
-    defense = banded(rounds, bands, noise, clip=clip, seed=5)
-    rows = factorization.banded(rounds, bands).rows
-    matrix = np.zeros((rounds, rounds))
-    for row in range(rounds):
-        for back in range(min(bands, row + 1)):
-            matrix[row, row - back] = rows[row, back]
-    stds, noises = [], []
-    for _ in range(rounds):
-        stds.append(defense.mean_noise_std)
-        noises.append(long_of(a_round(defense).update))
-    white = matrix @ np.stack(noises) * 5 / (noise * clip)
-    covariance = white @ white.T / white.shape[1]
-    assert np.abs(covariance - np.eye(rounds)).max() < 6 / math.sqrt(white.shape[1])
-    np.testing.assert_allclose(stds, np.std(noises, axis=1), rtol=6 / math.sqrt(white.shape[1]))
-    sums = np.cumsum(noises, axis=0)[-1].std() * 5 / (noise * clip)
-    assert sums < 0.75 * math.sqrt(rounds)  # of independent noise
-
-
-def test_a_client_is_at_most_in_every_round_of_its_group():
-    defense = banded(rounds=40, bands=4, clients=30, per_round=6)
-    places = [f"site {i}" for i in range(30)]
-    taken: dict[str, list[int]] = {}
-    for round_ in range(40):
-        drawn = defense.drawn(places)
-        if round_ % 3 == 0:  # a round that failed before its release is drawn again
-            drawn = defense.drawn(places)
-        for name in drawn:
-            taken.setdefault(name, []).append(round_)
-        defense.mean(dict.fromkeys(drawn), LIKE)
-    assert {round_ % 4 == int(n.split()[1]) % 4 for n in taken for round_ in taken[n]} == {True}
-    counts = [len(rounds) for rounds in taken.values()]
-    assert 7 < np.mean(counts) < 9  # 40 rounds of 6 in 30
-
-
-@pytest.mark.parametrize("kind", ["prv", "rdp"])
-@pytest.mark.parametrize(("rounds", "bands", "drawn"), [(20, 4, 25), (10, 4, 250)])
-def test_as_many_rounds_as_bands_cost_one_sampled_release(kind, rounds, bands, drawn):
-    defense = banded(rounds, bands, 1.0, clients=1000, per_round=drawn, accountant=kind)
-    spent = []
-    for _ in range(rounds):
-        a_round(defense, LIKE)
-        spent.append(defense.accountant.steps)
-    assert spent == [round_ // bands + 1 for round_ in range(rounds)]
-
-    def event(google):
-        gaussian = google.GaussianDpEvent(1.0)
-        rate = drawn * bands / 1000
-        return gaussian if rate == 1 else google.PoissonSampledDpEvent(rate, gaussian)
-
-    expected = theirs(kind, event, -(-rounds // bands), orders=ORDERS)
-    assert defense.privacy.epsilon == pytest.approx(expected, rel=0.01)
-
-
-def test_noise_of_a_budget_lasts_for_the_planned_rounds(tmp_path):
-    def make():
-        budget = {"target_epsilon": 3.0, "ledger": tmp_path / "ledger"}
-        return banded(10, 4, None, clients=1000, per_round=25, **budget)
-
-    defense = make()
-    for _ in range(6):
-        defense.check_affords_another()
-        a_round(defense, LIKE)
-    again = make()  # a new mechanism: the third release of three
-    assert again.accountant.steps == 2
-    assert again.noise_multiplier == defense.noise_multiplier
-    for _ in range(4):
-        a_round(again, LIKE)
-    assert not again.affords_another()
-    with pytest.raises(BudgetSpent):
-        again.check_affords_another()
-    with pytest.raises(DefenseError, match="kept under other terms"):
-        banded(10, 5, None, clients=1000, per_round=25, target_epsilon=3.0,
-               ledger=tmp_path / "ledger")  # fmt: skip
-    whole = banded(10, 4, None, clients=1000, per_round=25, target_epsilon=3.0)
-    for _ in range(10):
-        a_round(whole, LIKE)
-    assert 2.5 < whole.privacy.epsilon <= 3.0
-    with pytest.raises(DefenseError, match="planned for rounds=10, and all were made"):
-        whole.check_affords_another()
-
-
-def test_a_mean_of_clients_that_were_not_drawn_for_it_is_refused():
-    defense = banded(clients=20)
-    everyone = list(range(20))
-    with pytest.raises(DefenseError, match=r"call drawn\(\) before every mean"):
-        defense.mean({}, LIKE)
-    drawn = defense.drawn(everyone)
-    with pytest.raises(DefenseError, match="of its own draw"):
-        defense.mean(dict.fromkeys([*drawn, 1]), LIKE)  # of the next group
-    defense.mean(dict.fromkeys(drawn), LIKE)
-    with pytest.raises(DefenseError, match="of its own draw"):
-        defense.mean(dict.fromkeys(drawn), LIKE)
-    assert defense.accountant.steps == 1
-    with pytest.raises(DefenseError, match="not those of the first round, in its order"):
-        defense.drawn(everyone[::-1])
-    drawn = defense.drawn(everyone)
-    with pytest.raises(DefenseError, match="other names, shapes or another order"):
-        defense.mean(dict.fromkeys(drawn), dict(reversed(LIKE.items())))
-    defense.mean(dict.fromkeys(drawn), LIKE)
-    assert defense.settings()["bands"] == 4
-    assert "at most one of 4 rounds in a row" in defense.guarantee
-
-
-@pytest.mark.parametrize(
-    ("more", "match"),
-    [
-        ({"bands": 1}, "bands"),
-        ({"rounds": None}, "rounds"),
-        ({"rounds": 3}, "planned for all rounds"),
-        ({"sampling": "fixed"}, "sampling='poisson'"),
-        ({"sampling": "all", "per_round": None}, "sampling='poisson'"),
-        ({"trust": "local"}, "trust='central'"),
-        ({"quantile": QuantileClip(0.5)}, "without quantile"),
-        ({"accountant": "filter", "target_epsilon": 3.0}, "'prv' or 'rdp'"),
-        ({"per_round": 11}, "groups of 10, too few for per_round=11"),
-    ],
-)
-def test_correlated_noise_that_is_not_accounted_is_refused(more, match):
-    with pytest.raises(DefenseError, match=match):
-        banded(**more)
-
-
-def test_a_quantile_names_its_option_and_how_many_clients_are_needed():
-    """Its count has noise of a twentieth of the clients: more than ten times z are needed."""
-
-    def quantile(clients, count=None):
-        return dp(1.2, clients=clients, quantile=QuantileClip(0.5, noise=count))
-
-    with pytest.raises(DefenseError) as refused:
-        quantile(12)
-    assert "--clip-quantile" in str(refused.value)
-    assert "use more than 12 samples a batch (clients a round), or Q" in str(refused.value)
-    quantile(13)
-    with pytest.raises(DefenseError, match=r"may: use QuantileClip\(noise=\) above 0\.6"):
-        quantile(13, 0.6)
-    quantile(13, 0.61)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
 from lightning_fedleak.attacks.base import WordGuess
-from lightning_fedleak.defenses import DefenseError, Freeze, GradientCompression
+from lightning_fedleak.defenses import DefenseError, GradientCompression
 from lightning_fedleak.federation import (
     SUM,
     ClientDP,
@@ -21,7 +20,6 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
-from lightning_fedleak.federation.compression import client_compression, seen_compression
 from lightning_fedleak.model.compression import AVERAGED
 from tests.callbacks.runs import Probe
 from tests.defenses.test_gradient_compression import largest
@@ -129,23 +127,6 @@ def test_what_is_withheld_is_not_remembered(tmp_path):
     )
 
 
-def test_a_withheld_update_that_leaves_as_zero_is_zero(tmp_path):
-    out = client(tmp_path, topk(), RoundGate(F1, at_most=0.5), attack=Reading(), zero=True)
-    with announced("withheld"):
-        [(sent, _, leaving)] = rounds(out)
-    assert all(torch.equal(leaving.state[n], t) for n, t in sent.items())
-    assert out.compression.memory == {}
-
-
-def test_an_update_that_cannot_be_read_is_not_remembered(tmp_path):
-    out = client(tmp_path, topk())
-    sent = trained_state(model())
-    broken = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
-    with announced("NaN"):
-        assert out.leaves(0, sent, broken, batches(1)).state is None
-    assert out.compression.memory == {}
-
-
 def test_each_client_has_a_memory_of_its_own(tmp_path):
     shared = topk()
     first, second = (client(tmp_path / str(i), shared) for i in range(2))
@@ -188,10 +169,6 @@ def test_noise_that_comes_later_or_is_of_a_sum_is_refused(tmp_path, trust):
         client(tmp_path, topk(), dp=dp(trust=trust))
 
 
-def test_without_a_compression_there_is_none():
-    assert client_compression([Freeze("head")], dp(trust="central")) is None
-
-
 # ---- what attacks see and are told --------------------------------------------------------------
 
 
@@ -226,20 +203,12 @@ def test_an_attack_that_does_not_read_the_compression_is_unknown(tmp_path):
     assert "compressed (method 'topk')" in line["unknown"]
 
 
-def test_a_gate_on_what_cannot_be_read_is_refused(tmp_path):
-    gate = RoundGate(F1, at_most=0.99)
-    with pytest.raises(ValueError, match=r"method 'topk'.* It would withhold every one"):
-        client(tmp_path, topk(error_feedback=False), gate, attack=Probe(k=14))
-
-
 @pytest.mark.parametrize(
     ("optimizer", "method", "unread"),
     [
         (SGD, "topk", {}),
-        (SGD, "sign", dict.fromkeys(WORDS, "method 'sign'")),
         (SGD, "int4", {"subspace_words": "method 'int4'"}),
         (ADAMW, "topk", dict.fromkeys(WORDS, "not undone")),
-        (partial(SGD, momentum=0.9), "int8", dict.fromkeys(WORDS, "not undone")),
     ],
 )
 def test_what_a_compression_hides_in_every_round_is_said_before_the_first(
@@ -260,7 +229,6 @@ def test_what_a_compression_hides_in_every_round_is_said_before_the_first(
 )
 def test_a_server_sees_one_update_or_a_mean_of_several(tmp_path, defers, who, expected):
     defenses = [topk(error_feedback=defers)]
-    assert seen_compression(defenses, summed=who == SUM) == expected
     watched = observer(tmp_path, attacks=[Reading()], defenses=defenses, side="server")
     net = model()
     watched.begin(0, trained_state(net))
@@ -268,7 +236,3 @@ def test_a_server_sees_one_update_or_a_mean_of_several(tmp_path, defers, who, ex
     [line] = lines(tmp_path)
     unknown = line.get("unknown") or ""
     assert ("were compressed one by one" in unknown) == bool(unknown) == (expected == AVERAGED)
-
-
-def test_without_a_compression_nothing_is_said_of_it():
-    assert seen_compression([Freeze("head")], summed=True) == ""

@@ -110,7 +110,7 @@ def test_whatever_a_client_returns_the_round_ends_and_says_what_happened(tmp_pat
         "good": "",
         "nan": "NaN or infinity",
         "other": "shape",
-        "nothing": "lacks",
+        "nothing": "only one of both",
         "same": "exactly what it was sent",
     }
     assert all(words[c] in said[c] for c in words)

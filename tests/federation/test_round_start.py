@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_fedleak import DPSGD, GradientCompression, PublicText
+from lightning_fedleak import PublicText
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.federation import (
-    ClientDP,
     CraftedValuesError,
     OutgoingUpdates,
     RoundObserver,
@@ -27,7 +24,7 @@ from lightning_fedleak.federation import (
 from lightning_fedleak.federation.round_start import RoundStart, agree, usual_inputs
 from lightning_fedleak.labs.crafted_rows import craft
 from lightning_fedleak.model.anatomy import find_anatomy
-from tests.federation.rounds import ADAMW, SGD
+from tests.federation.rounds import ADAMW
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
 from tests.helpers.models import tiny_llama
 from tests.helpers.notices import announced
@@ -96,12 +93,6 @@ def test_what_a_rule_is_not_asked_of_is_announced_once(states, capsys):
     assert " ".join(capsys.readouterr().err.split()).count(words) == 1
 
 
-def test_without_the_setting_nothing_is_asked(tmp_path, public, states):
-    silent = observer(tmp_path, public, False)
-    silent.begin(0, states[1])
-    assert silent.start is None
-
-
 def test_refuses_a_round_and_says_by_which_rules(tmp_path, public, states):
     with pytest.raises(CraftedValuesError, match="refuses in round 3") as refused:
         observer(tmp_path, public, StartCheck("refuse")).begin(3, states[1])
@@ -123,46 +114,6 @@ def test_each_client_of_one_process_is_refused(tmp_path, public, states):
         leaving = client.leaves(4, honest, returned, [])
         assert not leaving.withheld
         assert all(torch.equal(leaving.state[n], t) for n, t in returned.items())
-
-
-def test_a_row_that_jumps_after_a_round_of_ones_own_is_refused(tmp_path, public, states):
-    honest, _ = states
-    returned = changed(honest, 1e-4, 1)
-    mean = {n: (returned[n] + t) / 2 for n, t in changed(honest, 1e-4, 2).items()}
-    sent = mean | {DOWN: mean[DOWN].clone()}
-    sent[DOWN][5] = 3 * mean[DOWN][6]
-    sent[DOWN][5, 0] *= -1
-    watching = observer(tmp_path / "a", public, StartCheck("refuse"))
-    watching.begin(0, honest)
-    watching.look(returned, 4)
-    with pytest.raises(CraftedValuesError, match="jump") as refused:
-        watching.begin(1, sent)
-    assert refused.value.inspection.found[0].rows == (f"{DOWN}[5]",)
-    for name, round_, check, optimizer in (
-        ("mean", 1, StartCheck("refuse"), ADAMW),
-        ("missed", 2, StartCheck("refuse"), ADAMW),
-        ("other", 1, StartCheck("refuse", server="other"), ADAMW),
-        ("unasked", 1, StartCheck("refuse", own_updates=False), ADAMW),
-        ("sgd", 1, StartCheck("refuse"), SGD),
-    ):
-        watching = observer(tmp_path / name, public, check, optimizer)
-        watching.begin(0, honest)
-        watching.look(returned, 4)
-        watching.begin(round_, mean if name == "mean" else sent)
-
-
-def test_another_process_goes_on_with_what_a_client_remembers(public, states):
-    honest, _ = states
-    returned = changed(honest, 1e-4, 1)
-    sent = returned | {DOWN: returned[DOWN].clone()}
-    sent[DOWN][2] = -sent[DOWN][3]
-    starts = [RoundStart(StartCheck(), find_anatomy(fresh_model()), None) for _ in range(2)]
-    assert starts[0].memory("a") == (0, {})
-    starts[0].inspect(1, honest)
-    starts[0].note("a", returned)
-    starts[1].recall("a", *starts[0].memory("a"))
-    for start in starts:
-        assert {a.rule for a in start.inspect(2, sent).found} == {"jump", "equal_rows"}
 
 
 def test_usual_inputs_span_what_the_adapter_reads(public, states):
@@ -188,35 +139,3 @@ def test_base_and_scale_of_a_lora_are_those_of_peft(start):
     assert agreed.scales[name] == 6 / 4
     assert agreed.start is not None
     assert agreed.start.keys() == trained_state(model).keys()
-
-
-def test_refusal_by_own_updates_under_dp_must_be_accepted(tmp_path, public):
-    defenses = [DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-5)]
-    with pytest.raises(ValueError, match="outside_epsilon=True"):
-        observer(tmp_path, public, StartCheck("refuse"), defenses=defenses)
-    for check in (
-        StartCheck("refuse", own_updates=False),
-        StartCheck("refuse", outside_epsilon=True),
-        StartCheck("warn"),
-    ):
-        observer(tmp_path, public, check, defenses=defenses)
-
-
-@pytest.mark.parametrize("compressed", [False, True])
-def test_under_the_noise_of_clients_or_a_compression_no_jump_is_asked(
-    tmp_path, public, states, compressed
-):
-    defenses = [GradientCompression("int8")] if compressed else []
-    watching = observer(tmp_path, public, True, defenses=defenses)
-    dp = ClientDP(1.0, 1.0, clients=10, target_delta=0.01, trust="local")
-    outgoing = OutgoingUpdates(watching, dp=None if compressed else dp)
-    outgoing.leaves(1, states[0], changed(states[0], 1e-4, 1), [])
-    answers = watching.start.inspect(2, copy.deepcopy(states[0])).answers
-    answer = next(a for a in answers if a.rule == "jump")
-    assert math.isnan(answer.value)
-    assert answer.why == "noise or a compression is in what the server sends"
-
-
-def test_settings_that_cannot_be_meant():
-    with pytest.raises(ValueError, match="action"):
-        StartCheck("withhold")  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from functools import partial
 
 import pytest
@@ -130,17 +129,6 @@ def hand_over(tmp_path):
     listening.close()
 
 
-def test_a_thread_s_batches_are_handed_over(hand_over):
-    data = batches(1, 2)
-    thread = threading.Thread(target=lambda: [trained_on(b, learning_rate=0.5) for b in data])
-    thread.start()
-    thread.join()
-    found = hand_over.take()
-    assert all(one is other for one, other in zip(found, data, strict=True))
-    assert found.rates == [0.5, 0.5]
-    assert not hand_over.take()
-
-
 def test_a_process_s_batches_are_handed_over_in_private_files(hand_over, monkeypatch):
     """Two processes of one client, of which this one is neither."""
     folder, ids = hand_over.folder, torch.arange(6).view(2, 3)
@@ -150,7 +138,7 @@ def test_a_process_s_batches_are_handed_over_in_private_files(hand_over, monkeyp
         monkeypatch.setattr(reports, "_SENDER", reports._Sender())
         trained_on({"input_ids": ids, "labels": ids, "names": ["a", "b"]}, step=False)
         trained_on([ids.bfloat16().T, (1, None)], learning_rate=0.5)
-        with pytest.raises(TypeError, match="must hold tensors, numbers and words"):
+        with pytest.raises(TypeError, match="not JSON serializable"):
             trained_on({"what": object()})
     files = sorted(folder.iterdir())
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
@@ -164,18 +152,6 @@ def test_a_process_s_batches_are_handed_over_in_private_files(hand_over, monkeyp
         assert tuple(listed[1]) == (1, None)
     assert found.rates == [0.5]  # one optimizer step of two processes
     assert not list(folder.iterdir())
-
-
-def test_a_second_process_of_a_round_writes_over_nothing(hand_over, monkeypatch):
-    """Each process counts its reports from 0."""
-    data = batches(3, 2)
-    for process, batch in enumerate(data):
-        monkeypatch.setattr(reports.os, "getpid", lambda number=process: 1000 + number)
-        reports._Sender().append(batch)
-    found = hand_over.take()
-    assert len(found) == 2
-    for one, other in zip(found, data, strict=True):
-        assert torch.equal(one["input_ids"], other["input_ids"])
 
 
 def test_two_clients_in_one_process_are_refused(hand_over, tmp_path):

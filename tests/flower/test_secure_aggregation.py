@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from flwr.clientapp import ClientApp
 from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.common.secure_aggregation.secaggplus_constants import Key as Field
 from flwr.common.secure_aggregation.secaggplus_constants import Stage
-from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
 from flwr.server.compat.grid_client_proxy import GridClientProxy
@@ -34,16 +34,18 @@ from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
     RoundGate,
-    UpdateError,
     trained_on,
     trained_state,
 )
-from lightning_fedleak.federation.flower import FedLeakMod, SecAggMessages
+from lightning_fedleak.federation.flower import FedLeakMod
 from tests.federation.rounds import model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
 from tests.flower.apps import F1, ForClient, data_of
 from tests.helpers.notices import announced
+
+EXAMPLE = Path(__file__).parents[2] / "examples/flower/secure_aggregation/named_messages.py"
+SecAggMessages = runpy.run_path(str(EXAMPLE))["SecAggMessages"]
 
 CLIENTS = 3
 ROUNDED = 2 * 16 / 2**22
@@ -346,7 +348,7 @@ WELL_SET_UP = {
     ("field", "value", "said"),
     [
         (Field.THRESHOLD, 1, "unmasks the sum of 1, where at least 2"),
-        (Field.MOD_RANGE, 2, "draws its masks below 2,"),
+        (Field.MOD_RANGE, 2, "by numbers below 2,"),
         (Field.CLIPPING_RANGE, 0.01, "clips numbers at 0.01"),
         (Field.CLIPPING_RANGE, float("nan"), "clips numbers at nan"),
         (Field.MAX_WEIGHT, 1e-6, "may be as large as"),
@@ -421,35 +423,6 @@ def test_a_round_that_the_server_spoils_after_the_release_is_counted_each_time(
     assert releases(tmp_path)[number] == 3
 
 
-def test_what_flowers_protocol_leaves_to_the_servers_honesty() -> None:
-    """Why docs/federation.md trusts the server to keep to the protocol."""
-    assert not pseudo_rand_gen(b"some", 2, [(1000,)])[0].any()  # a modulus of 2 masks nothing
-    seeds = [b"\1\2\3\4" + b"\0" * 28, b"\0" * 28 + b"\1\2\3\4"]  # of 256 bits, folded to 32
-    one, other = (pseudo_rand_gen(seed, 2**32, [(8,)])[0] for seed in seeds)
-    assert (one == other).all()
-    kept: list[Here] = []
-    with suppress(ValueError):  # this server does not know what to do with all that
-        aggregated(
-            lambda number: [secaggplus_mod],
-            grid=lambda mods: kept.append(BothLivingAndDead(mods)) or kept[-1],
-        )
-    [grid] = kept
-    secrets = [
-        len(r.content["secaggplus_configs"]["shares"])
-        for r in grid.replies
-        if "shares" in r.content.config_records.get("secaggplus_configs", {})
-    ]
-    assert secrets == [2 * CLIENTS] * CLIENTS  # of each client both keys: no mask is left
-
-
-class BothLivingAndDead(Here):
-    def tampered(self, message: Message) -> Message:
-        configs = message.content["secaggplus_configs"]
-        if configs["stage"] == Stage.UNMASK:
-            configs[Field.DEAD_NODE_ID_LIST] = list(configs[Field.ACTIVE_NODE_ID_LIST])
-        return message
-
-
 def test_a_share_of_noise_does_not_leave_unmasked(tmp_path: Path) -> None:
     asked, where = fit_asked(trained_state(model())), a_context()
     claims = fit_asked(trained_state(model()))
@@ -482,12 +455,6 @@ def test_a_mod_that_would_see_masked_numbers_is_refused(tmp_path: Path) -> None:
     assert all("mods=[secaggplus_mod, FedLeakMod" in r.error.reason for r in grid.replies)
 
 
-def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:
-    asked = fit_asked(dict(list(trained_state(model()).items())[1:]))
-    with pytest.raises(UpdateError, match="arrays that were sent are not those"):
-        FedLeakMod(ForClient(tmp_path))(asked, a_context(), answer)
-
-
 # ---- functions of @app.train() behind the masks -------------------------------------------------
 
 
@@ -500,79 +467,3 @@ def test_a_function_gets_and_returns_what_it_would_without_masks() -> None:
         [r for r in g.replies if "fitres.parameters" in r.content] for g in (grid, other)
     )
     assert [form(r) for r in masked] == [form(r) for r in listed]
-
-
-@pytest.mark.parametrize("kind", ["train", "train.default", "train.other"])
-@pytest.mark.parametrize("claims", [None, {"srcs": [101, 102]}])
-def test_a_function_is_not_called_where_nothing_masks_its_reply(
-    kind: str, claims: dict | None
-) -> None:
-    content = fit_asked(trained_state(model())).content
-    if claims is not None:
-        content["secaggplus_configs"] = ConfigRecord(claims)
-    asked = Message(content, dst_node_id=100, message_type=kind)
-    called = []
-    with pytest.raises(DefenseError, match="nothing masks the reply to this message"):
-        SecAggMessages(names_sent)(asked, a_context(), lambda *_: called.append(1))
-    after_a_round = ByMessages(lambda number: [secaggplus_mod])
-    with pytest.raises(KeyError if kind == "train" else DefenseError):
-        after_a_round.answered(asked)
-    assert not called
-
-
-def test_other_messages_than_of_training_pass() -> None:
-    asked = Message(RecordDict(), dst_node_id=100, message_type="query")
-    assert SecAggMessages(names_sent)(asked, a_context(), lambda message, _: message) is asked
-
-
-def behind_masks(reply: dict, names=names_sent, sent=None) -> Message:
-    """The reply that SecAgg+ reads, of a function that replies with these records."""
-    asked = fit_asked(sent or trained_state(model()))
-    asked.content["secaggplus_configs"] = ConfigRecord({"srcs": [101, 102]})
-    context = a_context()
-    context.state["secaggplus_state"] = ConfigRecord({"current_stage": Stage.SHARE_KEYS})
-    return SecAggMessages(names)(
-        asked, context, lambda message, _: Message(RecordDict(reply), reply_to=message)
-    )
-
-
-@pytest.mark.parametrize(
-    ("metrics", "weight"),
-    [({"num-examples": 5}, 5), ({"num-examples": 5.0}, 5), ({"loss": 0.5}, 1), ({}, 1)],
-)
-def test_the_weight_alone_leaves(metrics: dict, weight: int) -> None:
-    arrays = ArrayRecord(trained_state(model()))
-    reply = behind_masks({"arrays": arrays, "m": MetricRecord(metrics)})
-    result = compat.recorddict_to_fitres(reply.content, keep_input=True)
-    assert (result.num_examples, result.metrics) == (weight, {})
-
-
-@pytest.mark.parametrize("weight", [0.5, float("nan"), [1, 2]])
-def test_a_weight_that_is_no_whole_number_is_refused(weight) -> None:
-    arrays = ArrayRecord(trained_state(model()))
-    with pytest.raises(ValueError, match=r"'num-examples' is .* weighs clients by whole numbers"):
-        behind_masks({"arrays": arrays, "m": MetricRecord({"num-examples": weight})})
-
-
-def test_arrays_that_were_not_sent_are_refused() -> None:
-    state = trained_state(model())
-    fewer = dict(list(state.items())[1:])
-    lost = next(iter(state))
-    with pytest.raises(UpdateError, match=f"in one of them alone are {lost}: return the arrays"):
-        behind_masks({"arrays": ArrayRecord(fewer)})
-    with pytest.raises(UpdateError, match=r"the server sent .* arrays, and names= has"):
-        behind_masks({"arrays": ArrayRecord(state)}, names=list(fewer))
-    with pytest.raises(UpdateError, match="holds one model, and this one has 0"):
-        behind_masks({})
-
-
-def test_an_error_of_the_function_is_its_reply() -> None:
-    failed = Error(3, "no memory")
-    asked = fit_asked(trained_state(model()))
-    asked.content["secaggplus_configs"] = ConfigRecord({"srcs": [101, 102]})
-    context = a_context()
-    context.state["secaggplus_state"] = ConfigRecord({"current_stage": Stage.SHARE_KEYS})
-    reply = SecAggMessages(names_sent)(
-        asked, context, lambda message, _: Message(failed, reply_to=message)
-    )
-    assert reply.error.reason == "no memory"

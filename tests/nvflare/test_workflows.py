@@ -26,9 +26,9 @@ from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation import (
     ClientDP,
     RoundObserver,
+    UpdateSum,
     difference,
     joint_norm,
-    nvflare,
     trained_state,
 )
 from lightning_fedleak.federation.nvflare import FedLeakFilter, ObservedResults, PrivateFedAvg
@@ -227,18 +227,19 @@ def test_a_trusted_server_noises_the_mean_of_clipped_updates(tmp_path, monkeypat
 
 
 def test_a_trusted_server_holds_one_update_at_a_time(tmp_path, monkeypatch):
-    """Of as many clients as there are, when the next one's is read."""
+    """Of as many clients as there are, when the next one's is added."""
     monkeypatch.setenv("FEDLEAK_CLIENTS", "4")
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = []
 
-    def noting(*arguments, **named):
-        most.append(len(alive))
-        update = difference(*arguments, **named)
-        alive.update(update.values())
-        return update
+    add = UpdateSum.add
 
-    monkeypatch.setattr(nvflare, "difference", noting)
+    def add_noted(self, client, update):
+        most.append(len(alive))
+        alive.update(update.values())
+        add(self, client, update)
+
+    monkeypatch.setattr(UpdateSum, "add", add_noted)
     jobs.run(private(), sites(tmp_path, *[OPEN] * 4, weights=(1,) * 4), tmp_path)
     gc.collect()
     assert most == [0] * 4

@@ -23,6 +23,7 @@ from flwr.server import LegacyContext, ServerConfig
 from flwr.server.strategy import FedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid, ServerApp
+from named_messages import SecAggMessages
 
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
@@ -38,7 +39,7 @@ from lightning_fedleak.federation import (
     trained_on,
     trained_state,
 )
-from lightning_fedleak.federation.flower import FedLeakMod, SecAggMessages
+from lightning_fedleak.federation.flower import FedLeakMod
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
 ROWS = 4

@@ -154,7 +154,7 @@ def _check_gates(federation: Federation) -> None:
     texts = min(federation.local_steps * federation.batch_size, fewest)
     for gate in round_gates:
         try:
-            gate.check(observer)
+            gate.watch_rounds(observer)
         except ValueError as error:
             raise SourceError(f"--watch {gate.metric}: {error}") from error
         if "membership" in gate.metric and texts < LEAST_MEMBERS:

@@ -3,7 +3,6 @@
 The only folder that knows Flower. It needs ``pip install lightning-fedleak[flower]``.
 """
 
-from lightning_fedleak.federation.flower.masks import SecAggMessages as SecAggMessages
 from lightning_fedleak.federation.flower.messages import ROUND as ROUND
 from lightning_fedleak.federation.flower.messages import WEIGHT as WEIGHT
 from lightning_fedleak.federation.flower.mod import FedLeakMod as FedLeakMod

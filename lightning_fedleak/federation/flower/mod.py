@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 
-from lightning_fedleak.engine import LeakageLimitExceeded, reason
 from lightning_fedleak.federation import (
     ClientDP,
-    Leaving,
     OutgoingUpdates,
     RoundGate,
     RoundObserver,
@@ -23,6 +19,7 @@ from lightning_fedleak.federation import (
 )
 from lightning_fedleak.federation.flower.masks import check_masks, read_masks
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
+from lightning_fedleak.federation.updates import State
 
 log = logging.getLogger("flwr")
 
@@ -30,9 +27,7 @@ _Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
 _WATCHES: dict[str, tuple[int, _Watch]] = {}
 """The newest run of each mod, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
-_START = "last_round"
 _MEMORY = f"{_STATE}-compression"
-_ROUND = f"{_STATE}-{_START}"  # a record of another kind needs a key of its own
 
 
 class FedLeakMod:
@@ -59,12 +54,12 @@ class FedLeakMod:
     it: an exact loss of a model that the server chose is under no noise.
 
     With ``RoundSettings(inspect=StartCheck("refuse"))`` of its observer a client does not train on
-    values that look crafted; what it remembers of the round before is in the node's state.
+    values that look crafted.
 
     **Secure aggregation** (``SecAgg+``): ``mods=[secaggplus_mod, FedLeakMod(...)]``, in this order,
     looks at the update before it is masked. A withheld update, or one that cannot be read, leaves
     as zero, masked like every other; see :class:`~lightning_fedleak.federation.OutgoingUpdates`. A
-    function of ``@app.train()`` needs :class:`SecAggMessages` as the last mod.
+    function of ``@app.train()`` needs a mod behind it, ``examples/flower/secure_aggregation``.
     A node that takes part in SecAgg+ answers no training message that its mod does not mask, nor
     one whose masks hide the sum of fewer clients than the noise is meant for. The number of
     examples and the metrics are not masked by Flower, and leave as they are.
@@ -77,7 +72,6 @@ class FedLeakMod:
         dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
             none. It needs a ledger, since Flower may run each round in another process.
         weight: the metric by which the server's strategy weighs clients.
-        drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
         secure_aggregation: what leaves is masked by other means than Flower's SecAgg+, which is
             known by its messages.
         uncovered: types of messages, ``"evaluate"`` or ``"query.size"`` say, that are answered
@@ -91,7 +85,6 @@ class FedLeakMod:
         dp: Callable[[Context], ClientDP | None] | None = None,
         *,
         weight: str = WEIGHT,
-        drop: Sequence[str] = (),
         secure_aggregation: bool = False,
         uncovered: Sequence[str] = (),
     ) -> None:
@@ -99,7 +92,6 @@ class FedLeakMod:
         self._gates = gates
         self._dp = dp
         self._weight = weight
-        self._drop = tuple(drop)
         self._secure = secure_aggregation
         self._uncovered = {_full_type(kind) for kind in uncovered}
         self._id = uuid.uuid4().hex  # also of its copies
@@ -137,56 +129,23 @@ class FedLeakMod:
                 "server, or FedLeakMod(secure_aggregation=True) where something else masks it",
             )
         observer, gates = self._watch_run(context)
-        client = context.node_config.get("partition-id", context.node_id)
         outgoing = OutgoingUpdates(
             observer,
             gates,
             dp,
-            client=client,
-            drop=self._drop,
+            client=context.node_config.get("partition-id", context.node_id),
             secure_aggregation=masked,
         )
         codec = read_sent(message, observer)
         if protocol is not None:
             names = parameter_names(observer.model)
             trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
-            sent = [t for n, t in codec.sent.items() if names.get(n) in trained]
-            check_masks(protocol, dp, sent)
-        # The node's state keeps it, because the next round may run in another process.
-        outgoing.recall(context.state.config_records.get(_STATE))
-        compression = outgoing.compression
-        if compression is not None and _MEMORY in context.state.array_records:
-            compression.memory = dict(context.state.array_records[_MEMORY].to_torch_state_dict())
+            check_masks(protocol, dp, [t for n, t in codec.sent.items() if names.get(n) in trained])
+        _recall(outgoing, context)
         try:
-            if (why := _find_refusal(outgoing, codec, context)) is not None:
-                answer = "refused: what was sent looks crafted, or as of a run that diverged"
-                return self._answer_nothing(outgoing, codec, message, why, answer)
-            return self._answer_training(
-                outgoing, codec, message, lambda: call_next(message, context)
-            )
+            return self._answer(outgoing, codec, message, lambda: call_next(message, context))
         finally:
-            memory = outgoing.memory()
-            if compression is not None and compression.memory:
-                context.state.array_records[_MEMORY] = ArrayRecord(compression.memory)
-            context.state.config_records[_STATE] = ConfigRecord(
-                memory | _keep_round(outgoing, context)
-            )
-
-    def _answer_nothing(
-        self, outgoing: OutgoingUpdates, codec: NamedArrays, message: Message, why: str, answer: str
-    ) -> Message:
-        """Return the reply of a client that has trained nothing: an error with this answer.
-
-        Under noise that it adds that is zero with the noise, in which nothing of it shows.
-        """
-        if outgoing.own is None:
-            return _refuse(message, answer)
-        return self._reply(outgoing.nothing(codec.round_, codec.sent, why), codec, message)
-
-    def _reply(self, leaving: Leaving, codec: NamedArrays, message: Message) -> Message:
-        """Return a reply that holds an update under noise alone, which always leaves."""
-        assert leaving.state is not None
-        return Message(codec.alone(leaving.state, self._weight), reply_to=message)
+            _remember(outgoing, context)
 
     def _watch_run(self, context: Context) -> _Watch:
         """Return the observer of a run and its gates; each round may build this mod again."""
@@ -199,66 +158,54 @@ class FedLeakMod:
             _WATCHES[self._id] = context.run_id, watch
         return watch
 
-    def _answer_training(
+    def _answer(
         self,
         outgoing: OutgoingUpdates,
         codec: NamedArrays,
         message: Message,
-        train: Callable[[], Message],
+        call_next: Callable[[], Message],
     ) -> Message:
         """Return the reply to a training message."""
-        under_noise = outgoing.own is not None
-        start = time.perf_counter()
-        try:
+        replies: list[Message] = []
+
+        def train() -> tuple[State, Sequence[object]]:
             with recording() as batches:
-                reply = train()
-            seconds = time.perf_counter() - start
-            if reply.has_error() and not under_noise:
-                return reply
-            if reply.has_error():
-                raise RuntimeError(reply.error.reason)
-            returned = codec.returned(reply)
-        except Exception as error:  # whose words, of private text perhaps, Flower would send on
-            why = f"training failed: {reason(error)}"
-            trace = "".join(traceback.format_tb(error.__traceback__))
-            log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
-            return self._answer_nothing(outgoing, codec, message, why, why)
-        try:
-            leaving = outgoing.leaves(codec.round_, codec.sent, returned, batches, seconds=seconds)
-        except LeakageLimitExceeded as exceeded:
-            log.error("%s", exceeded)
-            return _refuse(message, "a gate ended this client's round")
-        if under_noise:
-            return self._reply(leaving, codec, message)
+                replies.append(call_next())
+            if replies[0].has_error():
+                raise RuntimeError(replies[0].error.reason)
+            return codec.returned(replies[0]), batches
+
+        observer = outgoing.observer
+        why = None if observer.start is None else observer.refusal(codec.round_, codec.sent)
+        if why is not None:
+            log.error("lightning-fedleak: %s", why)
+            crafted = "refused: what was sent looks crafted, or as of a run that diverged"
+            leaving = outgoing.nothing(codec.round_, codec.sent, why, crafted)
+        else:
+            leaving = outgoing.answer(codec.round_, codec.sent, train)
+        if outgoing.dp is None and replies and replies[0].has_error():
+            return replies[0]
         if leaving.state is None:
-            why = "; ".join(event.gate for event in leaving.events) or "the update cannot be read"
-            return _refuse(message, f"withheld ({why})")
-        codec.put(leaving.state, reply)
-        return reply
+            return _refuse(message, leaving.answer)
+        if outgoing.dp is not None or not replies:
+            return Message(codec.alone(leaving.state, self._weight), reply_to=message)
+        codec.put(leaving.state, replies[0])
+        return replies[0]
 
 
-def _find_refusal(outgoing: OutgoingUpdates, codec: NamedArrays, context: Context) -> str | None:
-    """Return why a client does not train on what it was sent; None where it does."""
-    start = outgoing.observer.start
-    if start is None:
-        return None
-    if _ROUND in context.state:
-        round_ = int(context.state.config_records[_STATE][_START])
-        tensors = context.state.array_records[_ROUND].to_torch_state_dict()
-        start.recall(outgoing.client, round_, tensors)
-    why = outgoing.observer.refusal(codec.round_, codec.sent)
-    if why is not None:
-        log.error("lightning-fedleak: %s", why)
-    return why
+def _recall(outgoing: OutgoingUpdates, context: Context) -> None:
+    """Take up what the node's state keeps: the next round may run in another process."""
+    outgoing.recall(context.state.config_records.get(_STATE))
+    if outgoing.compression is not None and _MEMORY in context.state.array_records:
+        tensors = context.state.array_records[_MEMORY].to_torch_state_dict()
+        outgoing.compression.memory = dict(tensors)
 
 
-def _keep_round(outgoing: OutgoingUpdates, context: Context) -> dict[str, int]:
-    """Keep what the next round is compared with, and return the number of this one."""
-    if outgoing.observer.start is None:
-        return {}
-    round_, tensors = outgoing.observer.start.memory(outgoing.client)
-    context.state.array_records[_ROUND] = ArrayRecord(tensors)
-    return {_START: round_}
+def _remember(outgoing: OutgoingUpdates, context: Context) -> None:
+    """Keep in the node's state what the client's next round needs."""
+    if outgoing.compression is not None and outgoing.compression.memory:
+        context.state.array_records[_MEMORY] = ArrayRecord(outgoing.compression.memory)
+    context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
 
 
 def _full_type(kind: str) -> str:

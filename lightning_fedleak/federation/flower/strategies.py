@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,11 @@ from torch import Tensor
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
 from lightning_fedleak.federation.client_dp import ClientDP
-from lightning_fedleak.federation.flower.messages import ROUND, Arrays, arrays_of
+from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
 from lightning_fedleak.federation.observer import SUM, RoundObserver
 from lightning_fedleak.federation.updates import (
     ServerOptimizer,
     State,
-    UpdateError,
-    difference,
     moved,
 )
 
@@ -99,7 +97,7 @@ class Observed(_Around):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remember what is sent."""
-        self._arrays, self._sent = arrays, Arrays(arrays)
+        self._arrays, self._sent = arrays, arrays.to_torch_state_dict()
         self.observer.begin(server_round, self._sent)
         self._round_start = time.perf_counter()
         messages: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
@@ -132,7 +130,9 @@ class Observed(_Around):
         return model, metrics
 
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
-        mean = _Mean(self._sent)
+        floats = {n: t for n, t in self._sent.items() if t.is_floating_point()}
+        total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in floats.items()}
+        weights = 0.0
         rate = None if self._rate is None else self._rate(server_round)
         all_batches: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
@@ -146,11 +146,16 @@ class Observed(_Around):
             self.observer.look(state, client, batches=batches, learning_rate=rate)
             if not _can_be_averaged(state, self._sent):
                 continue
-            mean.add(state, _weight_of(reply, self.strategy))
+            weight = _weight_of(reply, self.strategy)
+            weights += weight
+            for name, tensor in total.items():
+                tensor.add_(state[name], alpha=weight)
             all_batches = (
                 None if all_batches is None or batches is None else [*all_batches, *batches]
             )
-        if mean.weight > 0:
+        if weights > 0:
+            mean = {n: t.div_(weights).to(self._sent[n].dtype) for n, t in total.items()}
+            mean = {**self._sent, **mean}
             self.observer.look(mean, SUM, batches=all_batches, learning_rate=rate)
 
 
@@ -163,7 +168,7 @@ class PrivateMean(_Around):
 
     The first round waits for all clients to be there, and no more, since the account depends on
     their number. One that is gone later is drawn like every other; a node that comes takes a free
-    place, but under correlated noise (``bands``), where places decide who is in which round, none.
+    place.
 
     Args:
         strategy: for everything but training: evaluation, say.
@@ -235,7 +240,7 @@ class PrivateMean(_Around):
             self._places = sorted(connected)
         new = sorted(connected.difference(self._places))
         for place, node in enumerate(self._places):
-            if node not in connected and new and self.dp.bands == 1:  # else a place has its rounds
+            if node not in connected and new:
                 self._places[place] = new.pop(0)
         if new:  # one that comes back may do so before its old node is seen to be gone
             log.info("lightning-fedleak: %d nodes wait for a place to be free", len(new))
@@ -253,12 +258,8 @@ class PrivateMean(_Around):
         sums = self.dp.begin(self._nodes, like)
         arrived = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
         for node in self._nodes:  # in their order: the same replies make the same sum
-            if node not in arrived:
-                continue
-            try:
-                sums.add(node, difference(self._sent, _state_of(arrived[node]), trained=like))
-            except UpdateError as error:
-                sums.zeros[node] = str(error)
+            if node in arrived:
+                sums.add_returned(node, self._sent, _state_of(arrived[node]))
         release = sums.end()
         for node, zero in release.zeros.items():
             place = self._nodes.index(node)
@@ -269,13 +270,10 @@ class PrivateMean(_Around):
 def _state_of(reply: Message) -> State:
     """Return the model of a reply; it is empty unless one model is there and can be read."""
     try:
-        _, arrays = arrays_of(reply)
-        for name in arrays:
-            arrays[name]
+        return arrays_of(reply)[1]
     except Exception as error:  # whatever a client's bytes provoke
         log.info("lightning-fedleak: a reply holds no model: %s", reason(error))
         return {}
-    return arrays
 
 
 def _can_be_averaged(state: State, sent: State) -> bool:
@@ -295,38 +293,3 @@ def _weight_of(reply: Message, strategy: Strategy) -> float:
     weights = [r[name] for r in reply.content.metric_records.values() if name in r]
     weight = float(weights[0]) if len(weights) == 1 and isinstance(weights[0], int | float) else 1.0
     return weight if math.isfinite(weight) and weight >= 0 else 1.0
-
-
-class _Mean(Mapping[str, Tensor]):
-    """The mean of models, each tensor added up when it is asked for, so that no sum is in memory.
-
-    What is not a float stays as it was sent.
-
-    Attributes:
-        weight: sum of the weights.
-    """
-
-    def __init__(self, sent: State) -> None:
-        self._sent = sent
-        self._states: list[tuple[State, float]] = []
-        self.weight = 0.0
-
-    def add(self, state: State, weight: float) -> None:
-        """Add one more model with its weight."""
-        self._states.append((state, weight))
-        self.weight += weight
-
-    def __getitem__(self, name: str) -> Tensor:
-        before = self._sent[name]
-        if not before.is_floating_point():
-            return before
-        total = torch.zeros_like(before, dtype=torch.float64)
-        for state, weight in self._states:
-            total.add_(state[name], alpha=weight)
-        return total.div_(self.weight).to(before.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sent)
-
-    def __len__(self) -> int:
-        return len(self._sent)

@@ -310,7 +310,7 @@ class Federation:
             settings=RoundSettings(
                 look_seconds=math.inf,
                 data=self.loader if self.leave_out else None,
-                gates=[gate.about() for gate in self.gates()] if gated else [],
+                gates=[gate.facts for gate in self.gates()] if gated else [],
             ),
         )
 

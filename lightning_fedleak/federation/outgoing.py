@@ -1,0 +1,453 @@
+"""What leaves a client in a round, and what does not: gated and defended before it leaves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fedleak.defenses import DefenseError, GradientCompression
+from lightning_fedleak.engine import (
+    GateDecision,
+    GateEvent,
+    LeakageLimitExceeded,
+    announce,
+    decision_of,
+    reason,
+)
+from lightning_fedleak.federation.client_dp import ClientDP
+from lightning_fedleak.federation.gate import RoundGate
+from lightning_fedleak.federation.observer import RoundObserver
+from lightning_fedleak.federation.round_look import RoundLook
+from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
+
+log = logging.getLogger(__name__)
+
+_NEXT = "next_look"
+_STRENGTH = ("leave", "warn", "harden", "withhold", "raise")
+"""What is done with an update; the strongest of several gates counts."""
+
+TELLS = (
+    "that this client withholds tells the server one bit about its data: the update was above the "
+    "threshold. With ClientDP a withheld update is zero plus noise, which nobody can tell apart"
+)
+DILUTES = (
+    "zero leaves in its place. It counts in the mean over clients with this client's weight, and "
+    "so holds the model back at what was sent"
+)
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What leaves a client in a round.
+
+    Attributes:
+        state: what is returned to the server, by the names that were sent; None where nothing is.
+        withheld: the client's update did not leave.
+        events: of the gates that acted.
+        look: at what would have left; None where the update could not be read at all, or
+            ``max_overhead`` let none be made.
+        answer: what the server may be told where nothing leaves.
+    """
+
+    state: dict[str, Tensor] | None
+    withheld: bool
+    events: tuple[GateEvent, ...]
+    look: RoundLook | None
+    answer: str = "withheld (the update cannot be read)"
+
+
+class OutgoingUpdates:
+    """One client's way out: each round's update is defended, attacked, and gated before it leaves.
+
+    With a :class:`ClientDP` of local trust, or under secure aggregation, what is attacked is a
+    *rehearsal*: the clipped update with noise of the same law. What leaves has other noise. So the
+    account of the release also covers the decision to withhold, which depends on the data and on
+    noise that nobody sees. It does not cover why noise was turned up (``action="harden"``), nor the
+    logs.
+
+    A :class:`~lightning_fedleak.GradientCompression` among the observer's ``defenses`` acts last,
+    with a memory of this client's own. With error feedback a look is at the update before it, all
+    of which leaves in time. What is withheld is not remembered.
+
+    Under a secure aggregation the server sees nothing but the sum. So a withheld update, or one
+    that cannot be read, leaves as zero, masked like every other: nobody is told which client
+    withheld, and the aggregation loses none.
+
+    Args:
+        observer: of this client; ``side="client"``.
+        gates: in the order in which they judge.
+        dp: this client's own. With central trust the server clips and noises, and nothing is done
+            here.
+        client: its name in the logs.
+        secure_aggregation: what leaves is masked, so that the server sees the sum of all clients
+            alone.
+        zero: a withheld update leaves as zero though the server sees it, where an engine's round
+            would not survive a client that sends nothing.
+
+    Attributes:
+        dp: adds this client's own noise; None where it adds none.
+        compression: of what leaves; None without one.
+        unknown: by gate, how many values in a row were unknown so far.
+        unread: by gate, the round whose update left while nothing could be read yet.
+
+    Raises:
+        ValueError: gates that watch what is not logged, two of one name, or one that hardens
+            without noise that can be turned up.
+        DefenseError: a compression whose noise would come after it, or be of a sum.
+    """
+
+    def __init__(
+        self,
+        observer: RoundObserver,
+        gates: Sequence[RoundGate] = (),
+        dp: ClientDP | None = None,
+        *,
+        client: str | int = 0,
+        secure_aggregation: bool = False,
+        zero: bool = False,
+    ) -> None:
+        self.observer, self.client = observer, client
+        self.gates = tuple(gates)
+        self.zero, self.secure_aggregation = zero, secure_aggregation
+        self.dp: ClientDP | None = None if dp is None or dp.trust == "central" else dp
+        self.compression = _copy_compression(observer, dp)
+        self.unknown: dict[str, int] = {}
+        self.unread: dict[str, int] = {}
+        names = [gate.name for gate in self.gates]
+        for gate in self.gates:
+            gate.watch_rounds(observer)
+            if names.count(gate.name) > 1:
+                raise ValueError(f"two RoundGates are named '{gate.name}': give one another name=")
+            if gate.action == "raise" and self.dp is not None:
+                raise ValueError(
+                    "RoundGate(action='raise') ends a client's round by what its data show, which "
+                    "is seen outside and no noise of the ClientDP hides: use action='withhold'"
+                )
+            if gate.action == "harden" and (self.dp is None or not self.dp.can_harden):
+                raise ValueError(
+                    "RoundGate(action='harden') turns up noise that this client adds: give "
+                    "ClientDP(trust='local', accountant='filter', target_epsilon=...)"
+                )
+        observer.expect_gates([gate.facts for gate in self.gates])
+
+    # ---- a round ----------------------------------------------------------------------------
+
+    def leaves(
+        self,
+        round_: int,
+        sent: State,
+        returned: State,
+        batches: Sequence[Any],
+        *,
+        learning_rate: float | None = None,
+        utility: Mapping[str, float] | None = None,
+        seconds: float | None = None,
+    ) -> Leaving:
+        """Return what may leave of a round.
+
+        With a gate every round is looked at; without one as often as the observer's
+        ``max_overhead`` lets it.
+
+        Args:
+            round_: its number.
+            sent: what this client got.
+            returned: what it has made of it.
+            batches: that it was trained on.
+            learning_rate: the mean over the local steps, where a schedule changes it.
+            utility: further values of this round for the logs.
+            seconds: that the round took to train, for ``max_overhead``.
+
+        Raises:
+            LeakageLimitExceeded: a gate with ``action="raise"`` acted.
+            UpdateError: what was sent is not of the observer's model.
+            BudgetSpent: one more release would cost more than the client's budget.
+        """
+        observer = self.observer
+        shared, refusal = self._begin_round(round_, sent)
+        if refusal is not None:
+            return self._withhold(sent, shared, refusal)
+        start = time.perf_counter()
+        try:
+            update = difference(sent, returned, trained=shared)
+        except UpdateError as error:
+            return self._withhold(sent, shared, str(error))
+        if self.dp is None:
+            update = {}  # it was to be checked; a look makes its own
+
+        def leave(look: RoundLook | None, events: Sequence[GateEvent] = ()) -> Leaving:
+            state = self._release(sent, returned, update, shared)
+            observer.leaves(self.client, batches)
+            return Leaving(state, False, tuple(events), look)
+
+        def look_once() -> RoundLook:
+            state, noise_std, method = returned, 0.0, ""
+            if self.dp is not None:
+                state = moved(sent, self.dp.rehearsed(update, shared))
+                noise_std = self.dp.own_noise_std
+            if self.compression is not None and not self.compression.defers:
+                change = difference(sent, state, trained=shared)
+                state = moved(sent, self.compression.compressed(change)[0])
+                method = self.compression.method
+            return observer.look(
+                state,
+                self.client,
+                batches=batches,
+                learning_rate=learning_rate,
+                noise_std=noise_std,
+                compression=method,
+                utility=utility,
+                logged=False,
+            )
+
+        if not self.gates and not observer.due(self.client):
+            return leave(None)
+        try:
+            look, events, action = self._judge(look_once)
+        except Exception as error:  # which the client's data may have provoked
+            why = f"the look failed: {reason(error)}"
+            if self.gates:
+                return self._withhold(sent, shared, why)
+            announce(f"RoundObserver: in round {round_} {why}. The update leaves")
+            return leave(None)
+        if action in ("withhold", "raise"):
+            zero = self._zero(sent, shared) if action == "withhold" else None
+            answer = f"withheld ({'; '.join(event.gate for event in events)})"
+            leaving = Leaving(zero, action == "withhold", tuple(events), look, answer)
+        else:
+            leaving = leave(look, events)
+        self._write(look, events, action)
+        if seconds is not None:
+            beside = max(0.0, time.perf_counter() - start - look.seconds)
+            observer.paid(self.client, look.seconds, seconds, beside)
+        return leaving
+
+    def answer(
+        self,
+        round_: int,
+        sent: State,
+        train: Callable[[], tuple[State, Sequence[Any]]],
+        start: float | None = None,
+    ) -> Leaving:
+        """Return what may leave of a round that another engine trains, whatever happens in it.
+
+        Args:
+            round_: its number.
+            sent: what this client got.
+            train: returns what the client has made of it, and the batches that it was trained on.
+            start: of the training, by ``time.perf_counter``; None: now.
+        """
+        start = time.perf_counter() if start is None else start
+        try:
+            returned, batches = train()
+        except Exception as error:  # whose words, of private text perhaps, are not to be sent
+            answer = f"training failed: {reason(error)}"
+            why = str(error) if isinstance(error, UpdateError) else answer
+            trace = "".join(traceback.format_tb(error.__traceback__))
+            log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
+            if self.dp is None and not self.zero:
+                return Leaving(None, True, (), None, answer)
+            return self.nothing(round_, sent, why, answer)
+        seconds = time.perf_counter() - start
+        try:
+            return self.leaves(round_, sent, returned, batches, seconds=seconds)
+        except LeakageLimitExceeded as exceeded:
+            log.error("%s", exceeded)
+            return Leaving(None, True, (), None, "a gate ended this client's round")
+
+    def nothing(self, round_: int, sent: State, why: str, answer: str = "failed") -> Leaving:
+        """Return what leaves in a round in which this client has trained nothing: it failed, say.
+
+        Under a ClientDP whose noise this client adds that is zero with the same noise, so that a
+        failure that data provoked stays hidden.
+
+        Args:
+            round_: its number.
+            sent: what this client got.
+            why: for the logs.
+            answer: for the server, where nothing leaves.
+
+        Raises:
+            UpdateError: what was sent is not of the observer's model.
+            BudgetSpent: one more release would cost more than the client's budget.
+        """
+        shared, _ = self._begin_round(round_, sent)
+        return replace(self._withhold(sent, shared, why), answer=answer)
+
+    def _begin_round(self, round_: int, sent: State) -> tuple[dict[str, Tensor], str | None]:
+        """Open the round; return what is trained of what was sent, and why it is refused, if so."""
+        refusal = self.observer.refusal(round_, sent)
+        shared = {name: sent[name] for name in self.observer.trained_names()}
+        if self.dp is not None:
+            self.dp.check_affords_another()
+            if self.observer.shares_twice(shared):
+                raise UpdateError(
+                    "a tied parameter is sent under two names, and would get noise twice: share "
+                    "each parameter once, as trained_state(model) does"
+                )
+            self.dp.check_rounding(shared)
+        return shared, refusal
+
+    # ---- looks and gates --------------------------------------------------------------------
+
+    def _judge(self, look_once: Callable[[], RoundLook]) -> tuple[RoundLook, list[GateEvent], str]:
+        """Return a look at the update, the gates that act on it, and what is done.
+
+        The noise is turned up, and the update looked at again, as long as a gate asks for that.
+        """
+        while True:
+            look = look_once()
+            acting = {gate: event for gate in self.gates if (event := self._event(gate, look))}
+            events, actions = [*acting.values()], [str(gate.action) for gate in acting]
+            action = max(["leave", *actions], key=_STRENGTH.index)
+            if action != "harden":
+                return look, events, action
+            known = not any(math.isnan(event.value) for event in events)
+            change = self.dp.harden() if known and self.dp is not None else None
+            if change is None:  # nothing is left to be turned up, or no noise would help
+                return look, events, "withhold"
+            for event in events:
+                self.observer.engine.record_decision(decision_of(event, "hardened", (change,)))
+            self.observer.forget(look)
+
+    def _event(self, gate: RoundGate, look: RoundLook) -> GateEvent | None:
+        """Return what a gate measured where it acts, with its patience counted; else None."""
+        event = gate.read(look)
+        if math.isnan(event.value):
+            if self._leaves_unread(gate, look):
+                return None
+            self.unknown[gate.name] = self.unknown.get(gate.name, 0) + 1
+            return event if self.unknown[gate.name] > gate.patience else None
+        self.unknown[gate.name] = 0
+        return event if event.value > gate.at_most else None
+
+    def _leaves_unread(self, gate: RoundGate, look: RoundLook) -> bool:
+        """Return whether the update may leave unjudged, once: nothing can be read of it yet."""
+        is_first = self.unread.get(gate.name, look.round_) == look.round_
+        return is_first and gate.why_not_yet(look) is not None
+
+    def _write(self, look: RoundLook, events: Sequence[GateEvent], action: str) -> None:
+        """Write a look and what the gates did; announce it once.
+
+        Raises:
+            LeakageLimitExceeded: a gate with ``action="raise"`` acted.
+        """
+        record = self.observer.engine.record_decision
+        for gate in self.gates if action not in ("withhold", "raise") else ():
+            event = gate.read(look)
+            if math.isnan(event.value) and self._leaves_unread(gate, look):
+                self.unread[gate.name] = look.round_
+                record(decision_of(event, "not yet"))
+        acted = {event.gate: event for event in events}
+        values = {f"gate/{gate.name}": float(gate.name in acted) for gate in self.gates}
+        self.observer.log(look, values, () if self.dp is None else (self.dp,))
+        for event in events:
+            record(decision_of(event, "withheld" if action == "withhold" else action))
+        strongest = (g for g in self.gates if g.name in acted and g.action in (action, "harden"))
+        for gate in [*strongest][:1]:
+            event = acted[gate.name]
+            if action == "raise":
+                raise LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
+            if action == "withhold":
+                self._announce(f"RoundGate '{event.gate}' withheld the update {event}")
+            else:
+                announce(f"RoundGate '{event.gate}' warns {event}")
+
+    def _announce(self, message: str) -> None:
+        if self.dp is None and not self.secure_aggregation:
+            message += f"\n  Note: {TELLS}." + (f"\n  Note: {DILUTES}." if self.zero else "")
+        announce(message)
+
+    # ---- what leaves ------------------------------------------------------------------------
+
+    def _release(
+        self, sent: State, returned: State, update: Mapping[str, Tensor] | None, shared: State
+    ) -> dict[str, Tensor]:
+        """Return what leaves where no gate withholds it: noised, then compressed, if at all."""
+        if self.dp is not None:
+            returned = moved(sent, self.dp.privatized(update, shared))
+        if self.compression is not None:
+            update = difference(sent, returned, trained=shared)
+            return moved(sent, self.compression.send(update))
+        return {n: t.detach().clone() for n, t in returned.items()}
+
+    def _zero(self, sent: State, shared: State) -> dict[str, Tensor] | None:
+        """Return what leaves in place of a withheld update; None where nothing leaves."""
+        if self.dp is not None:
+            return self._release(sent, sent, None, shared)
+        if self.secure_aggregation or self.zero:
+            return {n: t.detach().clone() for n, t in sent.items()}
+        return None
+
+    def _withhold(self, sent: State, shared: State, why: str) -> Leaving:
+        """Record why an update that cannot be read or looked at is withheld."""
+        round_ = self.observer.round_
+        self.observer.engine.record_decision(
+            GateDecision(
+                gate="",
+                did="withheld",
+                step=round_,
+                client=self.client,
+                metric="",
+                source="",
+                reason=why,
+                hardened=(),
+            )
+        )
+        self._announce(f"the update of round {round_} did not leave: {why}")
+        return Leaving(self._zero(sent, shared), True, (), None)
+
+    # ---- what a client's next process continues with ----------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Return what this client's next process goes on with: see :meth:`recall`."""
+        memory = {f"gate/{gate.name}": self.unknown.get(gate.name, 0) for gate in self.gates}
+        memory |= {f"unread/{name}": round_ for name, round_ in self.unread.items()}
+        if self.client in self.observer.next_look:
+            memory[_NEXT] = self.observer.next_look[self.client]
+        return memory
+
+    def recall(self, memory: Mapping[str, int] | None) -> None:
+        """Take up what an earlier process of this client has noted.
+
+        That is how often a gate has let unknown pass, when the next look is due, and that the
+        client took part.
+
+        Args:
+            memory: from :meth:`memory`; None in a client's first process.
+        """
+        self.observer.took_part.setdefault(self.client, memory is not None)
+        for key, number in (memory or {}).items():
+            kind, _, name = key.partition("/")
+            counts = {"gate": self.unknown, "unread": self.unread}.get(kind)
+            if counts is not None:
+                counts[name] = int(number)
+            elif key == _NEXT:
+                self.observer.next_look[self.client] = int(number)
+
+
+def _copy_compression(observer: RoundObserver, dp: ClientDP | None) -> GradientCompression | None:
+    """Return a copy of the compression among an observer's defences, with a memory of its own.
+
+    Raises:
+        DefenseError: the noise would come after the compression, or be of a sum.
+    """
+    defenses = observer.run.defenses
+    compression = next((d for d in defenses if isinstance(d, GradientCompression)), None)
+    if compression is None:
+        return None
+    if dp is not None and dp.trust != "local":
+        raise DefenseError(
+            f"GradientCompression beside ClientDP(trust='{dp.trust}') would carry what is not "
+            "noised into later rounds, which no account covers: use ClientDP(trust='local')"
+        )
+    own = copy.copy(compression)
+    own.memory = {}
+    return own

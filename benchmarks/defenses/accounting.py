@@ -35,9 +35,9 @@ from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampl
 from benchmarks.defenses.planted import PlantedNeuron
 from lightning_fedleak.defenses import DPSGD, ClipSettings
 from lightning_fedleak.defenses.accounting import TruncatedPoisson
+from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
-    Accountant,
     epsilon_of,
     noise_multiplier_for,
 )

@@ -25,7 +25,7 @@ from lightning_fedleak.cli.studies.federation import Federation, Server, train_i
 
 SMOKE = (
     "--model {model} --text {text} --log {out}/cells.jsonl --clients 8 --per-round 4 --rounds 2 "
-    "--local-steps 1 --rank 2 --servers adam:.01 --clips q1 b1 --bands 2 --epsilon 50",
+    "--local-steps 1 --rank 2 --servers adam:.01 --clips 1 q1 --epsilon 50",
 )
 NEXT_TO_NONE = 1e-9  # noise multiplier of the runs without privacy
 
@@ -47,9 +47,8 @@ def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], 
         attack="none",
         epsilon=key["epsilon"],
         noise_multiplier=None if key["epsilon"] else NEXT_TO_NONE,
-        clip=float(key["clip"].lstrip("qb")),
+        clip=float(key["clip"].lstrip("q")),
         clip_quantile=0.5 if kind == "q" else None,
-        noise_bands=key["bands"] if kind == "b" else None,
         sampling="poisson" if key["clients"] > args.per_round else "all",
         per_round=args.per_round if key["clients"] > args.per_round else None,
         server_optimizer=server,
@@ -80,8 +79,6 @@ def table(lines: list[dict[str, Any]]) -> str:
         norm = clip
         if clip.startswith("q"):
             norm = f"median, {clip[1:]} to {statistics.median(c['norm'] for c in cells):.2g}"
-        if clip.startswith("b"):
-            norm = f"{clip[1:]}, {cells[0]['bands']} bands"
         noise = f"{cells[0]['noise']:.2g} x" if epsilon else "none"
         spread = f" ({min(ends):.3f} to {max(ends):.3f})" if len(ends) > 1 else ""
         rows.append(
@@ -110,9 +107,8 @@ def main() -> None:
         "--clips",
         nargs="+",
         default=["0.2", "q0.2"],
-        help="norm; with q it follows the median, with b noise is correlated by --bands",
+        help="norm; with q it follows the median",
     )
-    parser.add_argument("--bands", type=int, default=4)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -26,8 +26,7 @@ from lightning_fedleak.defenses.accounting import (
     SamplingScheme,
     effective_noise_multiplier,
 )
-from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
-from lightning_fedleak.defenses.noise import base_of, noise_key
+from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.federation import client_settings
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
 from lightning_fedleak.messages import rank_zero_warn
@@ -64,12 +63,6 @@ class ClientDP(Defense):
     Otherwise the server knows, each round counts in full, and neighbours differ by one client's
     data replaced by any other (``2 * clip``).
 
-    With ``bands`` the noise of a round takes back part of the noise before it, so that less of it
-    is left in the model (arXiv 2306.08153). A client is in the group of its place modulo ``bands``,
-    and round t draws from group t modulo ``bands``: ``bands`` rounds together cost one release. The
-    noise of past rounds is in memory alone: after a restart a new mechanism begins, whose cost is
-    added.
-
     Not covered: numbers that clients send besides their update (how many examples, metrics), what
     is logged of leakage, and why noise was turned up in sight of data.
 
@@ -91,8 +84,8 @@ class ClientDP(Defense):
         ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
             says what the releases are accounted by. With ``trust="central"`` the server keeps it,
             otherwise each client its own.
-        release: shares of noise that may be missing, hardening, a clip norm that follows a
-            quantile, and noise that is correlated over rounds: :class:`ClientReleaseSettings`.
+        release: shares of noise that may be missing, hardening, and a clip norm that follows
+            a quantile: :class:`ClientReleaseSettings`.
 
     Raises:
         DefenseError: a value out of range, or a ledger of other terms.
@@ -122,11 +115,8 @@ class ClientDP(Defense):
         client_settings.check_delta(target_delta, clients)
         self.clip = float(clip)
         self.clients = clients
-        self.bands = release.bands or 1
         self.sampling: client_settings.ClientSampling = sampling
-        self.per_round = client_settings.expect_per_round(
-            sampling, per_round, self.clients, self.bands
-        )
+        self.per_round = client_settings.expect_per_round(sampling, per_round, self.clients)
         self.trust: client_settings.Trusted = trust
         self.dropouts = release.dropouts
         client_settings.check_trust(trust, sampling, self.dropouts, self.per_round)
@@ -137,19 +127,12 @@ class ClientDP(Defense):
         )
         client_settings.check_accountant(accountant, target_epsilon)
         client_settings.check_quantile(release.quantile, trust, accountant)
-        client_settings.check_bands(release, trust, sampling, accountant, rounds)
         self._path = ClipPath((), release.quantile)
         self.rounds = rounds
-        self._noise = StepNoise("independent" if release.bands is None else "banded", self.bands)
-        self._noise.settle(NoisePlan("banded", self.bands, rounds or 0, self.bands, clients), None)
-        self._places: list[Any] = []
-        self._participants: frozenset[Any] | None = None
-        self._shapes: list[tuple[str, torch.Size]] = []
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
         self.seed = release.seed
-        self._chance = self.bands * self.per_round / self.clients
-        self._rate = self._chance if amplified else 1.0
+        self._rate = self.per_round / self.clients if amplified else 1.0
         self._budget = Budget(
             accountant,
             None if noise_multiplier is None else noise_multiplier / self._sensitivity,
@@ -165,7 +148,7 @@ class ClientDP(Defense):
         if ledger is not None:
             client_settings.check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
-        self._budget.settle(self._rate, target_delta, lambda: -(-(rounds or 0) // self.bands))
+        self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
         self._share_of_noise()
         self.guarantee = self._describe_guarantee()
         self._entropy = os.urandom(32)
@@ -217,7 +200,7 @@ class ClientDP(Defense):
         """Standard deviation of the noise on each number of the mean over clients."""
         if self.trust == "central":
             std = self.noise_multiplier * self._share_of_noise() * self.clip_norm
-            return std * self._noise.scale / self.per_round
+            return std / self.per_round
         return self.own_noise_std / math.sqrt(self.per_round)
 
     def relative_noise(self, numbers: int) -> float:
@@ -237,7 +220,7 @@ class ClientDP(Defense):
 
     @property
     def privacy(self) -> Privacy:
-        """What the releases so far have cost, ``bands`` rounds as one; noise as accounted."""
+        """What the releases so far have cost; noise as accounted."""
         return self._budget.privacy
 
     @property
@@ -252,7 +235,6 @@ class ClientDP(Defense):
             "accountant": self._budget.kind,
             "noise_multiplier": self.noise_multiplier,
             **self._path.settings(()),
-            **self._correlation(),
         }
 
     def before_setup(self, context: DefenseContext) -> None:
@@ -288,7 +270,7 @@ class ClientDP(Defense):
             clients: all of the federation's.
 
         Raises:
-            DefenseError: their number is not ``clients``; with ``bands``, other clients or order.
+            DefenseError: their number is not ``clients``.
         """
         if len(clients) != self.clients:
             raise DefenseError(
@@ -296,20 +278,11 @@ class ClientDP(Defense):
                 f"{len(clients)} are there. The account depends on that number: a client that "
                 "cannot be reached is drawn like every other, and counts as zero"
             )
-        if self.bands > 1 and self._places and self._places != list(clients):
-            raise DefenseError(
-                f"ClientDP(bands={self.bands}): the clients are not those of the first round, in "
-                "its order: keep each one's place, which says in which rounds it may take part"
-            )
-        self._places = list(clients)
         source = random.SystemRandom()
         if self.sampling == "fixed":
             return source.sample(list(clients), int(self.per_round))
         if self.sampling == "poisson":
-            group = self._places[self._noise.row % self.bands :: self.bands]
-            participants = [c for c in group if source.random() < self._chance]
-            self._participants = frozenset(participants)
-            return participants
+            return [c for c in clients if source.random() < self.per_round / self.clients]
         return list(clients)
 
     def mean(
@@ -353,8 +326,7 @@ class ClientDP(Defense):
             like: names, shapes and dtypes of what is shared.
 
         Raises:
-            DefenseError: noise is not the server's to add, or more clients than could be drawn;
-                with ``bands`` clients that were not drawn for this release, or another model.
+            DefenseError: noise is not the server's to add, or more clients than could be drawn.
         """
         if self.trust != "central":
             raise DefenseError(
@@ -367,16 +339,13 @@ class ClientDP(Defense):
                 f"ClientDP: {len(clients)} clients took part in a round of at most {most:g}: draw "
                 "them with drawn()"
             )
-        self._check_correlated(clients, like)
         return UpdateSum(clients, like, self.clip_norm, self._release_sum)
 
     def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
         """Return the noised mean of a sum of clipped updates: one release."""
-        self._check_correlated(sums.clients, sums.like)
         std = self._record_release() * self._share_of_noise() * sums.clip
         key = self._key(self._releases, 0, "quantile")
-        mean = self._add_noise(sums.total, std, sums.like, 1 / self.per_round, noise=self._noise)
-        self._participants = None
+        mean = self._add_noise(sums.total, std, sums.like, 1 / self.per_round)
         self._path.follow(sums.balance, self.per_round, key)
         return mean
 
@@ -407,22 +376,15 @@ class ClientDP(Defense):
 
     def affords_another(self) -> bool:
         """Return whether one more release fits within ``target_epsilon``."""
-        return not self._noise.is_accounted or self._budget.affords_another()
+        return self._budget.affords_another()
 
     def check_affords_another(self) -> None:
         """Refuse a round whose release the budget does not cover, before anybody trains.
 
         Raises:
             BudgetSpent: one more release would cost more than ``target_epsilon``.
-            DefenseError: with ``bands``, all rounds that they were planned for were made.
         """
-        if self.bands > 1 and self._noise.row == self.rounds:
-            raise DefenseError(
-                f"ClientDP(bands={self.bands}): the noise was planned for rounds={self.rounds}, "
-                "and all were made. Nothing more was released: plan all rounds at the beginning"
-            )
-        if self._noise.is_accounted:
-            self._budget.check_affords_another()
+        self._budget.check_affords_another()
 
     def check_client(self, *, masked: bool, mend: str) -> None:
         """Raise an error where a client's own noise would not hold in a process that may end.
@@ -487,8 +449,7 @@ class ClientDP(Defense):
         """Count a release before it is made, and return its noise multiplier."""
         self.check_affords_another()
         noise = self._budget.noise_now
-        if self._noise.is_accounted:
-            self._budget.record(noise)
+        self._budget.record(noise)
         return noise * self._sensitivity
 
     def _add_noise(
@@ -498,40 +459,18 @@ class ClientDP(Defense):
         like: Update,
         scale: float = 1.0,
         stream: str = "client",
-        noise: StepNoise | None = None,
     ) -> dict[str, Tensor]:
         """Add noise that is used once, and round to the dtype of ``like`` at the end."""
         release, self._releases = self._releases, self._releases + 1
-        noise = noise or StepNoise("independent", None)
-        noise.begin(base_of(self._entropy, self.seed), release)
         noised = {}
         for index, (name, tensor) in enumerate(total.items()):
-            draw = noise.draw(index, tensor, lambda _, number, i: self._key(number, i, stream))
+            key = self._key(release, index, stream)
+            draw = standard_normal(key, tensor.shape, tensor.device, tensor.dtype)
             noised[name] = tensor.add(draw, alpha=std).mul_(scale).to(like[name].dtype)
-        noise.end()
         return noised
 
     def _key(self, release: int, index: int, stream: str) -> bytes:
         return noise_key(base_of(self._entropy, self.seed), 0, release, index, self.name, stream)
-
-    def _check_correlated(self, clients: Collection[C], like: Update) -> None:
-        """Raise an error where correlated noise would cost more than is accounted."""
-        if self.bands == 1:
-            return
-        if self._participants is None or not self._participants.issuperset(clients):
-            raise DefenseError(
-                f"ClientDP(bands={self.bands}): a release has the clients of its own draw, since "
-                f"one may take part in one of {self.bands} rounds in a row: call drawn() before "
-                "every mean(), and give it the updates of those clients alone"
-            )
-        shapes = [(name, tensor.shape) for name, tensor in like.items()]
-        if self._noise.row and shapes != self._shapes:
-            raise DefenseError(
-                f"ClientDP(bands={self.bands}): what is trained has other names, shapes or another "
-                "order than in the round before, from whose noise that of this round follows. "
-                "Train the same parameters in all rounds"
-            )
-        self._shapes = shapes
 
     # ---- what survives ----------------------------------------------------------------------
 
@@ -552,12 +491,7 @@ class ClientDP(Defense):
             "sampling": self.sampling,
             "per_round": self.per_round,
             "trust": self.trust,
-            **self._correlation(),
         }
-
-    def _correlation(self) -> dict[str, int]:
-        """Return the bands; nothing where noise is independent, as in ledgers of before."""
-        return {"bands": self.bands} if self.bands > 1 else {}
 
     def _describe_guarantee(self) -> str:
         if self.seed is not None:
@@ -576,8 +510,6 @@ class ClientDP(Defense):
         }[self.trust]
         neighbours = "replaced by any other data" if self.replaces else "added or removed"
         secret = " Who takes part in a round must stay secret." if self._rate < 1 else ""
-        if self.bands > 1:
-            secret += f" A client takes part in at most one of {self.bands} rounds in a row."
         return (
             f"against {adversary}: (epsilon, delta)-differential privacy of one client, all of its "
             f"data, {neighbours}, for all rounds together, with the epsilon that `privacy` gives."

@@ -34,9 +34,6 @@ class ClientReleaseSettings:
         quantile: with ``trust="central"``, the clip norm begins at ``clip`` and follows a quantile
             of the updates' norms. Noise is added to the count of clients below the clip norm too. A
             client that counts as zero is counted neither as below nor as above.
-        bands: with ``trust="central"`` and ``sampling="poisson"``, number of bands of the matrix
-            that correlates the noise of the planned rounds. Clients are split into as many groups,
-            by their places, and each round draws from the next group. None for independent noise.
         seed: for tests only. Whoever knows the seed can remove the noise, so epsilon is infinite.
 
     Raises:
@@ -47,14 +44,12 @@ class ClientReleaseSettings:
     harden_factor: float = 2.0
     max_hardenings: int | None = None
     quantile: QuantileClip | None = None
-    bands: int | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         _check_integer("dropouts", self.dropouts, at_least=0)
         _check_number("harden_factor", self.harden_factor, above=1)
         _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)
-        _check_integer("bands", self.bands, at_least=2, optional=True)
 
 
 def _check_number(name: str, value: object, **limits: Any) -> None:
@@ -108,7 +103,7 @@ def check_accountant(accountant: str, target_epsilon: float | None) -> None:
         raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
 
 
-def expect_per_round(sampling: str, per_round: float | None, clients: int, bands: int) -> float:
+def expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
     """Return the expected number of clients in a round.
 
     Raises:
@@ -132,11 +127,6 @@ def expect_per_round(sampling: str, per_round: float | None, clients: int, bands
         raise DefenseError(
             f"ClientDP: sampling={sampling!r} needs per_round=, a {'whole ' if whole else ''}"
             f"number of clients up to {clients}; got {per_round!r}"
-        )
-    if per_round * bands > clients:
-        raise DefenseError(
-            f"ClientDP: bands={bands} splits {clients} clients into groups of {clients // bands}, "
-            f"too few for per_round={per_round:g}: use fewer bands, or fewer clients in a round"
         )
     return float(per_round)
 
@@ -170,23 +160,6 @@ def check_quantile(quantile: QuantileClip | None, trust: str, accountant: str) -
         raise DefenseError(
             "ClientDP: quantile= needs noise that is not increased: accountant='prv' or 'rdp'"
         )
-
-
-def check_bands(
-    release: ClientReleaseSettings, trust: str, sampling: str, accountant: str, rounds: int | None
-) -> None:
-    """Refuse settings under which the accounting of correlated noise does not hold."""
-    if release.bands is None:
-        return
-    if trust != "central" or sampling != "poisson" or release.quantile or accountant == "filter":
-        raise DefenseError(
-            "ClientDP: bands= (--noise-bands) correlates the noise of rounds. It needs a trusted "
-            "server, clients that are drawn by independent coins, and a clip norm and noise that "
-            "do not change: use trust='central', sampling='poisson' and accountant='prv' or "
-            "'rdp', without quantile="
-        )
-    hint = f"the noise of bands={release.bands} is planned for all rounds"
-    _check_integer("rounds", rounds, at_least=release.bands, hint=hint)
 
 
 def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:

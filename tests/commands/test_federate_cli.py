@@ -170,9 +170,6 @@ def test_a_private_server_may_follow_a_quantile_and_move_by_adam(
     shown, _ = federate(tmp_path / "loud", given, noise_multiplier=2.0, attack="none", rounds=1)
     assert drowned in shown[: shown.index("\n round ")]
     assert "clients a round would bring it to 1" in shown
-    correlated = {"sampling": "poisson", "per_round": 1, "rounds": 2, "noise_bands": 2}
-    shown, _ = federate(tmp_path / "bands", given, **private | correlated | {"clip_quantile": None})
-    assert "at most one of 2 rounds in a row" in shown.replace("\n", " ")
 
 
 def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
@@ -267,11 +264,6 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
         (
             ["--clip-quantile", ".5", "--noise-multiplier", "1"],
             "(QuantileClip, --clip-quantile), and its count of 4 with noise 0.2",
-        ),
-        (["--noise-bands", "2"], "give --epsilon or --noise-multiplier too"),
-        (
-            ["--noise-bands", "2", "--epsilon", "8"],
-            "(--noise-bands) correlates the noise",
         ),
         (["--server-lr", "1"], "give --server-optimizer too"),
         (["--lora-r", "4", "--column", "text"], "give --peft lora too"),

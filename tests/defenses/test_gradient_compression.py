@@ -16,7 +16,6 @@ from lightning_fedleak import DPSGD, DefendedStrategy
 from lightning_fedleak.defenses import (
     CanaryGradient,
     DefenseError,
-    Freeze,
     GradientCompression,
     GradientNoise,
 )
@@ -79,13 +78,6 @@ def test_signs_have_the_mean_size() -> None:
         np.testing.assert_allclose(sent[name].numpy(), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_made_of_zeros(method) -> None:
-    zeros = {"matrix": torch.zeros(9, 8), "vector": torch.zeros(3)}
-    sent = GradientCompression(method, rank=2).send(zeros)
-    assert all(torch.equal(sent[name], zeros[name]) for name in zeros)
-
-
 def projected(matrix: np.ndarray, directions: np.ndarray) -> np.ndarray:
     """The part of a matrix whose columns lie in the span of (n, r) directions."""
     return directions @ np.linalg.lstsq(directions, matrix, rcond=None)[0]
@@ -110,13 +102,6 @@ def test_low_rank_is_a_step_of_the_power_iteration() -> None:
             np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
         for name in ("vector", "thin"):
             assert torch.equal(sent[name], update[name])
-
-
-def test_low_rank_leaves_what_has_no_more_rows_or_columns_than_its_rank() -> None:
-    given = updates() | {"flat": torch.randn(2, 30)}
-    sent = GradientCompression("low_rank", rank=2).send(given)
-    assert all(torch.equal(sent[name], given[name]) for name in ("thin", "flat", "vector"))
-    assert not torch.equal(sent["matrix"], given["matrix"])
 
 
 def test_low_rank_approaches_the_best_approximation_of_a_matrix_that_stays() -> None:
@@ -233,10 +218,6 @@ def test_nothing_that_rewrites_gradients_acts_behind_it(late) -> None:
     assert [d.name for d in accepted.defenses] == [late.name, "gradient_compression"]
 
 
-def test_what_does_not_rewrite_gradients_may_act_behind_it() -> None:
-    DefendedStrategy("auto", defenses=[GradientCompression("int8"), Freeze("head")])
-
-
 def test_the_residual_behind_noise_holds_noised_values() -> None:
     shapes = [(5, 6), (4, 5)]
     gradients = [torch.randn(shape) for shape in shapes]
@@ -320,21 +301,3 @@ def test_a_canary_keeps_the_noise_that_it_had() -> None:
         expected = nearest((samples[:, game].sum(0) + noise[game]).numpy(), 127)
         np.testing.assert_allclose(got.released[game].numpy(), expected, rtol=1e-12)
     assert got.noise_std > 2.0
-
-
-@pytest.mark.parametrize(
-    ("method", "most"), [("topk", 0.1), ("int8", 0.05), ("int4", 0.2), ("sign", 0.05)]
-)
-def test_the_error_that_attacks_assume_is_about_the_error_there_is(method, most: float) -> None:
-    update = torch.randn(200, 300, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    sent = GradientCompression(method, share=0.05, error_feedback=False).send({"x": update})["x"]
-    left = (update - sent)[sent == 0] if method == "topk" else update - sent
-    assumed = compression_error(sent, method)
-    true = float(left.square().mean().sqrt())
-    # Below the smallest kept entry the density falls, so that a uniform one is above the truth.
-    assert true * (1 - most) < assumed < true * (1.8 if method == "topk" else 1 + most)
-
-
-def test_rows_of_a_low_rank_tensor_have_no_error_and_zeros_none() -> None:
-    assert compression_error(torch.randn(4, 3), "low_rank") == 0
-    assert all(compression_error(torch.zeros(4, 3), method) == 0 for method in METHODS)

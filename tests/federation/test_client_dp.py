@@ -17,7 +17,6 @@ from scipy.stats import norm as normal
 from lightning_fedleak.defenses import BudgetSpent, DefenseError, QuantileClip
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
-from lightning_fedleak.defenses.dpsgd import factorization
 from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
@@ -704,139 +703,9 @@ def test_a_server_that_adds_the_noise_needs_a_ledger(tmp_path):
 # ---- noise that is correlated over rounds -------------------------------------------------------
 
 
-def banded(rounds=12, bands=4, noise=1.0, clients=40, per_round=5, **more):
-    drawn = {"sampling": "poisson", "per_round": per_round, "rounds": rounds, "bands": bands}
-    return dp(noise, clients=clients, **(drawn | more))
-
-
 def a_round(defense, like=WIDE, update_of=lambda client: None):
     everyone = list(range(defense.clients))
     return defense.mean({c: update_of(c) for c in defense.drawn(everyone)}, like)
-
-
-def test_noise_of_rounds_is_that_of_the_banded_matrix():
-    """``C N`` is white, with C from the factorization and the deviation that is accounted."""
-    rounds, bands, noise, clip = 12, 4, 0.7, 2.0
-    defense = banded(rounds, bands, noise, clip=clip, seed=5)
-    rows = factorization.banded(rounds, bands).rows
-    matrix = np.zeros((rounds, rounds))
-    for row in range(rounds):
-        for back in range(min(bands, row + 1)):
-            matrix[row, row - back] = rows[row, back]
-    stds, noises = [], []
-    for _ in range(rounds):
-        stds.append(defense.mean_noise_std)
-        noises.append(long_of(a_round(defense).update))
-    white = matrix @ np.stack(noises) * 5 / (noise * clip)
-    covariance = white @ white.T / white.shape[1]
-    assert np.abs(covariance - np.eye(rounds)).max() < 6 / math.sqrt(white.shape[1])
-    np.testing.assert_allclose(stds, np.std(noises, axis=1), rtol=6 / math.sqrt(white.shape[1]))
-    sums = np.cumsum(noises, axis=0)[-1].std() * 5 / (noise * clip)
-    assert sums < 0.75 * math.sqrt(rounds)  # of independent noise
-
-
-def test_a_client_is_at_most_in_every_round_of_its_group():
-    defense = banded(rounds=40, bands=4, clients=30, per_round=6)
-    places = [f"site {i}" for i in range(30)]
-    taken: dict[str, list[int]] = {}
-    for round_ in range(40):
-        drawn = defense.drawn(places)
-        if round_ % 3 == 0:  # a round that failed before its release is drawn again
-            drawn = defense.drawn(places)
-        for name in drawn:
-            taken.setdefault(name, []).append(round_)
-        defense.mean(dict.fromkeys(drawn), LIKE)
-    assert {round_ % 4 == int(n.split()[1]) % 4 for n in taken for round_ in taken[n]} == {True}
-    counts = [len(rounds) for rounds in taken.values()]
-    assert 7 < np.mean(counts) < 9  # 40 rounds of 6 in 30
-
-
-@pytest.mark.parametrize("kind", ["prv", "rdp"])
-@pytest.mark.parametrize(("rounds", "bands", "drawn"), [(20, 4, 25), (10, 4, 250)])
-def test_as_many_rounds_as_bands_cost_one_sampled_release(kind, rounds, bands, drawn):
-    defense = banded(rounds, bands, 1.0, clients=1000, per_round=drawn, accountant=kind)
-    spent = []
-    for _ in range(rounds):
-        a_round(defense, LIKE)
-        spent.append(defense.accountant.steps)
-    assert spent == [round_ // bands + 1 for round_ in range(rounds)]
-
-    def event(google):
-        gaussian = google.GaussianDpEvent(1.0)
-        rate = drawn * bands / 1000
-        return gaussian if rate == 1 else google.PoissonSampledDpEvent(rate, gaussian)
-
-    expected = theirs(kind, event, -(-rounds // bands), orders=ORDERS)
-    assert defense.privacy.epsilon == pytest.approx(expected, rel=0.01)
-
-
-def test_noise_of_a_budget_lasts_for_the_planned_rounds(tmp_path):
-    def make():
-        budget = {"target_epsilon": 3.0, "ledger": tmp_path / "ledger"}
-        return banded(10, 4, None, clients=1000, per_round=25, **budget)
-
-    defense = make()
-    for _ in range(6):
-        defense.check_affords_another()
-        a_round(defense, LIKE)
-    again = make()  # a new mechanism: the third release of three
-    assert again.accountant.steps == 2
-    assert again.noise_multiplier == defense.noise_multiplier
-    for _ in range(4):
-        a_round(again, LIKE)
-    assert not again.affords_another()
-    with pytest.raises(BudgetSpent):
-        again.check_affords_another()
-    with pytest.raises(DefenseError, match="kept under other terms"):
-        banded(10, 5, None, clients=1000, per_round=25, target_epsilon=3.0,
-               ledger=tmp_path / "ledger")  # fmt: skip
-    whole = banded(10, 4, None, clients=1000, per_round=25, target_epsilon=3.0)
-    for _ in range(10):
-        a_round(whole, LIKE)
-    assert 2.5 < whole.privacy.epsilon <= 3.0
-    with pytest.raises(DefenseError, match="planned for rounds=10, and all were made"):
-        whole.check_affords_another()
-
-
-def test_a_mean_of_clients_that_were_not_drawn_for_it_is_refused():
-    defense = banded(clients=20)
-    everyone = list(range(20))
-    with pytest.raises(DefenseError, match=r"call drawn\(\) before every mean"):
-        defense.mean({}, LIKE)
-    drawn = defense.drawn(everyone)
-    with pytest.raises(DefenseError, match="of its own draw"):
-        defense.mean(dict.fromkeys([*drawn, 1]), LIKE)  # of the next group
-    defense.mean(dict.fromkeys(drawn), LIKE)
-    with pytest.raises(DefenseError, match="of its own draw"):
-        defense.mean(dict.fromkeys(drawn), LIKE)
-    assert defense.accountant.steps == 1
-    with pytest.raises(DefenseError, match="not those of the first round, in its order"):
-        defense.drawn(everyone[::-1])
-    drawn = defense.drawn(everyone)
-    with pytest.raises(DefenseError, match="other names, shapes or another order"):
-        defense.mean(dict.fromkeys(drawn), dict(reversed(LIKE.items())))
-    defense.mean(dict.fromkeys(drawn), LIKE)
-    assert defense.settings()["bands"] == 4
-    assert "at most one of 4 rounds in a row" in defense.guarantee
-
-
-@pytest.mark.parametrize(
-    ("more", "match"),
-    [
-        ({"bands": 1}, "bands"),
-        ({"rounds": None}, "rounds"),
-        ({"rounds": 3}, "planned for all rounds"),
-        ({"sampling": "fixed"}, "sampling='poisson'"),
-        ({"sampling": "all", "per_round": None}, "sampling='poisson'"),
-        ({"trust": "local"}, "trust='central'"),
-        ({"quantile": QuantileClip(0.5)}, "without quantile"),
-        ({"accountant": "filter", "target_epsilon": 3.0}, "'prv' or 'rdp'"),
-        ({"per_round": 11}, "groups of 10, too few for per_round=11"),
-    ],
-)
-def test_correlated_noise_that_is_not_accounted_is_refused(more, match):
-    with pytest.raises(DefenseError, match=match):
-        banded(**more)
 
 
 def test_a_quantile_names_its_option_and_how_many_clients_are_needed():

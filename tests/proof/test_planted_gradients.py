@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from benchmarks.defenses.planted_gradients import PlantedGradients, owners
 from lightning_fedleak.defenses import DPSGD, DefenseError, QuantileClip, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.factorization import banded
 from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.evaluation.auditing import audit_gaussian_scores, audit_scores
 from tests.helpers.dpsgd_settings import grouped
@@ -135,51 +133,6 @@ def test_nor_does_a_plan_under_poisson_sampling() -> None:
     epsilon = epsilon_of(game.history, 0.1, "prv")
     assert refutations(bounds, epsilon).p_value > 0.01
     assert float(np.median(bounds)) / epsilon > 0.15
-
-
-def banded_scores(game: PlantedGradients, number: int, bands: int) -> tuple[torch.Tensor, ...]:
-    """The best score there is, where noise is correlated: C times what was released, along the
-    columns of the steps in which a target takes part, which is public.
-    """
-    members = game.coins(number)
-    rows = banded(game.steps, bands).rows
-    matrix = np.zeros((game.steps, game.steps))
-    for t in range(game.steps):
-        for j in range(min(bands, t + 1)):
-            matrix[t, t - j] = rows[t, j]
-    along = matrix.T @ matrix @ game.run(members, number).numpy()
-    own = np.random.default_rng(bands).permutation(GAMES) % bands
-    turns = np.arange(game.steps)[:, None] % bands == own
-    return torch.from_numpy((along * turns).sum(0)), members
-
-
-def test_with_bands_a_run_is_the_composed_gaussian_mechanism() -> None:
-    """Each target takes part in two steps of eight, so its score is N(2, 2 sigma^2), or N(0, ...).
-
-    One that saw each release by itself would see less: the rows of C^-1 are longer than 1.
-    """
-    sigma, bands, runs = 1.0, 4, 60
-    game = planted(sigma, 1 / bands, 8, mechanism="banded", bands=bands)
-    played = [banded_scores(game, number, bands) for number in range(runs)]
-    assert game.history == ((sigma, 1.0, 2),)
-    scores, members = (torch.cat(own) for own in zip(*played, strict=True))
-    rest = (scores - 2.0 * members) / math.sqrt(2) / sigma
-    assert float(rest.mean()) == pytest.approx(0, abs=0.03)
-    assert float(rest.std()) == pytest.approx(1, rel=0.02)
-    assert scipy.stats.kstest(rest.numpy(), "norm").pvalue > 1e-4
-    epsilon = epsilon_of(game.history, DELTA, "prv")
-    bounds = [audit_gaussian_scores(*own, delta=DELTA).epsilon for own in played]
-    assert refutations(bounds, epsilon).p_value > 0.01
-    assert 0.75 < float(np.median(bounds)) / epsilon < 1
-
-
-def test_bands_with_half_the_noise_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
-    half_the_noise(monkeypatch)
-    monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
-    game = planted(1.0, 1 / 4, 8, mechanism="banded", bands=4)
-    played = [banded_scores(game, number, 4) for number in range(10)]
-    epsilon = epsilon_of(game.history, DELTA, "prv")
-    assert all(audit_gaussian_scores(*own, delta=DELTA).epsilon > epsilon for own in played)
 
 
 ROWS = [1 + target % 4 for target in range(GAMES)]
@@ -371,35 +324,6 @@ def test_a_run_repeats_by_its_number_and_epsilon_stays_finite() -> None:
     assert torch.equal(one.members, other.members)
     assert not torch.equal(first.games(7, 1.0, 1.0).members, one.members)
     assert scipy.stats.binomtest(int(one.members.sum()), GAMES).pvalue > 1e-4
-
-
-def test_global_random_numbers_are_left_alone() -> None:
-    state = torch.get_rng_state()
-    planted(1.0).games(0, 1.0, 1.0)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_a_defence_that_accounts_differently_from_run_to_run_is_refused() -> None:
-    sigmas = iter([1.0, 1.0, 2.0])
-    game = PlantedGradients(lambda: DPSGD(0.7, noise_multiplier=next(sigmas)), targets=4)
-    members = torch.ones(4, dtype=torch.bool)
-    game.run(members, 0)
-    with pytest.raises(RuntimeError, match="accounted"):
-        game.run(members, 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"targets": 1}, "targets"),
-        ({"targets": 8, "batch_size": 0}, "batch_size"),
-        ({"targets": 8, "batch_size": 9}, "batch_size"),
-        ({"steps": 0}, "steps"),
-    ],
-)
-def test_refused(settings: dict[str, int], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        PlantedGradients(lambda: DPSGD(1.0, noise_multiplier=1.0), **settings)
 
 
 def test_the_threshold_is_the_best_one() -> None:

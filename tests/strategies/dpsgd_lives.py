@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fedleak.defenses import DPSGD, ReleaseSettings
-from lightning_fedleak.defenses.accounting.ledger import Ledger
+from lightning_fedleak.defenses.accounting.account import Ledger
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, loader, trainer
 
@@ -140,7 +140,7 @@ def main() -> None:
                 "killed": os.WIFSIGNALED(status),
                 "until": until,
                 "seen": len(releases) - before,
-                "ledger": max((len(Ledger(path)) for path in folder.glob("ledger*")), default=0),
+                "ledger": max((Ledger(path).steps for path in folder.glob("ledger*")), default=0),
             }
         )
     np.save(folder / "releases.npy", np.stack(releases))

@@ -44,9 +44,9 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd import clipped_sum as update
 from lightning_fedleak.defenses.dpsgd import loss_graph
-from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
+from lightning_fedleak.labs.correlated_noise import banded, banded_inverse
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped

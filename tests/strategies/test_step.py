@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 
 import pytest
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
 from lightning_fedleak.model.taps.gradients import before_real_step, check_optimizer
@@ -81,21 +79,6 @@ def test_sees_the_gradient_and_the_weights_before_the_update(name: str, way: str
     assert len(seen) == 3
 
 
-def test_several_functions_leave_in_any_order() -> None:
-    model, x = problem()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    calls: list[str] = []
-    first = before_real_step(optimizer, lambda: calls.append("first"))
-    second = before_real_step(LightningOptimizer(optimizer), lambda: calls.append("second"))
-    optimizer.step(closure_of(model, optimizer, x))
-    first()
-    optimizer.step(closure_of(model, optimizer, x))
-    second()
-    optimizer.step(closure_of(model, optimizer, x))
-    assert calls == ["first", "second", "second"]
-    assert "step" not in vars(optimizer)
-
-
 @pytest.mark.parametrize("scheduler_first", [True, False])
 def test_learning_rate_schedulers_keep_their_own_patch(scheduler_first: bool) -> None:
     model, x = problem()
@@ -119,17 +102,6 @@ def test_learning_rate_schedulers_keep_their_own_patch(scheduler_first: bool) ->
     assert calls == [1]
     assert (optimizer.step is own) or not scheduler_first
     assert optimizer.step._wrapped_by_lr_sched
-
-
-def test_step_hooks_fire_as_before() -> None:
-    model, x = problem()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    order: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: order.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: order.append("post"))
-    before_real_step(optimizer, lambda: order.append("fn"))
-    optimizer.step(closure_of(model, optimizer, x))
-    assert order == ["pre", "fn", "post"]
 
 
 def test_a_grad_scaler_unscales_first_and_skips_without_a_call() -> None:
@@ -193,10 +165,3 @@ def test_optimizers_without_one_moment_are_refused() -> None:
     scaler.scale(model(x).square().mean()).backward()
     with pytest.raises(StepError, match="fused=False"):
         scaler.step(fused)
-
-
-def test_a_patched_optimizer_can_be_pickled() -> None:
-    model, _ = problem()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before_real_step(optimizer, lambda: None)
-    assert "step" not in vars(pickle.loads(pickle.dumps(optimizer)))

@@ -458,7 +458,6 @@ class FederateOptions:
         noise_multiplier: noise on the sum, over --clip, in place of --epsilon.
         clip: largest norm of a client's update.
         clip_quantile: --clip is the first norm, which then follows this quantile of the updates'.
-        noise_bands: rounds over which the server's noise is correlated (--sampling poisson).
         delta: delta of the guarantee.
         trust: who adds the noise: the server; each client all of it; each client its share.
         sampling: which clients take part in a round.
@@ -497,7 +496,6 @@ class FederateOptions:
     noise_multiplier: float | None = _option(None, "X", type=_POSITIVE)
     clip: float = _option(1.0, "C", type=_POSITIVE)
     clip_quantile: float | None = _option(None, "X", type=_QUANTILE)
-    noise_bands: int | None = _option(None, "N", type=_at_least(2))
     delta: float = _option(1e-5, "X", type=_POSITIVE)
     trust: Literal["central", "local", "secure_aggregation"] = "central"
     sampling: Literal["all", "poisson", "fixed"] = "all"
@@ -576,7 +574,7 @@ class FederateOptions:
     def _of_privacy(self) -> Iterator[tuple[object, str]]:
         if self.epsilon is None and self.noise_multiplier is None:
             changed = self._first_changed(
-                "clip", "clip_quantile", "noise_bands", "delta", "trust", "sampling", "per_round"
+                "clip", "clip_quantile", "delta", "trust", "sampling", "per_round"
             )
             text = "client-level differential privacy: give --epsilon or --noise-multiplier too."
             yield changed, f"{changed} sets {text}"

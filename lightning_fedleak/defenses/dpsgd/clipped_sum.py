@@ -169,7 +169,6 @@ class EarlierPieces:
         probes: for each parameter the component of its gradient along a random direction, and the
             sum of its terms' squared norms.
         half: whether gradients came in half precision.
-        positions: of all samples, in the layer that has most.
     """
 
     def __init__(self, samples: int, device: torch.device, *, probed: bool) -> None:
@@ -183,7 +182,6 @@ class EarlierPieces:
         self.probes: dict[Tensor, tuple[float, float]] = {}
         self._user_gradient: dict[nn.Parameter, Tensor] = {}
         self.half = False
-        self.positions = 0
         self.parameters: list[nn.Parameter] | None = None
 
     @property

@@ -211,13 +211,6 @@ def sum_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> li
     return result
 
 
-def count_positions(part: Part) -> int:
-    """Return B T of factors, and B of gradients in full."""
-    if isinstance(part, Dense):
-        return len(part.values)
-    return (part.left if isinstance(part, Outer) else part.ids).shape[:2].numel()
-
-
 @_full_precision()
 def squared_norms(parts: Sequence[Part]) -> Tensor:
     """Return the squared 2-norm of every sample's gradient, (B,).

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.per_sample import Part, count_positions, parts_of, refusal
+from lightning_fedleak.defenses.dpsgd.per_sample import Part, parts_of, refusal
 
 Layout = tuple[str, int]
 """Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
@@ -207,11 +207,6 @@ class Recorder:
             yield
         finally:
             self._paused = False
-
-    @property
-    def positions(self) -> int:
-        """Return the number of positions in the last step, of all samples, at the largest layer."""
-        return max((count_positions(p) for parts in self.parts.values() for p in parts), default=0)
 
     def clear(self) -> None:
         """Discard all records, and with them the autograd graph."""

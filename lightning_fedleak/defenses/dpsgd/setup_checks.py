@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.correlated_noise import values_in
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
 from lightning_fedleak.defenses.processes import Team, trainer_of
@@ -161,7 +161,7 @@ def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "targ
         DefenseError: the Trainer sets no end, or the learning rate finder runs first.
     """
     trainer = trainer_of(context)
-    correlated = argument != "target_epsilon"
+    correlated = argument.startswith("mechanism")
     if any(type(c).__name__ == "_LRCallback" for c in getattr(trainer, "callbacks", ())):
         alternative = "" if correlated else ", or give noise_multiplier: it counts its steps too"
         raise DefenseError(
@@ -228,3 +228,21 @@ def _digest(dataset: Any) -> int:
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
     digest = hashlib.sha256("\0".join(values_in(examples)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
+
+
+def values_in(example: Any) -> Iterator[str]:
+    """Yield the numbers and words in an example."""
+    value = example
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key)
+            yield from values_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from values_in(item)
+    elif hasattr(value, "tolist"):
+        yield repr(value.tolist())
+    elif hasattr(value, "tobytes"):  # an image
+        yield repr(value.tobytes())
+    elif isinstance(value, str | bytes | int | float):
+        yield repr(value)

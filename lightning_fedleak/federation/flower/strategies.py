@@ -163,7 +163,7 @@ class PrivateMean(_Around):
 
     The first round waits for all clients to be there, and no more, since the account depends on
     their number. One that is gone later is drawn like every other; a node that comes takes a free
-    place, but under correlated noise (``bands``), where places decide who is in which round, none.
+    place.
 
     Args:
         strategy: for everything but training: evaluation, say.
@@ -235,7 +235,7 @@ class PrivateMean(_Around):
             self._places = sorted(connected)
         new = sorted(connected.difference(self._places))
         for place, node in enumerate(self._places):
-            if node not in connected and new and self.dp.bands == 1:  # else a place has its rounds
+            if node not in connected and new:
                 self._places[place] = new.pop(0)
         if new:  # one that comes back may do so before its old node is seen to be gone
             log.info("lightning-fedleak: %d nodes wait for a place to be free", len(new))

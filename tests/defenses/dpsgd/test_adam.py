@@ -156,25 +156,6 @@ def test_the_noise_of_several_clients_is_averaged_with_their_gradients(
     assert float(draws.var()) / 4 == pytest.approx(told, rel=0.1)
 
 
-def test_a_layer_that_is_frozen_later_keeps_the_noise_that_it_gets_known() -> None:
-    """Its gradient is a zero where the module does not set it to None, and noise joins it."""
-
-    class Freezes(WithAdam):
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            optimizer.zero_grad(set_to_none=False)
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            if self.trainer.global_step == 2:
-                self.frozen = self.model.transformer.wpe.weight.detach().clone()
-                self.model.transformer.wpe.requires_grad_(False)
-
-    module = Freezes()
-    _, run = fit(DPSGD(CLIP, noise_multiplier=1.0), module, max_steps=4)
-    weight = module.model.transformer.wpe.weight
-    assert float(run.optimizers[0].state[weight]["step"]) == 4
-    assert not torch.equal(weight, module.frozen)
-
-
 def test_it_refuses_to_run_without_known_noise() -> None:
     module = WithAdam()
     before = [p.detach().clone() for p in module.parameters()]

@@ -23,8 +23,9 @@ from lightning_fedleak.defenses import (
     DefenseError,
     GradientNoise,
     ReleaseSettings,
+    noise,
 )
-from lightning_fedleak.defenses.dpsgd import correlated_noise, step
+from lightning_fedleak.defenses.dpsgd import step
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
@@ -231,15 +232,6 @@ def test_a_canary_of_other_samples_or_with_noise_is_unknown() -> None:
     noised = CanaryGradient(torch.ones(5, 1, 2), torch.ones(1, 2), 1.0)
     with pytest.raises(DefenseError, match="cannot be clipped"):
         run.defense.on_canary(noised, run.parameters, run.context)
-
-
-def test_a_canary_in_an_empty_batch_is_noise() -> None:
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
-    run.backward(first(0))
-    found = run.defense.on_canary(
-        CanaryGradient(torch.zeros(0, 2, 500)), run.parameters, run.context
-    )
-    assert float(found.released.std()) == pytest.approx(CLIP / 8, rel=0.15)
 
 
 # ---- accounting ------------------------------------------------------------------------------
@@ -509,15 +501,6 @@ def test_models_that_are_taken_and_left_as_they_were(clipping: Any) -> None:
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_frozen_layers_may_be_anything() -> None:
-    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    model[0].requires_grad_(False)
-    model[1].requires_grad_(False).eval()
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0), model)
-    expected = clipped(run.one_by_one(first(4))).sum(0) / 8
-    torch.testing.assert_close(run.step(first(4)), expected)
-
-
 def test_it_must_come_before_what_acts_on_gradients() -> None:
     defense, noise = DPSGD(CLIP, noise_multiplier=1.0), GradientNoise(1.0, 1.0)
     defense.check_order([], [noise])
@@ -590,60 +573,16 @@ def test_a_canary_among_several_processes_is_unknown() -> None:
         run.defense.on_canary(CanaryGradient(torch.ones(3, 1, 2)), run.parameters, run.context)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, recurrent: nn.Module, width: int = 8) -> None:
-        super().__init__()
-        with own_rng(0):
-            self.below, self.above = nn.Linear(6, 8), nn.Linear(width, 3)
-        self.recurrent = recurrent
-
-    def forward(self, x: Tensor) -> Tensor:
-        sequence = x[:, None] * torch.arange(1, 5)[:, None] / 4
-        return self.above(self.recurrent(self.below(sequence))[0].mean(1))
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize("form", ["auto", "per_sample"])
-def test_recurrent_layers_of_opacus_stand_in_for_those_of_torch(kind: str, form: Any) -> None:
-    layers = pytest.importorskip("opacus.layers")
-    sizes = {"batch_first": True, "num_layers": 2, "bidirectional": True}
-    with own_rng(1):
-        plain = getattr(nn, kind)(8, 8, **sizes)
-    ours = getattr(layers, f"DP{kind}")(8, 8, **sizes)
-    ours.load_state_dict(plain.state_dict())
-    x = first(5)[0]
-    torch.testing.assert_close(Recurrent(ours, 16)(x), Recurrent(plain, 16)(x))
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clip=ClipSettings(form=form)), Recurrent(ours, 16))
-    expected = clipped(run.one_by_one(first(5))).sum(0) / 8
-    torch.testing.assert_close(run.step(first(5)), expected, rtol=1e-4, atol=1e-7)
-    with pytest.raises(DefenseError, match=f"use opacus.layers.DP{kind}, which takes its state"):
-        Run(DPSGD(CLIP, noise_multiplier=0.0), Recurrent(plain, 16))
-
-
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
-    real = correlated_noise.add_standard_normal
+    real = noise.add_standard_normal
     weak: Any = lambda key, onto, scale: real(key, onto, 0.9 * scale)  # noqa: E731
-    monkeypatch.setattr(correlated_noise, "add_standard_normal", weak)
+    monkeypatch.setattr(noise, "add_standard_normal", weak)
     with pytest.raises(
         DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
     ):
         run.step(first(0))
-
-
-def test_weights_that_do_not_move_are_noticed() -> None:
-    root = Net()
-    optimizer = torch.optim.SGD(root.parameters(), lr=0.0)
-    root._trainer = trainer(optimizers=[optimizer])
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
-    for _ in range(5):
-        run.step(first(3), lr=0.0)
-    optimizer.param_groups[0]["lr"] = 0.1
-    for _ in range(2):
-        run.step(first(3), lr=0.0)
-    with pytest.raises(DefenseError, match="weights did not move in 3 steps"):
-        run.step(first(3), lr=0.0)
 
 
 def test_several_loaders_at_once_are_refused() -> None:

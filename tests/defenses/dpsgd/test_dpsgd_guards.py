@@ -86,13 +86,6 @@ def test_a_target_that_is_spent_already_is_refused_at_setup(other: Any) -> None:
         same.step(first(3))
 
 
-def test_a_checkpoint_that_does_not_name_its_target_covers_nothing() -> None:
-    state = spent(10).state_dict()
-    del state["covered_target"]
-    with pytest.raises(BudgetSpent, match="cost epsilon"):
-        resumed(targeted(4.0), state)
-
-
 # ---- a loss that changes ---------------------------------------------------------------------
 
 

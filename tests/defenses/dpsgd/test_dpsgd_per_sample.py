@@ -382,22 +382,6 @@ def test_norms_and_sums_are_not_computed_in_tf32(
     reduced()
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9"
-)
-def test_precision_that_a_backend_alone_is_set_to_comes_back() -> None:
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    part = Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
-    try:
-        for own in ("tf32", "ieee", before):
-            products.fp32_precision = own
-            squared_norms([part])
-            assert products.fp32_precision == own
-    finally:
-        products.fp32_precision = before
-
-
 def test_hooks_leave_model_and_training_as_they_are() -> None:
     model = tiny_gpt2().train()
     before = {key: value.clone() for key, value in model.state_dict().items()}

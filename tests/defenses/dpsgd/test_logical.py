@@ -108,33 +108,6 @@ def test_a_release_in_pieces_is_the_clipped_sum(clipping: Any, most: int) -> Non
     assert run.defense.releases == 1
 
 
-@pytest.mark.parametrize("most", [4, 1])
-def test_a_list_of_numbers_is_cut_with_the_rows_they_belong_to(most: int) -> None:
-    """One sample's gradient would hang on another's label otherwise."""
-
-    class Listed(Pieces):
-        def loss(self, batch: Any) -> Tensor:
-            labels = torch.stack([label for label, _ in zip(batch[1], batch[0], strict=False)])
-            return F.cross_entropy(self.root(batch[0]), labels)
-
-    rows, labels = first(12)
-    found = Listed(quiet(most)).step([rows, [*labels]])
-    expected = Pieces(quiet(most)).step([rows, labels])
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("most", [5, 1])
-def test_a_loss_of_one_number_may_have_a_dimension(most: int) -> None:
-    class Vector(Pieces):
-        def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(self.root(batch[0]), batch[1]).reshape(1)
-
-    run = Vector(quiet(most))
-    expected = run.loss(first(12))
-    loss = run.backward(first(12))
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
 def test_many_pieces_in_half_precision_add_up() -> None:
     """In bfloat16 what comes after the 256th piece would be lost in the local gradient."""
 
@@ -253,14 +226,3 @@ def test_an_example_decides_about_no_look_by_where_it_stands() -> None:
     batch[0][3] = batch[0][1]
     run.step(batch)
     assert run.defense.releases == 1
-
-
-def test_one_copy_of_what_is_trained_is_kept_between_pieces() -> None:
-    run = Pieces(quiet(4))
-    run.backward(first(12))
-    gathered = run.defense._step._earlier  # type: ignore[union-attr]
-    assert gathered is not None
-    assert {p: t.shape for p, t in gathered.sums.items()} == {p: p.shape for p in run.parameters}
-    assert all(t.dtype == torch.float32 for t in gathered.sums.values())
-    run.release()
-    assert run.defense._step._earlier is None  # type: ignore[union-attr]

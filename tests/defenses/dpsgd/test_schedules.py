@@ -16,7 +16,6 @@ from lightning_fedleak.defenses import (
     QuantileClip,
     ReleaseSettings,
     Schedule,
-    Users,
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first, trainer
@@ -203,48 +202,6 @@ def test_the_norm_of_a_quantile_goes_on_after_a_resume() -> None:
 
 
 BANDED = {"mechanism": "banded", "bands": 2}
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"release": ReleaseSettings(noise_schedule=[1, 2], **BANDED)}, "one clip norm"),
-        ({"release": ReleaseSettings(**BANDED), "clip": ClipSettings(schedule=[1])}, "one clip"),
-        (
-            {"release": ReleaseSettings(**BANDED), "clip": ClipSettings(quantile=QuantileClip())},
-            "one clip norm",
-        ),
-        (
-            {
-                "release": ReleaseSettings(noise_schedule=[1, 2]),
-                "accountant": "filter",
-                "target_epsilon": 3.0,
-            },
-            "for noise that is not",
-        ),
-        ({"release": ReleaseSettings(noise_schedule=range(1, 99))}, "98 different factors"),
-        ({"clip": ClipSettings(schedule=[1], quantile=QuantileClip())}, "both change"),
-        ({"clip": ClipSettings(schedule=[1]), "max_grad_norm": "auto"}, "has no clip norm"),
-        ({"clip": ClipSettings(quantile=QuantileClip(), per_layer=True)}, "whole gradients"),
-        (
-            {
-                "clip": ClipSettings(quantile=QuantileClip()),
-                "release": ReleaseSettings(trust="central"),
-            },
-            "shares of one noise",
-        ),
-        ({"release": ReleaseSettings("central", noise_schedule=[1, 2])}, "shares of one noise"),
-        (
-            {"clip": ClipSettings(schedule=[1]), "release": ReleaseSettings(trust="central")},
-            "shares of one noise",
-        ),
-        ({"clip": ClipSettings(quantile=QuantileClip()), "unit": Users("u")}, "counts examples"),
-    ],
-)
-def test_what_does_not_hold_together_is_refused(settings: dict[str, Any], match: str) -> None:
-    defaults = {"max_grad_norm": CLIP, "noise_multiplier": 1.0, "target_delta": 1e-3}
-    with pytest.raises(DefenseError, match=match):
-        DPSGD(**defaults | settings)
 
 
 def test_bad_factors_and_a_count_that_costs_too_much_are_refused() -> None:

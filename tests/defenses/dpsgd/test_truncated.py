@@ -19,7 +19,6 @@ from lightning_fedleak.defenses import (
     DefenseError,
     QuantileClip,
     ReleaseSettings,
-    Users,
 )
 from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
@@ -142,22 +141,6 @@ def test_a_canary_of_the_real_rows_is_clipped_with_them(most: int | None) -> Non
     torch.testing.assert_close(*released, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("fixed", [True, False])
-def test_one_shape_is_compiled_once(fixed: bool) -> None:
-    compiled: list[Any] = []
-    root = Net()
-    root.compile(backend=lambda graph, _: compiled.append(graph) or graph)
-    release = ReleaseSettings(truncated_batch_size=MOST if fixed else None)
-    run = Pieces(DPSGD(CLIP, 0.0, release=release), root=root)
-    counts = []
-    for samples in (6, 1, 9, 3):
-        run.step(first(samples))
-        counts.append(len(compiled))
-    run.defense.teardown()
-    assert counts[0] > 0
-    assert (counts[-1] == counts[0]) == fixed
-
-
 # ---- the account --------------------------------------------------------------------------------
 
 
@@ -237,19 +220,6 @@ def test_a_ledger_is_of_one_way_to_draw(tmp_path: Path) -> None:
     fewer = DataLoader(Subset(data(), range(20)), batch_size=4)
     with pytest.raises(DefenseError, match="batches drawn otherwise"):
         Pieces(truncated(**settings), loader=fewer)
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"unit": Users("u")}, "different numbers of rows"),
-        ({"poisson_sampling": False}, "have one size"),
-        ({"release": {"mechanism": "banded", "bands": 2}}, "takes another's place"),
-    ],
-)
-def test_what_is_not_accounted_is_refused(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(DefenseError, match=match):
-        truncated(**settings)
 
 
 def test_fewer_rows_than_are_expected_are_refused() -> None:

@@ -20,7 +20,6 @@ from lightning_fedleak.defenses import (
     DefenseError,
     mean_of_sample_means,
 )
-from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, UserBatchSampler
 from lightning_fedleak.defenses.dpsgd.sampling import poisson_loader
 from lightning_fedleak.defenses.dpsgd.users import rows_by_user
@@ -216,29 +215,6 @@ def test_a_row_that_is_not_finite_takes_its_user_out_and_no_other(most: int) -> 
     batch[0][0] = math.inf
     expected[users.index(KEYS[rows[0]])] = 0
     torch.testing.assert_close(run.step(batch).double(), expected.sum(0) / 8, rtol=1e-5, atol=1e-8)
-
-
-def test_one_user_with_many_rows_takes_no_room_for_others() -> None:
-    """Rows and embeddings of 60 users of one row are not padded to the 64 rows of another."""
-    seen: list[int] = []
-    plain = per_sample.squared_norms
-
-    def norms(parts: Any) -> Tensor:
-        seen.append(sum(value.shape[:2].numel() for value in vars(parts[0]).values()))
-        return plain(parts)
-
-    with own_rng(1):
-        part = per_sample.Outer(torch.randn(124, 2, 300), torch.randn(124, 2, 300))
-    rows, weights = [64, *[1] * 60], torch.rand(124)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(per_sample, "squared_norms", norms)
-        found = per_sample.squared_norms_of_users(
-            [part], weights, rows, torch.Size((300, 300)), "ghost"
-        )
-    assert sum(seen) <= 2 * 2 * 2 * 124
-    each = torch.einsum("bti,btj,b->bij", part.left, part.right, weights).split(rows)
-    expected = torch.stack([g.sum(0).square().sum() for g in each])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_releases_of_examples_and_of_users_are_not_added_up(tmp_path: Path) -> None:

@@ -92,7 +92,6 @@ class Federation:
         noise_multiplier: noise on the sum over ``clip``, in place of ``epsilon``.
         clip: largest norm of a client's update.
         clip_quantile: of the norms of updates, which the clip norm follows; None: it stays.
-        noise_bands: of the matrix that correlates the server's noise over rounds, if it does.
         delta: of the guarantee.
         trust: who adds the noise.
         sampling: which clients take part in a round.
@@ -129,7 +128,6 @@ class Federation:
     noise_multiplier: float | None = None
     clip: float = 1.0
     clip_quantile: float | None = None
-    noise_bands: int | None = None
     delta: float = 1e-5
     trust: Trusted = "central"
     sampling: ClientSampling = "all"
@@ -406,7 +404,6 @@ class Federation:
             ledger=ledger,
             release=ClientReleaseSettings(
                 quantile=None if self.clip_quantile is None else QuantileClip(self.clip_quantile),
-                bands=self.noise_bands,
             ),
         )
 

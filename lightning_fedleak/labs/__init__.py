@@ -1,0 +1,1 @@
+"""Research: baselines of papers, and attacks and mechanisms that are only simulated."""

@@ -36,8 +36,9 @@ ALLOWED = {
     "trainers": MODEL | {"attacks", "defenses", "report", "engine"},
     "federation": MODEL
     | {"attacks", "defenses", "evaluation", "records", "engine", "lightning_packages"},
+    "labs": MODEL | {"attacks", "defenses", "evaluation"},
     "cli.finetuning": MODEL | {"defenses", "lightning_packages"},
-    "cli.studies": MODEL | {"attacks", "defenses", "evaluation"},
+    "cli.studies": MODEL | {"attacks", "defenses", "evaluation", "labs"},
     "cli.studies.sweep": MODEL
     | {"attacks", "defenses", "evaluation", "records", "engine", "callbacks", "strategies"},
     "cli.studies.federation": MODEL
@@ -46,6 +47,7 @@ ALLOWED = {
 WITHOUT_LIGHTNING = (
     *SHARED,
     *("model", "attacks", "defenses", "evaluation", "records", "report", "engine", "trainers"),
+    "labs",
     "cli.studies",
 )
 ROOMS = ("model", "evaluation", "cli")

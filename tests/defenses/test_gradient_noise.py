@@ -124,18 +124,6 @@ def test_a_resumed_run_goes_on_in_the_stream() -> None:
     assert all(not torch.equal(a, b) for i, a in enumerate(halves) for b in halves[:i])
 
 
-def test_nothing_is_replayed_without_state_or_after_going_back() -> None:
-    first = GradientNoise(1.0, 1.0, seed=5)
-    seen = [noise_of(first, context()) for _ in range(3)]
-    early = {"releases": 1}
-    first.load_state_dict(early)
-    seen.append(noise_of(first, context()))
-    stateless = GradientNoise(1.0, 1.0, seed=5)
-    stateless.load_state_dict({})
-    seen += [noise_of(stateless, context()) for _ in range(3)]
-    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
-
-
 def test_a_gradient_of_none_counts_as_zero_and_is_noised() -> None:
     parameters = parameters_with()
     parameters[1].grad = None
@@ -168,21 +156,6 @@ def test_an_overflowing_norm_and_a_sparse_gradient_are_not_released() -> None:
     root(torch.tensor([1])).sum().backward()
     with pytest.raises(DefenseError, match=r"'weight' is sparse.*sparse=False"):
         GradientNoise(clip=1.0, sigma=1.0).on_gradients([root.weight], context(root=root))
-
-
-@pytest.mark.parametrize(
-    ("clip", "sigma", "message"),
-    [
-        (0.0, 1.0, "clip must be .* got 0.0"),
-        (-1.0, 1.0, "clip must be .* got -1.0"),
-        (float("inf"), 1.0, "clip must be .* got inf"),
-        (1.0, -0.1, "sigma must be .* got -0.1"),
-        (1.0, float("nan"), "sigma must be .* got nan"),
-    ],
-)
-def test_settings_out_of_range(clip: float, sigma: float, message: str) -> None:
-    with pytest.raises(DefenseError, match=message):
-        GradientNoise(clip, sigma)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0, 20.0])
@@ -226,13 +199,6 @@ def test_gaussian_epsilon_is_googles(ratio: float, log_delta: float) -> None:
     assert gaussian_epsilon(sigma=1 / ratio, delta=delta) == pytest.approx(
         expected, rel=1e-6, abs=1e-9
     )
-
-
-def test_it_leaves_the_global_generator_alone() -> None:
-    where = context()
-    before = torch.get_rng_state()
-    noise_of(GradientNoise(1.0, 1.0), where)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("kind", [GradientNoise, ActivationNoise])

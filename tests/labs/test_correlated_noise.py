@@ -209,7 +209,7 @@ def test_an_example_is_drawn_in_the_turns_of_its_group_alone(groups: int, rate: 
     for epoch in range(60):
         batches, used = iter(sampler), 9 - epoch % 4
         for batch in [next(batches) for _ in range(min(9, used + 2))][:used]:
-            assert sampler.claim_turn(turn.row, len(batch))
+            sampler.claim(len(batch), turn.row)
             for place in batch:
                 seen[place].append(turn.row)
             turn.row += 1

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import (
     DDPStrategy,
-    DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
@@ -20,7 +19,7 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_fedleak.defenses import Defense, DefenseError, Freeze, GradientNoise
-from lightning_fedleak.strategies import DefendedStrategy, defended
+from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.toy import ToyLM, loader, trainer
 
 NOISE = [GradientNoise(1.0, 1.0)]
@@ -94,24 +93,6 @@ def test_an_instance_keeps_its_settings_and_its_class() -> None:
     assert type(ours) is type(DefendedStrategy(Mine()))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "defenses", "client", "expected"),
-    [
-        ("single_device", [], "rank", True),
-        ("auto", NOISE, "rank", True),
-        ("ddp", [], "rank", False),
-        ("ddp", [Freeze("head")], "rank", False),
-        ("ddp", NOISE, "rank", True),
-        ("ddp", [], "world", True),
-        ("ddp", NOISE, "world", True),
-    ],
-)
-def test_separates_stages(strategy, defenses, client, expected: bool) -> None:
-    ours = DefendedStrategy(strategy, defenses, client)
-    trainer(ours, devices=2 if strategy == "ddp" else 1)
-    assert ours.separates_stages is expected
-
-
 @pytest.mark.parametrize("strategy", ["auto", "single_device", "ddp", "ddp_spawn"])
 def test_pickles_and_copies(strategy: str) -> None:
     ours = DefendedStrategy(strategy, [GradientNoise(2.0, 0.5), Freeze("head")], "world")
@@ -173,11 +154,6 @@ class OwnWrapping(DDPStrategy):
 def test_refusals_at_construction(build, message: str) -> None:
     with pytest.raises(DefenseError, match=message):
         build()
-
-
-def test_deepspeed_is_no_ddp_here() -> None:
-    with pytest.raises(DefenseError, match="DeepSpeedStrategy is not supported"):
-        defended._check_inner(DeepSpeedStrategy.__new__(DeepSpeedStrategy))
 
 
 def test_a_used_instance_is_refused() -> None:

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.labs.correlated_noise import banded
 from tests.helpers.processes import one_process
 from tests.strategies.dpsgd_lives import LIVES, NOISE, live
-from tests.strategies.dpsgd_runs import BATCH, CLIP, N
+from tests.strategies.dpsgd_runs import BATCH, N
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,7 +23,7 @@ pytestmark = [
 def test_killed_at_ten_random_points_it_forgets_no_release_and_repeats_no_noise(
     tmp_path: Path,
 ) -> None:
-    said = one_process("tests.strategies.dpsgd_lives", tmp_path, LIVES, 0, log=tmp_path / "log")
+    said = one_process("tests.strategies.dpsgd_lives", tmp_path, LIVES, log=tmp_path / "log")
     lives = json.loads((tmp_path / "lives.json").read_text())
     releases = np.load(tmp_path / "releases.npy")
 
@@ -49,31 +48,3 @@ def test_killed_at_ten_random_points_it_forgets_no_release_and_repeats_no_noise(
     assert last.accountant.history == ((NOISE, BATCH / N, last.accountant.steps),)
     epsilon = epsilon_of([(NOISE, BATCH / N, counted)], 1e-3, "rdp")
     assert last.privacy.epsilon >= epsilon > 0
-
-
-def test_killed_it_begins_a_new_mechanism_and_pays_for_each(tmp_path: Path) -> None:
-    said = one_process("tests.strategies.dpsgd_lives", tmp_path, 3, 2, log=tmp_path / "log")
-    lives = json.loads((tmp_path / "lives.json").read_text())
-    releases = np.load(tmp_path / "releases.npy")
-    matrix = np.linalg.inv(_dense(50 * N // BATCH))
-    start, counted, whitened = 0, 0, []
-    for life in lives:
-        assert life["killed"], said[-4000:]
-        own = releases[start : start + life["seen"], 1:] * BATCH / CLIP / NOISE
-        start += life["seen"]
-        rounds = -(-life["seen"] // 2)
-        assert rounds <= life["ledger"] - counted <= rounds + 1
-        counted = life["ledger"]
-        whitened.append(np.linalg.solve(matrix[: len(own), : len(own)], own))
-    assert len({*releases[:, 0]}) < start  # some steps were taken again
-    draws = np.concatenate(whitened)
-    alike = draws @ draws.T / draws.shape[1]
-    assert np.abs(alike - np.eye(len(draws))).max() < 0.5
-
-
-def _dense(steps: int) -> np.ndarray:
-    rows, matrix = banded(steps, 2).rows, np.zeros((steps, steps))
-    for t in range(steps):
-        for j in range(min(2, t + 1)):
-            matrix[t, t - j] = rows[t, j]
-    return matrix

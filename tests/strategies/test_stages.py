@@ -238,22 +238,6 @@ def test_resuming_with_fresh_entropy_or_without_state_never_replays(tmp_path) ->
     assert not torch.allclose(resumed, first_noise(noisy(3)), atol=1e-3)
 
 
-def test_a_second_fit_goes_on_counting_and_validation_changes_nothing(tmp_path) -> None:
-    noise, other = GradientNoise(1.0, 1.0), Scale(1.0)
-    _, run = fit(DefendedStrategy("auto", [noise, other]), sgd, **checkpointed(tmp_path))
-    assert noise.releases == 6
-    run.validate(sgd(), loader(8), ckpt_path=str(tmp_path / "last.ckpt"), verbose=False)
-    assert noise.releases == 6
-    assert other.events == ["before_setup", "teardown"]
-    run.fit_loop.max_epochs = 2
-    run.fit(sgd(), loader())
-    assert noise.releases == 12
-    run.fit_loop.max_epochs = 3
-    run.fit(sgd(), loader(), ckpt_path=str(tmp_path / "last.ckpt"))
-    assert other.events == ["before_setup", "teardown"] * 2 + ["load {}", *other.events[:2]]
-    assert noise.releases > 12
-
-
 def test_a_checkpoint_of_a_defended_run_warns_where_the_defence_is_gone(tmp_path) -> None:
     fit(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), sgd, **checkpointed(tmp_path))
     run = trainer(DefendedStrategy(), max_epochs=2)
@@ -276,36 +260,6 @@ def test_an_optimizer_that_lightning_does_not_know_is_refused() -> None:
     with pytest.raises(DefenseError, match="no defence has seen"):
         fit(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), Own)
     fit(DefendedStrategy(), Own)
-
-
-@pytest.mark.parametrize("hands_on", [False, True])
-def test_an_optimizer_inside_another_is_fed_what_was_released(hands_on: bool) -> None:
-    class Outer(torch.optim.SGD):
-        def __init__(self, parameters) -> None:
-            super().__init__(parameters, lr=0.1)
-            self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
-
-        def step(self, closure=None):
-            if hands_on:
-                return self.inner.step(closure)
-            loss = closure()
-            self.inner.step()
-            return loss
-
-    class Nested(ToyLM):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return Outer(self.parameters())
-
-    noise = GradientNoise(1.0, 1.0)
-    fit(DefendedStrategy("auto", [noise]), Nested)
-    assert noise.releases > 0
-
-
-def test_a_checkpoint_of_an_undefended_run_warns_where_there_are_defences(tmp_path) -> None:
-    fit("auto", sgd, **checkpointed(tmp_path))
-    run = trainer(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), max_epochs=2)
-    with pytest.warns(UserWarning, match="without the defences .'gradient_noise'."):
-        run.fit(sgd(), loader(), ckpt_path=str(tmp_path / "last.ckpt"))
 
 
 def test_canaries_are_asked_before_each_defence_acts_on_what_it_is_about_to_get() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import itertools
 import os
 import re
 import stat
@@ -124,35 +123,22 @@ def _is_there(path: Path) -> bool:
     """Return whether there is a file, without opening it, which blocks on a pipe or device.
 
     Raises:
-        DefenseError: the path is something else, or cannot be read.
+        DefenseError: the path is something else.
     """
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return False
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
     _check_file(path, mode)
     return True
 
 
 def _check_file(path: Path, mode: int) -> None:
-    if stat.S_ISREG(mode):
-        return
-    if stat.S_ISDIR(mode):
-        reason = "is a folder: give the path of a file in it, which need not exist yet"
-    elif stat.S_ISLNK(mode):
-        reason = "is a link: give the path of the file itself"
-    else:
-        reason = "is no file but a device, a pipe or a socket: give the path of a file on a disk"
-    raise DefenseError(f"ledger={str(path)!r} {reason}")
-
-
-def _unreadable(path: Path, error: Exception) -> DefenseError:
-    return DefenseError(
-        f"ledger={str(path)!r} cannot be read ({error}): give a path that may be read and written, "
-        "in a folder that exists"
-    )
+    if not stat.S_ISREG(mode):
+        raise DefenseError(
+            f"ledger={str(path)!r} is a folder, a link, a device, a pipe or a socket: give the "
+            "path of a file on a disk, which need not exist yet"
+        )
 
 
 def _read(path: Path) -> tuple[dict[Event, int], int, int]:
@@ -161,59 +147,39 @@ def _read(path: Path) -> tuple[dict[Event, int], int, int]:
     The release of a line without its end was never made.
     """
     counts: dict[Event, int] = {}
-    size = 0
     if not _is_there(path):
         return counts, 0, 0
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
-            _check_file(path, os.fstat(file.fileno()).st_mode)
-            for number in itertools.count(1):
-                line = file.readline(LONGEST_LINE)
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    event, more = _release(line)
-                    counts[event] = counts.get(event, 0) + more
-                except ValueError:
-                    raise _not_a_ledger(path, number) from None
-                size += len(line)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if line and not (counts and _begins_a_release(line)):
-        raise _not_a_ledger(path, number)
+    with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
+        _check_file(path, os.fstat(file.fileno()).st_mode)
+        size, line = 0, file.readline(LONGEST_LINE)
+        while line.endswith(b"\n"):
+            event, more = _release(path, line)
+            counts[event] = counts.get(event, 0) + more
+            size, line = size + len(line), file.readline(LONGEST_LINE)
+    if line:
+        *whole, last = line.rstrip(b"\r").split(b" ")
+        begins = counts and len(line) < LONGEST_LINE and re.fullmatch(rb"[0-9.e+-]*", last)
+        _release(path, b" ".join([*whole, *b"1.0 1.0 1".split()[len(whole) :]]) if begins else b"")
     return counts, size + len(line), len(line)
 
 
-def _not_a_ledger(path: Path, number: int) -> DefenseError:
-    return DefenseError(
-        f"ledger={str(path)!r} is not a ledger: its line {number} is no release. It is left as it "
-        "was. Give a path that nothing else writes to, or that does not exist yet"
-    )
-
-
-def _release(line: bytes) -> tuple[Event, int]:
+def _release(path: Path, line: bytes) -> tuple[Event, int]:
     """Return event and count of a line that :meth:`LedgerFile.append` wrote.
 
     Raises:
-        ValueError: it writes no such line.
+        DefenseError: it writes no such line.
     """
-    sigma, rate, count = line.decode("ascii").removesuffix("\n").removesuffix("\r").split(" ")
-    event, more = (float(sigma), float(rate)), int(count)
-    check_release(*event, more)
-    if [repr(event[0]), repr(event[1]), str(more)] != [sigma, rate, count]:
-        raise ValueError("the same numbers, written by something else")
-    return event, more
-
-
-def _begins_a_release(half: bytes) -> bool:
-    """Return whether these bytes may be the beginning of a line."""
-    *whole, last = half.removesuffix(b"\r").split(b" ")
-    filled = [*whole, *(b"1.0", b"1.0", b"1")[len(whole) :]]
     try:
-        _release(b" ".join(filled))
+        text = line.decode("ascii").removesuffix("\n").removesuffix("\r")
+        sigma, rate, count = text.split(" ")
+        event, more = (float(sigma), float(rate)), int(count)
+        check_release(*event, more)
+        return event, more
     except ValueError:
-        return False
-    return len(half) < LONGEST_LINE and re.fullmatch(rb"[0-9.e+-]*", last) is not None
+        raise DefenseError(
+            f"ledger={str(path)!r} is not a ledger: one of its lines is no release. It is left as "
+            "it was. Give a path that nothing else writes to, or that does not exist yet"
+        ) from None
 
 
 def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:

@@ -395,7 +395,7 @@ class ClippedSum:
             )
         norms = torch.cat([self._earlier.norms, self.norms[: self.real]])
         weights = torch.cat([self._earlier.weights, self.mean_weights[: self.real]])
-        if len(samples) != len(norms):
+        if len(samples) != len(norms):  # one would be broadcast to all
             raise base.DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
             )

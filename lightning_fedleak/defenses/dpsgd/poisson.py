@@ -311,22 +311,12 @@ def _emptied(once: Any, twice: Any) -> Any:
 
 
 def rebuilt(like: Any, fields: dict[Any, Any] | list[Any]) -> Any:
-    """Return fields in the same type of mapping (HF's BatchEncoding, say), list or tuple.
-
-    Raises:
-        DefenseError: the type cannot be made from a dict.
-    """
+    """Return fields in the same type of mapping (HF's BatchEncoding, say), list or tuple."""
     if type(like) is dict:
         return fields
     if hasattr(like, "_fields"):
         return type(like)(*fields)
-    try:
-        return type(like)(fields)
-    except TypeError as error:
-        raise DefenseError(
-            f"the collate function returns a {type(like).__name__}, which cannot be made from a "
-            "dict with other rows: let it return a dict, a list or a tuple"
-        ) from error
+    return type(like)(fields)
 
 
 @dataclass(frozen=True)

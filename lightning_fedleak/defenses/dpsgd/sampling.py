@@ -13,19 +13,17 @@ import numpy as np
 from torch.utils import data
 
 from lightning_fedleak.defenses.accounting import SamplingScheme, TruncatedPoisson
-from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import poisson
 from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
 from lightning_fedleak.defenses.dpsgd.users import check_documents, check_order, rows_by_user
 from lightning_fedleak.defenses.noise import ReleaseNoise
-from lightning_fedleak.validate import check_integer
 
 LOADING = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
 )
 """Settings of a DataLoader that the new one takes over."""
-LEAST_ENTROPY = 16  # bytes; 128 bits cannot be guessed
 _ALREADY = (
     "DP-SGD samples each example independently and replaces the sampler, or with "
     "poisson_sampling=False counts each example once in a batch: it must know the sampler's rule."
@@ -214,12 +212,6 @@ def poisson_loader(
         DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
             a value out of range; says what to change.
     """
-    check_integer("client", draws.client, at_least=0, at_most=clients - 1, error=DefenseError)
-    if len(draws.entropy) < LEAST_ENTROPY:
-        raise DefenseError(
-            f"entropy of {len(draws.entropy)} bytes can be guessed: give at least {LEAST_ENTROPY} "
-            "of os.urandom"
-        )
     if steps is None:
         steps = max(1, round(1 / rate))
     check_torch_loader(loader)
@@ -228,7 +220,7 @@ def poisson_loader(
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
     if not shard:
-        count = count_places(loader.dataset) if users is None else len(users)
+        count = len(loader.dataset) if users is None else len(users)
         raise DefenseError(
             f"client {draws.client} has no {'examples' if users is None else 'users'}: the dataset "
             f"holds {count} for all clients. Use fewer clients or more data."
@@ -273,34 +265,23 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
     Raises:
         DefenseError: says what to change.
     """
-    if not isinstance(loader, data.DataLoader):
-        raise DefenseError(
-            f"DP-SGD needs a torch DataLoader, got {type(loader).__name__}. Return one "
-            "DataLoader from `train_dataloader`."
-        )
-    if type(loader).__iter__ is not data.DataLoader.__iter__:
-        raise DefenseError(
-            f"{type(loader).__name__} makes batches in an `__iter__` of its own. {_ALREADY} Use a "
-            "plain DataLoader."
-        )
-    if isinstance(loader.dataset, data.IterableDataset):
-        raise DefenseError(
-            "an iterable dataset cannot be sampled by chance: it has no length and no index. Load "
-            "it into a map-style dataset (with `__len__` and `__getitem__`)."
-        )
-    if isinstance(loader.batch_sampler, poisson.PoissonBatchSampler):
-        raise DefenseError("this loader already samples by Poisson: give each loader once")
-    if loader.batch_sampler is None:
-        raise DefenseError(
-            "batch_size=None turns batching off, and Poisson sampling makes batches: give the "
-            "DataLoader a batch_size and single examples."
-        )
-    if type(loader.batch_sampler) is not data.BatchSampler or loader.batch_size is None:
-        raise DefenseError(
-            f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
-            f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
-        )
-    count_places(loader.dataset)
+    dataset = getattr(loader, "dataset", None)
+    batches = getattr(loader, "batch_sampler", None)
+    refusals = {
+        f"a {type(loader).__name__} is no torch DataLoader: return one from `train_dataloader`": (
+            not isinstance(loader, data.DataLoader)
+        ),
+        f"{type(loader).__name__} makes batches in an `__iter__` of its own: use a plain "
+        "DataLoader": getattr(type(loader), "__iter__", None) is not data.DataLoader.__iter__,
+        f"{type(dataset).__name__} is no map-style dataset: load it into one, with `__len__` and "
+        "`__getitem__`": isinstance(dataset, data.IterableDataset)
+        or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")),
+        f"the batch sampler {type(batches).__name__} is not torch's own: give the DataLoader a "
+        "batch_size and single examples, and a loader that samples already once": (
+            type(batches) is not data.BatchSampler or loader.batch_size is None
+        ),
+    }
+    refuse("DP-SGD draws each example independently, for which it must know the loader; ", refusals)
 
 
 def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
@@ -308,15 +289,13 @@ def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
     fetch = getattr(loader.dataset, "__getitems__", list)
     call = f"`{type(loader.dataset).__name__}.__getitems__([])`"
     try:
-        count = len(fetch([]))
+        count: object = len(fetch([]))
     except Exception as error:
-        raise DefenseError(
-            f"{call} fails ({error!r}), but a Poisson batch may be empty: let it return an empty "
-            "list."
-        ) from error
+        count = error
     if count:
         raise DefenseError(
-            f"{call} gives {count} examples instead of none: a Poisson batch may be empty."
+            f"{call} gives {count!r} instead of none: a Poisson batch may be empty, so let it "
+            "return an empty list."
         )
 
 
@@ -324,7 +303,7 @@ def _shard(loader: data.DataLoader[Any]) -> range:
     """Return the indices of this process's examples, each of which is in the dataset once."""
     if isinstance(loader.dataset, data.Subset | data.ConcatDataset):
         _check_once(loader.dataset)
-    size, sampler = count_places(loader.dataset), loader.sampler
+    size, sampler = len(loader.dataset), loader.sampler
     # Of these classes exactly: one derived from them may choose or repeat any examples.
     if type(sampler) is data.RandomSampler and not sampler.replacement:
         plain = sampler.num_samples == size
@@ -385,19 +364,5 @@ def origins(dataset: Any) -> tuple[Any, Any]:
             return np.full(len(indices), id(dataset.dataset), dtype=np.int64), places
         sources, places = origins(dataset.dataset)
         return sources[indices], places[indices]
-    size = count_places(dataset)
+    size = len(dataset)
     return np.full(size, id(dataset), dtype=np.int64), np.arange(size)
-
-
-def count_places(dataset: Any) -> int:
-    """Return the length of a map-style dataset.
-
-    Raises:
-        DefenseError: it is none.
-    """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DefenseError(
-            f"the dataset {type(dataset).__name__} has no `__len__` or no `__getitem__`: Poisson "
-            "sampling needs a map-style dataset."
-        )
-    return len(dataset)

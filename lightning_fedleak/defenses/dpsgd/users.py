@@ -93,29 +93,10 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
                 "each row."
             )
         return group_by
-    names = getattr(dataset, "column_names", None)
-    if names is not None:
-        if group_by not in names:
-            raise _no_column(group_by, names)
+    if hasattr(dataset, "column_names"):
         column: Sequence[Any] = dataset[group_by]
         return column
-    keys = []
-    for row in range(len(dataset)):
-        example = dataset[row]
-        if not isinstance(example, Mapping) or group_by not in example:
-            names = [*example] if isinstance(example, Mapping) else []
-            raise _no_column(group_by, names, row)
-        keys.append(example[group_by])
-    return keys
-
-
-def _no_column(name: str, names: Sequence[Any], row: int | None = None) -> DefenseError:
-    owner = "the dataset has" if row is None else f"row {row} has"
-    columns = f"; {owner} {', '.join(map(repr, names))}" if names else ""
-    return DefenseError(
-        f"DPSGD: unit=Users() needs the user of each row, and {owner} no column '{name}'{columns}. "
-        "Give group_by the name of one, a function of an example, or one key for each row."
-    )
+    return [dataset[row][group_by] for row in range(len(dataset))]
 
 
 def check_order(loader: DataLoader[Any]) -> None:

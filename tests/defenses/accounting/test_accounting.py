@@ -31,7 +31,6 @@ from lightning_fedleak.defenses.accounting.account import (
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     LEAST_NOISE,
-    check_delta_for,
     effective_noise_multiplier,
     epsilon_of,
     noise_multiplier_for,
@@ -325,39 +324,8 @@ def test_the_counter_never_runs_backwards() -> None:
 
 
 def test_a_foreign_state_is_refused() -> None:
-    with pytest.raises(DefenseError, match="releases"):
-        Accountant("rdp").load_state_dict({"releases": torch.zeros(4)})
     with pytest.raises(DefenseError, match="sample_rate"):
         Accountant("rdp").load_state_dict({"releases": torch.tensor([[1.0, 7.0, 1.0]])})
-
-
-@pytest.mark.parametrize(
-    ("call", "word"),
-    [
-        (lambda: Accountant("gdp"), "accountant must be"),
-        (lambda: Accountant("rdp").step(-1.0, 0.1), "noise_multiplier"),
-        (lambda: Accountant("rdp").step(math.nan, 0.1), "noise_multiplier"),
-        (lambda: Accountant("rdp").step(1.0, 0.0), "sample_rate"),
-        (lambda: Accountant("rdp").step(1.0, 1.5), "sample_rate"),
-        (lambda: Accountant("rdp").step(1.0, 0.1, count=0), "count"),
-        (lambda: Accountant("rdp").epsilon(0.0), "delta"),
-        (lambda: Accountant("rdp").epsilon(1e-5, slack=1.0), "slack"),
-        (lambda: noise_multiplier_for(0.0, 1e-5, 0.1, 10), "target_epsilon"),
-        (lambda: noise_multiplier_for(math.nan, 1e-5, 0.1, 10), "target_epsilon"),
-        (lambda: noise_multiplier_for(1e4, 1e-5, 0.1, 10), "target_epsilon"),
-        (lambda: noise_multiplier_for(1.0, 1.0, 0.1, 10), "target_delta"),
-        (lambda: noise_multiplier_for(1.0, 1e-5, 2.0, 10), "sample_rate"),
-        (lambda: noise_multiplier_for(1.0, 1e-5, 0.1, 0), "steps"),
-        (lambda: noise_multiplier_for(1.0, 1e-5, 0.1, 2.5), "steps"),
-        (lambda: noise_multiplier_for(1e-6, 1e-12, 1.0, 10**9), "cannot be reached"),
-        (lambda: noise_multiplier_for(150.0, 0.1, 1e-5, 1, "rdp"), "accounted as no noise"),
-        (lambda: check_delta_for(1e-3, 1000), "1 / 1000"),
-        (lambda: check_delta_for(0.0, 1000), "delta"),
-    ],
-)
-def test_refused(call, word: str) -> None:
-    with pytest.raises(DefenseError, match=word):
-        call()
 
 
 def test_without_opacus_the_extra_is_named(monkeypatch) -> None:

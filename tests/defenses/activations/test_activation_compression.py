@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -108,20 +106,6 @@ def test_principal_components_are_those_of_scikit_learn(layer: int) -> None:
     torch.testing.assert_close(got, torch.from_numpy(expected), atol=1e-5, rtol=1e-4)
 
 
-def test_the_random_basis_is_that_of_its_seed_and_no_global_generator_is_used() -> None:
-    before = torch.get_rng_state()
-    found = []
-    for seed in (0, 0, 1):
-        model = tiny_llama(layers=2)
-        _, shared = compressed(model, ActivationCompression(1, K, seed=seed))
-        with torch.no_grad():
-            model(input_ids=public())
-        found.append(shared.seen[0])
-    assert torch.equal(found[0], found[1])
-    assert not torch.allclose(found[0], found[2])
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_a_trainer_validates_first_trains_and_resumes_with_the_same_components(tmp_path) -> None:
     def strategy(seed: int) -> DefendedStrategy:
         ids = torch.randint(3, VOCAB, (6, 8), generator=torch.Generator().manual_seed(seed))
@@ -159,42 +143,3 @@ def test_noise_belongs_in_front() -> None:
         DefendedStrategy("auto", [smaller, noise])
     DefendedStrategy("auto", [noise, smaller])
     DefendedStrategy("auto", [smaller, ActivationNoise(3, 1.0)])
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({}, "nothing is left out"),
-        ({"keep_dims": 0}, "keep_dims must be .* got 0"),
-        ({"drop_early": -1}, "drop_early must be .* got -1"),
-        ({"keep_dims": True}, "keep_dims must be .* got True"),
-        ({"keep_dims": 2, "basis": "best"}, "basis must be .* got 'best'"),
-        ({"keep_dims": 2, "basis": "principal"}, "needs public_ids"),
-        (
-            {"keep_dims": 2, "basis": "principal", "public_ids": torch.zeros(3)},
-            r"token ids of shape \(n, L\)",
-        ),
-        (
-            {"keep_dims": 9, "basis": "principal", "public_ids": torch.ones(1, 9).long()},
-            "9 tokens, too few for 9",
-        ),
-    ],
-    ids=str,
-)
-def test_settings_out_of_range(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(DefenseError, match=message):
-        ActivationCompression(1, **setting)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"keep_dims": DIM}, f"keep_dims={DIM} leaves out nothing of the {DIM} dimensions"),
-        ({"drop_early": 7}, "drop_early=7 leaves nothing of texts of 7 tokens"),
-    ],
-)
-def test_what_a_forward_shows(setting: dict[str, Any], message: str) -> None:
-    model = tiny_gpt2()
-    compressed(model, ActivationCompression(1, **setting))
-    with pytest.raises(DefenseError, match=message):
-        model(**batch())

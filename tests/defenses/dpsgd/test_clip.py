@@ -153,20 +153,3 @@ def test_a_sample_that_is_not_finite_counts_as_zero(name: str, bad: float) -> No
     batch[0][2] = bad
     found = run.step(batch).double()
     torch.testing.assert_close(found, expected.sum(0) / 8, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"max_grad_norm": "flat"}, "'auto', or such numbers"),
-        ({"max_grad_norm": {}}, "'auto', or such numbers"),
-        ({"max_grad_norm": {"below": -1.0}}, "'auto', or such numbers"),
-        ({"max_grad_norm": "auto", "gamma": 0.0}, r"gamma must be a number above 0, got 0\.0"),
-        ({"max_grad_norm": {"": 1.0}, "per_layer": True}, "names layers already"),
-        ({"max_grad_norm": {"below": 1.0}}, "no norm for 'above.weight'"),
-        ({"max_grad_norm": {"": 1.0, "belov": 1.0}}, "names 'belov'"),
-    ],
-)
-def test_what_is_refused(settings: dict[str, Any], word: str) -> None:
-    with pytest.raises(DefenseError, match=word):
-        Run(DPSGD(noise_multiplier=1.0, **grouped(**settings)))

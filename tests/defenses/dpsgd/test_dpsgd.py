@@ -253,12 +253,6 @@ def test_epsilon_is_that_of_the_releases(accountant: Any) -> None:
     assert without.privacy.sample_rate == 1.0
 
 
-def test_little_noise_is_accounted_as_none() -> None:
-    defense = DPSGD(CLIP, noise_multiplier=1e-3)
-    Run(defense).step(first(3))
-    assert defense.privacy.epsilon == math.inf
-
-
 def trainer(**settings: Any) -> SimpleNamespace:
     defaults = {
         "gradient_clip_val": None,
@@ -299,24 +293,6 @@ def test_the_budget_ends_the_run_before_it_is_overdrawn() -> None:
         Run(resumed, longer).step(first(3))
 
 
-def test_on_budget_raise_does_not_stop_the_trainer() -> None:
-    root = Net()
-    root._trainer = trainer(max_steps=2)
-    defense = DPSGD(
-        CLIP,
-        target_epsilon=3.0,
-        target_delta=1e-3,
-        accountant="rdp",
-        release=ReleaseSettings(on_budget="raise"),
-    )
-    run = Run(defense, root)
-    run.step(first(3))
-    run.step(first(3))
-    assert not root._trainer.should_stop
-    with pytest.raises(BudgetSpent):
-        run.step(first(3))
-
-
 def test_a_ledger_remembers_what_a_checkpoint_forgot(tmp_path) -> None:
     ledger = tmp_path / "releases"
     defense = DPSGD(CLIP, noise_multiplier=1.0, ledger=ledger)
@@ -343,19 +319,6 @@ def test_each_client_has_a_ledger_and_their_number_stays(tmp_path) -> None:
             begun(ledger, 0, clients)
 
 
-def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> None:
-    def made(trust: Any) -> DPSGD:
-        return DPSGD(CLIP, noise_multiplier=1.0, release=ReleaseSettings(trust=trust))
-
-    central, local = made("central"), made("local")
-    Run(central, clients=4).step(first(0))
-    Run(local, clients=4).step(first(0))
-    with pytest.raises(DefenseError, match="under trust='central'"):
-        made("local").load_state_dict(central.state_dict())
-    made("central").load_state_dict(central.state_dict())
-    made("central").load_state_dict(local.state_dict())
-
-
 # ---- sampling --------------------------------------------------------------------------------
 
 
@@ -373,44 +336,6 @@ def test_batches_are_poisson_samples_that_go_on_in_the_next_loader() -> None:
 
 
 # ---- what is refused -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "neither of noise_multiplier and target_epsilon"),
-        ({"noise_multiplier": 1.0, "target_epsilon": 1.0}, "both of noise_multiplier"),
-        ({"noise_multiplier": -1.0}, r"noise_multiplier must be .* at least 0.*got -1\.0"),
-        ({"noise_multiplier": math.nan}, "noise_multiplier must be .* at least 0.*got nan"),
-        (
-            {"target_epsilon": 0.0, "target_delta": 1e-5},
-            r"epsilon must be .* above 0.*got 0\.0",
-        ),
-        (
-            {"target_epsilon": math.inf, "target_delta": 1e-5},
-            "epsilon must be .* above 0.*got inf",
-        ),
-        ({"target_epsilon": 1.0}, "means nothing without target_delta"),
-        (
-            {"target_epsilon": 1.0, "target_delta": 0.0},
-            r"delta must be .* below 1.*got 0\.0",
-        ),
-        (
-            {"noise_multiplier": 1.0, "target_delta": 1.0},
-            r"delta must be .* below 1.*got 1\.0",
-        ),
-        ({"noise_multiplier": 1.0, "max_grad_norm": 0.0}, r"max_grad_norm must be .*got 0\.0"),
-        ({"noise_multiplier": 1.0, "form": "flat"}, "form must be .*, got 'flat'"),
-        ({"noise_multiplier": 1.0, "trust": "none"}, "trust must be .*, got 'none'"),
-        ({"noise_multiplier": 1.0, "on_budget": "warn"}, "on_budget must be .*, got 'warn'"),
-        ({"noise_multiplier": 1.0, "loss": "any"}, "loss must be .*, got 'any'"),
-        ({"noise_multiplier": 1.0, "accountant": "gdp"}, "gdp"),
-        ({"target_epsilon": 1.0, "target_delta": 1e-5, "seed": 1}, "no epsilon holds"),
-    ],
-)
-def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(DefenseError, match=message):
-        DPSGD(**grouped(**{"max_grad_norm": 1.0, **settings}))
 
 
 @pytest.mark.parametrize(
@@ -476,7 +401,7 @@ MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}, "DPMultiheadAttention"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, "`max_norm`"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, "`sparse`"),
-    (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"form": "ghost"}, "has no rule for '0'"),
+    (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"form": "ghost"}, "has no rule for clipping"),
     (
         lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
         {},
@@ -526,7 +451,7 @@ def test_a_batch_whose_samples_cannot_be_counted(batch: Any, message: str) -> No
 
 
 def test_a_loader_that_cannot_be_sampled() -> None:
-    with pytest.raises(DefenseError, match="needs a torch DataLoader, got list"):
+    with pytest.raises(DefenseError, match="a list is no torch DataLoader"):
         Run(DPSGD(CLIP, noise_multiplier=1.0), loader=[1, 2])
 
 
@@ -568,7 +493,7 @@ def test_a_layer_that_comes_later_is_noticed() -> None:
 def test_a_canary_among_several_processes_is_unknown() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=1))
     run.backward(first(3))
-    run.defense._in_fit()._team.size = 2
+    run.defense._fit_step._team.size = 2
     with pytest.raises(DefenseError, match="use client='rank', or one process"):
         run.defense.on_canary(CanaryGradient(torch.ones(3, 1, 2)), run.parameters, run.context)
 

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.recorder import _equal_rows
-from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, data, first, trainer
+from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, data, first
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_llama
 
@@ -128,24 +128,6 @@ class Typed(Words):
         return self.head(torch.tanh(self.words(ids) + self.types(kinds)))
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("labels", [[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
-def test_labels_that_look_like_a_mask_are_no_sample(labels: list[int], frozen: bool) -> None:
-    run = Run(noisy(), Typed())
-    run.root.types.requires_grad_(not frozen)
-    mask = (torch.arange(6) >= torch.arange(5)[:, None]).long()
-
-    def loss(batch: Any) -> Tensor:
-        ids, _, kinds = batch
-        types = run.root.types(kinds)[:, None]
-        logits = run.root.head(torch.tanh(run.root.words(ids) + types))
-        return mean_of_sample_means(logits, ids, causal=True)
-
-    run.loss = loss  # type: ignore[method-assign]
-    run.step([IDS, mask, torch.tensor(labels)])
-    assert run.defense.releases == 1
-
-
 def test_token_types_that_look_like_labels_are_no_other_samples() -> None:
     run = Run(noisy(), Typed())
     labels = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1], [0, 0]])
@@ -192,14 +174,6 @@ def test_parts_of_datasets_are_taken() -> None:
     run = Run(noisy(), loader=DataLoader(joined, batch_size=8))
     run.step(first(3))
     assert run.defense.releases == 1
-
-
-def test_loaders_inside_of_one_another_are_refused() -> None:
-    root = Net()
-    root._trainer = trainer(train_dataloader={"a": [1, 2]})
-    run = Run(noisy(), root)
-    with pytest.raises(DefenseError, match="2 training loaders"):
-        run.step(first(3))
 
 
 # ---- what leaves without noise -----------------------------------------------------------------
@@ -251,15 +225,6 @@ def test_a_buffer_that_is_written_to_later_is_noticed() -> None:
         run.step(first(5))
 
 
-def test_a_frozen_embedding_that_shortens_the_rows_it_looks_up_is_refused() -> None:
-    root = Words()
-    root.words = nn.Embedding(97, 8, max_norm=0.5).requires_grad_(False)
-    run = Run(noisy(), root)
-    run.loss = lambda b: mean_of_sample_means(run.root(b[0]), b[0], causal=True)  # type: ignore[method-assign]
-    with pytest.raises(DefenseError, match=r"'words.weight'.*without max_norm"):
-        run.step([IDS])
-
-
 # ---- refusals that say what to do ----------------------------------------------------------------
 
 
@@ -305,10 +270,10 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (lambda: DataLoader(Stream(), batch_size=4), "an iterable dataset cannot be sampled"),
+        (lambda: DataLoader(Stream(), batch_size=4), "no map-style dataset"),
         (
             lambda: DataLoader(data(), batch_sampler=BatchSampler(range(N), 4, False)),
-            "Pass batch_size=... instead of batch_sampler",
+            "give the DataLoader a batch_size",
         ),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import BatchEncoding
 
@@ -183,28 +183,6 @@ def test_what_the_layers_do_not_explain_is_seen_in_any_piece() -> None:
     assert run.defense.releases == 0
 
 
-def test_layers_that_only_a_later_piece_reaches_are_compared_in_the_next_release() -> None:
-    class Wide(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.extra = nn.Linear(6, 3)
-
-    class Late(Pieces):
-        def loss(self, batch: Any) -> Tensor:
-            hidden = self.root(batch[0])
-            if len(self.sizes) in (5, 8):
-                hidden = hidden + torch.tanh(batch[0]) @ self.root.below.weight.T[:, :3]
-                hidden = hidden + self.root.extra(batch[0])
-            return F.cross_entropy(hidden, batch[1])
-
-    run = Late(quiet(4, loss="trusted"), root=Wide())
-    run.step(first(12))
-    run.step(first(12))  # its second piece is new, and the first was not looked at
-    with pytest.raises(DefenseError, match="not the sum of what its layer was seen to add"):
-        run.step(first(12))
-    assert run.defense.releases == 2
-
-
 def test_a_batch_is_drawn_and_released_once_also_in_pieces() -> None:
     run = Pieces(quiet(4, noise_multiplier=1.0))
     batch = first(12)
@@ -215,14 +193,3 @@ def test_a_batch_is_drawn_and_released_once_also_in_pieces() -> None:
     run.backward(first(12))
     with pytest.raises(DefenseError, match="max_physical_batch_size"):
         run.backward(first(12))
-
-
-def test_an_example_decides_about_no_look_by_where_it_stands() -> None:
-    """Rows that read like another's in the same piece: alone they are chance, as in any batch."""
-    net = Net()
-    run = Pieces(quiet(6), root=net)
-    batch = first(12)
-    batch[0] = batch[0].clone()
-    batch[0][3] = batch[0][1]
-    run.step(batch)
-    assert run.defense.releases == 1

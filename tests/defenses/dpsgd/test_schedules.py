@@ -78,17 +78,6 @@ def test_a_target_is_met_by_the_whole_plan(accountant: str) -> None:
     assert defense.privacy.epsilon == pytest.approx(epsilon, rel=1e-6)
 
 
-def test_the_noise_that_is_added_is_the_planned_one() -> None:
-    defense = scheduled([1.0, 3.0])
-    run = run_of(defense, 2)
-    sizes = []
-    for _ in range(2):
-        run.backward(first(1))
-        exact = clipped(run.one_by_one(first(1))).sum(0) / 8
-        sizes.append(float((run.release() - exact).std()) * 8 / CLIP)
-    assert sizes == pytest.approx([1.0, 3.0], rel=0.25)  # of 83 numbers
-
-
 def test_the_clip_norm_follows_its_plan_at_no_cost() -> None:
     plan = [1.0, 0.5, 0.1]
     defense = scheduled(clip=plan, noise_multiplier=0.0)
@@ -121,17 +110,6 @@ def test_a_resumed_run_goes_on_with_its_plan() -> None:
         other.load_state_dict(first_half.state_dict())
 
 
-def test_a_plan_is_for_the_steps_of_the_run_that_releases() -> None:
-    defense = scheduled([1.0, 0.5])
-    run_of(defense, 2)  # which ends before its first step
-    run = run_of(defense, 4)
-    noises = []
-    for _ in range(4):
-        noises.append(defense.noise_multiplier_now)
-        run.step(first(3))
-    assert noises == [1.0, 1.0, 0.5, 0.5]
-
-
 # ---- quantiles ----------------------------------------------------------------------------------
 
 
@@ -154,7 +132,7 @@ def test_the_norm_comes_to_the_quantile() -> None:
     for _ in range(300):
         run.step(first(8), lr=0.0)
     norms = rows.norm(dim=1).sort().values
-    clip = defense._in_fit().clip.sensitivity
+    clip = defense._fit_step.clip.sensitivity
     assert float(norms[3]) * 0.95 <= clip <= float(norms[4]) * 1.05
 
 
@@ -165,12 +143,12 @@ def test_sum_and_count_together_cost_what_the_noise_multiplier_says() -> None:
     run = run_of(defense)
     gradients, logs = [], []
     for _ in range(150):
-        before = defense._in_fit().clip.sensitivity
+        before = defense._fit_step.clip.sensitivity
         run.backward(first(2))
         exact = clipped(run.one_by_one(first(2)), before).sum(0) / 8
         halves = float(torch.where(run.one_by_one(first(2)).norm(dim=1) <= before, 0.5, -0.5).sum())
         gradients.append((run.release() - exact) * 8 / before)
-        after = defense._in_fit().clip.sensitivity
+        after = defense._fit_step.clip.sensitivity
         logs.append((-math.log(after / before) / 0.3 + 0.5 - 0.5) * 8 - halves)
     of_sum, of_count = float(torch.cat(gradients).std()), float(np.std(logs))
     assert of_sum == pytest.approx((z**-2 - (2 * count) ** -2) ** -0.5, rel=0.02)
@@ -185,7 +163,7 @@ def test_one_sample_moves_the_count_by_a_half() -> None:
     for samples in (8, 9):
         run = run_of(following(0.0))
         run.backward(first(samples))
-        counts.append(float(run.defense._in_fit().clipped(run.parameters, run.context).halves()))
+        counts.append(float(run.defense._fit_step.clipped(run.parameters, run.context).halves()))
     assert abs(counts[1] - counts[0]) == 0.5
 
 
@@ -193,12 +171,12 @@ def test_the_norm_of_a_quantile_goes_on_after_a_resume() -> None:
     defense = following()
     run = run_of(defense)
     run.step(first(4))
-    clip = defense._in_fit().clip.sensitivity
+    clip = defense._fit_step.clip.sensitivity
     assert clip != CLIP
     again = following()
     again.load_state_dict(defense.state_dict())
     run_of(again)
-    assert again._in_fit().clip.sensitivity == clip
+    assert again._fit_step.clip.sensitivity == clip
 
 
 BANDED = {"mechanism": "banded", "bands": 2}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import scipy.stats
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -21,7 +21,6 @@ from lightning_fedleak.defenses import (
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, UserBatchSampler
-from lightning_fedleak.defenses.dpsgd.sampling import poisson_loader
 from lightning_fedleak.defenses.dpsgd.users import rows_by_user
 from tests.defenses.dpsgd.test_clip import GROUPS, split
 from tests.defenses.dpsgd.test_dpsgd import CLIP, data
@@ -105,9 +104,6 @@ def test_whose_a_row_is_is_told_by_a_column_a_function_or_keys(kind: Any, group_
 @pytest.mark.parametrize(
     ("dataset", "group_by", "word"),
     [
-        (Keyed(), "client", "row 0 has no column 'client'.*'customer'"),
-        (Columns(), "client", "the dataset has no column 'client'.*'customer'"),
-        (data(), "client", "no column 'client'"),
         (Keyed([*"ab", None, "c"]), "customer", "row 2 has no 'customer'"),
         (Keyed([*"ab", ""]), "customer", "row 2 has no 'customer'"),
         (Keyed([1.0, math.nan]), lambda e: e["customer"], r"row 1 has no key \(group_by\)"),
@@ -131,11 +127,6 @@ def test_a_row_that_is_nobodys_is_refused_with_the_columns_name(
 ) -> None:
     with pytest.raises(DefenseError, match=word):
         rows_by_user(dataset, group_by)
-
-
-def test_keys_of_several_parts_are_compared_by_their_values() -> None:
-    keys = [("de", torch.tensor(3)), ("de", torch.tensor(3)), ("fr", np.int64(3)), ("de", 3)]
-    assert [*rows_by_user([*range(4)], keys).values()] == [[0, 1, 3], [2]]
 
 
 @pytest.mark.parametrize("most", [None, 12, 4, 1])
@@ -256,43 +247,13 @@ def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:
         assert all(whose[k] == min(3, KEYS.count(k)) for k in whose)
         inside.update(sampler.draw(step))
         rows.update(row for row in chosen if KEYS[row] == "a")
-        assert sampler.claim_users(len(chosen)) == [*whose.values()]
+        sampler._sizes = deque([len(chosen)])
+        assert sampler.claim(len(chosen), 0) == [*whose.values()]
     for user in range(15):
         assert scipy.stats.binomtest(inside[user], 4000, 0.3).pvalue > 1e-4
     assert len(rows) == KEYS.count("a") == 9
     for count in rows.values():
         assert scipy.stats.binomtest(count, 4000, 0.3 * 3 / 9).pvalue > 1e-4
-
-
-def test_processes_share_users_not_rows() -> None:
-    dataset, seen = data(), []
-    users = [*rows_by_user(dataset, KEYS).values()]
-    for rank in range(2):
-        split_ = DistributedSampler(dataset, 2, rank, shuffle=False)
-        loader: Any = poisson_loader(
-            DataLoader(dataset, 4, sampler=split_),
-            1.0,
-            Draws(b"e" * 32, rank),
-            clients=2,
-            users=users,
-        )
-        seen.append({KEYS[row] for row in loader.batch_sampler.rows(0)})
-    assert not seen[0] & seen[1]
-    assert seen[0] | seen[1] == set(KEYS)
-
-
-def test_epsilon_is_that_of_users() -> None:
-    defense = by_user(noise_multiplier=2.0, accountant="rdp")
-    run = Pieces(defense, loader=DataLoader(data(), batch_size=3))
-    batch, _ = drawn(run)
-    run.step(batch)
-    assert defense.privacy.sample_rate == 3 / 15
-    assert defense.privacy.delta == pytest.approx(0.1 / 15)
-    assert "one user with all of their rows" in defense.guarantee
-    assert defense.settings()["unit"] == "user"
-    assert "one example added or removed" in DPSGD(1.0, noise_multiplier=1.0).guarantee
-    with pytest.raises(DefenseError, match=r"below 1 / 15"):
-        Pieces(by_user(noise_multiplier=2.0, target_delta=1 / 12))
 
 
 def test_the_noise_is_that_of_one_user() -> None:
@@ -305,19 +266,6 @@ def test_the_noise_is_that_of_one_user() -> None:
     noise = torch.cat(residues)
     low, high = scipy.stats.chi2.ppf([1e-4, 1 - 1e-4], noise.numel())
     assert low < float(noise.square().sum()) < high
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"poisson_sampling": False}, "users are drawn by chance"),
-        ({"rows_per_user": 0}, "rows_per_user must be .*, got 0"),
-        ({"group_by": "customer"}, "no column 'customer'"),
-    ],
-)
-def test_what_is_refused(settings: dict[str, Any], word: str) -> None:
-    with pytest.raises(DefenseError, match=word):
-        Pieces(by_user(**settings))
 
 
 def test_rows_of_another_batch_and_canaries_are_refused() -> None:

@@ -99,7 +99,7 @@ class CorrelatedNoise:
         check_choice("CorrelatedNoise: kind", self.kind, get_args(Kind), error=DefenseError)
         check_integer("CorrelatedNoise: bands", self.bands, error=DefenseError)
 
-    def noise(self) -> MatrixNoise:
+    def noise(self) -> ReleaseNoise:
         """Return the noise of a run."""
         return MatrixNoise(self.kind, self.bands)
 

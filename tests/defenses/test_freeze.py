@@ -69,12 +69,6 @@ def test_other_refusals() -> None:
         DefenseError, match=r"part must be 'head' or 'embeddings' or .* got 'heads'"
     ):
         Freeze("heads")
-    root = CausalLMModule(tiny_llama(tied=False))
-    for name, parameter in root.named_parameters():
-        parameter.requires_grad_("lm_head" in name)
-    with pytest.raises(DefenseError, match="nothing to train"):
-        frozen_by("head", root)
-    assert root.model.lm_head.weight.requires_grad
     with pytest.raises(DefenseError, match=r"Freeze\('head'\): "):
         frozen_by("head", nn.Sequential(nn.Conv1d(2, 2, 1)))
 
@@ -152,7 +146,7 @@ def test_what_is_unfrozen_on_the_way_is_not_released() -> None:
     head = model.model.lm_head.weight.detach().clone()
     strategy = DefendedStrategy(defenses=[Freeze("head")])
     run = trainer(strategy, max_steps=3, callbacks=[Unfreezing()])
-    with pytest.raises(DefenseError, match=r"unfrozen.*lm_head\.weight.*was not released"):
+    with pytest.raises(DefenseError, match=r"lm_head\.weight.*was not released"):
         run.fit(model, random_token_loader())
     assert run.global_step == 1
     assert torch.equal(model.model.lm_head.weight, head)

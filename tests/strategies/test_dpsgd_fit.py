@@ -172,7 +172,7 @@ class Loose(CausalLM):
         ),
         (LBFGS, {}, StepError, "LBFGS"),
         (Manual, {}, DefenseError, "automatic_optimization=True"),
-        (Loose, {}, DefenseError, "'scale' belong to the LightningModule itself"),
+        (Loose, {}, DefenseError, "'scale' belong to a Loose"),
         (lambda: CausalLM(tiny_gpt2().eval()), {}, DefenseError, r"Call `model.train\(\)`"),
         (lambda: CausalLM(tiny_gpt2().requires_grad_(False)), {}, DefenseError, "frozen"),
         (lambda: SummedLM(tiny_gpt2().train()), {}, DefenseError, "mean_of_sample_means"),

@@ -260,12 +260,7 @@ class Recorder:
             return
         if _shares_all(module):
             return
-        if not isinstance(output, Tensor):
-            raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}) returns {type(output).__name__}, not "
-                "one tensor, so its per-sample gradients cannot be read. Freeze it."
-            )
-        if not output.requires_grad:
+        if isinstance(output, Tensor) and not output.requires_grad:
             return
         reason = refusal(name, module)
         if reason:
@@ -291,10 +286,10 @@ class Recorder:
             self.calls.append(Call(name, get_gradient_edge(output), layout, False))
 
     def _layout(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> Layout:
-        if not isinstance(inputs, Tensor) or inputs.dim() == 0 or output.dim() == 0:
+        if any(not isinstance(value, Tensor) or value.dim() == 0 for value in (inputs, output)):
             raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}) is not called with a tensor of a batch "
-                "as its first argument, so its per-sample gradients cannot be read. Freeze it."
+                f"DPSGD: '{name}' ({type(module).__name__}) does not take and return one tensor of "
+                "a batch, so its per-sample gradients cannot be read. Freeze it."
             )
         if module in self._expanded_layers:
             return ("expanded", 1)

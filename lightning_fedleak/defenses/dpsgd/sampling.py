@@ -220,7 +220,7 @@ def poisson_loader(
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
     if not shard:
-        count = len(loader.dataset) if users is None else len(users)
+        count = _size(loader.dataset) if users is None else len(users)
         raise DefenseError(
             f"client {draws.client} has no {'examples' if users is None else 'users'}: the dataset "
             f"holds {count} for all clients. Use fewer clients or more data."
@@ -284,6 +284,10 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
     refuse("DP-SGD draws each example independently, for which it must know the loader; ", refusals)
 
 
+def _size(dataset: Any) -> int:
+    return len(dataset)
+
+
 def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
     """Raise an error unless a dataset that fetches several examples at once can fetch none."""
     fetch = getattr(loader.dataset, "__getitems__", list)
@@ -303,7 +307,7 @@ def _shard(loader: data.DataLoader[Any]) -> range:
     """Return the indices of this process's examples, each of which is in the dataset once."""
     if isinstance(loader.dataset, data.Subset | data.ConcatDataset):
         _check_once(loader.dataset)
-    size, sampler = len(loader.dataset), loader.sampler
+    size, sampler = _size(loader.dataset), loader.sampler
     # Of these classes exactly: one derived from them may choose or repeat any examples.
     if type(sampler) is data.RandomSampler and not sampler.replacement:
         plain = sampler.num_samples == size

@@ -391,9 +391,9 @@ def frozen() -> nn.Module:
 
 
 MODELS: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: Loose(), {}, r"'scale' belong to the LightningModule itself.*module of their own"),
-    (lambda: nn.Sequential(Loose()), {}, "'0.scale' belong to a Loose that has layers inside"),
-    (lambda: Listed(), {}, "ParameterList, which computes nothing"),
+    (lambda: Loose(), {}, r"'scale' belong to a Loose.*module of their own"),
+    (lambda: nn.Sequential(Loose()), {}, "'0.scale' belong to a Loose"),
+    (lambda: Listed(), {}, "belong to a ParameterList"),
     (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), {}, "Use GroupNorm or LayerNorm"),
     (evaluated, {}, r"eval mode.*Call `model.train\(\)`"),
     (frozen, {}, "every parameter is frozen"),

@@ -54,15 +54,6 @@ def test_gradient_noise_does_not_forget_that_nothing_held(void: GradientNoise) -
     assert resumed(after(void, 1), GradientNoise(1.0, 4.0)).epsilon(1e-5) == math.inf
 
 
-def test_releases_of_unknown_noise_hold_nothing() -> None:
-    defense = GradientNoise(1.0, 4.0)
-    defense.load_state_dict({"releases": 2})
-    assert defense.epsilon(1e-5) == math.inf
-    defense = GradientNoise(1.0, 4.0)
-    defense.load_state_dict({"releases": 0})
-    assert after(defense, 1).epsilon(1e-5) < math.inf
-
-
 def released(defense: TokenLDP) -> TokenLDP:
     model = tiny_gpt2()
     defense.before_setup(where(model))
@@ -92,8 +83,3 @@ def test_token_ldp_does_not_forget_that_nothing_held() -> None:
     held = TokenLDP("grr", 5.0)
     held.load_state_dict(void.state_dict())
     assert held.epsilon_spent == math.inf
-
-
-def test_token_ldp_per_token_is_the_longest_row_with_every_release() -> None:
-    defense = released(released(TokenLDP("grr", 2.0, per="token", memoize=False)))
-    assert defense.epsilon_spent == 40.0

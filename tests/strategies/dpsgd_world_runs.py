@@ -436,45 +436,12 @@ class Runs:
         module.on_after_backward = on_after_backward  # type: ignore[method-assign]
         return {"message": self.message(DPSGD(CLIP, noise_multiplier=1.0, seed=1), module)}
 
-    def mixed(self) -> Found:
-        """A network that mixes samples, where one rank has a sample more often than not."""
-        message = self.message(
-            DPSGD(CLIP, noise_multiplier=1.0, seed=1),
-            self.module(Own(mixing=True)),
-            data=loader(batch_size=1),
-            max_epochs=2,
-        )
-        return {"message": message}
-
     def message(self, defense: Any, module: LM | None = None, **settings: Any) -> str:
         try:
             self.fit(defense, module, **settings)
         except DefenseError as error:
             return str(error)
         return "nothing was refused"
-
-    def budget(self) -> Found:
-        defense = DPSGD(
-            CLIP,
-            target_epsilon=5.0,
-            target_delta=1e-3,
-            accountant="rdp",
-            release=ReleaseSettings(on_budget="raise"),
-        )
-        self.fit(defense, max_epochs=2)
-        longer = DPSGD(
-            CLIP,
-            target_epsilon=5.0,
-            target_delta=1e-3,
-            accountant="rdp",
-            release=ReleaseSettings(on_budget="raise"),
-        )
-        longer._budget.noise_multiplier = defense.noise_multiplier
-        return {
-            "epsilon": gathered(defense.privacy.epsilon),
-            "message": self.message(longer, max_epochs=4),
-            "releases": longer.accountant.steps,
-        }
 
     def resume(self, folder: Path) -> Found:
         """A checkpoint, a ledger, and releases after the one and before a crash."""
@@ -511,30 +478,6 @@ class Runs:
             users=lambda example: user_of(example["input_ids"]),
             data=loader(batch_size=2),
         )
-
-    def hardened(self) -> Found:
-        defense = DPSGD(
-            CLIP,
-            noise_multiplier=20.0,
-            target_epsilon=3.0,
-            target_delta=1e-3,
-            accountant="filter",
-        )
-
-        class Harden(Callback):
-            def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-                if trainer.global_step == 1:
-                    defense.harden()
-
-        module, _, look = self.fit(
-            defense, self.module(lr=1e-4), look=True, callbacks=[Harden()], max_steps=2
-        )
-        return {
-            "std": [float(v.std()) * EXPECTED / CLIP for v in look.stages[Stage.SHARED]],
-            "spent": gathered(defense.share_spent),
-            "history": [list(row) for row in defense.accountant.history],
-            "agree": self.agree(module),
-        }
 
     def shares(self) -> Found:
         plain = {"noise_multiplier": 1.0, "seed": 1}

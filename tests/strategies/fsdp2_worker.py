@@ -127,27 +127,6 @@ CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ShardedManualLM)
 
 
-@case("identity resume")
-def identity_resume(folder: Path) -> dict[str, Any]:
-    """Without dropout, whose random state no checkpoint holds."""
-    folder = Path(gathered(str(folder))[0]) / "identity"
-    settings: dict[str, Any] = {"devices": 2, "shuffle": False}
-
-    def momentum() -> ToyLM:
-        return ShardedLM("sgd", momentum=0.9)
-
-    plain = state(*fit(fsdp2(), momentum, max_epochs=2, **settings))
-    keep = ModelCheckpoint(dirpath=folder, save_last=True)
-    fit(defended(), momentum, callbacks=[keep], enable_checkpointing=True, **settings)
-    path = str(folder / "last.ckpt")
-    ours = state(*fit(defended(), momentum, max_epochs=2, ckpt_path=path, **settings))
-    return {
-        "same": all(same(plain[part], ours[part]) for part in ("weights", "optimizers", "logged")),
-        "losses": same(plain["losses"][-len(ours["losses"]) :], ours["losses"]),
-        "steps": len(ours["losses"]),
-    }
-
-
 @case("processes of one client")
 def processes(_: Path) -> dict[str, Any]:
     probe = Probe()

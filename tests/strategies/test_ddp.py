@@ -39,11 +39,6 @@ def test_without_gradient_defences_it_is_plain_ddp(ranks, name: str) -> None:
         assert found == expected
 
 
-def test_a_resumed_run_without_defences_is_the_uninterrupted_plain_one(ranks) -> None:
-    for found in of(ranks, "identity resume"):
-        assert found == {"same": True, "losses": True, "steps": 3}
-
-
 def test_a_defence_knows_its_client_and_its_share_of_the_clients_data(ranks) -> None:
     for rank, found in enumerate(of(ranks, "processes of one client")):
         assert found["rank"] == [rank, 0]

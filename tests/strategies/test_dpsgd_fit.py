@@ -134,24 +134,6 @@ class Manual(CausalLM):
         self.automatic_optimization = False
 
 
-class Twice(CausalLM):
-    """Two optimizer steps on every batch."""
-
-    def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any = None) -> None:
-        optimizer.step(closure)
-        optimizer.step(closure)
-
-
-def test_two_optimizer_steps_on_one_batch_are_refused() -> None:
-    defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1)
-    with pytest.raises(DefenseError, match="this batch was released already"):
-        fit(defense, Twice())
-    assert defense.accountant.steps == 1
-    each = DPSGD(CLIP, noise_multiplier=1.0, seed=1, poisson_sampling=False)
-    fit(each, Twice())
-    assert each.accountant.history == ((0.0, 1.0, 12),)  # noise of a seed counts as none
-
-
 class Loose(CausalLM):
     def __init__(self) -> None:
         super().__init__()

@@ -34,12 +34,6 @@ def test_without_defences_it_is_the_plain_strategy(ranks, name: str, steps: int)
 
 
 @pytest.mark.ddp
-def test_a_resumed_run_without_defences_is_the_uninterrupted_plain_one(ranks) -> None:
-    for found in of(ranks, "identity resume"):
-        assert found == {"same": True, "losses": True, "steps": 3}
-
-
-@pytest.mark.ddp
 def test_a_defence_knows_its_share_of_the_clients_data(ranks) -> None:
     for rank, found in enumerate(of(ranks, "processes of one client")):
         assert found == {"client": [0, rank], "alike": True}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -161,33 +159,6 @@ TRUNCATED = [  # sigma, rate, rounds, examples, the most in a batch
     (2.0, 0.9, 5, 50, 25),
     (0.8, 0.02, 300, 500, 12),
 ]
-
-
-@pytest.mark.parametrize(("examples", "most"), [(5, 2), (6, 1), (4, 3), (5, 5)])
-def test_a_full_batch_is_uniform_and_gives_a_place_no_more_often_than_accounted(
-    examples: int, most: int
-) -> None:
-    """By all draws of all examples; number 0 is there or not."""
-    rate = Fraction(1, 3)
-    full, taken = Fraction(0), Fraction(0)
-    batches: dict[tuple[int, ...], Fraction] = {}
-    for drawn in itertools.product((False, True), repeat=examples):
-        count = sum(drawn)
-        chance = rate**count * (1 - rate) ** (examples - count)
-        others = [i for i in range(1, examples) if drawn[i]]
-        if len(others) < most:
-            continue
-        full += chance
-        subsets = [*itertools.combinations(([0] if drawn[0] else []) + others, most)]
-        taken += chance * Fraction(sum(0 in batch for batch in subsets), len(subsets))
-        without = [*itertools.combinations(others, most)]
-        for batch in without:
-            batches[batch] = batches.get(batch, Fraction(0)) + chance / len(without)
-    assert len(set(batches.values())) <= 1  # whatever the number of those drawn
-    assert taken <= full * rate
-    parts = TruncatedPoisson(examples, most).parts(1.5, float(rate))
-    assert parts[0] == (pytest.approx(float(1 - full)), 1.5)
-    assert parts[1:] == ([(pytest.approx(float(full)), 0.75)] if full else [])
 
 
 def of_pairs(

@@ -59,21 +59,6 @@ def spent(releases: int) -> DPSGD:
     return run.defense
 
 
-def test_a_lower_target_on_resume_is_held_from_its_own_count() -> None:
-    state = spent(1).state_dict()
-    lower = targeted(6.0)
-    run = resumed(lower, state)
-    most = 1
-    while lower.accountant.allows(6.0, 1e-3, lower.noise_multiplier, 0.2, most):
-        most += 1
-    assert 2 <= most <= 9
-    for _ in range(most - 1):
-        run.step(first(3))
-    with pytest.raises(BudgetSpent, match=f"after {most} releases one more would cost"):
-        run.step(first(3))
-    assert lower.privacy.epsilon <= 6.0
-
-
 @pytest.mark.parametrize(
     "other", [lambda: targeted(4.0), lambda: targeted(8.0, 1e-6)], ids=["epsilon", "delta"]
 )
@@ -240,18 +225,6 @@ def test_a_batch_is_released_once() -> None:
 def sharded(client: int, n: int = 5, batch_size: int = 2) -> DataLoader[Any]:
     sampler = DistributedSampler(data(n), num_replicas=2, rank=client)
     return DataLoader(sampler.dataset, batch_size=batch_size, sampler=sampler)
-
-
-@pytest.mark.parametrize("poisson", [True, False])
-def test_clients_that_may_share_examples_are_warned(poisson: bool) -> None:
-    defense = DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson)
-    assert "If several clients hold an example, add their epsilons." in defense.guarantee
-    with pytest.warns(UserWarning, match="2 clients, and no DistributedSampler splits"):
-        Run(defense, clients=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Run(defense, loader=sharded(0), clients=2)
-        Run(defense)
 
 
 # ---- what leaves without noise ---------------------------------------------------------------

@@ -309,36 +309,6 @@ def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
     assert defense.epsilon_spent == defense.epsilon_per_sequence == 40.0
 
 
-def test_equal_rows_are_told_apart_by_example_ids(gpt2: nn.Module) -> None:
-    ids = rows(1, 40).expand(2, 40)
-    assert torch.equal(*defended(TokenLDP("grr", 40.0), gpt2, ids))
-    defense = TokenLDP("grr", 40.0, form=BatchForm(example_ids="idx"))
-    batch = {"input_ids": ids, "idx": torch.tensor([5, 6])}
-    new = defended(defense, gpt2, batch)
-    assert not torch.equal(*new["input_ids"])
-    swapped = {"input_ids": ids, "idx": torch.tensor([6, 5])}
-    again = defense.on_batch(swapped, context(gpt2))
-    assert torch.equal(again["input_ids"], new["input_ids"].flip(0))
-    with pytest.raises(DefenseError, match="must name a field with one integer for each of"):
-        defense.on_batch({"input_ids": ids, "idx": torch.tensor([5])}, context(gpt2))
-
-
-def test_without_memoisation_releases_are_counted(gpt2: nn.Module) -> None:
-    ids, where = rows(4, 10), context(gpt2)
-    defense = TokenLDP("grr", 3.0, "token", memoize=False)
-    defense.before_setup(where)
-    assert defense.epsilon_spent == 0.0
-    seen = [defense.on_batch(ids, where) for _ in range(3)]
-    seen.append(defense.on_batch(ids[:1], where))
-    assert not torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[1], seen[2])
-    assert defense.releases_per_example == 4
-    assert defense.longest == 10
-    assert defense.epsilon_per_sequence == 30.0
-    assert defense.epsilon_spent == 120.0
-    assert "epsilons add up" in defense.guarantee
-
-
 def test_processes_of_one_client_draw_apart_unless_they_share_data(gpt2: nn.Module) -> None:
     """Processes that split a tensor have one batch, and one number: they must replace it alike."""
     ids = rows(4, 30)

@@ -269,12 +269,12 @@ class Recorder:
         layout = self._layout(name, module, inputs, output)
         self.calls.append(Call(name, get_gradient_edge(output), layout, True))
         if not self._counts:
-            output.register_hook(self._zero_gradient)  # type: ignore[no-untyped-call]
+            output.register_hook(self._zero_gradient)
             return
         if self._padded:
-            output.register_hook(functools.partial(self._zero_padding, self.samples, self.real))  # type: ignore[no-untyped-call]
+            output.register_hook(functools.partial(self._zero_padding, self.samples, self.real))
         hook = functools.partial(self._record_gradient, module, inputs.detach(), self.parts)
-        output.register_hook(hook)  # type: ignore[no-untyped-call]
+        output.register_hook(hook)
 
     def _record_frozen(self, name: str, output: Any) -> None:
         """Record a frozen layer if gradients pass through it and all samples have as many rows."""

@@ -404,6 +404,8 @@ class RenyiFilter(Ledger):
         super().load_state_dict(state)
 
     def _fix(self, orders: Sequence[float]) -> None:
+        if not orders or not set(orders) <= set(renyi.ORDERS):
+            raise DefenseError(f"orders={tuple(orders)!r}: give at least one, out of renyi.ORDERS")
         orders = tuple(sorted(set(orders)))
         places = np.array([renyi.ORDERS.index(order) for order in orders])
         budget = self.epsilon - renyi.conversion(self.delta / len(orders))[places]

@@ -19,7 +19,7 @@ from scipy import integrate
 from scipy.optimize import brentq
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.accounting import accounting
+from lightning_fedleak.defenses.accounting import account, accounting
 from lightning_fedleak.defenses.accounting import accounting as privacy_loss
 from lightning_fedleak.defenses.accounting.account import (
     Accountant,
@@ -258,7 +258,7 @@ def test_with_slack_epsilon_is_an_upper_bound_of_few_calls(monkeypatch) -> None:
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
-    monkeypatch.setattr(accounting, "epsilon_of", counted)
+    monkeypatch.setattr(account, "epsilon_of", counted)
     accountant, worst = Accountant("prv"), 1.0
     for _ in range(2000):
         accountant.step(1.0, 0.01)
@@ -282,7 +282,7 @@ def test_allows_is_exact_in_few_calls(kind, monkeypatch) -> None:
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
-    monkeypatch.setattr(accounting, "epsilon_of", counted)
+    monkeypatch.setattr(account, "epsilon_of", counted)
     accountant = Accountant(kind)
     budget = epsilon_of([(1.0, 0.01, 777)], 1e-5, "rdp")
     while accountant.allows(budget, 1e-5, 1.0, 0.01):
@@ -386,7 +386,7 @@ def test_a_torn_last_line_was_never_released(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("1.0 0.0")
     torn = Ledger(path)
-    assert len(torn) == 5
+    assert torn.steps == 5
     torn.record(1.0, 0.01)
     assert Ledger(path).history == ((1.0, 0.01, 6),)
 
@@ -397,7 +397,7 @@ def test_a_ledger_is_of_one_run_at_a_time(tmp_path: Path) -> None:
     first.record(1.0, 0.01, 5)
     with pytest.raises(DefenseError, match="changed by something else"):
         second.record(1.0, 0.01, 7)
-    assert len(second) == 0
+    assert second.steps == 0
     third = Ledger(path)
     third.record(1.0, 0.01)
     with pytest.raises(DefenseError, match="changed by something else"):

@@ -32,9 +32,9 @@ from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampl
 from benchmarks.defenses.planted import PlantedNeuron
 from lightning_fedleak.defenses import DPSGD, ClipSettings
 from lightning_fedleak.defenses.accounting import TruncatedPoisson
+from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
-    Accountant,
     epsilon_of,
 )
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, _rdp_of_poisson

@@ -40,7 +40,8 @@ from torch import Tensor
 from benchmarks.defenses.dp_sgd_games import Games, best_threshold, refutations
 from benchmarks.defenses.planted_gradients import PlantedGradients
 from lightning_fedleak.defenses import DPSGD, noise
-from lightning_fedleak.defenses.accounting.accounting import Accountant, epsilon_of
+from lightning_fedleak.defenses.accounting.account import Accountant
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum
 from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.evaluation.auditing import audit_scores

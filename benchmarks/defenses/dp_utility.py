@@ -47,6 +47,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fedleak.defenses import DPSGD, DPAdamBC, ReleaseSettings, Users, noise_multiplier_for
 from lightning_fedleak.evaluation.auditing import audit_one_run
 from lightning_fedleak.evaluation.metrics import membership_rates
+from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
@@ -225,13 +226,15 @@ def one_run(
         if users:
             mixed = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
             unit = Users((mixed % units).tolist())
+        bands = noise.get("bands")
+        mechanism = None if bands is None else CorrelatedNoise(noise["mechanism"], bands)
         defense = DPSGD(
             local.get("clip", CLIP),
             sigma,
             target_delta=DELTA,
             max_physical_batch_size=LARGE * 2,
             unit=unit,
-            release=ReleaseSettings(**noise),
+            release=ReleaseSettings(mechanism=mechanism),
         )
         strategy = DefendedStrategy("auto", [defense])
     start = time.process_time()

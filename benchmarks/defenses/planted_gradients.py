@@ -91,7 +91,7 @@ class PlantedGradients:
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
         )
-        if arguments.mechanism != "independent" or PLANNED & arguments.settings().keys():
+        if arguments.release.mechanism is not None or PLANNED & arguments.settings().keys():
             notes = SimpleNamespace(max_steps=steps, max_epochs=None, should_stop=False)
             self._model._trainer = notes  # it is asked how many steps there will be
         self._weights = list(self._model.parameters())
@@ -131,7 +131,7 @@ class PlantedGradients:
             for batch in itertools.islice(self._batches(sampler, members), self.steps):
                 optimizer.zero_grad()
                 self._backward(defense, context, batch)
-                clip = defense._in_fit().clip.sensitivity
+                clip = defense._fit_step.clip.sensitivity
                 defense.before_release()
                 with torch.no_grad():
                     defense.on_gradients(self._weights, context)

@@ -1,15 +1,15 @@
 """Defences: what changes an update before it leaves the client."""
 
-from lightning_fedleak.defenses.accounting.accounting import Accountant as Accountant
+from lightning_fedleak.defenses.accounting.account import Accountant as Accountant
+from lightning_fedleak.defenses.accounting.account import BudgetSpent as BudgetSpent
+from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import (
     effective_noise_multiplier as effective_noise_multiplier,
 )
 from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for as noise_multiplier_for,
 )
-from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
-from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.schedules import QuantileClip as QuantileClip
 from lightning_fedleak.defenses.accounting.schedules import Schedule as Schedule
 from lightning_fedleak.defenses.accounting.search import BestTry as BestTry

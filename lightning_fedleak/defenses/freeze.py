@@ -62,10 +62,6 @@ class Freeze(Defense):
         when: Literal["always", "hardened"] = "always",
     ) -> None:
         self.part = check_choice("Freeze: part", part, _PARTS, optional=True, error=DefenseError)
-        if isinstance(parameters, str):
-            raise DefenseError(
-                f"Freeze: parameters={parameters!r} must be a list of patterns: [{parameters!r}]"
-            )
         patterns = tuple(parameters or ())
         if part is None and not patterns:
             raise DefenseError(
@@ -100,11 +96,6 @@ class Freeze(Defense):
                     "Freeze(parameters=['model.lm_head.*']) say."
                 ) from error
             frozen |= self._by_part(self.part, anatomy)
-        if not any(p.requires_grad and id(p) not in frozen for p in context.root.parameters()):
-            raise DefenseError(
-                f"{self._call} leaves nothing to train: no trainable parameter of this model lies "
-                "outside the frozen part. Train more of the model, or drop the defence."
-            )
         self._chosen = {n: p for n, p in context.root.named_parameters() if id(p) in frozen}
         processes = dist.get_world_size() if dist.is_initialized() else 1
         if self.when == "hardened" and processes > context.clients:
@@ -164,19 +155,13 @@ class Freeze(Defense):
 
     def before_release(self) -> None:
         """Raise an error in a step in which something has unfrozen the part, such as a schedule."""
-        parameters = self._watched.items()
-        if unfrozen := [name for name, p in parameters if p.requires_grad]:
-            raise DefenseError(
-                f"{self._call}: something has unfrozen {', '.join(unfrozen)} since training began, "
-                "so the update was not released. Drop the defence, or whatever unfreezes layers "
-                "(a callback like BackboneFinetuning?)."
-            )
-        if with_gradient := [name for name, p in parameters if p.grad is not None]:
-            raise DefenseError(
-                f"{self._call}: {', '.join(with_gradient)} is frozen but has a gradient, so "
-                "the update was not released. Was the model sharded and run before this fit? "
-                "Build it again in `configure_model`."
-            )
+        for name, parameter in self._watched.items():
+            if parameter.requires_grad or parameter.grad is not None:
+                raise DefenseError(
+                    f"{self._call}: '{name}' is frozen and trains or has a gradient, so the update "
+                    "was not released. Drop the defence, or whatever unfreezes layers (a callback "
+                    "like BackboneFinetuning?); build a sharded model again in `configure_model`."
+                )
 
     def teardown(self) -> None:
         """Make trainable again what it froze."""

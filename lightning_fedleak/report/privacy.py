@@ -416,7 +416,7 @@ def _curve(history: tuple[records.Releases, ...], accountant: str, sampling: str
     if any(not one.noise_multiplier for one in history):
         return ()
     try:
-        from lightning_fedleak.defenses.accounting.budget import curve_of
+        from lightning_fedleak.defenses.accounting.accounting import curve_of
 
         return tuple(curve_of(history, cast("AccountantKind", accountant), _scheme(sampling)))
     except (ImportError, ValueError):

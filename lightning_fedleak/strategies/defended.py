@@ -258,11 +258,6 @@ def _registries(name: str) -> list[Any]:
 
 
 def _by_name(name: str, accelerator: object) -> Any:
-    if isinstance(accelerator, both("accelerators.MPSAccelerator")):
-        raise DefenseError(
-            f"DefendedStrategy('{name}') cannot run on MPS, which is a single device: pass 'auto', "
-            "or Trainer(accelerator='cpu')."
-        )
     registry = twin("strategies.StrategyRegistry", accelerator)
     if all(candidate is not registry for candidate in _registries(name)):
         raise DefenseError(

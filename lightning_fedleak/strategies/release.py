@@ -56,8 +56,6 @@ class UpdateRelease:
                 f"DefendedStrategy: defenses={defenses!r} must be a list, even of one: [...]"
             )
         defenses = tuple(defenses)  # once: a generator would be empty the second time
-        for defense in defenses:
-            _check(defense)
         names = [defense.name for defense in defenses]
         if len(set(names)) < len(names):
             raise DefenseError(
@@ -321,18 +319,6 @@ def _returned(defense: Defense, hook: str, value: Any) -> Any:
             "continues with, which may be its argument"
         )
     return value
-
-
-def _check(defense: Defense) -> None:
-    if not isinstance(defense, Defense):
-        raise DefenseError(
-            f"DefendedStrategy: {defense!r} in `defenses` is not an instance of Defense"
-        )
-    for attribute in ("name", "guarantee"):
-        if not getattr(defense, attribute, ""):
-            raise DefenseError(
-                f"{type(defense).__name__} must have `{attribute}`, a class attribute"
-            )
 
 
 def _released(optimizer: Optimizer) -> list[nn.Parameter]:

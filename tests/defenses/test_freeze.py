@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fedleak.defenses import DefenseContext, DefenseError, Freeze
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_marian, tiny_t5
+from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 from tests.strategies.toy import trainer
 
 
@@ -55,23 +55,6 @@ def test_what_is_frozen_and_given_back(part: str, build, expected: set[str]) -> 
     assert all(p.requires_grad for p in root.parameters())
 
 
-def test_separate_embeddings_of_an_encoder_decoder_are_frozen_both() -> None:
-    root = CausalLMModule(tiny_marian(decoder_vocab=71))
-    tables = {n for n, p in root.named_parameters() if p.dim() == 2 and p.shape[0] in (97, 71)}
-    _, names = frozen_by("head+embeddings", root)
-    assert tables <= names
-    assert len(tables) >= 2
-
-
-def test_what_was_frozen_before_stays_frozen() -> None:
-    root = CausalLMModule(tiny_llama(tied=False))
-    root.model.lm_head.weight.requires_grad_(False)
-    freeze, _ = frozen_by("head+embeddings", root)
-    freeze.teardown()
-    assert not root.model.lm_head.weight.requires_grad
-    assert root.model.model.embed_tokens.weight.requires_grad
-
-
 @pytest.mark.parametrize("part", ["head", "embeddings"])
 @pytest.mark.parametrize("build", [tiny_gpt2, tiny_bert_mlm, tiny_t5])
 def test_a_tied_matrix_cannot_be_frozen_in_part(part: str, build) -> None:
@@ -86,12 +69,6 @@ def test_other_refusals() -> None:
         DefenseError, match=r"part must be 'head' or 'embeddings' or .* got 'heads'"
     ):
         Freeze("heads")
-    root = CausalLMModule(tiny_llama(tied=False))
-    for name, parameter in root.named_parameters():
-        parameter.requires_grad_("lm_head" in name)
-    with pytest.raises(DefenseError, match="nothing to train"):
-        frozen_by("head", root)
-    assert root.model.lm_head.weight.requires_grad
     with pytest.raises(DefenseError, match=r"Freeze\('head'\): "):
         frozen_by("head", nn.Sequential(nn.Conv1d(2, 2, 1)))
 
@@ -117,44 +94,11 @@ def test_parameters_are_frozen_by_pattern() -> None:
     assert {".layers.0." in n for n in names - {"model.lm_head.weight"}} == {True}
 
 
-def test_patterns_do_not_see_a_compile_wrapper() -> None:
-    root = CausalLMModule(tiny_llama(tied=False))
-    root.model = torch.compile(root.model, backend="eager")
-    names = frozen_patterns(root, "model.lm_head.*")
-    assert names == {"model._orig_mod.lm_head.weight"}
-
-
-def test_patterns_that_cannot_be_right_are_refused() -> None:
-    root = CausalLMModule(tiny_llama(tied=False))
-    with pytest.raises(
-        DefenseError, match=r"no parameter is named like '\*\.attention\.\*'.*model\."
-    ):
-        frozen_patterns(root, "*.self_attn.*", "*.attention.*")
-    with pytest.raises(DefenseError, match=r"parameters=\['\*'\]\) leaves nothing to train"):
-        frozen_patterns(root, "*")
-    assert all(p.requires_grad for p in root.parameters())
-    with pytest.raises(DefenseError, match="nothing is named"):
-        Freeze()
-    with pytest.raises(DefenseError, match="nothing is named"):
-        Freeze(parameters=[])
-    with pytest.raises(DefenseError, match=r"must be a list of patterns: \['\*\.attn\.\*'\]"):
-        Freeze(parameters="*.attn.*")
-
-
 def test_a_shared_parameter_is_frozen_under_all_its_names_or_not_at_all() -> None:
     with pytest.raises(DefenseError, match=r"lm_head\.weight.*one shared parameter.*Add"):
         frozen_patterns(CausalLMModule(tiny_gpt2(tied=True)), "*.lm_head.*")
     names = frozen_patterns(CausalLMModule(tiny_gpt2(tied=True)), "*.lm_head.*", "*.wte.*")
     assert names == {"model.transformer.wte.weight"}
-
-
-def test_a_frozen_parameter_with_a_gradient_is_not_released() -> None:
-    root = CausalLMModule(tiny_llama(tied=False))
-    freeze, _ = frozen_by("head", root)
-    freeze.before_release()
-    root.model.lm_head.weight.grad = torch.zeros_like(root.model.lm_head.weight)
-    with pytest.raises(DefenseError, match=r"lm_head\.weight is frozen but has a gradient"):
-        freeze.before_release()
 
 
 def test_lora_inside_the_head_is_frozen_with_it() -> None:
@@ -202,7 +146,7 @@ def test_what_is_unfrozen_on_the_way_is_not_released() -> None:
     head = model.model.lm_head.weight.detach().clone()
     strategy = DefendedStrategy(defenses=[Freeze("head")])
     run = trainer(strategy, max_steps=3, callbacks=[Unfreezing()])
-    with pytest.raises(DefenseError, match=r"unfrozen.*lm_head\.weight.*was not released"):
+    with pytest.raises(DefenseError, match=r"lm_head\.weight.*was not released"):
         run.fit(model, random_token_loader())
     assert run.global_step == 1
     assert torch.equal(model.model.lm_head.weight, head)

@@ -9,14 +9,11 @@ import torch
 from torch import nn
 
 from lightning_fedleak.defenses import (
-    DPSGD,
     DefenseContext,
-    DefenseError,
     GradientNoise,
     TokenLDP,
 )
 from lightning_fedleak.defenses.noise import gaussian_epsilon
-from tests.defenses.dpsgd.test_dpsgd import CLIP, Run, first
 from tests.helpers.models import tiny_gpt2
 
 IDS = torch.randint(3, 97, (4, 10), generator=torch.Generator().manual_seed(0))
@@ -57,15 +54,6 @@ def test_gradient_noise_does_not_forget_that_nothing_held(void: GradientNoise) -
     assert resumed(after(void, 1), GradientNoise(1.0, 4.0)).epsilon(1e-5) == math.inf
 
 
-def test_releases_of_unknown_noise_hold_nothing() -> None:
-    defense = GradientNoise(1.0, 4.0)
-    defense.load_state_dict({"releases": 2})
-    assert defense.epsilon(1e-5) == math.inf
-    defense = GradientNoise(1.0, 4.0)
-    defense.load_state_dict({"releases": 0})
-    assert after(defense, 1).epsilon(1e-5) < math.inf
-
-
 def released(defense: TokenLDP) -> TokenLDP:
     model = tiny_gpt2()
     defense.before_setup(where(model))
@@ -95,19 +83,3 @@ def test_token_ldp_does_not_forget_that_nothing_held() -> None:
     held = TokenLDP("grr", 5.0)
     held.load_state_dict(void.state_dict())
     assert held.epsilon_spent == math.inf
-
-
-def test_token_ldp_per_token_is_the_longest_row_with_every_release() -> None:
-    defense = released(released(TokenLDP("grr", 2.0, per="token", memoize=False)))
-    assert defense.epsilon_spent == 40.0
-
-
-def test_a_clip_that_changes_during_a_fit_is_refused() -> None:
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
-    run.step(first(5))
-    run.defense.max_grad_norm = CLIP / 100
-    with pytest.raises(
-        DefenseError, match=r"max_grad_norm was 0.3 when the fit began and is 0.003"
-    ):
-        run.step(first(5))
-    assert run.defense.releases == 1

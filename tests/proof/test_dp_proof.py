@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import scipy.stats
@@ -21,7 +19,8 @@ from benchmarks.defenses.dp_sgd_games import (
     sampled_gaussian_auc,
 )
 from benchmarks.defenses.planted import PlantedNeuron
-from lightning_fedleak.defenses.accounting.accounting import Accountant, epsilon_of
+from lightning_fedleak.defenses.accounting.account import Accountant
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import auc
 from tests.helpers.models import tiny_gpt2
@@ -165,32 +164,6 @@ def test_an_account_of_more_noise_than_there_was_is_refuted() -> None:
     assert refutations(forgotten, accounted(2.0, 1.0, 3)).p_value < 1e-9
 
 
-def test_refutations_against_the_binomial_law() -> None:
-    count = refutations([1.0] * 12 + [3.0] * 8, 2.0)
-    assert (count.audits, count.refuted) == (20, 8)
-    exact = scipy.stats.binomtest(8, 20, 0.05, alternative="greater").pvalue
-    assert count.p_value == pytest.approx(exact)
-    assert refutations([1.0], 2.0).p_value == 1.0
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: refutations([], 1.0),
-        lambda: refutations([math.nan], 1.0),
-        lambda: refutations([1.0], 1.0, confidence=1.0),
-        lambda: sampled_gaussian_auc(1.0, 0.0),
-        lambda: sampled_gaussian_auc(0.0),
-        lambda: log_likelihood_ratios(torch.zeros(1), 0.0),
-        lambda: log_likelihood_ratios(torch.zeros(1), 1.0, 1.5),
-        lambda: play_add_remove(float, 0),
-    ],
-)
-def test_refused(call) -> None:
-    with pytest.raises(ValueError, match="must"):
-        call()
-
-
 # ---- DPSGD itself, with a neuron that is really there ----------------------------------------
 
 
@@ -237,12 +210,6 @@ def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) ->
     )
 
 
-def test_the_games_are_the_same_in_every_run() -> None:
-    first, second = (play_add_remove(planted(2.0).release, 8) for _ in range(2))
-    assert torch.equal(first.scores, second.scores)
-    assert len(set(first.scores.tolist())) == 8
-
-
 def test_under_poisson_sampling_it_is_the_mixture() -> None:
     neuron = planted(0.1, sample_rate=0.5)
     games = play_add_remove(neuron.release, 200)
@@ -251,14 +218,3 @@ def test_under_poisson_sampling_it_is_the_mixture() -> None:
     assert float(games.scores[~games.members].abs().max()) < 0.6
     low, high = interval(games.scores, games.members, 0.05)
     assert low <= sampled_gaussian_auc(0.1, 0.5) <= high
-
-
-@pytest.mark.parametrize("rate", [0.3, 0.1, 1.25])
-def test_a_rate_that_no_batch_size_gives_is_refused(rate: float) -> None:
-    with pytest.raises(ValueError, match="whole number of examples"):
-        planted(1.0, sample_rate=rate)
-
-
-def test_a_clip_above_the_targets_gradient_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_grad_norm"):
-        planted(1.0, clip=100.0)

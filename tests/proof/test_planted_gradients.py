@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,14 @@ import torch
 from benchmarks.defenses.dp_sgd_games import (
     Refutations,
     best_threshold,
-    log_likelihood_ratios,
     refutations,
 )
 from benchmarks.defenses.planted_gradients import PlantedGradients, owners
-from lightning_fedleak.defenses import DPSGD, DefenseError, QuantileClip, noise
+from lightning_fedleak.defenses import DPSGD, DefenseError, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.factorization import banded
 from lightning_fedleak.defenses.noise import NoiseGauge
-from lightning_fedleak.evaluation.auditing import audit_gaussian_scores, audit_scores
+from lightning_fedleak.evaluation.auditing import audit_scores
 from tests.helpers.dpsgd_settings import grouped
 
 pytest.importorskip("opacus")
@@ -88,100 +85,6 @@ def test_nor_under_poisson_sampling(
     assert power > 0.15
 
 
-def planned(
-    factors: tuple[float, ...], audits: int, rate: float = 1.0, **settings: Any
-) -> tuple[PlantedGradients, list[Any]]:
-    """Games of runs of four steps at noise 1, 1, and the factors' own; the noise is public."""
-    game = planted(1.0, rate, 4, **settings)
-    played = []
-    for number in range(audits):
-        members, releases = game.coins(number), game.run(game.coins(number), number)
-        steps = zip(releases, factors, strict=True)
-        played.append((sum(log_likelihood_ratios(r, z, rate) for r, z in steps), members))
-    return game, played
-
-
-@pytest.mark.parametrize(
-    ("settings", "factors", "history"),
-    [
-        ({"noise_schedule": [1.0, 0.5]}, (1.0, 1.0, 0.5, 0.5), ((1.0, 1.0, 2), (0.5, 1.0, 2))),
-        ({"schedule": [1.0, 0.5, 0.1, 2.0]}, (1.0,) * 4, ((1.0, 1.0, 4),)),
-        ({"quantile": QuantileClip(0.05, noise=2.0)}, (1.033,) * 4, ((1.0, 1.0, 4),)),
-    ],
-)
-def test_plans_and_a_quantile_show_no_more_than_is_accounted(settings, factors, history) -> None:
-    game, played = planned(factors, 80, **settings)
-    assert game.history == history
-    bounds = [
-        audit_scores(*own, delta=DELTA, claim="gaussian", threshold=0.0).epsilon for own in played
-    ]
-    epsilon = epsilon_of(game.history, DELTA, "prv")
-    assert refutations(bounds, epsilon).p_value > 0.01
-    assert float(np.median(bounds)) / epsilon > 0.4
-
-
-def test_a_plan_of_less_noise_refutes_an_account_of_the_first_noise() -> None:
-    _, played = planned((1.0, 1.0, 0.5, 0.5), 20, noise_schedule=[1.0, 0.5])
-    bounds = [audit_gaussian_scores(*own, delta=DELTA).epsilon for own in played]
-    constant = epsilon_of([(1.0, 1.0, 4)], DELTA, "prv")
-    assert refutations(bounds, constant).refuted > 15
-    assert refutations(bounds, epsilon_of([(1.0, 1.0, 2), (0.5, 1.0, 2)], DELTA, "prv")).refuted < 5
-
-
-def test_nor_does_a_plan_under_poisson_sampling() -> None:
-    game, played = planned((1.0, 1.0, 0.7, 0.7), 80, 0.5, noise_schedule=[1.0, 0.7])
-    assert game.history == ((1.0, 0.5, 2), (0.7, 0.5, 2))
-    bounds = [audit_scores(*own, delta=0.1, threshold=1.0).epsilon for own in played]
-    epsilon = epsilon_of(game.history, 0.1, "prv")
-    assert refutations(bounds, epsilon).p_value > 0.01
-    assert float(np.median(bounds)) / epsilon > 0.15
-
-
-def banded_scores(game: PlantedGradients, number: int, bands: int) -> tuple[torch.Tensor, ...]:
-    """The best score there is, where noise is correlated: C times what was released, along the
-    columns of the steps in which a target takes part, which is public.
-    """
-    members = game.coins(number)
-    rows = banded(game.steps, bands).rows
-    matrix = np.zeros((game.steps, game.steps))
-    for t in range(game.steps):
-        for j in range(min(bands, t + 1)):
-            matrix[t, t - j] = rows[t, j]
-    along = matrix.T @ matrix @ game.run(members, number).numpy()
-    own = np.random.default_rng(bands).permutation(GAMES) % bands
-    turns = np.arange(game.steps)[:, None] % bands == own
-    return torch.from_numpy((along * turns).sum(0)), members
-
-
-def test_with_bands_a_run_is_the_composed_gaussian_mechanism() -> None:
-    """Each target takes part in two steps of eight, so its score is N(2, 2 sigma^2), or N(0, ...).
-
-    One that saw each release by itself would see less: the rows of C^-1 are longer than 1.
-    """
-    sigma, bands, runs = 1.0, 4, 60
-    game = planted(sigma, 1 / bands, 8, mechanism="banded", bands=bands)
-    played = [banded_scores(game, number, bands) for number in range(runs)]
-    assert game.history == ((sigma, 1.0, 2),)
-    scores, members = (torch.cat(own) for own in zip(*played, strict=True))
-    rest = (scores - 2.0 * members) / math.sqrt(2) / sigma
-    assert float(rest.mean()) == pytest.approx(0, abs=0.03)
-    assert float(rest.std()) == pytest.approx(1, rel=0.02)
-    assert scipy.stats.kstest(rest.numpy(), "norm").pvalue > 1e-4
-    epsilon = epsilon_of(game.history, DELTA, "prv")
-    bounds = [audit_gaussian_scores(*own, delta=DELTA).epsilon for own in played]
-    assert refutations(bounds, epsilon).p_value > 0.01
-    assert 0.75 < float(np.median(bounds)) / epsilon < 1
-
-
-def test_bands_with_half_the_noise_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
-    half_the_noise(monkeypatch)
-    monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
-    game = planted(1.0, 1 / 4, 8, mechanism="banded", bands=4)
-    played = [banded_scores(game, number, 4) for number in range(10)]
-    epsilon = epsilon_of(game.history, DELTA, "prv")
-    assert all(audit_gaussian_scores(*own, delta=DELTA).epsilon > epsilon for own in played)
-
-
 ROWS = [1 + target % 4 for target in range(GAMES)]
 USERS: dict[str, Any] = {"group_by": owners(ROWS)}
 
@@ -219,25 +122,6 @@ def test_nor_where_users_are_drawn_by_chance() -> None:
     assert game.history == ((1.0, 0.5, 4),)
     assert count.p_value > 0.01
     assert power > 0.15
-
-
-def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row is clipped, and all of a user's are added."""
-    right = ClippedSum.__init__
-
-    def by_rows(self: ClippedSum, *given: Any, **named: Any) -> None:
-        right(self, *given, **{**named, "users": None})
-
-    monkeypatch.setattr(ClippedSum, "__init__", by_rows)
-
-
-def test_users_whose_rows_are_clipped_by_themselves_are_refuted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows_by_themselves(monkeypatch)
-    count, power = audited(of_users(1.0), 20, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
-    assert count.refuted > 15
-    assert power > 1
 
 
 def half_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,67 +236,3 @@ def test_the_releases_are_the_sampled_gaussian_mechanism() -> None:
     np.fill_diagonal(places, 0.0)
     rows = runs * steps
     assert np.mean(places**2) == pytest.approx(1 / (rows - 1), rel=0.05)
-
-
-def test_a_run_repeats_by_its_number_and_epsilon_stays_finite() -> None:
-    first, second = planted(1.0, steps=2), planted(1.0, steps=2)
-    everyone, nobody = (torch.full((GAMES,), there) for there in (True, False))
-    assert torch.equal(first.run(everyone, 3), second.run(everyone, 3))
-    assert not torch.equal(first.run(everyone, 3), first.run(everyone, 4))
-    torch.testing.assert_close(
-        first.run(everyone, 5) - first.run(nobody, 5),
-        torch.ones(2, GAMES).double(),
-        atol=1e-5,
-        rtol=0,
-    )
-    assert first.history == ((1.0, 1.0, 2),)
-    one, other = first.games(6, 1.0, 1.0), second.games(6, 1.0, 1.0)
-    assert torch.equal(one.scores, other.scores)
-    assert torch.equal(one.members, other.members)
-    assert not torch.equal(first.games(7, 1.0, 1.0).members, one.members)
-    assert scipy.stats.binomtest(int(one.members.sum()), GAMES).pvalue > 1e-4
-
-
-def test_global_random_numbers_are_left_alone() -> None:
-    state = torch.get_rng_state()
-    planted(1.0).games(0, 1.0, 1.0)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_a_defence_that_accounts_differently_from_run_to_run_is_refused() -> None:
-    sigmas = iter([1.0, 1.0, 2.0])
-    game = PlantedGradients(lambda: DPSGD(0.7, noise_multiplier=next(sigmas)), targets=4)
-    members = torch.ones(4, dtype=torch.bool)
-    game.run(members, 0)
-    with pytest.raises(RuntimeError, match="accounted"):
-        game.run(members, 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"targets": 1}, "targets"),
-        ({"targets": 8, "batch_size": 0}, "batch_size"),
-        ({"targets": 8, "batch_size": 9}, "batch_size"),
-        ({"steps": 0}, "steps"),
-    ],
-)
-def test_refused(settings: dict[str, int], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        PlantedGradients(lambda: DPSGD(1.0, noise_multiplier=1.0), **settings)
-
-
-def test_the_threshold_is_the_best_one() -> None:
-    """Of one Gaussian release the score is linear, so the cut can be found on the release."""
-    release = best_threshold(1.0, 1.0, 1, games=1000, delta=0.1) + 0.5
-
-    def shown(place: float) -> float:
-        held, others = (round(500 * scipy.stats.norm.sf(place - mean)) for mean in (1, 0))
-        scores = torch.zeros(1000)
-        scores[:held] = 1
-        scores[500 : 500 + others] = 1
-        return audit_scores(scores, torch.arange(1000) < 500, delta=0.1, threshold=0.5).epsilon
-
-    assert shown(release) > 0.97 * max(shown(place) for place in np.linspace(-2, 3, 201))
-    with pytest.raises(ValueError, match="games"):
-        best_threshold(1.0, 1.0, 1, games=1, delta=0.1)

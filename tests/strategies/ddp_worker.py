@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fedleak.defenses import Defense, DefenseContext, Freeze, GradientNoise
+from lightning_fedleak.defenses import Defense, DefenseContext, GradientNoise
 from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
@@ -118,29 +118,6 @@ CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ManualLM)
 
 
-@case("identity resume")
-def identity_resume(folder: Path) -> dict[str, Any]:
-    """Without dropout, whose random state no checkpoint holds."""
-    folder = Path(gathered(str(folder))[0]) / "identity"
-    settings: dict[str, Any] = {"devices": 2, "shuffle": False}
-
-    def momentum() -> ToyLM:
-        return ToyLM("sgd", momentum=0.9)
-
-    plain = state_of(*fit("ddp", momentum, max_epochs=2, **settings))
-    keep = ModelCheckpoint(dirpath=folder, save_last=True)
-    fit(DefendedStrategy("ddp"), momentum, callbacks=[keep], enable_checkpointing=True, **settings)
-    path = str(folder / "last.ckpt")
-    ours = state_of(
-        *fit(DefendedStrategy("ddp"), momentum, max_epochs=2, ckpt_path=path, **settings)
-    )
-    return {
-        "same": all(same(plain[part], ours[part]) for part in ("weights", "optimizers", "logged")),
-        "losses": same(plain["losses"][-len(ours["losses"]) :], ours["losses"]),
-        "steps": len(ours["losses"]),
-    }
-
-
 @case("processes of one client")
 def processes(_: Path) -> dict[str, Any]:
     found = {}
@@ -151,27 +128,6 @@ def processes(_: Path) -> dict[str, Any]:
         entropies = gathered(probe.context.entropy)
         found[f"{client} entropy alike"] = entropies[0] == entropies[1]
     return found
-
-
-@case("freeze")
-def freeze(_: Path) -> dict[str, Any]:
-    start: list[torch.Tensor] = []
-
-    def build() -> ToyLM:
-        model = sgd()
-        start.extend(p.detach().clone() for p in model.parameters())
-        return model
-
-    batches = Batches()
-    strategy = DefendedStrategy("ddp", [Freeze("embeddings")])
-    model, _run = fit(strategy, build, devices=2, callbacks=[batches])
-    moved = [not torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True)]
-    return {
-        "wrapped": batches.wrapped,
-        "moved": moved,
-        "trainable again": all(p.requires_grad for p in model.parameters()),
-        "ranks agree": ranks_agree(list(model.parameters())),
-    }
 
 
 # ----- each rank a client ---------------------------------------------------------------------
@@ -277,70 +233,6 @@ def huge(_: Path) -> dict[str, Any]:
         "ranks began alike": ranks_agree(tap.weights[0]),
         "ranks agree": ranks_agree(list(model.parameters())),
     }
-
-
-class Unused(ToyLM):
-    """A layer that rank 1 alone uses, and one that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__("sgd")
-        self.sometimes = torch.nn.Linear(2, 1)
-        self.never = torch.nn.Linear(2, 1)
-
-    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        loss = super().loss(batch)
-        if self.global_rank == 1:
-            loss = loss + self.sometimes(torch.ones(2)).sum()
-        return loss
-
-
-@case("rank unused parameters")
-def unused(_: Path) -> dict[str, Any]:
-    tap = Recorder()
-    strategy = DefendedStrategy("ddp", [GradientNoise(1e6, 0.0)])
-    strategy.add_tap(tap)
-    model, _run = fit(strategy, Unused, devices=2)
-    names = [name for name, _ in model.named_parameters()]
-    update = dict(zip(names, tap.at(Stage.AGGREGATE)[0], strict=True))
-    return {
-        "sometimes": update["sometimes.weight"].flatten().tolist(),
-        "never": update["never.weight"].flatten().tolist(),
-        "ranks agree": ranks_agree(list(model.parameters())),
-    }
-
-
-@case("rank manual optimization")
-def manual(_: Path) -> dict[str, Any]:
-    noise, batches = GradientNoise(CLIP, SIGMA), Batches()
-    strategy = DefendedStrategy("ddp", [noise])
-    model, _run = fit(strategy, ManualLM, devices=2, callbacks=[batches])
-    return {
-        "releases": noise.releases,
-        "wrapped": batches.wrapped,
-        "ranks agree": ranks_agree(list(model.parameters())),
-        "finite": all(bool(torch.isfinite(p).all()) for p in model.parameters()),
-    }
-
-
-@case("rank buffers")
-def buffers(_: Path) -> dict[str, Any]:
-    class Watch(Callback):
-        agree: list[bool]
-
-        def on_train_start(self, trainer, module) -> None:
-            self.agree = []
-
-        def on_validation_batch_start(self, trainer, module, *_args: Any) -> None:
-            if not trainer.sanity_checking:
-                self.agree.append(ranks_agree(list(module.buffers())))
-
-    found = {}
-    for send in (True, False):
-        watch = Watch()
-        strategy = DefendedStrategy(DDPStrategy(broadcast_buffers=send), [GradientNoise(1, 1)])
-        fit(strategy, lambda: ToyLM("sgd", norm=True), devices=2, callbacks=[watch])
-        found[f"sent: {send}"] = watch.agree
-    return found
 
 
 @case("rank resume")

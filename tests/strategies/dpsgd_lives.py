@@ -19,19 +19,17 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fedleak.defenses import DPSGD, ReleaseSettings
-from lightning_fedleak.defenses.accounting.ledger import Ledger
+from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses.accounting.account import Ledger
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, loader, trainer
 
 LIVES, NUMBERS, SAVED_EVERY = 10, 256, 3
-EPOCHS, FACTORS = 50, [0.9**epoch for epoch in range(50)]
-"""Of a run with bands or with a plan; factors of the plan's noise, one for each epoch."""
 NOISE = 50.0
 """So much that the clipped sums beside it are nothing: two releases alike would be noise alike."""
 
 
-def defense(folder: Path, **settings: Any) -> DPSGD:
+def defense(folder: Path) -> DPSGD:
     return DPSGD(
         CLIP,
         noise_multiplier=NOISE,
@@ -39,43 +37,32 @@ def defense(folder: Path, **settings: Any) -> DPSGD:
         accountant="rdp",
         ledger=folder / "ledger",
         max_physical_batch_size=2,
-        **settings,
     )
 
 
 class Save(Callback):
     """A checkpoint every few steps; a kill while one is written leaves the one before."""
 
-    def __init__(self, path: Path, *, draft: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.draft = draft
 
     def on_train_batch_end(self, run: Any, *_: Any) -> None:
         if run.global_step % SAVED_EVERY == 0:
-            unfinished = self.path.with_suffix(".unfinished") if self.draft else self.path
+            unfinished = self.path.with_suffix(".unfinished")
             run.save_checkpoint(unfinished)
-            if self.draft:
-                os.replace(unfinished, self.path)
+            os.replace(unfinished, self.path)
 
 
 def live(
     folder: Path,
     pipe: int | None,
-    bands: int = 0,
-    most: int | None = None,
-    planned: bool = False,
     **limits: Any,
 ) -> DPSGD:
     """Trains; of every release the step's number and the first coordinates go into the pipe."""
-    plan = FACTORS if planned else None
-    release = ReleaseSettings(truncated_batch_size=most, noise_schedule=plan)
-    if bands:
-        release = ReleaseSettings(mechanism="banded", bands=bands)
-    own, checkpoint = defense(folder, release=release), folder / "last.ckpt"
+    own, checkpoint = defense(folder), folder / "last.ckpt"
     strategy = DefendedStrategy("auto", [own])
-    saves = Save(checkpoint, draft=not bands)
-    epochs = EPOCHS if bands or planned else 10**6
-    run = trainer(strategy, callbacks=[saves], **{"max_epochs": epochs, **limits})
+    saves = Save(checkpoint)
+    run = trainer(strategy, callbacks=[saves], **{"max_epochs": 10**6, **limits})
 
     def tell(stage: str, optimizer: Any) -> None:
         if stage == "shared" and pipe is not None:
@@ -100,9 +87,7 @@ def read(pipe: int) -> np.ndarray | None:
 
 
 def main() -> None:
-    folder, lives_to_live, bands = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    most = int(sys.argv[4]) or None if len(sys.argv) > 4 else None
-    planned = len(sys.argv) > 5
+    folder, lives_to_live = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     releases: list[np.ndarray] = []
@@ -115,7 +100,7 @@ def main() -> None:
         if child == 0:
             os.close(reader)
             try:
-                live(folder, writer, bands, most, planned)
+                live(folder, writer)
             except BaseException:
                 traceback.print_exc()
             sys.stderr.flush()
@@ -140,7 +125,7 @@ def main() -> None:
                 "killed": os.WIFSIGNALED(status),
                 "until": until,
                 "seen": len(releases) - before,
-                "ledger": max((len(Ledger(path)) for path in folder.glob("ledger*")), default=0),
+                "ledger": max((Ledger(path).steps for path in folder.glob("ledger*")), default=0),
             }
         )
     np.save(folder / "releases.npy", np.stack(releases))

@@ -6,11 +6,9 @@ must be.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
-import stat
 import sys
 import traceback
 import warnings
@@ -20,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
@@ -35,21 +32,15 @@ from lightning_fedleak.defenses import (
     ClipSettings,
     Defense,
     DefenseError,
-    DPAdamBC,
-    Freeze,
     ReleaseSettings,
     Users,
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.defenses.dpsgd import clipped_sum as update
-from lightning_fedleak.defenses.dpsgd import loss_graph
-from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, trainer
 
@@ -359,38 +350,6 @@ class Runs:
             "drawn": sizes,
         }
 
-    def one_by_one(self) -> Found:
-        """Every parameter is summed by itself, as large ones are."""
-        original, update.AT_ONCE = update.AT_ONCE, 0
-        try:
-            return self.exact("gpt2 tied")
-        finally:
-            update.AT_ONCE = original
-
-    def checked_like_trusted(self, *, gather: bool = False, batch_size: int = BATCH) -> Found:
-        """A look through the graph leaves training as it is: against runs without any."""
-        found = []
-        original = loss_graph.check_isolation
-        looks = 0
-
-        def counted(*args: Any, **given: Any) -> None:
-            nonlocal looks
-            looks += 1
-            original(*args, **given)
-
-        for loss, look in (("checked", counted), ("trusted", lambda *_, **__: None)):
-            loss_graph.check_isolation = look
-            try:
-                L.seed_everything(0, verbose=False)
-                module = self.module(gpt2(dropout=0.2))
-                module.gather = gather
-                defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, clip=ClipSettings(loss=loss))
-                self.fit(defense, module, data=loader(batch_size=batch_size), max_steps=6)
-            finally:
-                loss_graph.check_isolation = original
-            found.append([whole(p) for p in module.parameters()])
-        return {"same": all(map(torch.equal, *found)), "looks": looks}
-
     def noise(self) -> Found:
         """Much of it; accounted as in one process."""
         sigma = 50.0
@@ -447,49 +406,6 @@ class Runs:
         finite = all(bool(local_part(p).isfinite().all()) for p in module.parameters())
         return {"message": message, "releases": defense.accountant.steps, "finite": finite}
 
-    def frozen(self) -> Found:
-        """With another defence before it, on the model."""
-        plain = LM(gpt2(tied=False))
-        plain.model.transformer.wte.requires_grad_(False)
-        module = self.module(gpt2(tied=False))
-        defenses = [Freeze("embeddings"), DPSGD(CLIP, noise_multiplier=0.0, seed=1)]
-        module, _, look = self.fit(defenses, module, twin=plain)
-        return {"distance": max(look.distances()), "agree": self.agree(module)}
-
-    def stand_in(self) -> Found:
-        """What stands in for an empty batch goes through the other defences as every batch does."""
-        seen = Sizes()
-        module, _, look = self.fit(
-            [seen, DPSGD(CLIP, noise_multiplier=1.0, seed=1)],
-            look=True,
-            data=loader(n=21, batch_size=1),
-            max_steps=6,
-        )
-        return {"empty": look.sizes.count(0), "seen": min(seen.sizes), "ran": min(module.sizes)}
-
-    def broken_stand_in(self) -> Found:
-        """The loss of what stands in for an empty batch is infinite."""
-        module = self.module()
-        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, clip=ClipSettings(loss="trusted"))
-        watch = Sizes()
-
-        def training_step(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            loss = module.loss(batch)
-            if watch.empty:
-                module.sizes.append(len(batch["labels"]))
-            return loss * float("inf") if watch.empty else loss
-
-        module.training_step = training_step  # type: ignore[method-assign]
-        module.on_train_batch_start = watch.before  # type: ignore[method-assign]
-        _, _, look = self.fit(
-            [defense], module, twin=LM(), data=loader(n=21, batch_size=1), max_steps=6
-        )
-        return {
-            "ran": module.sizes,
-            "distance": max(look.distances(2.1)),
-            "releases": defense.releases,
-        }
-
     def no_stand_in(self) -> Found:
         """Rank 1 cannot load its own."""
         original = EmptyCollate.placeholder
@@ -508,11 +424,6 @@ class Runs:
             EmptyCollate.placeholder = original  # type: ignore[method-assign]
         return {"message": "nothing was refused"}
 
-    def still(self) -> Found:
-        defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1)
-        message = self.message(defense, self.module(lr=1e-60), max_epochs=2)
-        return {"message": message, "releases": defense.accountant.steps}
-
     def changed(self) -> Found:
         """Rank 1 changes its gradients, or its shard of them, after they were reduced."""
         module = self.module()
@@ -525,45 +436,12 @@ class Runs:
         module.on_after_backward = on_after_backward  # type: ignore[method-assign]
         return {"message": self.message(DPSGD(CLIP, noise_multiplier=1.0, seed=1), module)}
 
-    def mixed(self) -> Found:
-        """A network that mixes samples, where one rank has a sample more often than not."""
-        message = self.message(
-            DPSGD(CLIP, noise_multiplier=1.0, seed=1),
-            self.module(Own(mixing=True)),
-            data=loader(batch_size=1),
-            max_epochs=2,
-        )
-        return {"message": message}
-
     def message(self, defense: Any, module: LM | None = None, **settings: Any) -> str:
         try:
             self.fit(defense, module, **settings)
         except DefenseError as error:
             return str(error)
         return "nothing was refused"
-
-    def budget(self) -> Found:
-        defense = DPSGD(
-            CLIP,
-            target_epsilon=5.0,
-            target_delta=1e-3,
-            accountant="rdp",
-            release=ReleaseSettings(on_budget="raise"),
-        )
-        self.fit(defense, max_epochs=2)
-        longer = DPSGD(
-            CLIP,
-            target_epsilon=5.0,
-            target_delta=1e-3,
-            accountant="rdp",
-            release=ReleaseSettings(on_budget="raise"),
-        )
-        longer.noise_multiplier = defense.noise_multiplier
-        return {
-            "epsilon": gathered(defense.privacy.epsilon),
-            "message": self.message(longer, max_epochs=4),
-            "releases": longer.accountant.steps,
-        }
 
     def resume(self, folder: Path) -> Found:
         """A checkpoint, a ledger, and releases after the one and before a crash."""
@@ -592,50 +470,6 @@ class Runs:
             "agree": self.agree(module),
         }
 
-    def correlated(self, folder: Path, mechanism: Any) -> Found:
-        """Noise that goes on from the file of each rank; and of what kind it is by the dense C."""
-        kind = type(self.strategy()).__name__
-        folder = folder / f"{kind} {mechanism}"
-        path = folder / "first.ckpt"
-
-        class Save(Callback):
-            def on_train_batch_end(self, run: Any, *_: Any) -> None:
-                if run.global_step == 4:
-                    run.save_checkpoint(path)
-                    run.should_stop = True
-
-        def defense() -> DPSGD:
-            own: Found = {"mechanism": mechanism, "bands": 3, "max_physical_batch_size": 3}
-            return DPSGD(
-                CLIP, noise_multiplier=50.0, accountant="rdp", target_delta=1e-3, **grouped(**own)
-            )
-
-        def made(own: DPSGD, **settings: Any) -> list[Tensor]:
-            _, _, look = self.fit(own, self.module(lr=1e-6), look=True, max_epochs=2, **settings)
-            return [*look.stages[Stage.SHARED]]
-
-        rows = made(defense(), callbacks=[Save()])
-        files = sorted(file.name for file in folder.glob("secret-*"))
-        modes = {stat.S_IMODE(file.stat().st_mode) for file in folder.glob("secret-*")}
-        second = defense()
-        rows += made(second, ckpt_path=str(path))
-        matrices = banded(6, 3) if mechanism == "banded" else banded_inverse(6, 3, 3)
-        inverse = np.zeros((6, 6))
-        for t, j in itertools.product(range(6), range(3)):
-            if j <= t:
-                inverse[t, t - j] = matrices.rows[t, j]
-        if mechanism == "banded":
-            inverse = np.linalg.inv(inverse)
-        white = np.linalg.solve(inverse, torch.stack(rows).numpy() * EXPECTED / CLIP / 50)
-        alike = white @ white.T / white.shape[1] / matrices.sensitivity**2
-        return {
-            "files": files,
-            "modes": [*modes],
-            "left": len([*folder.glob("secret-*")]),
-            "white": float(np.abs(alike - np.eye(6)).max()),
-            "counted": second.accountant.steps,
-        }
-
     def users(self) -> Found:
         """Clipped together with all of their rows, each on the one rank that has them."""
         return self.exact(
@@ -644,47 +478,6 @@ class Runs:
             users=lambda example: user_of(example["input_ids"]),
             data=loader(batch_size=2),
         )
-
-    def adam(self, folder: Path) -> Found:
-        """The noise's variance is known on every rank, and goes on from a checkpoint."""
-        path = Path(gathered(str(folder))[0]) / f"{type(self.strategy()).__name__}.adam.ckpt"
-        found: Found = {"steps": [], "noise": []}
-        for steps, resumed in ((2, None), (3, str(path))):
-            module = self.module()
-            module.kind = DPAdamBC
-            defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch_size=3)
-            _, run, _ = self.fit(defense, module, max_steps=steps, max_epochs=-1, ckpt_path=resumed)
-            if resumed is None:
-                run.save_checkpoint(path)
-            for state in run.optimizers[0].state.values():
-                last = float(state["step"]), float(state["noise"])
-            found["steps"].append(last[0])
-            found["noise"].append(last[1])
-        return {**found, "agree": self.agree(module)}
-
-    def hardened(self) -> Found:
-        defense = DPSGD(
-            CLIP,
-            noise_multiplier=20.0,
-            target_epsilon=3.0,
-            target_delta=1e-3,
-            accountant="filter",
-        )
-
-        class Harden(Callback):
-            def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-                if trainer.global_step == 1:
-                    defense.harden()
-
-        module, _, look = self.fit(
-            defense, self.module(lr=1e-4), look=True, callbacks=[Harden()], max_steps=2
-        )
-        return {
-            "std": [float(v.std()) * EXPECTED / CLIP for v in look.stages[Stage.SHARED]],
-            "spent": gathered(defense.share_spent),
-            "history": [list(row) for row in defense.accountant.history],
-            "agree": self.agree(module),
-        }
 
     def shares(self) -> Found:
         plain = {"noise_multiplier": 1.0, "seed": 1}
@@ -707,20 +500,6 @@ class Runs:
                 DPSGD(CLIP, poisson_sampling=False, **plain), data=by_seed(0), max_steps=1
             ),
         }
-
-    def hardened_apart(self) -> Found:
-        """One process alone turns its noise up."""
-        defense = DPSGD(
-            CLIP, noise_multiplier=20.0, target_epsilon=3.0, target_delta=1e-3, accountant="filter"
-        )
-
-        class Harden(Callback):
-            def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-                if trainer.global_rank == 1:
-                    defense.harden()
-
-        message = self.message(defense, callbacks=[Harden()], max_steps=2)
-        return {"message": message, "releases": defense.accountant.steps}
 
 
 def broken(module: LM, loss: Tensor) -> Tensor:

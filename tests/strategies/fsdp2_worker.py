@@ -14,30 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses import (
-    ActivationNoise,
     Defense,
     DefenseError,
-    Freeze,
     GradientNoise,
 )
-from lightning_fedleak.defenses.processes import global_norm, local_part, shard_number
-from lightning_fedleak.model.anatomy.blocks import states_out
+from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
-from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.models import tiny_gpt2
 from tests.strategies.ddp_worker import Batches, Probe, distance, flat, gathered
 from tests.strategies.test_stages import brute_force
-from tests.strategies.toy import ManualLM, ToyLM, fit, same, trainer
+from tests.strategies.toy import ManualLM, ToyLM, fit, same
 
 CLIP, SIGMA = 0.05, 0.5
 Case = Callable[[Path], dict[str, Any]]
@@ -134,27 +127,6 @@ CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ShardedManualLM)
 
 
-@case("identity resume")
-def identity_resume(folder: Path) -> dict[str, Any]:
-    """Without dropout, whose random state no checkpoint holds."""
-    folder = Path(gathered(str(folder))[0]) / "identity"
-    settings: dict[str, Any] = {"devices": 2, "shuffle": False}
-
-    def momentum() -> ToyLM:
-        return ShardedLM("sgd", momentum=0.9)
-
-    plain = state(*fit(fsdp2(), momentum, max_epochs=2, **settings))
-    keep = ModelCheckpoint(dirpath=folder, save_last=True)
-    fit(defended(), momentum, callbacks=[keep], enable_checkpointing=True, **settings)
-    path = str(folder / "last.ckpt")
-    ours = state(*fit(defended(), momentum, max_epochs=2, ckpt_path=path, **settings))
-    return {
-        "same": all(same(plain[part], ours[part]) for part in ("weights", "optimizers", "logged")),
-        "losses": same(plain["losses"][-len(ours["losses"]) :], ours["losses"]),
-        "steps": len(ours["losses"]),
-    }
-
-
 @case("processes of one client")
 def processes(_: Path) -> dict[str, Any]:
     probe = Probe()
@@ -235,36 +207,6 @@ CASES["noise alone"] = noised(None)
 CASES["noise accumulated"] = noised(CLIP, accumulate=2)
 
 
-@case("clip binds the joint norm")
-def clip_binds(_: Path) -> dict[str, Any]:
-    tap = Recorder()
-    strategy = defended(GradientNoise(CLIP, 0.0))
-    strategy.add_tap(tap)
-    fit(strategy, sgd, devices=2)
-    return {
-        "before": min(float(g.norm()) for g in tap.whole[Stage.LOCAL]),
-        "after": [float(g.norm()) / CLIP for g in tap.whole[Stage.SHARED]],
-    }
-
-
-@case("freeze")
-def freeze(_: Path) -> dict[str, Any]:
-    start: list[torch.Tensor] = []
-
-    def build() -> ToyLM:
-        model = sgd()
-        start.extend(p.detach().clone() for p in model.parameters())
-        return model
-
-    defenses = [Freeze("embeddings"), Freeze(parameters=["hidden.b*"]), GradientNoise(1.0, 0.1)]
-    defenses[1].name = "freeze_bias"
-    model, _run = fit(defended(*defenses), build, devices=2)
-    names = [name for name, _ in model.named_parameters()]
-    now = [whole(p) for p in model.parameters()]
-    moved = [n for n, a, b in zip(names, start, now, strict=True) if not torch.equal(a, b)]
-    return {"moved": moved}
-
-
 @case("resume")
 def resume(folder: Path) -> dict[str, Any]:
     folder = Path(gathered(str(folder))[0])
@@ -297,47 +239,6 @@ def resume(folder: Path) -> dict[str, Any]:
             "taps": len(taps),
         }
     return found
-
-
-class ShardedGPT2(CausalLMModule):
-    """A sharded model with blocks, and the states that leave its first block."""
-
-    def __init__(self) -> None:
-        super().__init__(tiny_gpt2(layers=2, dropout=0.0, tied=False).train())
-        self.sent: list[torch.Tensor] = []
-
-    def configure_model(self) -> None:
-        if not isinstance(self.model.lm_head.weight, DTensor):
-            mesh = self.device_mesh["data_parallel"]
-            for block in self.model.transformer.h:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-
-    def on_train_start(self) -> None:
-        block = self.model.transformer.h[0]
-        block.register_forward_hook(
-            lambda _, __, out: self.sent.append(states_out(out).detach().clone())
-        )
-
-
-@case("activation noise")
-def activation_noise(_: Path) -> dict[str, Any]:
-    """The same text on both ranks, in one step whose states are read with and without noise."""
-    text = random_token_loader(n=1, batch_size=1, length=48)
-    found = []
-    for defenses in ([], [ActivationNoise(1, 0.5)]):
-        strategy = DefendedStrategy(fsdp2(), defenses, client="world")
-        model = ShardedGPT2()
-        run = trainer(strategy, devices=2, max_steps=1, use_distributed_sampler=False)
-        run.fit(model, text)
-        found.append(model.sent[0].double().flatten())
-    noise = found[1] - found[0]
-    pair = torch.stack(gathered(noise))
-    return {
-        "std": float(noise.std()) / 0.5,
-        "coordinates": noise.numel(),
-        "correlation": float(torch.corrcoef(pair)[0, 1]),
-    }
 
 
 # ----- what is refused ------------------------------------------------------------------------
@@ -382,28 +283,6 @@ def refused(_: Path) -> dict[str, Any]:
 
 
 # ----- the arithmetic of shards ----------------------------------------------------------------
-
-
-@case("shards")
-def shards(_: Path) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    full = [torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), (4, 2))]
-    mesh = init_device_mesh("cpu", (2,))
-    grid = init_device_mesh("cpu", (2, 1))
-    spread = [
-        distribute_tensor(full[0], mesh, [Shard(0)]),
-        distribute_tensor(full[1], mesh, [Replicate()]),
-        full[2].clone(),
-    ]
-    return {
-        "norm": global_norm(spread) / float(flat(full).norm()),
-        "numbers": [shard_number(tensor) for tensor in spread],
-        "grid": [
-            shard_number(distribute_tensor(full[0], grid, places))
-            for places in ([Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(1), Shard(0)])
-        ],
-        "rank": dist.get_rank(),
-    }
 
 
 def main(folder: Path, rank: int) -> None:

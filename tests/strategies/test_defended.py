@@ -8,20 +8,17 @@ import sys
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import (
     DDPStrategy,
-    DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
 )
 
-from lightning_fedleak.defenses import Defense, DefenseError, Freeze, GradientNoise
-from lightning_fedleak.strategies import DefendedStrategy, defended
+from lightning_fedleak.defenses import DefenseError, Freeze, GradientNoise
+from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.toy import ToyLM, loader, trainer
 
 NOISE = [GradientNoise(1.0, 1.0)]
@@ -51,19 +48,6 @@ def choice(strategy: str | Strategy, **settings) -> dict[str, object]:
     }
 
 
-@pytest.fixture
-def two_gpus(monkeypatch):
-    """Lightning believes in two CUDA devices; none is touched."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    for module in ("lightning.fabric.accelerators.cuda", "lightning.pytorch.accelerators.cuda"):
-        monkeypatch.setattr(f"{module}.num_cuda_devices", lambda: 2, raising=False)
-        monkeypatch.setattr(f"{module}.is_cuda_available", lambda: True, raising=False)
-    monkeypatch.setattr(
-        "lightning.pytorch.accelerators.cuda.CUDAAccelerator.is_available", lambda: True
-    )
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -78,37 +62,6 @@ def two_gpus(monkeypatch):
 )
 def test_auto_is_the_trainers_own_choice(settings) -> None:
     assert choice(DefendedStrategy(), **settings) == choice("auto", **settings)
-
-
-@pytest.mark.parametrize("devices", [1, 2, [1], "auto"])
-def test_auto_on_cuda(two_gpus, devices) -> None:
-    settings = {"accelerator": "gpu", "devices": devices}
-    assert choice(DefendedStrategy(), **settings) == choice("auto", **settings)
-
-
-def test_auto_in_torchrun(monkeypatch) -> None:
-    environment = {
-        "TORCHELASTIC_RUN_ID": "1",
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    ours = choice(DefendedStrategy(), devices=2)
-    assert ours == choice("auto", devices=2)
-    assert ours["sampler"] == {"num_replicas": 2, "rank": 1}
-
-
-def test_auto_in_a_notebook_forks(monkeypatch) -> None:
-    monkeypatch.setattr(
-        "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True
-    )
-    ours = choice(DefendedStrategy(), devices=2)
-    assert ours == choice("auto", devices=2)
-    assert ours["start method"] == "fork"
 
 
 @pytest.mark.parametrize(
@@ -139,33 +92,6 @@ def test_an_instance_keeps_its_settings_and_its_class() -> None:
     assert type(ours) is type(DefendedStrategy(Mine()))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "defenses", "client", "expected"),
-    [
-        ("single_device", [], "rank", True),
-        ("auto", NOISE, "rank", True),
-        ("ddp", [], "rank", False),
-        ("ddp", [Freeze("head")], "rank", False),
-        ("ddp", NOISE, "rank", True),
-        ("ddp", [], "world", True),
-        ("ddp", NOISE, "world", True),
-    ],
-)
-def test_separates_stages(strategy, defenses, client, expected: bool) -> None:
-    ours = DefendedStrategy(strategy, defenses, client)
-    trainer(ours, devices=2 if strategy == "ddp" else 1)
-    assert ours.separates_stages is expected
-
-
-def test_before_a_trainer_it_says_so() -> None:
-    ours = DefendedStrategy()
-    for attribute in ("separates_stages", "root_device", "is_global_zero"):
-        with pytest.raises(RuntimeError, match="not been given to a Trainer"):
-            getattr(ours, attribute)
-    with pytest.raises(RuntimeError, match="not been given to a Trainer"):
-        ours.barrier()
-
-
 @pytest.mark.parametrize("strategy", ["auto", "single_device", "ddp", "ddp_spawn"])
 def test_pickles_and_copies(strategy: str) -> None:
     ours = DefendedStrategy(strategy, [GradientNoise(2.0, 0.5), Freeze("head")], "world")
@@ -179,14 +105,6 @@ def test_pickles_and_copies(strategy: str) -> None:
     assert type(twin) is type(ours)
     assert isinstance(twin, DDPStrategy if "ddp" in strategy else SingleDeviceStrategy)
     assert type(twin.launcher) is type(ours.launcher)
-
-
-class Nameless(Defense):
-    guarantee = "none"
-
-
-class Silent(Defense):
-    name = "silent"
 
 
 class OwnWrapping(DDPStrategy):
@@ -208,10 +126,7 @@ class OwnWrapping(DDPStrategy):
             lambda: DefendedStrategy(client="company"),
             r"client must be 'rank' or 'world'.*got 'company'",
         ),
-        (lambda: DefendedStrategy(defenses=["noise"]), r"'noise'.*not an instance of Defense"),
         (lambda: DefendedStrategy(defenses=[*NOISE, *NOISE]), "named alike"),
-        (lambda: DefendedStrategy(defenses=[Nameless()]), "Nameless must have `name`"),
-        (lambda: DefendedStrategy(defenses=[Silent()]), "Silent must have `guarantee`"),
         (
             lambda: DefendedStrategy(DDPStrategy(ddp_comm_hook=print), NOISE),
             r"`ddp_comm_hook`.*client='world'",
@@ -229,68 +144,11 @@ def test_refusals_at_construction(build, message: str) -> None:
         build()
 
 
-def test_deepspeed_is_no_ddp_here() -> None:
-    with pytest.raises(DefenseError, match="DeepSpeedStrategy is not supported"):
-        defended._check_inner(DeepSpeedStrategy.__new__(DeepSpeedStrategy))
-
-
 def test_a_used_instance_is_refused() -> None:
     inner = SingleDeviceStrategy("cpu")
     trainer(inner).fit(ToyLM(), loader())
     with pytest.raises(DefenseError, match="has been used by a Trainer"):
         DefendedStrategy(inner)
-
-
-def test_refusals_when_the_trainer_is_known() -> None:
-    with pytest.raises(DefenseError, match=r"2 devices on 1 nodes.*DefendedStrategy\('ddp'"):
-        trainer(DefendedStrategy("single_device"), devices=2)
-
-    class Other(L.pytorch.accelerators.CPUAccelerator):
-        pass
-
-    class Foreign(L.pytorch.accelerators.Accelerator):
-        setup_device = teardown = get_device_stats = None
-        parse_devices = staticmethod(lambda devices: devices)
-        get_parallel_devices = staticmethod(lambda devices: [torch.device("cpu")])
-        auto_device_count = staticmethod(lambda: 1)
-        is_available = staticmethod(lambda: True)
-        name = staticmethod(lambda: "foreign")
-
-    assert isinstance(
-        trainer(DefendedStrategy(), accelerator=Other()).strategy, SingleDeviceStrategy
-    )
-    with pytest.raises(DefenseError, match="accelerator Foreign"):
-        trainer(DefendedStrategy(), accelerator=Foreign())
-
-
-def test_mps_is_a_single_device(monkeypatch) -> None:
-    mps = "lightning.pytorch.accelerators.mps.MPSAccelerator"
-    monkeypatch.setattr(f"{mps}.is_available", lambda: True)
-    monkeypatch.setattr(f"{mps}.parse_devices", lambda devices: [0])
-    with pytest.raises(DefenseError, match=r"DefendedStrategy\('ddp'\) cannot run on MPS"):
-        trainer(DefendedStrategy("ddp"), accelerator="mps")
-    assert isinstance(trainer(DefendedStrategy(), accelerator="mps").strategy, SingleDeviceStrategy)
-
-
-def run_as_rank(strategy: DefendedStrategy, model: ToyLM, **settings) -> None:
-    """Checks that setup makes before any process is needed."""
-    run = trainer(strategy, devices=2, **settings)
-    strategy._check_model(model)
-    del run
-
-
-def test_refusals_when_the_model_is_known() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    fp16 = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
-    with pytest.raises(DefenseError, match=r"16-mixed.*bf16-mixed"):
-        run_as_rank(DefendedStrategy("ddp", NOISE), ToyLM(), **fp16)
-    run_as_rank(DefendedStrategy("ddp", NOISE, "world"), ToyLM(), **fp16)
-    run_as_rank(DefendedStrategy("ddp"), ToyLM(), **fp16)
-    with pytest.raises(DefenseError, match="sync_batchnorm=False"):
-        run_as_rank(DefendedStrategy("ddp", NOISE), ToyLM(), sync_batchnorm=True)
-    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(ToyLM(norm=True))
-    with pytest.raises(DefenseError, match="sync_batchnorm=False"):
-        run_as_rank(DefendedStrategy("ddp", NOISE), model)
 
 
 class Data(L.LightningDataModule):

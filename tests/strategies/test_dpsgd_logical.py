@@ -13,10 +13,8 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_fedleak import FCMembership, Games, LeakageMonitor
 from lightning_fedleak.defenses import (
     DPSGD,
-    ActivationNoise,
     DefenseError,
     ReleaseSettings,
     mean_of_sample_means,
@@ -119,18 +117,6 @@ def test_every_batch_that_is_filled_up_has_one_shape(name: str, most: int | None
     assert max(sizes) <= 10
     assert max(look.distances) < 1e-6
     assert max(look.norms) > 1.5 * clip
-
-
-def test_local_is_the_mean_of_the_rows_that_were_drawn() -> None:
-    found = []
-    for fixed in (12, None):
-        module = CausalLM(lr=0.0)
-        release = ReleaseSettings(truncated_batch_size=fixed)
-        look = looked(quiet(release=release), module, max_epochs=2)
-        found.append(look)
-    for a, b, batch in zip(found[0].local, found[1].local, found[0].batches, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
-        assert len(batch["labels"]) < 12
 
 
 class Logs(CausalLM):
@@ -240,15 +226,6 @@ def test_everything_counts_logical_steps(tmp_path: Path) -> None:
         assert float(row["sum_epoch"]) == pytest.approx(sum(t["sum"] for t in truth), rel=1e-5)
 
 
-def test_a_step_of_few_rows_or_none_needs_no_pieces() -> None:
-    defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch_size=2)
-    module, run = fit(defense, data=loader(batch_size=1))
-    assert run.global_step == defense.releases == 24
-    assert module.sizes
-    assert max(module.sizes) <= 2
-    assert min(module.sizes) > 0
-
-
 @pytest.mark.parametrize("poisson", [True, False])
 def test_one_broken_example_takes_nothing_away_and_stops_nothing(poisson: bool) -> None:
     class Broken(CausalLM):
@@ -328,27 +305,3 @@ def test_what_is_trained_must_stay_the_same_in_all_pieces() -> None:
     with pytest.raises(DefenseError, match="what is trained changed"):
         fit(defense, Thaws(), data=loader(batch_size=12))
     assert defense.releases == 0
-
-
-def test_a_network_that_mixes_samples_is_refused_in_the_first_piece() -> None:
-    class Mixes(CausalLM):
-        def loss(self, batch: Any) -> Tensor:
-            self.model.transformer.ln_f.register_forward_hook(
-                lambda *given: given[2] + given[2].mean(0, keepdim=True)
-            )
-            return super().loss(batch)
-
-    with pytest.raises(DefenseError, match="samples are mixed"):
-        fit(quiet(), Mixes(), data=loader(batch_size=8))
-
-
-def test_the_monitor_plays_on_the_whole_batch_with_noise_on_activations_or_not() -> None:
-    for defenses in ([quiet()], [quiet(), ActivationNoise(sigma=0.01, layer=0, clip=None)]):
-        monitor = LeakageMonitor(
-            [FCMembership(layer=1)], every_n_steps=1, games=Games(targets=4), report=False
-        )
-        fit(defenses, CausalLM(), data=loader(batch_size=8), max_steps=2, callbacks=[monitor])
-        known = monitor.latest
-        assert monitor.looks == 2
-        value = known["leakage/fc_membership/auc"]
-        assert (value == value) is (len(defenses) == 1)

@@ -11,14 +11,11 @@ from tests.strategies.test_ddp import of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora")
-ONLY_DDP = ("find_unused_parameters", "static_graph")
+ONLY_DDP = ("static_graph",)
 ONLY_FSDP2 = (
     "own model",
-    "own head",
     "whole module",
-    "kept whole",
     "leaves",
-    "checkpointed",
     "replicated",
 )
 
@@ -68,23 +65,14 @@ def check_exact(found: dict[str, Any], most: float, releases: int = 3) -> None:
         assert found[fact], fact
 
 
-@pytest.mark.parametrize("name", [*MODELS, "one by one"])
+@pytest.mark.parametrize("name", MODELS)
 def test_the_client_shares_the_clipped_sum_over_all_processes(ranks, name: str) -> None:
     for found in of(ranks, f"exact {name}"):
         check_exact(found, 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name"),
-    [
-        (s, name)
-        for s in ("ddp", "fsdp2")
-        for name in MODELS
-        if (s, name) != ("fsdp2", "gpt2 untied")
-    ],
-)
-def test_the_same_in_bf16_mixed(request: pytest.FixtureRequest, strategy: str, name: str) -> None:
-    for found in of(request.getfixturevalue(strategy), f"bf16-mixed {name}"):
+def test_the_same_in_bf16_mixed(ranks) -> None:
+    for found in of(ranks, "bf16-mixed lora"):
         check_exact(found, 2e-2, releases=2)
 
 
@@ -146,33 +134,9 @@ def test_users_are_clipped_with_all_of_their_rows(ranks) -> None:
         assert len(found["ran"][0]) == len(found["ran"][1]) > 3
 
 
-def test_an_optimizer_that_takes_the_noise_out_knows_it_on_all_ranks_and_after_a_resume(
-    ranks,
-) -> None:
-    variance = (0.9 / 8) ** 2
-    for found in of(ranks, "adam"):
-        assert found["steps"] == [2, 3]
-        expected = [variance * (1 - 0.999**steps) for steps in (2, 3)]
-        assert found["noise"] == pytest.approx(expected, rel=1e-3)
-        assert found["agree"]
-
-
 def test_the_same_under_a_policy_of_mixed_precision(fsdp2) -> None:
     for found in of(fsdp2, "exact MixedPrecisionPolicy"):
         check_exact(found, 2e-2)
-
-
-def test_looking_through_the_graph_leaves_training_as_it_is(ranks) -> None:
-    for found in of(ranks, "checked"):
-        assert found["same"]
-        assert found["looks"] >= 1
-
-
-def test_ranks_look_together_where_one_alone_has_to(fsdp2) -> None:
-    first, second = of(fsdp2, "checked twice")
-    assert first["same"]
-    assert second["same"]
-    assert first["looks"] == second["looks"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -204,32 +168,9 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(ranks) -> None:
 
 
 def test_what_stands_in_for_an_empty_batch_goes_the_way_of_every_batch(ranks) -> None:
-    found = of(ranks, "stand-in")
-    assert max(f["empty"] for f in found) > 0
-    for own in found:
-        assert own["seen"] > 0
-        assert own["ran"] > 0
-    broken = of(ranks, "broken stand-in")
-    assert [size for own in broken for size in own["ran"]]
-    for own in broken:
-        assert own["distance"] < 1e-6
-        assert own["releases"] == 6
     first, second = of(ranks, "no stand-in")
     assert first["message"] == "process 1 of this client refused: the file is gone"
     assert second["message"] == "the file is gone"
-
-
-def test_with_frozen_parts_the_rest_is_clipped(ranks) -> None:
-    for found in of(ranks, "frozen"):
-        assert found["distance"] < 1e-6
-        assert found["agree"]
-
-
-def test_the_budget_ends_the_run_on_all_ranks(ranks) -> None:
-    for found in of(ranks, "budget"):
-        assert found["epsilon"][0] == found["epsilon"][1] == pytest.approx(5.0, rel=0.01)
-        assert "after 6 releases one more would cost more" in found["message"]
-        assert found["releases"] == 6
 
 
 def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> None:
@@ -239,26 +180,6 @@ def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> N
         assert (found["lines"], found["files"]) == (8, ["ledger"])
         assert found["alike"] < 0.1
         assert found["epsilon"][0] == found["epsilon"][1]
-        assert found["agree"]
-
-
-@pytest.mark.parametrize(("strategy", "name"), [("ddp", "banded_inverse"), ("fsdp2", "banded")])
-def test_correlated_noise_goes_on_from_the_file_of_each_rank(
-    both, strategy: str, name: str
-) -> None:
-    for found in of(under(strategy, both), name):
-        release = found["files"][0].split("-")[2]
-        each = [f"secret-dpsgd-{release}-{rank}-of-2.safetensors" for rank in range(2)]
-        assert (found["files"], found["modes"], found["left"]) == (each, [0o600], 0)
-        assert found["white"] < 0.15
-        assert found["counted"] == (2 if name == "banded" else 1)
-
-
-def test_noise_is_turned_up_on_all_ranks(ranks) -> None:
-    for found in of(ranks, "hardened"):
-        assert found["std"] == pytest.approx([20.0, 40.0], rel=0.05)
-        assert found["history"] == [[20.0, 1 / 3, 1], [40.0, 1 / 3, 1]]
-        assert found["spent"][0] == found["spent"][1] > 0
         assert found["agree"]
 
 
@@ -286,14 +207,9 @@ def test_samples_of_one_rank_without_a_finite_gradient_stop_none(ranks) -> None:
         assert found["finite"]
 
 
-def test_weights_that_move_on_no_rank_and_gradients_that_one_changes_are_refused(ranks) -> None:
-    for found in of(ranks, "still"):
-        assert "the weights did not move in 3 steps" in found["message"]
-        assert found["releases"] == 3
+def test_gradients_that_one_rank_changes_are_refused(ranks) -> None:
     for found in of(ranks, "changed"):
         assert "is not the sum of what its layer was seen to add" in found["message"]
-    for found in of(ranks, "mixed"):
-        assert "that belong to other samples of the batch" in found["message"]
 
 
 def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
@@ -305,12 +221,6 @@ def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
         assert "hold other examples at the same places" in found["shuffled"]
         assert "different values of the sampler's seed, from 0.0 to 1.0" in found["seeds"]
         assert found["same seeds"] == "nothing was refused"
-
-
-def test_noise_that_one_process_alone_turns_up_is_refused(ddp) -> None:
-    for found in of(ddp, "hardened apart"):
-        assert "different values of noise_multiplier, from 20.0 to 40.0" in found["message"]
-        assert found["releases"] == 1
 
 
 def test_tensor_parallelism_is_refused(fsdp2) -> None:

@@ -47,10 +47,10 @@ def test_a_mechanism_is_a_word_for_token_ldp() -> None:
     ]
 
 
-def test_settings_in_groups_are_written_like_arguments() -> None:
-    specs = parse_defenses("dpsgd:max_grad_norm=1,noise_multiplier=2,mechanism=banded,bands=2/4")
+def test_settings_in_groups_are_written_like_the_others() -> None:
+    specs = parse_defenses("dpsgd:max_grad_norm=1,noise_multiplier=2,trust=local/central")
     first, second = (spec.build()[0].settings() for spec in specs)
-    assert (first["bands"], second["bands"]) == (2, 4)
+    assert (first["trust"], second["trust"]) == ("local", "central")
     (rappor,) = parse_defenses("rappor:epsilon=1,decode=first,keep_special=false")
     assert rappor.arguments["protocol"] == LDPProtocol("first", keep_special=False)
 

@@ -1,6 +1,11 @@
 """What releases cost: accountants, filters, budgets, and a ledger on disk."""
 
-from lightning_fedleak.defenses.accounting.accounting import Accountant as Accountant
+from lightning_fedleak.defenses.accounting.account import Account as Account
+from lightning_fedleak.defenses.accounting.account import Accountant as Accountant
+from lightning_fedleak.defenses.accounting.account import Budget as Budget
+from lightning_fedleak.defenses.accounting.account import BudgetSpent as BudgetSpent
+from lightning_fedleak.defenses.accounting.account import Ledger as Ledger
+from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import AccountantKind as AccountantKind
 from lightning_fedleak.defenses.accounting.accounting import check_delta_for as check_delta_for
 from lightning_fedleak.defenses.accounting.accounting import (
@@ -9,14 +14,8 @@ from lightning_fedleak.defenses.accounting.accounting import (
 from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for as noise_multiplier_for,
 )
-from lightning_fedleak.defenses.accounting.budget import Account as Account
-from lightning_fedleak.defenses.accounting.budget import Budget as Budget
-from lightning_fedleak.defenses.accounting.budget import BudgetedDefense as BudgetedDefense
-from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
-from lightning_fedleak.defenses.accounting.ledger import Ledger as Ledger
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme as SamplingScheme
 from lightning_fedleak.defenses.accounting.renyi import TruncatedPoisson as TruncatedPoisson
-from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.schedules import ClipPath as ClipPath
 from lightning_fedleak.defenses.accounting.schedules import factors_of as factors_of

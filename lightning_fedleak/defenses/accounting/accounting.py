@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -38,21 +37,19 @@ from typing import Any, Literal
 import numpy as np
 from scipy.fft import next_fast_len
 from scipy.optimize import brentq
-from torch import Tensor
 
 from lightning_fedleak.defenses.accounting import ledger
-from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
     MixturePRV,
     SamplingScheme,
     TruncatedPoisson,
     WithoutReplacementPRV,
-    check_opacus,
+    deltas_of_rdp,
     epsilons_of_rdp,
     rdp_of,
 )
-from lightning_fedleak.defenses.base import DefenseError, State
+from lightning_fedleak.defenses.base import Curve, DefenseError
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 PRV_POINTS = 2**21  # points of PRV's mesh, about; more take longer and make the error smaller
@@ -67,7 +64,8 @@ History = tuple[tuple[float, float, int], ...]
 LEAST_NOISE = 0.05  # noise multiplier below which epsilon is infinite; see the module's docstring
 LARGEST_EPSILON = 200.0  # above it epsilon is infinite, because it means no protection
 MOST_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. Not tuned
-CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
+CURVE_POINTS = 64  # pairs of a curve; at 32 the TPR that one allows is .6% larger (sigma 1)
+LEAST_DELTA = 1e-9  # of a curve; larger: events of a smaller chance than it refute nothing
 
 
 def prv_epsilon(
@@ -191,157 +189,6 @@ def _fast_length(least: int) -> int:
     return length
 
 
-class Accountant:
-    """A count of releases, and their cost.
-
-    :meth:`step` comes before the release. The noise must not depend on earlier releases, for which
-    there is :class:`~lightning_fedleak.defenses.RenyiFilter`, so a second noise multiplier or
-    sample rate is refused unless ``planned``.
-
-    Args:
-        kind: ``"prv"`` (tight) or ``"rdp"`` (fast).
-        ledger: file that remembers every release through a crash, one for each client, see
-            :class:`~lightning_fedleak.defenses.accounting.ledger.Ledger`. None: what was released
-            after the last checkpoint is forgotten in a crash.
-        sampling: how batches are drawn.
-
-    Raises:
-        DefenseError: an unknown kind or sampling, Opacus is missing, or the ledger's file cannot be
-            used.
-    """
-
-    def __init__(
-        self,
-        kind: AccountantKind = "prv",
-        ledger: str | os.PathLike[str] | None = None,
-        *,
-        sampling: SamplingScheme = "poisson",
-    ) -> None:
-        _check_kind(kind, sampling)
-        check_opacus()
-        self.kind: AccountantKind = kind
-        self.sampling: SamplingScheme = sampling
-        self._ledger = Ledger(ledger)
-        self._epsilons: dict[tuple[float, History], float] = {}
-        self._search: tuple[object, _Search] | None = None
-
-    @property
-    def steps(self) -> int:
-        """Return the number of releases."""
-        return len(self._ledger)
-
-    @property
-    def history(self) -> History:
-        """Return noise multiplier, sample rate and count of every kind of release."""
-        return self._ledger.rows
-
-    @property
-    def releases(self) -> tuple[tuple[float, float, int, SamplingScheme], ...]:
-        """Return the rows of :attr:`history` with their sampling, as ``private_search`` takes."""
-        return tuple((*row, self.sampling) for row in self.history)
-
-    def step(
-        self,
-        noise_multiplier: float,
-        sample_rate: float,
-        count: int = 1,
-        *,
-        planned: bool = False,
-    ) -> None:
-        """Count releases that are about to happen.
-
-        Args:
-            noise_multiplier: standard deviation of the noise over the clip norm.
-            sample_rate: chance of each example to be in the batch.
-            count: how many such releases.
-            planned: whether a change of noise multiplier or rate was fixed before the run began.
-
-        Raises:
-            DefenseError: a value out of range, or a change that was not ``planned``.
-        """
-        kinds = self._ledger.kinds
-        if kinds and not planned and (noise_multiplier, sample_rate) not in kinds:
-            raise DefenseError(
-                f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} differ from "
-                f"those of earlier releases, {sorted(kinds)}. If they were fixed before the run, "
-                "pass planned=True. If they were chosen in the run (a gate that turns noise up), "
-                f"accountant='{self.kind}' does not hold: use a RenyiFilter."
-            )
-        self._ledger.record(noise_multiplier, sample_rate, count)
-
-    def epsilon(self, delta: float, *, slack: float = 0.0) -> float:
-        """Return the epsilon of all releases so far, at ``delta``: an upper bound.
-
-        RDP takes microseconds. PRV takes a tenth of a second to a second for a new history. With
-        ``slack`` the epsilon of up to ``1 + slack`` times as many releases, the further ones of the
-        latest kind, is computed once, which bounds every count until then.
-
-        Args:
-            delta: in (0, 1).
-            slack: of PRV only. For logs 0.02 is a good choice: about ``100 + 55 log(T / 100)``
-                calls in T steps, and an epsilon that is at most about 1% too large.
-
-        Returns:
-            0 where nothing was released; ``inf`` as the module's docstring says.
-
-        Raises:
-            DefenseError: delta or slack out of range.
-        """
-        _check_delta(delta)
-        check_number("slack", slack, at_least=0, below=1, error=DefenseError)
-        history = self.history
-        if self.kind == "rdp" or not history:
-            return epsilon_of(history, delta, self.kind, self.sampling)
-        *earlier, (noise_multiplier, sample_rate, count) = history
-        coarse = max(1, int(slack * sum(row[2] for row in earlier)))
-        most = max(_milestone(count, slack), coarse * math.ceil(count / coarse))
-        ahead: History = (*earlier, (noise_multiplier, sample_rate, most))
-        if (delta, ahead) not in self._epsilons:
-            if len(self._epsilons) >= CACHED:
-                self._epsilons.clear()
-            self._epsilons[delta, ahead] = epsilon_of(ahead, delta, self.kind, self.sampling)
-        return self._epsilons[delta, ahead]
-
-    def allows(
-        self,
-        epsilon: float,
-        delta: float,
-        noise_multiplier: float,
-        sample_rate: float,
-        count: int = 1,
-    ) -> bool:
-        """Return whether ``count`` more releases stay within (epsilon, delta); count none.
-
-        It is exact for both kinds. PRV is called about ``2 log2(T)`` times in T steps, because a
-        budget that allows more releases allows fewer.
-
-        Raises:
-            DefenseError: a value out of range.
-        """
-        _check_delta(delta)
-        ledger.check_release(noise_multiplier, sample_rate, count)
-        event = noise_multiplier, sample_rate
-        others = tuple(row for row in self.history if row[:2] != event)
-        total = count + sum(row[2] for row in self.history if row[:2] == event)
-        question = epsilon, delta, event, others
-        if self._search is None or self._search[0] != question:
-            self._search = question, _Search()
-
-        def fits(releases: int) -> bool:
-            history = (*others, (*event, releases))
-            return epsilon_of(history, delta, self.kind, self.sampling) <= epsilon
-
-        return self._search[1].answer(total, fits)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return ``releases``, (K, 3) float64, for the checkpoint."""
-        return self._ledger.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue counting: of every kind of release the larger count stays."""
-        self._ledger.load_state_dict(state)
-
-
 def epsilon_of(
     history: Sequence[tuple[float, float, int]],
     delta: float,
@@ -362,8 +209,8 @@ def epsilon_of(
     Raises:
         DefenseError: a value out of range, or Opacus is missing.
     """
-    _check_kind(kind, sampling)
-    _check_delta(delta)
+    check_kind(kind, sampling)
+    check_delta(delta)
     for row in history:
         ledger.check_release(*row)
     if not history:
@@ -381,6 +228,47 @@ def composed_rdp(history: Sequence[tuple[float, float, int]], sampling: Sampling
     """Return (len(ORDERS),) Renyi DP of all releases together."""
     terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
     return sum(terms, np.zeros(1))
+
+
+def curve_of(
+    history: Sequence[tuple[float, float, int]],
+    kind: AccountantKind,
+    sampling: SamplingScheme = "poisson",
+) -> Curve:
+    """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
+
+    Together they limit every test by more than the pair at one delta does. Epsilons lie evenly
+    from 0 to that of :data:`LEAST_DELTA`.
+
+    Args:
+        history: as for ``epsilon_of``.
+        kind: ``"prv"`` or ``"rdp"``.
+        sampling: of all releases.
+
+    Returns:
+        ``(0, 0)`` alone for no releases; no pair where epsilon is infinite.
+
+    Raises:
+        DefenseError: a value out of range, or Opacus is missing.
+    """
+    largest = epsilon_of(history, LEAST_DELTA, kind, sampling)
+    if not history:
+        return ((0.0, 0.0),)
+    if math.isinf(largest):
+        return ()
+    epsilons = np.linspace(0.0, largest, CURVE_POINTS)
+    rdp = composed_rdp(history, sampling)
+    deltas = deltas_of_rdp(rdp, epsilons)
+    if kind == "prv" and largest > 0:
+
+        def read(composed: Any, delta_error: float, error: float) -> Floats:
+            estimates = [composed.compute_delta_estimate(e - error) for e in epsilons]
+            return np.maximum(estimates, 0.0) + delta_error
+
+        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read, sampling)
+        deltas = deltas if bounds is None else np.fmin(deltas, bounds)
+    deltas[-1] = min(deltas[-1], LEAST_DELTA)
+    return tuple(zip(epsilons.tolist(), deltas.tolist(), strict=True))
 
 
 def noise_multiplier_for(
@@ -409,9 +297,9 @@ def noise_multiplier_for(
         DefenseError: a value out of range, or a target that needs more noise than
             :data:`MOST_NOISE` or less than :data:`LEAST_NOISE`.
     """
-    _check_kind(kind, sampling)
-    _check_delta(target_delta, "target_delta")
-    ledger.check_sample_rate(sample_rate)
+    check_kind(kind, sampling)
+    check_delta(target_delta, "target_delta")
+    ledger.check_release(1.0, sample_rate)
     ledger.check_count(steps, "steps")
     check_number(
         "target_epsilon",
@@ -491,7 +379,7 @@ def effective_noise_multiplier(
     Raises:
         DefenseError: a value out of range.
     """
-    ledger.check_noise_multiplier(noise_multiplier)
+    ledger.check_release(noise_multiplier)
     ledger.check_count(clients, "clients")
     hint = "the server sees each client's update, or only their sum by secure aggregation"
     check_choice("trust", trust, ("local", "central"), hint=hint, error=DefenseError)
@@ -518,40 +406,13 @@ def check_delta_for(delta: float, examples: int) -> None:
     Raises:
         DefenseError: outside (0, 1), or not below ``1 / examples``.
     """
-    _check_delta(delta, "target_delta")
+    check_delta(delta, "target_delta")
     ledger.check_count(examples, "examples")
     if delta >= 1 / examples:
         raise DefenseError(
             f"target_delta={delta!r} must be below 1 / {examples} = {1 / examples:.3g}, the number "
             "of examples: else publishing one of them at random would count as private"
         )
-
-
-class _Search:
-    """A search for the largest n that fits, in few calls, because every smaller n fits too."""
-
-    def __init__(self) -> None:
-        self._fits, self._too_many = 0, 0
-
-    def answer(self, n: int, fits: Callable[[int], bool]) -> bool:
-        """Return whether n fits; n grows from call to call."""
-        while n > self._fits and not (self._too_many and n >= self._too_many):
-            probe = 2 * n
-            if self._too_many:
-                probe = max(n, (n + self._too_many) // 2)
-            if fits(probe):
-                self._fits = probe
-            else:
-                self._too_many = probe
-        return n <= self._fits
-
-
-def _milestone(count: int, slack: float) -> int:
-    """Return the smallest number of a fixed growing sequence that is at least ``count``."""
-    milestone = 1
-    while milestone < count:
-        milestone = max(milestone + 1, int(milestone * (1 + slack)))
-    return milestone
 
 
 def _find_root(excess: Callable[[float], float], low: float, high: float) -> float:
@@ -565,13 +426,15 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
     return root
 
 
-def _check_kind(kind: str, sampling: object = "poisson") -> None:
+def check_kind(kind: str, sampling: object = "poisson") -> None:
+    """Raise an error for an unknown accountant or sampling."""
     hint = "'prv' is tight, 'rdp' is fast"
     check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
     if not isinstance(sampling, TruncatedPoisson):
         check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
 
 
-def _check_delta(delta: float, name: str = "delta") -> None:
+def check_delta(delta: float, name: str = "delta") -> None:
+    """Raise an error for a delta outside (0, 1)."""
     hint = "well below one over the number of examples"
     check_number(name, delta, above=0, below=1, hint=hint, error=DefenseError)

@@ -1,116 +1,56 @@
-"""A count of a client's releases that never decreases, also through a crash."""
+"""The file of a client's releases, which survives a crash."""
 
 from __future__ import annotations
 
 import errno
 import glob
-import itertools
 import os
 import re
 import stat
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from lightning_fedleak.defenses.base import DefenseError, State
+from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.validate import check_integer, check_number
 
 Event = tuple[float, float]
 """Noise multiplier and sample rate of a release."""
 
-MOST_RELEASES = 10**12  # of one kind; a larger count is a mistake
 LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
 _ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
 _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-class Ledger:
-    """Counts of releases by their noise multiplier and sample rate.
-
-    Composition does not depend on the order, so an accountant needs nothing else. A checkpoint
-    misses what was released between it and a crash. A ledger with a file does not: every release is
-    a line on the disk before :meth:`record` returns. Record before you release: then no release is
-    missing, and at worst one is counted that was not made.
+class LedgerFile:
+    """A file with a line for every release of one client, which outlives a crash.
 
     Args:
         path: file to append to, one for each client; its folder must exist. A file of an earlier
             process is read and continued, so a new run needs a new path. A file that something else
-            wrote to, cut or removed since is refused. None for no file. Nothing is written before
-            the first release. Half a line at the end, from a crash, is then removed, if every line
-            before it is a ledger's.
+            wrote to, cut or removed since is refused. Nothing is written before the first release.
+            Half a line at the end, from a crash, is then removed, if every line before it is a
+            ledger's.
+
+    Attributes:
+        counts: of the releases in it.
 
     Raises:
         DefenseError: the path is a folder, a link, a device or a pipe, or the file holds something
             else or cannot be read. It does not change.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = None if path is None else Path(path)
-        self._counts: dict[Event, int] = {}
-        self._size = self._half = 0
-        if self.path is not None:
-            self._counts, self._size, self._half = _read(self.path)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.counts, self._size, self._half = _read(self.path)
 
-    def __len__(self) -> int:
-        """Return the number of releases."""
-        return sum(self._counts.values())
-
-    @property
-    def rows(self) -> tuple[tuple[float, float, int], ...]:
-        """Return noise multiplier, sample rate and count of every kind of release."""
-        return tuple((*event, count) for event, count in self._counts.items())
-
-    @property
-    def kinds(self) -> frozenset[Event]:
-        """Return the pairs (noise multiplier, sample rate) of all releases."""
-        return frozenset(self._counts)
-
-    def record(self, noise_multiplier: float, sample_rate: float, count: int = 1) -> None:
-        """Count releases that are about to happen.
+    def append(self, event: Event, count: int) -> None:
+        """Write releases that are about to happen.
 
         Raises:
-            DefenseError: a value out of range, or the file cannot be written or has changed;
-                nothing is counted.
+            DefenseError: the file cannot be written or has changed.
         """
-        check_release(noise_multiplier, sample_rate, count)
-        event, count = (float(noise_multiplier), float(sample_rate)), int(count)
-        total = _added(self._counts, event, count)
-        if self.path is not None:
-            line = f"{event[0]!r} {event[1]!r} {count}\n"
-            if self._half:
-                self._size = _append(self.path, "", self._size, self._half)
-                self._half = 0
-            self._size = _append(self.path, line, self._size)
-        self._counts[event] = total
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return ``releases``: (K, 3) float64, noise multiplier, sample rate and count."""
-        rows = [[sigma, rate, float(count)] for sigma, rate, count in self.rows]
-        return {"releases": torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)}
-
-    def load_state_dict(self, state: State) -> None:
-        """Set every kind of release to the larger count; an empty state changes nothing.
-
-        Raises:
-            DefenseError: not the state of a ledger.
-        """
-        if "releases" not in state:
-            return
-        rows = torch.as_tensor(state["releases"], dtype=torch.float64)
-        if rows.dim() != 2 or rows.shape[1] != 3:
-            raise DefenseError(
-                f"the accountant's state holds `releases` of shape {tuple(rows.shape)}, expected "
-                "(K, 3): the checkpoint is not one of this version"
-            )
-        for sigma, rate, count in rows.tolist():
-            check_release(sigma, rate)
-            check_count(count, "a count in the accountant's state")
-            _added({}, (sigma, rate), int(count))
-        for sigma, rate, count in rows.tolist():
-            counted = self._counts.get((sigma, rate), 0)
-            if count > counted:
-                self.record(sigma, rate, int(count) - counted)
+        if self._half:
+            self._size, self._half = _append(self.path, "", self._size, self._half), 0
+        self._size = _append(self.path, f"{event[0]!r} {event[1]!r} {count}\n", self._size)
 
 
 def client_path(
@@ -160,22 +100,12 @@ def client_path(
     return client_file
 
 
-def check_noise_multiplier(value: float) -> None:
-    """Raise a DefenseError unless the value is a finite number of at least 0."""
-    hint = "the noise's standard deviation over the clip norm"
-    check_number("noise_multiplier", value, at_least=0, hint=hint, error=DefenseError)
-
-
-def check_sample_rate(value: float) -> None:
-    """Raise a DefenseError unless the value is a probability above 0."""
-    hint = "the chance of each example to be in a batch: mean batch size over number of examples"
-    check_number("sample_rate", value, above=0, at_most=1, hint=hint, error=DefenseError)
-
-
-def check_release(noise_multiplier: float, sample_rate: float, count: float = 1) -> None:
+def check_release(noise_multiplier: float, sample_rate: float = 1.0, count: float = 1) -> None:
     """Raise a DefenseError unless these are the numbers of releases of one kind."""
-    check_noise_multiplier(noise_multiplier)
-    check_sample_rate(sample_rate)
+    hint = "the noise's standard deviation over the clip norm"
+    check_number("noise_multiplier", noise_multiplier, at_least=0, hint=hint, error=DefenseError)
+    hint = "the chance of each example to be in a batch: mean batch size over number of examples"
+    check_number("sample_rate", sample_rate, above=0, at_most=1, hint=hint, error=DefenseError)
     check_count(count, "count")
 
 
@@ -189,50 +119,26 @@ def check_count(value: float, name: str) -> None:
     check_integer(name, value, error=DefenseError)
 
 
-def _added(counts: dict[Event, int], event: Event, count: int) -> int:
-    """Return the count of a kind of release with ``count`` more."""
-    total = counts.get(event, 0) + count
-    if total > MOST_RELEASES:
-        raise DefenseError(
-            f"count: more than {MOST_RELEASES:.0e} releases of one kind are a mistake; give the "
-            "number of those that are about to happen"
-        )
-    return total
-
-
 def _is_there(path: Path) -> bool:
     """Return whether there is a file, without opening it, which blocks on a pipe or device.
 
     Raises:
-        DefenseError: the path is something else, or cannot be read.
+        DefenseError: the path is something else.
     """
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return False
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
     _check_file(path, mode)
     return True
 
 
 def _check_file(path: Path, mode: int) -> None:
-    if stat.S_ISREG(mode):
-        return
-    if stat.S_ISDIR(mode):
-        reason = "is a folder: give the path of a file in it, which need not exist yet"
-    elif stat.S_ISLNK(mode):
-        reason = "is a link: give the path of the file itself"
-    else:
-        reason = "is no file but a device, a pipe or a socket: give the path of a file on a disk"
-    raise DefenseError(f"ledger={str(path)!r} {reason}")
-
-
-def _unreadable(path: Path, error: Exception) -> DefenseError:
-    return DefenseError(
-        f"ledger={str(path)!r} cannot be read ({error}): give a path that may be read and written, "
-        "in a folder that exists"
-    )
+    if not stat.S_ISREG(mode):
+        raise DefenseError(
+            f"ledger={str(path)!r} is a folder, a link, a device, a pipe or a socket: give the "
+            "path of a file on a disk, which need not exist yet"
+        )
 
 
 def _read(path: Path) -> tuple[dict[Event, int], int, int]:
@@ -241,59 +147,39 @@ def _read(path: Path) -> tuple[dict[Event, int], int, int]:
     The release of a line without its end was never made.
     """
     counts: dict[Event, int] = {}
-    size = 0
     if not _is_there(path):
         return counts, 0, 0
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
-            _check_file(path, os.fstat(file.fileno()).st_mode)
-            for number in itertools.count(1):
-                line = file.readline(LONGEST_LINE)
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    event, more = _release(line)
-                    counts[event] = _added(counts, event, more)
-                except ValueError:
-                    raise _not_a_ledger(path, number) from None
-                size += len(line)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if line and not (counts and _begins_a_release(line)):
-        raise _not_a_ledger(path, number)
+    with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
+        _check_file(path, os.fstat(file.fileno()).st_mode)
+        size, line = 0, file.readline(LONGEST_LINE)
+        while line.endswith(b"\n"):
+            event, more = _release(path, line)
+            counts[event] = counts.get(event, 0) + more
+            size, line = size + len(line), file.readline(LONGEST_LINE)
+    if line:
+        *whole, last = line.rstrip(b"\r").split(b" ")
+        begins = counts and len(line) < LONGEST_LINE and re.fullmatch(rb"[0-9.e+-]*", last)
+        _release(path, b" ".join([*whole, *b"1.0 1.0 1".split()[len(whole) :]]) if begins else b"")
     return counts, size + len(line), len(line)
 
 
-def _not_a_ledger(path: Path, number: int) -> DefenseError:
-    return DefenseError(
-        f"ledger={str(path)!r} is not a ledger: its line {number} is no release. It is left as it "
-        "was. Give a path that nothing else writes to, or that does not exist yet"
-    )
-
-
-def _release(line: bytes) -> tuple[Event, int]:
-    """Return event and count of a line that :meth:`Ledger.record` wrote.
+def _release(path: Path, line: bytes) -> tuple[Event, int]:
+    """Return event and count of a line that :meth:`LedgerFile.append` wrote.
 
     Raises:
-        ValueError: it writes no such line.
+        DefenseError: it writes no such line.
     """
-    sigma, rate, count = line.decode("ascii").removesuffix("\n").removesuffix("\r").split(" ")
-    event, more = (float(sigma), float(rate)), int(count)
-    check_release(*event, more)
-    if [repr(event[0]), repr(event[1]), str(more)] != [sigma, rate, count]:
-        raise ValueError("the same numbers, written by something else")
-    return event, more
-
-
-def _begins_a_release(half: bytes) -> bool:
-    """Return whether these bytes may be the beginning of a line."""
-    *whole, last = half.removesuffix(b"\r").split(b" ")
-    filled = [*whole, *(b"1.0", b"1.0", b"1")[len(whole) :]]
     try:
-        _release(b" ".join(filled))
+        text = line.decode("ascii").removesuffix("\n").removesuffix("\r")
+        sigma, rate, count = text.split(" ")
+        event, more = (float(sigma), float(rate)), int(count)
+        check_release(*event, more)
+        return event, more
     except ValueError:
-        return False
-    return len(half) < LONGEST_LINE and re.fullmatch(rb"[0-9.e+-]*", last) is not None
+        raise DefenseError(
+            f"ledger={str(path)!r} is not a ledger: one of its lines is no release. It is left as "
+            "it was. Give a path that nothing else writes to, or that does not exist yet"
+        ) from None
 
 
 def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:

@@ -169,7 +169,6 @@ class EarlierPieces:
         probes: for each parameter the component of its gradient along a random direction, and the
             sum of its terms' squared norms.
         half: whether gradients came in half precision.
-        positions: of all samples, in the layer that has most.
     """
 
     def __init__(self, samples: int, device: torch.device, *, probed: bool) -> None:
@@ -183,7 +182,6 @@ class EarlierPieces:
         self.probes: dict[Tensor, tuple[float, float]] = {}
         self._user_gradient: dict[nn.Parameter, Tensor] = {}
         self.half = False
-        self.positions = 0
         self.parameters: list[nn.Parameter] | None = None
 
     @property
@@ -397,7 +395,7 @@ class ClippedSum:
             )
         norms = torch.cat([self._earlier.norms, self.norms[: self.real]])
         weights = torch.cat([self._earlier.weights, self.mean_weights[: self.real]])
-        if len(samples) != len(norms):
+        if len(samples) != len(norms):  # one would be broadcast to all
             raise base.DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
             )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from lightning_fedleak.defenses.accounting import Account
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Curve,
+    Defense,
     DefenseContext,
     DefenseError,
     Privacy,
@@ -26,20 +25,21 @@ from lightning_fedleak.defenses.base import (
 from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, clip_of
-from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
-from lightning_fedleak.defenses.dpsgd.step import WatchedStep, check_same_clip
-from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
+from lightning_fedleak.defenses.dpsgd.step import WatchedStep
+from lightning_fedleak.defenses.noise import (
+    NoiseGauge,
+    ReleaseNoise,
+    base_of,
+    noise_key,
+    standard_normal,
+)
 from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
 
-_STREAM = "gradient"  # of noise
-# Attributes that decide how samples are clipped, and must not change during a fit.
-CLIP_ATTRIBUTES = ("max_grad_norm", "gamma", "per_layer")
 
-
-class DPSGD(accounting.BudgetedDefense):
+class DPSGD(Defense):
     """Differentially private SGD (Abadi et al. 2016) in the local or central model.
 
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
@@ -110,36 +110,30 @@ class DPSGD(accounting.BudgetedDefense):
     ) -> None:
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
-        settings.check_clip(max_grad_norm, clip)
-        settings.check_sampling(
-            unit, release, poisson_sampling, max_physical_batch_size, accountant
+        settings.check_combination(
+            max_grad_norm, clip, release, unit, accountant, poisson=poisson_sampling
         )
-        settings.check_planned(max_grad_norm, clip, release, unit, accountant)
-        users = unit if isinstance(unit, Users) else None
-        self._release, self._users = release, users
-        self.max_grad_norm = max_grad_norm
-        self.gamma, self.per_layer = clip.gamma, clip.per_layer
+        settings.check_rows(max_physical_batch_size)
+        self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
-        self.clipping = clip.form
         self.poisson_sampling = poisson_sampling
-        self.trust, self.on_budget = release.trust, release.on_budget
-        self.loss = clip.loss
-        self.seed = seed
         self.max_physical_batch_size = max_physical_batch_size
-        self.unit = "example" if users is None else "user"
-        self.group_by = None if users is None else users.group_by
-        self.rows_per_user = None if users is None else users.rows_per_user
+        self.ledger = None if ledger is None else os.path.abspath(ledger)
+        self.clip = clip
+        self.release = release
+        self.users = unit if isinstance(unit, Users) else None
+        self.unit = "example" if self.users is None else "user"
+        self.seed = seed
         self.releases = 0
         self.measured_noise_multiplier = math.nan
-        self.mechanism = release.mechanism
-        self.bands = release.bands
-        self.truncated_batch_size = release.truncated_batch_size
+        self._noise = ReleaseNoise() if release.mechanism is None else release.mechanism.noise()
         # With correlated noise an example's place decides which steps it may be in.
-        independent = poisson_sampling and self.mechanism == "independent"
+        independent = poisson_sampling and not self._noise.correlated
         filtered = accountant == "filter"
-        self.guarantee = settings.guarantee_of(self.trust, independent, seed, filtered, self.unit)
-        self._noise = StepNoise(self.mechanism, self.bands)
+        self.guarantee = settings.guarantee_of(
+            release.trust, independent, seed, filtered, self.unit
+        )
         self._checkpointed = 0
         self._budget = accounting.Budget(
             accountant,
@@ -151,27 +145,82 @@ class DPSGD(accounting.BudgetedDefense):
             max_hardenings=release.max_hardenings,
         )
         self._budget.factors = accounting.factors_of("noise_schedule", release.noise_schedule)
-        self._path = accounting.ClipPath(
-            accounting.factors_of("schedule", clip.schedule), clip.quantile
-        )
+        self._path: accounting.ClipPath | None = None
+        if clip.schedule is not None or clip.quantile is not None:
+            factors = accounting.factors_of("schedule", clip.schedule)
+            self._path = accounting.ClipPath(factors, clip.quantile)
         self._base_clip: Clip | None = None
-        self.ledger = None if ledger is None else os.path.abspath(ledger)
-        self._ledger = ledger
+        self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
         self._step: WatchedStep | None = None
-        self._fixed = self._clip_settings()
+
+    @property
+    def max_grad_norm(self) -> MaxGradNorm:
+        """Return the clip norm, which stays as it was passed."""
+        return self._max_grad_norm
+
+    @property
+    def accountant(self) -> accounting.Accountant | accounting.RenyiFilter:
+        """Return what counts the releases."""
+        return self._budget.accountant
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Return sigma at the beginning of the run; None until it is found."""
+        return self._budget.noise_multiplier
+
+    @property
+    def noise_multiplier_now(self) -> float:
+        """Return sigma of the next release; raises a DefenseError before it is found."""
+        return self._budget.noise_now
+
+    @property
+    def notches(self) -> int:
+        """Return how often the noise was turned up."""
+        return self._budget.notches
+
+    @property
+    def privacy(self) -> Privacy:
+        """Return epsilon and delta of the releases so far, and the noise of the next.
+
+        With ``accountant="filter"`` epsilon is ``target_epsilon``, however much of it is spent.
+
+        Raises:
+            DefenseError: before the training data are known.
+        """
+        return self._budget.privacy
+
+    @property
+    def share_spent(self) -> float | None:
+        """Return the Renyi divergence so far over the filter's budget; None without a filter."""
+        return self.accountant.share_spent
+
+    @property
+    def can_harden(self) -> bool:
+        """Return whether noise may be turned up: the other accountants need it fixed before."""
+        return self._budget.can_harden
 
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return the public settings, the accountant and the noise multiplier."""
-        values = super().settings() | {"accountant": self._budget.kind}
+        values = super().settings() | {"accountant": self._budget.kind, **self._noise.settings()}
         values["poisson"] = values.pop("poisson_sampling")  # the name in records
-        if self.noise_multiplier is not None:
-            values["noise_multiplier"] = self.noise_multiplier
-        values |= self._path.settings(self._budget.factors)
-        if isinstance(self.max_grad_norm, Mapping):
-            values["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
-        return values
+        clip, release, users = self.clip, self.release, self.users
+        norm: object = self.max_grad_norm
+        if isinstance(norm, Mapping):
+            norm = f"{math.hypot(*norm.values()):g}, by layers"
+        optional = {
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": norm,
+            "truncated_batch_size": release.truncated_batch_size,
+            "rows_per_user": None if users is None else users.rows_per_user,
+            "group_by": None if users is None else users.group_by,
+        }
+        values |= {n: v for n, v in optional.items() if isinstance(v, int | float | str)}
+        values |= {"clipping": clip.form, "gamma": clip.gamma, "per_layer": clip.per_layer}
+        values |= {"loss": clip.loss, "trust": release.trust, "on_budget": release.on_budget}
+        path = self._path or accounting.ClipPath((), None)
+        return values | path.settings(self._budget.factors)
 
     def group_privacy(self, rows: int) -> Privacy:
         """Return the cost of the releases so far to ``rows`` examples, added or removed together.
@@ -186,14 +235,14 @@ class DPSGD(accounting.BudgetedDefense):
         Raises:
             DefenseError: ``rows`` is below 1, or the training data are not known yet.
         """
-        independent = self.mechanism == "independent" and self.truncated_batch_size is None
+        independent = not self._noise.correlated and self.release.truncated_batch_size is None
         return self._budget.group_privacy(rows, independent=independent)
 
     def curve(self) -> Curve:
         """Return pairs (epsilon, delta); raise an error where users or places are protected."""
-        if self.unit == "user":
+        if self.users is not None:
             raise DefenseError("its unit is a user, and rows were left out: leave out whole users")
-        if not self.poisson_sampling or self.mechanism != "independent":
+        if not self.poisson_sampling or self._noise.correlated:
             raise DefenseError("an example that is left out moves others to other batches")
         return self._budget.curve()
 
@@ -215,10 +264,10 @@ class DPSGD(accounting.BudgetedDefense):
         self._team = team = Team(context)
         with team.together():
             setup_checks.check_trainer(context, poisson=self.poisson_sampling)
-            setup_checks.check_model(context.root, self.clipping)
+            setup_checks.check_model(context.root, self.clip.form)
             setup_checks.check_shards(context.root, context.processes)
-        self._base_clip = self._clip(context)
-        if self.truncated_batch_size is None:
+        self._base_clip = self._clip_of(context)
+        if self.release.truncated_batch_size is None:
             self._read_ledger(context, self.unit)
         if self.accountant.steps > self._checkpointed:
             self._noise.forget()  # the ledger knows of releases after the checkpoint
@@ -226,11 +275,11 @@ class DPSGD(accounting.BudgetedDefense):
             context.root,
             team,
             clip=self._base_clip,
+            noise=self._noise,
             poisson=self.poisson_sampling,
-            trusted=self.loss == "trusted",
+            trusted=self.clip.loss == "trusted",
             max_rows=self.max_physical_batch_size,
-            fill=self.truncated_batch_size,
-            row=lambda: self._noise.row,
+            fill=self.release.truncated_batch_size,
         )
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
@@ -256,8 +305,9 @@ class DPSGD(accounting.BudgetedDefense):
                 context,
                 draws,
                 by_chance=self.poisson_sampling,
-                release=self._release,
-                users=self._users,
+                noise=self._noise,
+                release=self.release,
+                users=self.users,
             )
             self._budget.draw_by(sampling.scheme)
         if isinstance(sampling.scheme, accounting.TruncatedPoisson):
@@ -265,24 +315,35 @@ class DPSGD(accounting.BudgetedDefense):
         with team.together():
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             accounting.check_delta_for(delta, sampling.examples)
-            if self._path.factors:
-                self._budget.plan(self._planned(sampling, context))
-            self._budget.settle(sampling.rate, delta, self._planned(sampling, context))
-            self._path.share_of_noise(max(self._budget.planned_noise), sampling.expected)
+            planned = self._noise.plan_steps(
+                functools.partial(setup_checks.planned_steps, context, len(sampling.loader)),
+                sampling.loader,
+                sampling.groups,
+                sampling.examples,
+                sampling.users,
+            )
+            if self._budget.factors or self.clip.schedule is not None:
+                self._budget.plan(planned)
+            self._budget.settle(sampling.rate, delta, planned)
+            if self._path is not None:
+                self._path.share_of_noise(max(self._budget.planned_noise), sampling.expected)
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
         setup_checks.check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
         self._forget_if_moved()
         # Computed on another machine, it may differ in its last bits.
-        self.noise_multiplier = team.broadcast(self.noise_multiplier)
+        self._budget.noise_multiplier = team.broadcast(self.noise_multiplier)
+        if self._step is not None:
+            self._step.sampling = sampling
+            self._set_clip()
         return sampling.loader
 
     def _read_ledger(self, context: DefenseContext, unit: str) -> None:
         """Open the ledger in the first process, once, and adopt its releases in all."""
         with self._team.together():
-            if self._ledger is not None and self._team.process == 0:
-                self._budget.open_ledger(self._ledger, context.client, context.clients, unit)
-        self._ledger = None
+            if self.ledger is not None and not self._opened_ledger and self._team.process == 0:
+                self._budget.open_ledger(self.ledger, context.client, context.clients, unit)
+        self._opened_ledger = True
         self.accountant.load_state_dict(self._team.broadcast(self.accountant.state_dict()))
 
     def on_train_start(self, context: DefenseContext) -> None:
@@ -293,19 +354,14 @@ class DPSGD(accounting.BudgetedDefense):
         """
         setup_checks.check_no_other_noise(trainer_of(context), self)
         self._forget_if_moved()
-        if self.releases and self._noise.is_lost:
-            warnings.warn(
-                f"DPSGD: the correlated noise of the {self.releases} releases before cannot be "
-                "continued (the run was killed, the file beside its checkpoint is gone, or "
-                "examples are at other places). A new mechanism begins, and its cost is added.",
-                stacklevel=2,
-            )
+        self._noise.warn_if_lost(self.releases)
         if self._step is not None:
             reshard(context.root)
-            self._step.clip = self._base_clip = self._clip(context)
+            self._step.sampling = self._fit_sampling
+            self._step.clip = self._base_clip = self._clip_of(context)
+            self._set_clip()
             self._step.adopt()
-        if self._sampling is not None:
-            self._budget.draw_by(self._sampling.scheme)
+        self._budget.draw_by(self._fit_sampling.scheme)
         self._budget.check_not_overdrawn()
         if self.accountant.steps:
             self._stop_if_spent(context)
@@ -313,7 +369,7 @@ class DPSGD(accounting.BudgetedDefense):
     def _stop_if_spent(self, context: DefenseContext) -> None:
         """End the fit where no further release fits the budget, with ``on_budget="stop"``."""
         trainer = trainer_of(context)
-        if self.on_budget == "stop" and trainer is not None and self._noise.is_accounted:
+        if self.release.on_budget == "stop" and trainer is not None and self._noise.is_accounted:
             (spent,) = self._team.largest([not self._budget.affords_another()])
             trainer.should_stop = trainer.should_stop or bool(spent)
 
@@ -324,8 +380,7 @@ class DPSGD(accounting.BudgetedDefense):
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
         """Return the batch, or with several processes one example in place of an empty one."""
-        step = self._in_fit()
-        return step.batch_to_run(batch, context) if self._team.size > 1 else batch
+        return self._fit_step.batch_to_run(batch, context) if self._team.size > 1 else batch
 
     def on_logical_batch(
         self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
@@ -336,7 +391,7 @@ class DPSGD(accounting.BudgetedDefense):
             DefenseError: it was released already, is not the one that was drawn, or weights were
                 written to.
         """
-        return self._in_fit().run_whole(step, batch, self.releases, context)
+        return self._fit_step.run_whole(step, batch, self.releases, context)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -350,7 +405,7 @@ class DPSGD(accounting.BudgetedDefense):
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
                 samples are mixed, or a buffer was changed.
         """
-        return self._in_fit().run(training_step, batch, self.releases, context)
+        return self._fit_step.run(training_step, batch, self.releases, context)
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
@@ -366,51 +421,43 @@ class DPSGD(accounting.BudgetedDefense):
             DefenseError: a gradient is not that of the layers, the noise is not what is accounted,
                 or weights do not move, or were written to. Nothing is released.
         """
-        team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
-        step = self._in_fit()
-        sampling = step.sampling
+        team, step, noise = self._team, self._fit_step, self._noise
+        expected, release = step.sampling.expected, self.releases
+        sigma, base = self._client_noise(context), self._base(context)
         # What follows would send other messages where these differ.
         norm = step.clip.sensitivity
-        std = sigma * self._share_of_noise(sigma, sampling.expected) * norm
-        team.check_alike(noise_multiplier=sigma, releases=self.releases, max_grad_norm=norm)
-        check_same_clip(self._fixed, self._clip_settings())
+        std = sigma * self._share_of_noise(sigma, expected) * norm
+        team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
             step.weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
-        if sigma > 0:
-            step.moves.check(parameters, getattr(trainer, "optimizers", ()), team)
-        checking = step.check.is_due(self.releases)
+        checking = step.check.is_due(release)
         compared = not checking or (
             step.can_compare and clipped.check_complete(parameters, context, team)
         )
-        noise = self._noise
         with team.together():
-            noise.begin(self._base(context), self.releases)
-            for optimizer in getattr(trainer, "optimizers", ()):
+            noise.begin(base, release)
+            for optimizer in getattr(trainer_of(context), "optimizers", ()):
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
             if noise.is_accounted:
-                self._budget.record(
-                    accounting.effective_noise_multiplier(sigma, context.clients, self.trust)
-                )
-        if self._path.quantile is not None:
-            key = self._key(context, self._base(context), self.releases, 0, "quantile")
-            halves = team.summed(clipped.halves())
-            self._path.follow(halves, sampling.expected, key if sigma else None)
+                self._budget.record(self._budget.noise_now)
+        if self._path is not None and self._path.quantile is not None:
+            key = self._key(context, base, release, 0, "quantile")
+            self._path.follow(team.summed(clipped.halves()), expected, key if sigma else None)
         self.releases += 1
-        gauge = NoiseGauge(std * noise.scale, sampling.expected) if checking else None
+        gauge = NoiseGauge(std * noise.scale, expected) if checking else None
         add = functools.partial(noise.add, key=functools.partial(self._key, context))
-        clipped.release(parameters, team, std, sampling.expected, add, gauge)
+        clipped.release(parameters, team, std, expected, add, gauge)
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()
             if measured is not None:
-                self.measured_noise_multiplier = measured / step.clip.sensitivity / noise.scale
+                self.measured_noise_multiplier = measured / norm / noise.scale
         noise.end()
-        if sigma > 0:
-            step.moves.remember(parameters)
-        step.released(self.releases, unchecked=not compared)
+        step.released(unchecked=not compared)
+        self._set_clip()
         self._stop_if_spent(context)
 
     def on_canary(
@@ -420,8 +467,7 @@ class DPSGD(accounting.BudgetedDefense):
         context: DefenseContext,
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with separate noise."""
-        step = self._in_fit()
-        check_same_clip(self._fixed, self._clip_settings())
+        step = self._fit_step
         released = step.clipped_canary(canary, parameters, context)
         std = self.noise_std(context)
         if std:
@@ -434,7 +480,7 @@ class DPSGD(accounting.BudgetedDefense):
 
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
-        step, sigma = self._in_fit(), self._client_noise(context)
+        step, sigma = self._fit_step, self._client_noise(context)
         expected = step.sampling.expected
         std = sigma * self._share_of_noise(sigma, expected) * step.clip.sensitivity
         return std / expected * self._noise.scale
@@ -451,16 +497,15 @@ class DPSGD(accounting.BudgetedDefense):
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return the releases, what they were accounted as, and the noise."""
         state: dict[str, Tensor | int | float | str] = {"releases": self.releases}
-        state |= {"trust": self.trust, "unit": self.unit}
-        if self._path.quantile is not None:
+        state |= {"trust": self.release.trust, "unit": self.unit}
+        if self.clip.quantile is not None and self._path is not None:
             state["log_factor"] = self._path.log_factor
         return {**state, **self._noise.state_dict(), **self._budget.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Continue the account, in which no count ever decreases.
 
-        Noise that was found from ``target_epsilon`` stays. Under another target it is counted again
-        how many releases may be made with it.
+        Noise that was found from ``target_epsilon`` stays.
 
         Raises:
             DefenseError: the releases were made under another kind of accountant, with
@@ -472,16 +517,17 @@ class DPSGD(accounting.BudgetedDefense):
             return
         releases = int(state["releases"])
         if releases:
-            settings.check_continued(state, releases, self.trust, self.unit)
+            settings.check_continued(state, releases, self.release.trust, self.unit)
             self._noise.load_state_dict(state)
-        self._path.log_factor = float(state.get("log_factor", 0.0))
+        if self._path is not None:
+            self._path.log_factor = float(state.get("log_factor", 0.0))
         self._checkpointed = self._budget.load_state_dict(state, releases)
         self.releases = max(self.releases, releases)
 
     @property
     def secret_name(self) -> str:
         """Return a name that changes with every release; empty where noise is independent."""
-        return self._noise.name
+        return self._noise.secret_name
 
     def save_secrets(self, path: Path) -> None:
         """Write what the next correlated noise needs; nothing where noise is independent."""
@@ -507,60 +553,54 @@ class DPSGD(accounting.BudgetedDefense):
             self._step.remove()
             self._step = None
 
-    def _planned(self, sampling: Sampling, context: DefenseContext) -> Callable[[], int]:
-        """Return a function that counts the mechanisms to compose; plan correlated noise."""
-        argument = "target_epsilon" if self._budget.target_epsilon is not None else "a schedule"
-        if self.mechanism != "independent":
-            argument = f"mechanism={self.mechanism!r}"
-        length = len(sampling.loader)
-        steps = functools.partial(setup_checks.planned_steps, context, length, argument)
-        if self.mechanism == "independent":
-            return steps
-        mechanism, bands = self.mechanism, self.bands or 1
-        plan = NoisePlan(mechanism, bands, steps(), sampling.groups, sampling.examples)
-        self._noise.settle(plan, sampling.places)
-        return lambda: plan.rounds
-
     def _forget_if_moved(self) -> None:
         """Begin a new mechanism where examples are at other places than in the loaded one."""
         if self._team.largest([self._noise.is_moved])[0]:
             self._noise.forget()
 
-    def _in_fit(self) -> WatchedStep:
+    @property
+    def _fit_step(self) -> WatchedStep:
         if self._step is None or self._sampling is None:
             raise DefenseError("DPSGD: a step or a release outside of fit; nothing was released")
-        if self._base_clip is not None and (self._path.factors or self._path.quantile):
-            factor = self._path.factor(self.accountant.steps, self._budget.horizon)
-            self._step.clip = self._base_clip.times(factor)
-        self._step.sampling = self._sampling
         return self._step
 
-    def _share_of_noise(self, sigma: float, expected: float) -> float:
-        path = self._path
-        return 1.0 if path.quantile is None else path.share_of_noise(sigma, expected)
+    @property
+    def _fit_sampling(self) -> Sampling:
+        assert self._sampling is not None
+        return self._sampling
 
-    def _clip(self, context: DefenseContext) -> Clip:
-        self._fixed = self._clip_settings()
+    def _set_clip(self) -> None:
+        """Set the clip norm of the next release, where it changes over the run."""
+        if self._path is not None and self._step is not None and self._base_clip is not None:
+            factor = self._path.factor(self.accountant.steps, self._budget.horizon)
+            self._step.clip = self._base_clip.times(factor)
+
+    def _share_of_noise(self, sigma: float, expected: float) -> float:
+        return 1.0 if self._path is None else self._path.share_of_noise(sigma, expected)
+
+    def _clip_of(self, context: DefenseContext) -> Clip:
         return clip_of(
             self.max_grad_norm,
             context.root,
-            gamma=self.gamma,
-            per_layer=self.per_layer,
-            form=self.clipping,
+            gamma=self.clip.gamma,
+            per_layer=self.clip.per_layer,
+            form=self.clip.form,
         )
-
-    def _clip_settings(self) -> dict[str, object]:
-        return {name: copy.copy(getattr(self, name)) for name in CLIP_ATTRIBUTES}
 
     def _client_noise(self, context: DefenseContext) -> float:
         """Return the noise multiplier of this client's noise."""
-        share = context.clients if self.trust == "central" else 1
-        return self.noise_multiplier_now / math.sqrt(share)
+        share = context.clients if self.release.trust == "central" else 1
+        return self._budget.noise_now / math.sqrt(share)
 
     def _base(self, context: DefenseContext) -> bytes:
         return base_of(context.entropy, self.seed if self._budget.seeded else None)
 
     def _key(
-        self, context: DefenseContext, base: bytes, release: int, index: int, stream: str = _STREAM
+        self,
+        context: DefenseContext,
+        base: bytes,
+        release: int,
+        index: int,
+        stream: str = "gradient",
     ) -> bytes:
         return noise_key(base, context.client, release, index, self.name, stream)

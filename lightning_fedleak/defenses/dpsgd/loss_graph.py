@@ -118,8 +118,7 @@ class FormCheck:
         Raises:
             DefenseError: its form is not known to be a mean over equal numbers of terms.
         """
-        if loss.numel() != 1 or loss.grad_fn is None:
-            raise _unknown("the loss is not one number with a graph")
+        _refuse_if(loss.numel() != 1 or loss.grad_fn is None, "it is not one number with a graph")
         start = under_ddp(loss)
         first = start.grad_fn if isinstance(start, Tensor) else start.node
         assert first is not None
@@ -139,17 +138,17 @@ class FormCheck:
                 continue
             visited.add((node, reduced))
             if node in outputs:
-                if not reduced:
-                    raise _unknown("a layer's output reaches the loss without a mean over samples")
+                reason = "a layer's output reaches the loss without a mean over samples"
+                _refuse_if(not reduced, reason)
                 top[id(node)] = outputs[node]
                 continue
             if name.startswith(_REENTRANT):
                 raise DefenseError(_CHECKPOINTING)
-            if name.endswith("AccumulateGrad"):
-                raise _unknown(
-                    "a parameter enters the loss other than through its layer (a penalty on "
-                    "weights, say, which belongs into the optimizer's weight_decay)"
-                )
+            _refuse_if(
+                name.endswith("AccumulateGrad"),
+                "a parameter enters the loss other than through its layer (a penalty on "
+                "weights, say, which belongs into the optimizer's weight_decay)",
+            )
             if reduced or name in _LIKELIHOODS | _ELEMENTWISE:
                 self.separate = self.separate and _keeps_apart(node, name, samples)
             reduced = self._passes(node, name, reduced, samples, path)
@@ -169,11 +168,8 @@ class FormCheck:
         if name in _SUMS:
             self._check_constant(f"{path}/{name}", float(node._saved_alpha))
         if reduced:
-            if name in _SELECTIONS:
-                raise _unknown(
-                    f"{name} selects terms before the mean, and it is not known how many of each "
-                    "sample"
-                )
+            reason = "selects terms before the mean, and it is not known how many of each sample"
+            _refuse_if(name in _SELECTIONS, f"{name} {reason}")
             return True
         if name in _LIKELIHOODS:
             self._means.append(_label_counts(node, samples))
@@ -212,18 +208,18 @@ class FormCheck:
             if factor.dim() > 0 and samples == 1:
                 continue
             plain = factor.dtype == torch.float64 or not factor.is_floating_point()
-            if factor.dim() > 0 or not plain:
-                raise _unknown("it is scaled by a tensor that may depend on the batch")
+            reason = "it is scaled by a tensor that may depend on the batch"
+            _refuse_if(factor.dim() > 0 or not plain, reason)
             self._check_constant(f"{path}{attribute}", float(factor))
 
     def _check_constant(self, path: str, value: float) -> None:
         earlier = self._constants.setdefault(path, value)
-        if earlier != value:
-            raise _unknown(
-                f"it is scaled by a number that was {earlier:g} in an earlier step and is now "
-                f"{value:g}, such as a count that depends on the batch (the weight of a schedule "
-                "looks the same)"
-            )
+        _refuse_if(
+            earlier != value,
+            f"it is scaled by a number that was {earlier:g} in an earlier step and is now "
+            f"{value:g}, such as a count that depends on the batch (the weight of a schedule "
+            "looks the same)",
+        )
 
 
 def under_ddp(loss: Tensor) -> Tensor | GradientEdge:
@@ -409,13 +405,12 @@ def _reaches_others(gradient: Tensor, sample: int, samples: int) -> bool:
 
 def _label_counts(node: Any, samples: int) -> Tensor:
     """Return (B, labels of a sample) booleans: which labels of a mean cross-entropy count."""
-    if node._saved_reduction != _MEAN:
-        raise _unknown("its cross-entropy is a sum over the batch")
-    if node._saved_weight is not None:
-        raise _unknown("its cross-entropy divides by the class weights of the whole batch")
+    _refuse_if(node._saved_reduction != _MEAN, "its cross-entropy is a sum over the batch")
+    reason = "its cross-entropy divides by the class weights of the whole batch"
+    _refuse_if(node._saved_weight is not None, reason)
     target = node._saved_target
-    if target.numel() % samples:
-        raise _unknown(f"{target.numel()} labels cannot be shared by {samples} samples equally")
+    reason = f"{target.numel()} labels cannot be shared by {samples} samples equally"
+    _refuse_if(target.numel() % samples != 0, reason)
     ignored = node._saved_ignore_index
     ignored = ignored - 2**64 if ignored >= 2**63 else ignored
     counted: Tensor = (target != ignored).reshape(samples, -1)
@@ -465,10 +460,9 @@ def _keeps_numbers(node: Any, name: str) -> bool:
 
 
 def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) -> None:
-    if not is_mean:
-        raise _unknown(f"{name} is a sum over the batch")
-    if not len(shape) or shape[0] % samples:
-        raise _unknown(f"{name} is over a shape {tuple(shape)}, of a batch of {samples} samples")
+    _refuse_if(not is_mean, f"{name} is a sum over the batch")
+    reason = f"{name} is over a shape {tuple(shape)}, of a batch of {samples} samples"
+    _refuse_if(not len(shape) or shape[0] % samples != 0, reason)
 
 
 def _scalar(node: Any) -> bool:
@@ -477,6 +471,11 @@ def _scalar(node: Any) -> bool:
         below is None or below.name() in _LIKELIHOODS | _ELEMENTWISE | {"MeanBackward0"}
         for below, _ in node.next_functions
     )
+
+
+def _refuse_if(condition: bool, reason: str) -> None:
+    if condition:
+        raise _unknown(reason)
 
 
 def _unknown(reason: str) -> DefenseError:
@@ -523,10 +522,6 @@ def mean_of_sample_means(
             f"shape {tuple(logits.shape)}; they must have all its dimensions but the last"
         )
     if causal:
-        if logits.dim() != 3 or logits.shape[1] < 2:
-            raise ValueError(
-                "mean_of_sample_means: causal=True needs logits (B, T, V) of two positions or more"
-            )
         # Labels are shifted, not logits, which would be copied with their gradients.
         labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
     samples = len(labels)

@@ -211,13 +211,6 @@ def sum_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> li
     return result
 
 
-def count_positions(part: Part) -> int:
-    """Return B T of factors, and B of gradients in full."""
-    if isinstance(part, Dense):
-        return len(part.values)
-    return (part.left if isinstance(part, Outer) else part.ids).shape[:2].numel()
-
-
 @_full_precision()
 def squared_norms(parts: Sequence[Part]) -> Tensor:
     """Return the squared 2-norm of every sample's gradient, (B,).
@@ -421,27 +414,17 @@ def refusal(name: str, module: nn.Module) -> str:
     if not loose:
         return ""
     names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in loose)
-    if not name:
-        return (
-            f"the parameters {names} belong to the LightningModule itself, where no layer's inputs "
-            "and outputs give their per-sample gradients. Put them into a module of their own "
-            "that computes with them in its `forward`, or freeze them."
-        )
-    if isinstance(module, CONTAINERS):
-        return (
-            f"the parameters {names} are in a {kind}, which computes nothing: what uses them "
-            "cannot be seen. Put them into a module that computes with them, or freeze them."
-        )
     if isinstance(module, nn.MultiheadAttention):
         return (
             f"'{name}' is torch's MultiheadAttention, which has no per-sample gradients. Build it "
             "of Linear layers around scaled_dot_product_attention, or freeze it. (Opacus' "
             "DPMultiheadAttention has the batch second, and another result with batch_first.)"
         )
-    if inside:
+    if inside or not name or isinstance(module, CONTAINERS):
         return (
-            f"the parameters {names} belong to a {kind} that has layers inside. Put them into a "
-            "module of their own, or freeze them."
+            f"the parameters {names} belong to a {kind}, whose inputs and outputs do not give "
+            "their per-sample gradients. Put them into a module of their own that computes with "
+            "them in its `forward`, or freeze them."
         )
     if type(module) in _RULES and not {"weight", "bias"}.issuperset(loose):
         return (

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_fedleak.defenses.accounting import SamplingScheme
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Places
 
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"  # prefix of the hash; another gives other masks
 MOST_WAITING = 1 << 12  # batches whose sizes are stored; workers fetch far fewer ahead of training
@@ -113,24 +112,31 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """Return the places in the dataset of batch number ``step``."""
         return self.draw(step)
 
-    def claim(self, samples: int) -> bool:
-        """Claim a batch of so many examples, and return whether one was drawn and not claimed.
+    def claim(self, samples: int, row: int) -> list[int] | None:
+        """Claim a batch that was drawn, where any was, and return how many rows each user has.
 
-        It is also true where no batch was drawn at all.
+        Args:
+            samples: of the batch that is about to be run.
+            row: number of the release in its mechanism.
+
+        Returns:
+            None where examples are drawn.
+
+        Raises:
+            DefenseError: none of that size was drawn and not claimed, or one for another release.
         """
         if self._sizes is None:
-            return True
+            return None
         if samples not in self._sizes:
-            return False
+            raise _foreign(samples)
         self._sizes.remove(samples)
-        return True
-
-    def claim_turn(self, row: int, samples: int) -> bool:
-        """Return whether the next batch was drawn for that release and has so many examples.
-
-        It is also true where no batch was drawn at all.
-        """
-        return not self._turns or self._turns.popleft() == (row, samples)
+        if self.groups > 1 and self._turns and self._turns.popleft() != (row, samples):
+            raise DefenseError(
+                f"DPSGD: a batch of {samples} samples comes in step {row} that was not drawn for "
+                "it: one was left out, or came twice. With correlated noise each example has its "
+                "own steps. Let every batch have one release, in the order in which they are drawn."
+            )
+        return None
 
     def draw(self, step: int) -> list[int]:
         """Return the indices in batch number ``step``."""
@@ -192,10 +198,15 @@ class UserBatchSampler(PoissonBatchSampler):
         self._counts.append([len(rows) for rows in users])
         return [row for rows in users for row in rows]
 
-    def claim_users(self, samples: int) -> list[int] | None:
-        """Return how many rows each user of the next batch has; None if they are not so many."""
+    def claim(self, samples: int, row: int) -> list[int] | None:
+        """Claim a batch; raise an error also for one that is not the next."""
+        super().claim(samples, row)
         if not self._counts or sum(self._counts[0]) != samples:
-            return None
+            raise DefenseError(
+                f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
+                "has another number: whose rows they are is not known. Let batches come in the "
+                "order in which the loader makes them (in_order=True), each once."
+            )
         return self._counts.popleft()
 
     def user_rows(self, user: int, step: int) -> list[int]:
@@ -300,22 +311,12 @@ def _emptied(once: Any, twice: Any) -> Any:
 
 
 def rebuilt(like: Any, fields: dict[Any, Any] | list[Any]) -> Any:
-    """Return fields in the same type of mapping (HF's BatchEncoding, say), list or tuple.
-
-    Raises:
-        DefenseError: the type cannot be made from a dict.
-    """
+    """Return fields in the same type of mapping (HF's BatchEncoding, say), list or tuple."""
     if type(like) is dict:
         return fields
     if hasattr(like, "_fields"):
         return type(like)(*fields)
-    try:
-        return type(like)(fields)
-    except TypeError as error:
-        raise DefenseError(
-            f"the collate function returns a {type(like).__name__}, which cannot be made from a "
-            "dict with other rows: let it return a dict, a list or a tuple"
-        ) from error
+    return type(like)(fields)
 
 
 @dataclass(frozen=True)
@@ -327,9 +328,8 @@ class Sampling:
         rate: chance of each example to be in a batch, as it is to be accounted.
         expected: number of examples by which a clipped sum is divided.
         examples: of all clients; where users are drawn, the number of users.
-        users: the rows of each user; None where examples are drawn.
+        users: the rows of each user by key; None where examples are drawn.
         groups: of examples or users, from which batches are drawn in turn.
-        places: of examples, where noise is correlated over steps; else None.
         scheme: by which batches are drawn, as it is to be accounted.
     """
 
@@ -337,9 +337,8 @@ class Sampling:
     rate: float
     expected: float
     examples: int
-    users: Sequence[Sequence[int]] | None = None
+    users: Mapping[Any, Sequence[int]] | None = None
     groups: int = 1
-    places: Places | None = None
     scheme: SamplingScheme = "poisson"
 
     @property
@@ -353,63 +352,42 @@ class Sampling:
         """Return a digest, of 48 bits, of the rows of every user; 0 where examples are drawn."""
         if self.users is None:
             return 0
-        text = ";".join(",".join(map(str, rows)) for rows in self.users)
+        text = ";".join(",".join(map(str, rows)) for rows in self.users.values())
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
-    def check_size(self, samples: int) -> None:
-        """Raise an error unless a batch has as many samples as examples were drawn for it.
+    def claim(self, samples: int, row: int) -> list[int] | None:
+        """Claim the batch of the next release, and return how many rows each user has in it.
+
+        Args:
+            samples: of the batch.
+            row: number of the release in its mechanism.
+
+        Returns:
+            None where examples are drawn.
 
         Raises:
             DefenseError: something between the loader and the training step changed the batch.
         """
         sampler, size = self.loader.batch_sampler, self.loader.batch_size
-        foreign = isinstance(sampler, PoissonBatchSampler) and not sampler.claim(samples)
-        if foreign or (size is not None and samples > size):
-            raise DefenseError(
-                f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none "
-                "of that size. A hook (on_after_batch_transfer?) or callback that adds rows to a "
-                "batch, repeats or cuts them, or another loader, makes an example count "
-                "otherwise than is accounted. Let each batch keep one row for each example drawn."
-            )
-
-    def check_turn(self, row: int, samples: int) -> None:
-        """Raise an error for a batch that was drawn for another step of its mechanism.
-
-        Raises:
-            DefenseError: a batch was left out, or came twice.
-        """
-        sampler = self.loader.batch_sampler
-        if self.groups == 1 or not isinstance(sampler, PoissonBatchSampler):
-            return
-        if not sampler.claim_turn(row, samples):
-            raise DefenseError(
-                f"DPSGD: a batch of {samples} samples comes in step {row} that was not drawn for "
-                "it: one was left out, or came twice. With correlated noise each example has its "
-                "own steps. Let every batch have one release, in the order in which they are drawn."
-            )
-
-    def users_in(self, samples: int) -> list[int] | None:
-        """Return how many rows each user has in the next batch; None where examples are drawn.
-
-        Raises:
-            DefenseError: the batch is not the one that was drawn.
-        """
-        sampler = self.loader.batch_sampler
-        if not isinstance(sampler, UserBatchSampler):
-            return None
-        counts = sampler.claim_users(samples)
-        if counts is None:
-            raise DefenseError(
-                f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
-                "has another number: whose rows they are is not known. Let batches come in the "
-                "order in which the loader makes them (in_order=True), each once."
-            )
-        return counts
+        if isinstance(sampler, PoissonBatchSampler):
+            return sampler.claim(samples, row)
+        if size is not None and samples > size:
+            raise _foreign(samples)
+        return None
 
     def placeholder(self) -> Any:
         """Return a batch of one example that was not drawn and must not count."""
         assert isinstance(self.loader.collate_fn, EmptyCollate)
         return self.loader.collate_fn.placeholder()
+
+
+def _foreign(samples: int) -> DefenseError:
+    return DefenseError(
+        f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none of that "
+        "size. A hook (on_after_batch_transfer?) or callback that adds rows to a batch, repeats or "
+        "cuts them, or another loader, makes an example count otherwise than is accounted. Let "
+        "each batch keep one row for each example drawn."
+    )
 
 
 def count_samples(batch: Any) -> int:

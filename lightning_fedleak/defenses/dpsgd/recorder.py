@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.per_sample import Part, count_positions, parts_of, refusal
+from lightning_fedleak.defenses.dpsgd.per_sample import Part, parts_of, refusal
 
 Layout = tuple[str, int]
 """Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
@@ -208,11 +208,6 @@ class Recorder:
         finally:
             self._paused = False
 
-    @property
-    def positions(self) -> int:
-        """Return the number of positions in the last step, of all samples, at the largest layer."""
-        return max((count_positions(p) for parts in self.parts.values() for p in parts), default=0)
-
     def clear(self) -> None:
         """Discard all records, and with them the autograd graph."""
         self.parts, self.calls, self.samples, self.real = {}, [], 0, 0
@@ -265,12 +260,7 @@ class Recorder:
             return
         if _shares_all(module):
             return
-        if not isinstance(output, Tensor):
-            raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}) returns {type(output).__name__}, not "
-                "one tensor, so its per-sample gradients cannot be read. Freeze it."
-            )
-        if not output.requires_grad:
+        if isinstance(output, Tensor) and not output.requires_grad:
             return
         reason = refusal(name, module)
         if reason:
@@ -279,12 +269,12 @@ class Recorder:
         layout = self._layout(name, module, inputs, output)
         self.calls.append(Call(name, get_gradient_edge(output), layout, True))
         if not self._counts:
-            output.register_hook(self._zero_gradient)  # type: ignore[no-untyped-call]
+            output.register_hook(self._zero_gradient)
             return
         if self._padded:
-            output.register_hook(functools.partial(self._zero_padding, self.samples, self.real))  # type: ignore[no-untyped-call]
+            output.register_hook(functools.partial(self._zero_padding, self.samples, self.real))
         hook = functools.partial(self._record_gradient, module, inputs.detach(), self.parts)
-        output.register_hook(hook)  # type: ignore[no-untyped-call]
+        output.register_hook(hook)
 
     def _record_frozen(self, name: str, output: Any) -> None:
         """Record a frozen layer if gradients pass through it and all samples have as many rows."""
@@ -296,10 +286,10 @@ class Recorder:
             self.calls.append(Call(name, get_gradient_edge(output), layout, False))
 
     def _layout(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> Layout:
-        if not isinstance(inputs, Tensor) or inputs.dim() == 0 or output.dim() == 0:
+        if any(not isinstance(value, Tensor) or value.dim() == 0 for value in (inputs, output)):
             raise DefenseError(
-                f"DPSGD: '{name}' ({type(module).__name__}) is not called with a tensor of a batch "
-                "as its first argument, so its per-sample gradients cannot be read. Freeze it."
+                f"DPSGD: '{name}' ({type(module).__name__}) does not take and return one tensor of "
+                "a batch, so its per-sample gradients cannot be read. Freeze it."
             )
         if module in self._expanded_layers:
             return ("expanded", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +13,17 @@ import numpy as np
 from torch.utils import data
 
 from lightning_fedleak.defenses.accounting import SamplingScheme, TruncatedPoisson
-from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd import correlated_noise, poisson
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
+from lightning_fedleak.defenses.dpsgd import poisson
 from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
 from lightning_fedleak.defenses.dpsgd.users import check_documents, check_order, rows_by_user
-from lightning_fedleak.validate import check_integer
+from lightning_fedleak.defenses.noise import ReleaseNoise
 
 LOADING = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
 )
 """Settings of a DataLoader that the new one takes over."""
-LEAST_ENTROPY = 16  # bytes; 128 bits cannot be guessed
 _ALREADY = (
     "DP-SGD samples each example independently and replaces the sampler, or with "
     "poisson_sampling=False counts each example once in a batch: it must know the sampler's rule."
@@ -37,20 +36,30 @@ def sampling_of(
     draws: poisson.Draws,
     *,
     by_chance: bool,
+    noise: ReleaseNoise,
     release: ReleaseSettings,
     users: Users | None = None,
 ) -> poisson.Sampling:
     """Return the loader to train with instead of ``dataloader``.
 
+    ================  =================  =========================================
+    batches           drawn              chance of one of them to be in a batch
+    ================  =================  =========================================
+    the loader's      all examples       1
+    Poisson           examples or users  mean batch size over their number
+    truncated         examples           the same, at most so many in a batch
+    of ``noise``      those of a group   as its mechanism says, by groups in turn
+    ================  =================  =========================================
+
     Args:
         dataloader: as Lightning has prepared it.
         context: client and process.
-        draws: entropy and step; the groups follow from the mechanism.
+        draws: entropy and step; the groups follow from the noise.
         by_chance: whether to draw Poisson samples; of a dataset with a ``public_length`` by that,
             not by its length. Otherwise the loader's batches are taken, and each example is
             accounted as if it were in all of them.
-        release: ``"banded"`` noise draws from ``bands`` groups in turn, ``"banded_inverse"`` the
-            same batches in every epoch; a ``truncated_batch_size`` is the most in a batch.
+        noise: may draw from groups of the examples in turn.
+        release: trust, and the ``truncated_batch_size``.
         users: None to draw examples.
 
     Raises:
@@ -59,88 +68,78 @@ def sampling_of(
             that does not keep the order of their rows.
     """
     check_torch_loader(dataloader)
-    examples, batch_size = len(dataloader.dataset), dataloader.batch_size
-    replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     if context.clients > 1 and not is_sharded(dataloader):
         warnings.warn(overlap_warning(context.clients, release.trust), stacklevel=3)
     if context.processes > 1:
         _check_shares(dataloader, context)
+    dataset, batch_size = dataloader.dataset, dataloader.batch_size
     if not by_chance:
         _check_repeats(dataloader, context)
-        expected = float(batch_size * context.processes)
         loader = checked_loader(dataloader)
         check_documents(loader, by_user=False)
-        return poisson.Sampling(loader, 1.0, expected, examples)
-    mechanism = release.mechanism
-    by_key = None if users is None else rows_by_user(dataloader.dataset, users.group_by)
-    rows = None if by_key is None else [*by_key.values()]
-    absent = 0
-    if rows is not None:
-        examples = len(rows)
-    elif mechanism == "independent":  # what draws and counts follow from may tell of no example
-        examples = getattr(dataloader.dataset, "public_length", examples)
-        absent = examples - len(dataloader.dataset)
-    share = max(1, examples // replicas)
+        return poisson.Sampling(loader, 1.0, float(batch_size * context.processes), len(dataset))
+    by_key = None if users is None else rows_by_user(dataset, users.group_by)
+    population, absent = _population(dataset, by_key, public=not noise.correlated)
+    replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
+    share = max(1, population // replicas)
     steps = max(1, round(share / batch_size))
-    groups = _count_groups(release, steps, share, batch_size)
-    rate = 1.0 if mechanism == "banded_inverse" else min(1.0, groups * batch_size / share)
-    scheme: SamplingScheme = "poisson"
-    if (most := release.truncated_batch_size) is not None:
-        if most < batch_size:
-            raise DefenseError(
-                f"DPSGD: truncated_batch_size={most} is below batch_size={batch_size}, so that "
-                "most batches would be cut, at twice the cost. Take batch_size and six times its "
-                f"root: {math.ceil(batch_size + 6 * math.sqrt(batch_size))}."
-            )
-        scheme = TruncatedPoisson(-(-examples // replicas) + 1, most)  # with one added
+    groups = noise.count_groups(steps, share, batch_size)
+    rate = noise.sample_rate(share, batch_size, groups)
+    most = release.truncated_batch_size
     loader = poisson_loader(
         dataloader,
         rate,
         replace(draws, groups=groups, most=most),
         clients=context.clients,
         steps=steps if groups > 1 else None,
-        users=rows,
+        users=None if by_key is None else [*by_key.values()],
         rows_per_user=None if users is None else users.rows_per_user,
     )
     assert isinstance(loader.batch_sampler, poisson.PoissonBatchSampler)
-    check_documents(loader, by_user=rows is not None)
-    if rows is not None:
+    check_documents(loader, by_user=users is not None)
+    if users is not None:
         check_order(loader)
-    shard = loader.batch_sampler.shard
-    places = None
-    if mechanism != "independent":
-        places = correlated_noise.places_of(loader.dataset, shard, by_key)
-    expected = (
-        rate * (len(shard) + absent // replicas if context.processes == 1 else examples) / groups
-    )
     if release.trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
-    return poisson.Sampling(loader, rate, expected, examples, rows, groups, places, scheme)
+    elif context.processes == 1:
+        expected = rate * (len(loader.batch_sampler.shard) + absent // replicas) / groups
+    else:
+        expected = rate * population / groups
+    scheme = _scheme(most, batch_size, -(-population // replicas))
+    return poisson.Sampling(loader, rate, expected, population, by_key, groups, scheme)
 
 
-def _count_groups(release: ReleaseSettings, steps: int, share: int, batch_size: int) -> int:
-    """Return the number of groups that batches are drawn from in turn.
+def _population(
+    dataset: Any, by_key: Mapping[Any, Sequence[int]] | None, *, public: bool
+) -> tuple[int, int]:
+    """Return how many are drawn from, and how many of these the dataset lacks.
 
-    Args:
-        release: mechanism and bands.
-        steps: batches in an epoch.
-        share: examples or users of this process.
-        batch_size: of them in a batch, on average.
+    Draws and counts follow from these numbers, which must not depend on an example. So a dataset
+    that leaves some out has a ``public_length`` with them.
+    """
+    if by_key is not None:
+        return len(by_key), 0
+    size = len(dataset)
+    population = getattr(dataset, "public_length", size) if public else size
+    return population, population - size
+
+
+def _scheme(most: int | None, batch_size: int, population: int) -> SamplingScheme:
+    """Return how batches are accounted.
 
     Raises:
-        DefenseError: a group is smaller than a batch.
+        DefenseError: most batches would be cut.
     """
-    if release.mechanism != "banded":
-        return steps if release.mechanism == "banded_inverse" else 1
-    bands = release.bands or 1
-    if bands * batch_size > share:
+    if most is None:
+        return "poisson"
+    if most < batch_size:
         raise DefenseError(
-            f"DPSGD: {share} examples or users in {bands} groups are fewer than batch_size="
-            f"{batch_size} in each, and batches are drawn from one group at a time. Use at most "
-            f"bands={max(1, share // batch_size)}, or smaller batches."
+            f"DPSGD: truncated_batch_size={most} is below batch_size={batch_size}, so that "
+            "most batches would be cut, at twice the cost. Take batch_size and six times its "
+            f"root: {math.ceil(batch_size + 6 * math.sqrt(batch_size))}."
         )
-    return bands
+    return TruncatedPoisson(population + 1, most)  # with one added
 
 
 def _check_shares(dataloader: Any, context: DefenseContext) -> None:
@@ -213,12 +212,6 @@ def poisson_loader(
         DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
             a value out of range; says what to change.
     """
-    check_integer("client", draws.client, at_least=0, at_most=clients - 1, error=DefenseError)
-    if len(draws.entropy) < LEAST_ENTROPY:
-        raise DefenseError(
-            f"entropy of {len(draws.entropy)} bytes can be guessed: give at least {LEAST_ENTROPY} "
-            "of os.urandom"
-        )
     if steps is None:
         steps = max(1, round(1 / rate))
     check_torch_loader(loader)
@@ -227,7 +220,7 @@ def poisson_loader(
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
     if not shard:
-        count = correlated_noise.count_places(loader.dataset) if users is None else len(users)
+        count = _size(loader.dataset) if users is None else len(users)
         raise DefenseError(
             f"client {draws.client} has no {'examples' if users is None else 'users'}: the dataset "
             f"holds {count} for all clients. Use fewer clients or more data."
@@ -272,34 +265,27 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
     Raises:
         DefenseError: says what to change.
     """
-    if not isinstance(loader, data.DataLoader):
-        raise DefenseError(
-            f"DP-SGD needs a torch DataLoader, got {type(loader).__name__}. Return one "
-            "DataLoader from `train_dataloader`."
-        )
-    if type(loader).__iter__ is not data.DataLoader.__iter__:
-        raise DefenseError(
-            f"{type(loader).__name__} makes batches in an `__iter__` of its own. {_ALREADY} Use a "
-            "plain DataLoader."
-        )
-    if isinstance(loader.dataset, data.IterableDataset):
-        raise DefenseError(
-            "an iterable dataset cannot be sampled by chance: it has no length and no index. Load "
-            "it into a map-style dataset (with `__len__` and `__getitem__`)."
-        )
-    if isinstance(loader.batch_sampler, poisson.PoissonBatchSampler):
-        raise DefenseError("this loader already samples by Poisson: give each loader once")
-    if loader.batch_sampler is None:
-        raise DefenseError(
-            "batch_size=None turns batching off, and Poisson sampling makes batches: give the "
-            "DataLoader a batch_size and single examples."
-        )
-    if type(loader.batch_sampler) is not data.BatchSampler or loader.batch_size is None:
-        raise DefenseError(
-            f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
-            f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
-        )
-    correlated_noise.count_places(loader.dataset)
+    dataset = getattr(loader, "dataset", None)
+    batches = getattr(loader, "batch_sampler", None)
+    refusals = {
+        f"a {type(loader).__name__} is no torch DataLoader: return one from `train_dataloader`": (
+            not isinstance(loader, data.DataLoader)
+        ),
+        f"{type(loader).__name__} makes batches in an `__iter__` of its own: use a plain "
+        "DataLoader": getattr(type(loader), "__iter__", None) is not data.DataLoader.__iter__,
+        f"{type(dataset).__name__} is no map-style dataset: load it into one, with `__len__` and "
+        "`__getitem__`": isinstance(dataset, data.IterableDataset)
+        or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")),
+        f"the batch sampler {type(batches).__name__} is not torch's own: give the DataLoader a "
+        "batch_size and single examples, and a loader that samples already once": (
+            type(batches) is not data.BatchSampler or loader.batch_size is None
+        ),
+    }
+    refuse("DP-SGD draws each example independently, for which it must know the loader; ", refusals)
+
+
+def _size(dataset: Any) -> int:
+    return len(dataset)
 
 
 def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
@@ -307,15 +293,13 @@ def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
     fetch = getattr(loader.dataset, "__getitems__", list)
     call = f"`{type(loader.dataset).__name__}.__getitems__([])`"
     try:
-        count = len(fetch([]))
+        count: object = len(fetch([]))
     except Exception as error:
-        raise DefenseError(
-            f"{call} fails ({error!r}), but a Poisson batch may be empty: let it return an empty "
-            "list."
-        ) from error
+        count = error
     if count:
         raise DefenseError(
-            f"{call} gives {count} examples instead of none: a Poisson batch may be empty."
+            f"{call} gives {count!r} instead of none: a Poisson batch may be empty, so let it "
+            "return an empty list."
         )
 
 
@@ -323,7 +307,7 @@ def _shard(loader: data.DataLoader[Any]) -> range:
     """Return the indices of this process's examples, each of which is in the dataset once."""
     if isinstance(loader.dataset, data.Subset | data.ConcatDataset):
         _check_once(loader.dataset)
-    size, sampler = correlated_noise.count_places(loader.dataset), loader.sampler
+    size, sampler = _size(loader.dataset), loader.sampler
     # Of these classes exactly: one derived from them may choose or repeat any examples.
     if type(sampler) is data.RandomSampler and not sampler.replacement:
         plain = sampler.num_samples == size
@@ -342,7 +326,7 @@ def _shard(loader: data.DataLoader[Any]) -> range:
 
 def _check_once(dataset: data.Dataset[Any]) -> None:
     """Raise an error where a Subset or ConcatDataset has an example at two places."""
-    sources, places = correlated_noise.origins(dataset)
+    sources, places = origins(dataset)
     order = np.lexsort((places, sources))
     repeated = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
     if repeated.any():
@@ -367,3 +351,22 @@ def overlap_warning(clients: int, trust: str) -> str:
         "is in every client's releases, and pays for each. Leave use_distributed_sampler=True, or "
         f"let each process load data of its own.{central}"
     )
+
+
+def origins(dataset: Any) -> tuple[Any, Any]:
+    """Return for each place the identity of the example's dataset, and its place there.
+
+    Subset and ConcatDataset are resolved.
+    """
+    if isinstance(dataset, data.ConcatDataset):
+        parts = [origins(part) for part in dataset.datasets]
+        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    if isinstance(dataset, data.Subset):
+        indices = np.asarray(dataset.indices)
+        if indices.dtype.kind not in "iu":  # keys, or an empty list
+            _, places = np.unique(indices, return_inverse=True)
+            return np.full(len(indices), id(dataset.dataset), dtype=np.int64), places
+        sources, places = origins(dataset.dataset)
+        return sources[indices], places[indices]
+    size = len(dataset)
+    return np.full(size, id(dataset), dtype=np.int64), np.arange(size)

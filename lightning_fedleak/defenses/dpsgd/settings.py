@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from lightning_fedleak import validate
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.accounting.schedules import Factors, QuantileClip, factors_of
 from lightning_fedleak.defenses.base import DefenseError, State, refuse
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
+from lightning_fedleak.defenses.noise import ReleaseNoise
 
 GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
@@ -51,6 +51,13 @@ class ClipSettings:
         _check_choice("loss", self.loss, ("checked", "trusted"))
 
 
+class NoiseMechanism(Protocol):
+    """How the noise of a run's releases is drawn, such as ``labs.correlated_noise`` does it."""
+
+    def noise(self) -> ReleaseNoise:
+        """Return the noise of one run."""
+
+
 @dataclass(frozen=True)
 class ReleaseSettings:
     """Whom releases are hidden from, how their noise is correlated, and when they end.
@@ -58,10 +65,8 @@ class ReleaseSettings:
     Attributes:
         trust: ``"local"`` where the server sees each client's update, ``"central"`` where it sees
             their sum alone (secure aggregation): each client then adds a share of the noise.
-        mechanism: of correlated noise: ``"banded"`` (BandMF with cyclic Poisson sampling) or
-            ``"banded_inverse"`` (BISR, the same batches in every epoch). ``"independent"`` noise is
-            not correlated over steps.
-        bands: of the matrix that correlates noise, or of its inverse.
+        mechanism: that correlates noise over steps (``labs.correlated_noise``); None for
+            independent noise.
         on_budget: whether a spent ``target_epsilon`` ends the fit (``"stop"``) or raises
             :class:`BudgetSpent` (``"raise"``). Nothing is released beyond it.
         harden_factor: by which a gate multiplies the noise, with ``accountant="filter"``.
@@ -76,8 +81,7 @@ class ReleaseSettings:
     """
 
     trust: Trust = "local"
-    mechanism: Mechanism = "independent"
-    bands: int | None = None
+    mechanism: NoiseMechanism | None = None
     on_budget: Literal["stop", "raise"] = "stop"
     harden_factor: float = 2.0
     max_hardenings: int | None = None
@@ -87,20 +91,11 @@ class ReleaseSettings:
     def __post_init__(self) -> None:
         factors_of("ReleaseSettings(noise_schedule=)", self.noise_schedule)
         _check_choice("trust", self.trust, ("local", "central"))
-        _check_choice("mechanism", self.mechanism, ("independent", "banded", "banded_inverse"))
         _check_choice("on_budget", self.on_budget, ("stop", "raise"))
         _check_number("harden_factor", self.harden_factor, above=1)
         _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)
         hint = "batch_size and six times its root leave epsilon as it is"
         _check_integer("truncated_batch_size", self.truncated_batch_size, optional=True, hint=hint)
-        if self.mechanism != "independent":
-            hint = f"over how many steps {self.mechanism!r} correlates noise. 4 to 16 are usual"
-            _check_integer("bands", self.bands, hint=hint)
-        elif self.bands is not None:
-            raise DefenseError(
-                f"DPSGD: bands={self.bands!r} is for mechanism='banded' or 'banded_inverse', and "
-                "the noise is independent. Pass one of them, or leave bands out."
-            )
 
 
 @dataclass(frozen=True)
@@ -128,6 +123,9 @@ Unit = Literal["example"] | Users
 """What is added or removed."""
 
 
+MOST_KINDS = 32  # of planned noise under PRV, which takes .1 s longer a call for each
+
+
 def check_budget(
     noise_multiplier: float | None,
     target_epsilon: float | None,
@@ -143,139 +141,100 @@ def check_budget(
         DefenseError: says which.
     """
     _check_choice("accountant", accountant, ("prv", "rdp", "filter"))
-    filtered = accountant == "filter"
+    filtered, targeted = accountant == "filter", target_epsilon is not None
     count = "neither" if noise_multiplier is None else "both"
+    _check_number("noise_multiplier", noise_multiplier, at_least=0, optional=True)
+    _check_number("target_epsilon", target_epsilon, above=0, optional=True)
     refusals: dict[str, object] = {
         "accountant='filter' keeps the run within a budget that is fixed before it. Give "
-        "target_epsilon and target_delta.": filtered and target_epsilon is None,
+        "target_epsilon and target_delta.": filtered and not targeted,
         f"{count} of noise_multiplier and target_epsilon given. Give one: the noise, or the "
         "epsilon that the whole run may cost.": (
             not filtered and (noise_multiplier is None) == (target_epsilon is None)
         ),
+        "target_epsilon means nothing without target_delta. Give one, below one over the number "
+        "of examples.": targeted and target_delta is None,
+        "with a seed the noise can be guessed and no epsilon holds. Leave out seed or "
+        "target_epsilon.": targeted and seed is not None,
     }
     refuse("DPSGD: ", refusals)
-    _check_number("noise_multiplier", noise_multiplier, at_least=0, optional=True)
-    _check_number("target_epsilon", target_epsilon, above=0, optional=True)
-    refusals = {
-        "target_epsilon means nothing without target_delta. Give one, below one over the number "
-        "of examples.": target_delta is None,
-        "with a seed the noise can be guessed and no epsilon holds. Leave out seed or "
-        "target_epsilon.": seed is not None,
-    }
-    refuse("DPSGD: ", refusals if target_epsilon is not None else {})
     _check_number("target_delta", target_delta, above=0, below=1, optional=True)
 
 
-def check_clip(max_grad_norm: MaxGradNorm, clip: ClipSettings) -> None:
-    """Raise an error for clip norms out of range, and settings of clipping that do nothing.
-
-    Raises:
-        DefenseError: says which.
-    """
-    by_name = isinstance(max_grad_norm, Mapping)
-    norms: Sequence[object] = () if max_grad_norm == "auto" else (max_grad_norm,)
-    if isinstance(max_grad_norm, Mapping):
-        norms = [*max_grad_norm.values()] or [max_grad_norm]
-    for norm in norms:
-        hint = "or 'auto', or such numbers by the names of layers"
-        _check_number("max_grad_norm", norm, above=0, hint=hint)
-    refusals = {
-        "max_grad_norm names layers already; leave per_layer out, which gives each layer an equal "
-        "share of one norm": by_name and clip.per_layer,
-    }
-    refuse("DPSGD: ", refusals)
-
-
-def check_sampling(
-    unit: Unit,
-    release: ReleaseSettings,
-    poisson: bool,
-    max_physical_batch_size: int | None,
-    accountant: str,
-) -> None:
-    """Raise an error for a size or unit out of range, and for what excludes correlated noise.
-
-    Raises:
-        DefenseError: says which.
-    """
-    hint = "the rows that are run at once"
-    _check_integer("max_physical_batch_size", max_physical_batch_size, optional=True, hint=hint)
-    by_user, correlated = isinstance(unit, Users), release.mechanism != "independent"
-    if not by_user:
-        _check_choice("unit", unit, ("example",), hint="or Users(group_by)")
-    refusals = {
-        "users are drawn by chance, and poisson_sampling=False takes the loader's batches as they "
-        "are: leave it out": by_user and not poisson,
-    }
-    refuse("DPSGD: ", refusals)
-    if release.truncated_batch_size is not None:
-        refusals = {
-            "users have different numbers of rows: leave unit=Users() out": by_user,
-            "the loader's batches have one size: leave poisson_sampling=False out": not poisson,
-            f"mechanism={release.mechanism!r} is not accounted for an example that takes another's "
-            "place: leave one out": correlated,
-        }
-        refuse("DPSGD: truncated_batch_size fixes the rows of a batch, and ", refusals)
-    refusals = {
-        "decides itself how batches are drawn, and poisson_sampling=False takes the loader's as "
-        "they are: leave it out": correlated and not poisson,
-        "needs noise that is fixed before the run, and accountant='filter' is there to turn it up. "
-        "Use accountant='prv' or 'rdp'.": correlated and accountant == "filter",
-    }
-    refuse(f"DPSGD: mechanism={release.mechanism!r} ", refusals)
-
-
-MOST_KINDS = 32  # of planned noise under PRV, which takes .1 s longer a call for each
-
-
-def check_planned(
+def check_combination(
     max_grad_norm: MaxGradNorm,
     clip: ClipSettings,
     release: ReleaseSettings,
     unit: Unit,
     accountant: str,
+    *,
+    poisson: bool,
 ) -> None:
-    """Raise an error for a schedule or a quantile beside what it does not hold with.
+    """Raise an error for clip norms out of range, and settings that do not hold together.
 
     Raises:
-        DefenseError: says what.
+        DefenseError: says which.
     """
-    planned = {
-        "ReleaseSettings(noise_schedule=)": release.noise_schedule,
-        "ClipSettings(schedule=)": clip.schedule,
-        "ClipSettings(quantile=)": clip.quantile,
-    }
-    name = next((name for name, value in planned.items() if value is not None), None)
-    if name is None:
-        return
-    kinds = len(set(factors_of("noise_schedule", release.noise_schedule)))
-    filtered, quantile = accountant == "filter", clip.quantile is not None
+    by_name, automatic = isinstance(max_grad_norm, Mapping), max_grad_norm == "auto"
+    norms: Sequence[object] = () if automatic else (max_grad_norm,)
+    if isinstance(max_grad_norm, Mapping):
+        norms = [*max_grad_norm.values()] or [max_grad_norm]
+    for norm in norms:
+        hint = "or 'auto', or such numbers by the names of layers"
+        _check_number("max_grad_norm", norm, above=0, hint=hint)
+    by_user = isinstance(unit, Users)
+    if not by_user:
+        _check_choice("unit", unit, ("example",), hint="or Users(group_by)")
+    quantile, filtered = clip.quantile is not None, accountant == "filter"
+    correlated, truncated = release.mechanism is not None, release.truncated_batch_size is not None
+    scheduled, kinds = clip.schedule is not None, len(set(_factors(release)))
+    planned = bool(kinds) or scheduled or quantile
     refusals = {
-        f"{name} changes the noise from step to step, and mechanism={release.mechanism!r} "
-        "correlates it over steps of one clip norm: leave one out": (
-            release.mechanism != "independent"
+        "max_grad_norm names layers already; leave per_layer out, which gives each layer an equal "
+        "share of one norm": by_name and clip.per_layer,
+        "users are drawn by chance, and poisson_sampling=False takes the loader's batches as they "
+        "are: leave it out": by_user and not poisson,
+        "truncated_batch_size fixes the rows of a batch, and users have different numbers of "
+        "rows: leave unit=Users() out": truncated and by_user,
+        "truncated_batch_size fixes the rows of a batch, and the loader's batches have one size: "
+        "leave poisson_sampling=False out": truncated and not poisson,
+        "mechanism= is not accounted for an example that takes another's place: leave it or "
+        "truncated_batch_size out": truncated and correlated,
+        "mechanism= decides itself how batches are drawn, and poisson_sampling=False takes the "
+        "loader's as they are: leave one out": correlated and not poisson,
+        "mechanism= needs noise that is fixed before the run, and accountant='filter' is there to "
+        "turn it up. Use accountant='prv' or 'rdp'.": correlated and filtered,
+        "a schedule or quantile changes the noise from step to step, and mechanism= correlates it "
+        "over steps of one clip norm: leave one out": planned and correlated,
+        "a schedule or quantile follows each client's own count of releases, which a crash may "
+        "make differ, and trust='central' adds shares of one noise: leave one out": (
+            planned and release.trust != "local"
         ),
-        f"{name} follows each client's own count of releases, which a crash may make differ, and "
-        "trust='central' adds shares of one noise: leave one out": release.trust != "local",
         "noise_schedule= is planned before the run, and accountant='filter' is there for noise "
         "that is not: use accountant='prv' or 'rdp'": bool(kinds) and filtered,
         f"noise_schedule= has {kinds} different factors, and PRV takes longer with each: give at "
         f"most {MOST_KINDS}, or use accountant='rdp'": accountant == "prv" and kinds > MOST_KINDS,
         "ClipSettings(schedule=, quantile=) both change the clip norm: leave one out": (
-            quantile and clip.schedule is not None
+            quantile and scheduled
         ),
         "max_grad_norm='auto' has no clip norm that could change: pass a number, or leave "
-        "schedule= and quantile= out": (
-            max_grad_norm == "auto" and (quantile or clip.schedule is not None)
-        ),
+        "schedule= and quantile= out": automatic and (quantile or scheduled),
         "ClipSettings(quantile=) follows the norms of whole gradients: clip all layers together "
-        "(a plain max_grad_norm)": (
-            quantile and (clip.per_layer or isinstance(max_grad_norm, Mapping))
-        ),
+        "(a plain max_grad_norm)": quantile and (clip.per_layer or by_name),
         "ClipSettings(quantile=) counts examples, with a fixed noise: use unit='example' and "
-        "accountant='prv' or 'rdp'": quantile and (isinstance(unit, Users) or filtered),
+        "accountant='prv' or 'rdp'": quantile and (by_user or filtered),
     }
     refuse("DPSGD: ", refusals)
+
+
+def check_rows(max_physical_batch_size: int | None) -> None:
+    """Raise an error for a number of rows out of range."""
+    hint = "the rows that are run at once"
+    _check_integer("max_physical_batch_size", max_physical_batch_size, optional=True, hint=hint)
+
+
+def _factors(release: ReleaseSettings) -> tuple[float, ...]:
+    return factors_of("noise_schedule", release.noise_schedule)
 
 
 def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.correlated_noise import values_in
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
 from lightning_fedleak.defenses.processes import Team, trainer_of
@@ -87,15 +87,13 @@ def check_shards(root: nn.Module, processes: int) -> None:
     for name, parameter in root.named_parameters():
         if not (parameter.requires_grad and isinstance(parameter, DTensor)):
             continue
-        if parameter.device_mesh.size() != processes:
+        size, placements = parameter.device_mesh.size(), parameter.placements
+        plain = all(type(placement) in (Shard, Replicate) for placement in placements)
+        if size != processes or not plain:
             raise DefenseError(
-                f"DPSGD: '{name}' is sharded over {parameter.device_mesh.size()} of the client's "
-                f"{processes} processes. Give fully_shard a mesh of all of them."
-            )
-        if not all(type(p) in (Shard, Replicate) for p in parameter.placements):
-            raise DefenseError(
-                f"DPSGD: '{name}' is placed as {parameter.placements}, and only plain shards and "
-                "replicas are supported. Use fully_shard alone, without tensor parallelism."
+                f"DPSGD: '{name}' is placed as {placements} over {size} of the client's "
+                f"{processes} processes. Give fully_shard alone a mesh of all of them, without "
+                "tensor parallelism."
             )
 
 
@@ -105,48 +103,37 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
     Raises:
         DefenseError: says which layer, and what to do with it.
     """
-    if not any(p.requires_grad for p in root.parameters()):
-        raise DefenseError(
-            "DPSGD: every parameter is frozen, so nothing is trained. Unfreeze some, or leave "
-            "DPSGD out."
-        )
+    trained = any(p.requires_grad for p in root.parameters())
+    refuse("DPSGD: ", {"every parameter is frozen: unfreeze some, or leave DPSGD out": not trained})
     for name, module in root.named_modules():
-        _check_statistics(name, module)
-        if not (owns_parameters(module) and trains(module)):
-            continue
-        reason = refusal(name, module)
-        if reason:
-            raise DefenseError(f"DPSGD: {reason}")
-        if not module.training:
-            raise DefenseError(
-                f"DPSGD: '{name or type(module).__name__}' is in eval mode and trained, as after "
-                "`from_pretrained`: without dropout, against most recipes. Call `model.train()` "
-                "where you build it, or freeze it."
-            )
-        trained = [p for p in module._parameters.values() if p is not None and p.requires_grad]
-        if clipping == "ghost" and not has_ghost_rule(module) and any(p.dim() > 1 for p in trained):
-            raise DefenseError(
-                f"DPSGD: clipping='ghost' has no rule for '{name}' ({type(module).__name__}). Use "
-                "clipping='auto', which multiplies out what has none, or freeze it."
-            )
-
-
-def _check_statistics(name: str, module: nn.Module) -> None:
-    """Raise an error for a layer in train mode that computes or keeps statistics of the batch."""
-    kind = type(module).__name__
-    if not module.training:
-        return
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        raise DefenseError(
-            f"DPSGD: '{name}' ({kind}) normalises each sample by the others of its batch. Use "
-            "GroupNorm or LayerNorm (opacus.validators.ModuleValidator.fix does it), or put the "
-            "layer into eval mode and freeze it."
-        )
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-        raise DefenseError(
-            f"DPSGD: '{name}' ({kind}) keeps statistics of the data, which no noise covers. Build "
-            "it with track_running_stats=False."
-        )
+        layer = f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) "
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        refusals: dict[str, object] = {
+            "normalises each sample by the others of its batch. Use GroupNorm or LayerNorm "
+            "(opacus.validators.ModuleValidator.fix does it), or put the layer into eval mode and "
+            "freeze it.": batch_norm and module.training,
+            "keeps statistics of the data, which no noise covers. Build it with "
+            "track_running_stats=False.": (
+                instance_norm and module.training and module.track_running_stats
+            ),
+        }
+        if owns_parameters(module) and trains(module):
+            if reason := refusal(name, module):
+                raise DefenseError(f"DPSGD: {reason}")
+            own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+            matrices = any(p.dim() > 1 for p in own)
+            refusals |= {
+                "is in eval mode and trained, as after `from_pretrained`: without dropout, against "
+                "most recipes. Call `model.train()` where you build it, or freeze it.": (
+                    not module.training
+                ),
+                "has no rule for clipping='ghost'. Use clipping='auto', which multiplies out what "
+                "has none, or freeze it.": (
+                    clipping == "ghost" and not has_ghost_rule(module) and matrices
+                ),
+            }
+        refuse(layer, refusals)
 
 
 def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "target_epsilon") -> int:
@@ -161,7 +148,7 @@ def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "targ
         DefenseError: the Trainer sets no end, or the learning rate finder runs first.
     """
     trainer = trainer_of(context)
-    correlated = argument != "target_epsilon"
+    correlated = argument.startswith("mechanism")
     if any(type(c).__name__ == "_LRCallback" for c in getattr(trainer, "callbacks", ())):
         alternative = "" if correlated else ", or give noise_multiplier: it counts its steps too"
         raise DefenseError(
@@ -228,3 +215,21 @@ def _digest(dataset: Any) -> int:
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
     digest = hashlib.sha256("\0".join(values_in(examples)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
+
+
+def values_in(example: Any) -> Iterator[str]:
+    """Yield the numbers and words in an example."""
+    value = example
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield repr(key)
+            yield from values_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from values_in(item)
+    elif hasattr(value, "tolist"):
+        yield repr(value.tolist())
+    elif hasattr(value, "tobytes"):  # an image
+        yield repr(value.tobytes())
+    elif isinstance(value, str | bytes | int | float):
+        yield repr(value)

@@ -20,7 +20,8 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, Earli
 from lightning_fedleak.defenses.dpsgd.logical import Piece, filled, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, count_samples, tensors_of
 from lightning_fedleak.defenses.dpsgd.recorder import SMALL_BATCH, Call, Layout, Recorder
-from lightning_fedleak.defenses.dpsgd.weights import Buffers, Moves, Weights
+from lightning_fedleak.defenses.dpsgd.weights import Buffers, Weights
+from lightning_fedleak.defenses.noise import ReleaseNoise
 from lightning_fedleak.defenses.processes import Team, trainer_of, unshard, whole_layers
 from lightning_fedleak.model.model_runs import is_compiled, reset_compiled
 
@@ -175,15 +176,13 @@ class WatchedStep:
         trusted: whether the user has proved that the loss is a mean of per-sample means.
         max_rows: rows that are run at once; None for all.
         fill: rows of every batch, of which those that are drawn count; None for those alone.
-        row: returns the number of the next release in its mechanism.
+        noise: of the releases; it knows the number of the next one in its mechanism.
 
     Attributes:
         check: checks the loss.
-        moves: checks that the weights move by a release.
-        weights: checks that they do not move otherwise.
+        weights: checks that only the optimizer moves them.
         canaries: how many were released beside this step.
         clip: as passed.
-        row: as passed.
         sampling: how batches are drawn; set before the first.
     """
 
@@ -195,15 +194,15 @@ class WatchedStep:
         team: Team,
         *,
         clip: Clip,
+        noise: ReleaseNoise,
         poisson: bool,
         trusted: bool,
         max_rows: int | None = None,
         fill: int | None = None,
-        row: Callable[[], int] = int,
     ) -> None:
-        self.row = row
+        self._noise = noise
         self.check, self.canaries = LossCheck(trusted), 0
-        self.moves, self.weights = Moves(), Weights(CHECK_EVERY)
+        self.weights = Weights()
         self._team = team
         self.clip = clip
         self._batches = DrawnBatches(poisson)
@@ -286,7 +285,6 @@ class WatchedStep:
                     self._earlier = EarlierPieces(real, context.device, probed=due)
                 with self._team.together():
                     clipped = self.clipped(parameters, context)
-                self._earlier.positions += self._recorder.positions
                 self._earlier.add(clipped, parameters, piece, self._team)
                 self._clipped = None
                 self._recorder.clear()
@@ -306,9 +304,7 @@ class WatchedStep:
             self._batches.begin(batch, context)
             self.weights.begin(context.root)
             samples = 0 if self._stands_in else count_samples(batch)
-            self.sampling.check_size(samples)
-            self.sampling.check_turn(self.row(), samples)
-            self._users = self.sampling.users_in(samples)
+            self._users = self.sampling.claim(samples, self._noise.row)
         self._clipped = self._earlier = None
 
     def run(
@@ -440,16 +436,13 @@ class WatchedStep:
         """Return whether the gradients of all pieces can be compared with autograd's."""
         return self._earlier is None or self._earlier.probed
 
-    def released(self, releases: int, *, unchecked: bool = False) -> None:
+    def released(self, *, unchecked: bool = False) -> None:
         """Discard all that was recorded for a release that was made.
 
         Args:
-            releases: how many were made, with this one.
             unchecked: whether a check that was due could not be made, and is due again.
         """
-        positions = self._recorder.positions
-        positions += 0 if self._earlier is None else self._earlier.positions
-        self.weights.released(releases, positions)
+        self.weights.released()
         self._batches.released()
         self.canaries = 0
         self.check.unchecked = unchecked
@@ -480,21 +473,6 @@ def _check_same(earlier: Sequence[nn.Parameter], parameters: Sequence[nn.Paramet
             "so samples were clipped without it. Freeze or unfreeze in on_train_batch_end, or in "
             "a callback at the start of an epoch; nothing was released."
         )
-
-
-def check_same_clip(fixed: Mapping[str, object], current: Mapping[str, object]) -> None:
-    """Raise an error where settings of clipping are not those with which the fit began.
-
-    Raises:
-        DefenseError: says which.
-    """
-    for name, value in fixed.items():
-        if current[name] != value:
-            raise DefenseError(
-                f"DPSGD: {name} was {value} when the fit began and is {current[name]} now. "
-                "Samples are clipped by the first, and noise would follow the second, less of "
-                f"it than is accounted. Leave {name} as it is during a fit; nothing was released."
-            )
 
 
 def is_ddp(context: DefenseContext) -> bool:

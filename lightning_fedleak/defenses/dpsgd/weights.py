@@ -13,19 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fedleak.defenses.base import DefenseError, parameter_name
-from lightning_fedleak.defenses.processes import Team, local_part
+from lightning_fedleak.defenses.processes import local_part
 
 SMALL = 1 << 20  # numbers in a buffer; larger ones are compared now and then. Not tuned
-FEW_WEIGHTS = 1 << 18  # trained numbers; more are compared in part, see WORK. Not tuned
-WORK = 4000  # products per trained number in a step; comparing all then costs 0.1% of it on a CPU
-SAMPLED = 256  # numbers of each weight that are compared in every step; more find more. Not tuned
-PATIENCE = 3  # releases in a row that may not leave all weights still. Not tuned
-COMPARED = 4  # first numbers of each weight by which a movement is seen. Not tuned
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -122,25 +116,14 @@ class Weights:
     """The trained weights as the optimizer's last step left them, to see another write to them.
 
     An average that is swapped in for validation, and out again before the next batch, is no such
-    write. All numbers are compared in every step where there are few of them, or few for the work
-    of a step (:data:`FEW_WEIGHTS`, :data:`WORK`). Else all are compared from the first batch to the
-    first release and in one of ``every`` intervals, and :data:`SAMPLED` numbers of each weight in
-    the others. Where a weight's version shows a write that these do not show, all are compared from
-    then on.
-
-    Args:
-        every: releases from one comparison of all numbers to the next.
+    write. All numbers are compared in every step.
     """
 
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._states: dict[nn.Parameter, tuple[int, Tensor]] = {}
-        self._compares_all = True
-        self._written = False
+    def __init__(self) -> None:
+        self._states: dict[nn.Parameter, Tensor] = {}
         self._trained: list[nn.Parameter] | None = None
         self._released = False
         self._not_finite: list[nn.Parameter] = []
-        self._work = self._size = 0
         self._handle = register_optimizer_step_post_hook(self._after_step)
 
     def remove(self) -> None:
@@ -149,7 +132,7 @@ class Weights:
 
     def restart(self) -> None:
         """Read the weights again at the next batch: training starts, perhaps from a checkpoint."""
-        self._states, self._trained, self._compares_all, self._not_finite = {}, None, True, []
+        self._states, self._trained, self._not_finite = {}, None, []
 
     def begin(self, root: nn.Module) -> None:
         """Begin a batch.
@@ -161,7 +144,6 @@ class Weights:
         self._released = False
         if self._trained is None:
             self._trained = [p for p in root.parameters() if p.requires_grad]
-            self._size = sum(p.numel() for p in root.parameters())
             self._read(self._trained)
         if self._not_finite:
             raise DefenseError(
@@ -180,8 +162,8 @@ class Weights:
         parameters = [p for p in parameters if p in self._states]
         if not parameters:
             return
-        contents = self._fingerprints(parameters)
-        expected = torch.stack([self._states[p][1] for p in parameters])
+        contents = _stacked([fingerprint(p) for p in parameters])
+        expected = torch.stack([self._states[p] for p in parameters])
         changed = (contents != expected).nonzero().flatten().tolist()
         if changed:
             raise DefenseError(
@@ -190,21 +172,9 @@ class Weights:
                 "perhaps. Noise covers the optimizer's updates alone, and nothing was released. "
                 "Write to a copy of the weights, and swap averages out before the next batch."
             )
-        if not (self._written or self._compares_all):
-            plain = (p for p in parameters if not isinstance(p, DTensor))
-            self._written = any(_version(p) != self._states[p][0] for p in plain)
 
-    def released(self, releases: int, positions: int) -> None:
-        """Prepare for the optimizer step that follows a release.
-
-        Args:
-            releases: how many were made, with this one.
-            positions: of all samples together, in the layer that has most.
-        """
-        trained = sum(local_part(p).numel() for p in self._trained or ())
-        self._work = max(self._work, positions * self._size)
-        cheap = trained <= FEW_WEIGHTS or self._work >= WORK * trained
-        self._compares_all = cheap or self._written or releases % self._every == 0
+    def released(self) -> None:
+        """Prepare for the optimizer step that follows a release."""
         self._states, self._released = {}, True
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -216,54 +186,17 @@ class Weights:
     def _read(self, parameters: Sequence[nn.Parameter]) -> None:
         if not parameters:
             return
-        for parameter, content in zip(parameters, self._fingerprints(parameters), strict=True):
-            self._states[parameter] = _version(parameter), content
+        contents = _stacked([fingerprint(p) for p in parameters])
+        self._states.update(zip(parameters, contents, strict=True))
         floating = [p for p in parameters if p.is_floating_point() and p.element_size() > 1]
-        sums = [_compared_numbers(p, self._compares_all).sum(dtype=torch.float32) for p in floating]
+        sums = [local_part(p.detach()).sum(dtype=torch.float32) for p in floating]
         self._not_finite = []
         if sums and not bool(_stacked(sums).isfinite().all()):
             self._not_finite = [p for p in floating if not bool(local_part(p).isfinite().all())]
 
-    def _fingerprints(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return _stacked([fingerprint(p, whole=self._compares_all) for p in parameters])
-
-
-class Moves:
-    """Whether the weights move from release to release."""
-
-    def __init__(self) -> None:
-        self._numbers: Tensor | None = None
-        self._still = 0
-
-    def remember(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Store a few numbers of each parameter, as they are before the update."""
-        self._numbers = _first_numbers(parameters)
-
-    def check(
-        self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Any], team: Team
-    ) -> None:
-        """Raise an error where noise was released and no weight of the client has moved by it.
-
-        Raises:
-            DefenseError: three times in a row, at a learning rate above zero.
-        """
-        if self._numbers is None:
-            return
-        numbers, earlier = _first_numbers(parameters), self._numbers
-        rates = [group.get("lr", 0.0) for o in optimizers for group in o.param_groups]
-        differ = numbers.shape != earlier.shape or not torch.equal(numbers, earlier)
-        (any_differ,) = team.largest([differ])
-        self._still = 0 if any_differ or not any(rate > 0 for rate in rates) else self._still + 1
-        if self._still >= PATIENCE:
-            raise DefenseError(
-                f"DPSGD: the weights did not move in {PATIENCE} steps although noise was released "
-                "to the optimizer: what it applies is not what is accounted, or the learning rate "
-                "is too small for the weights' precision."
-            )
-
 
 @torch.no_grad()
-def fingerprint(tensor: Tensor, *, whole: bool = True) -> Tensor:
+def fingerprint(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits, 64 at a time: an integer that differs with the content.
 
     It is the same wherever the content lies, and 0 for a tensor without bits to read. A quantized
@@ -271,37 +204,21 @@ def fingerprint(tensor: Tensor, *, whole: bool = True) -> Tensor:
 
     Args:
         tensor: of any type; of a DTensor this process's part.
-        whole: whether to read all numbers, or :data:`SAMPLED` of them.
     """
     part = local_part(tensor.detach())
     flatten = getattr(part, "__tensor_flatten__", None)
     if flatten is not None:
         inner = (getattr(part, name) for name in flatten()[0])
-        return torch.stack([fingerprint(one, whole=whole) for one in inner]).sum()
+        return torch.stack([fingerprint(one) for one in inner]).sum()
     if part.is_meta or part.layout != torch.strided:
         return torch.zeros((), dtype=torch.int64)
     if part.is_complex():
         part = torch.view_as_real(part)
     bits = part.view(_INTEGERS[part.element_size()]).flatten()
-    if not whole:
-        return bits[:: max(1, len(bits) // SAMPLED)].sum()
     per_word = 8 // bits.element_size()
     end = len(bits) // per_word * per_word
     aligned = bits if bits.storage_offset() % per_word == 0 else bits.clone()
     return aligned[:end].view(torch.int64).sum() + bits[end:].sum()
-
-
-def _compared_numbers(parameter: Tensor, whole: bool) -> Tensor:
-    part = local_part(parameter.detach())
-    return part if whole else part.flatten()[:: max(1, part.numel() // SAMPLED)]
-
-
-def _first_numbers(parameters: Sequence[nn.Parameter]) -> Tensor:
-    if not parameters:
-        return torch.zeros(0)
-    device = parameters[0].device
-    firsts = [local_part(p.detach()).flatten()[:COMPARED] for p in parameters]
-    return torch.cat([numbers.to(device, torch.float32) for numbers in firsts])
 
 
 def _stacked(scalars: Sequence[Tensor]) -> Tensor:

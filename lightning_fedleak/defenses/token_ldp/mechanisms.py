@@ -226,8 +226,7 @@ class Randomizer:
         rules = {"grr": ("uniform",), "the": ("argmax", "uniform", "first")}
         allowed = rules.get(self.mechanism, ("uniform", "first"))
         check_choice("decode", self.decode, allowed, hint=f"mechanism='{self.mechanism}'")
-        if self.k < 2:
-            raise ValueError(f"the domain has {self.k} values and needs at least 2")
+        check_integer("domain", self.k, at_least=2, hint="the number of its values")
         if self.mechanism != "dbitflip" and (self.buckets, self.bits) != (self.k, self.k):
             raise ValueError("buckets and bits belong to mechanism='dbitflip'")
         hint = f"the domain has {self.k} values"

@@ -209,13 +209,11 @@ class TokenLDP(Defense):
             raise words.refused(
                 f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
             )
-        if domain == "batch" and memoize:
+        if isinstance(domain, str) and domain == "batch" and (memoize or buckets or bits):
             raise words.refused(
-                "memoize=True cannot hold with domain='batch', which changes with the batch: use "
-                "domain='vocabulary', or leave `memoize` out"
+                "domain='batch' changes with the batch, and memoize=True, buckets and bits need a "
+                "fixed one: use domain='vocabulary', or leave them out"
             )
-        if domain == "batch" and (buckets is not None or bits is not None):
-            raise words.refused("buckets and bits need a fixed domain: domain='vocabulary'")
         self.mechanism: Mechanism = mechanism
         self.epsilon = float(epsilon)
         self.per: Per = per

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -23,6 +24,7 @@ from lightning_fedleak.validate import check_choice
 
 _SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HIDDEN = 0  # id written over those that neither the model's attention nor the loss reads
 
 PUBLIC_FIELDS = frozenset(
@@ -124,24 +126,13 @@ def words_of(
         return Words(kind, special, None, None)
     weight = anatomy.parameter(EMBEDDING_WEIGHT) if anatomy else None
     size = None if weight is None else weight.shape[0]
-    if domain is not None:
-        ids = domain
-    elif size is not None:
-        ids = torch.arange(size)
-    else:
-        raise refused(
-            "the size of the vocabulary cannot be read from the model: give domain=range(size)"
-        )
-    if size is not None and int(ids.max()) >= size:
-        raise refused(
-            f"domain holds the id {int(ids.max())}, but the model has {size} words: give ids "
-            f"from 0 to {size - 1}"
-        )
+    ids = torch.arange(size or 0) if domain is None else domain
     if keep_special:
         ids = ids[~torch.isin(ids, special)]
-    if len(ids) < 2:
+    if len(ids) < 2 or int(ids.max()) >= (size or math.inf):
         raise refused(
-            f"domain holds {len(ids)} ids that are not special and needs at least 2: give more"
+            f"domain has {len(ids)} ids that are not special, and the model {size or 'unknown'} "
+            "words: give domain= at least two ids of the model's"
         )
     return Words(kind, special, ids, size)
 
@@ -181,10 +172,9 @@ def public_set(domain: Iterable[int] | Tensor) -> Tensor:
         DefenseError: these are no distinct token ids.
     """
     ids = torch.as_tensor(domain if isinstance(domain, Tensor) else list(domain)).cpu()
-    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise refused("domain must be 'vocabulary', 'batch' or a list of token ids")
-    if int(ids.min()) < 0 or len(torch.unique(ids)) < len(ids):
-        raise refused("domain must hold token ids of at least 0, each once")
+    integers = ids.dim() == 1 and len(ids) and ids.dtype not in (torch.bool, *FLOATS)
+    if not integers or int(ids.min()) < 0 or len(torch.unique(ids)) < len(ids):
+        raise refused("domain must be 'vocabulary', 'batch' or a list of token ids, each once")
     return torch.sort(ids.long()).values
 
 
@@ -326,16 +316,10 @@ class BatchForm:
         Raises:
             DefenseError: it cannot be copied, or the user's writer does not put them in.
         """
-        try:
-            if self.batch_writer is None or self.batch_adapter is None:
-                return batches.write_batch(batch, tokens)
-            copy = self.batch_writer(batch, tokens)
-            read = self.batch_adapter(copy)
-        except batches.BatchError as error:
-            raise refused(
-                f"the batch cannot be copied ({error}). Give form=BatchForm(batch_adapter=..., "
-                "batch_writer=...)"
-            ) from error
+        if self.batch_writer is None or self.batch_adapter is None:
+            return batches.write_batch(batch, tokens)
+        copy = self.batch_writer(batch, tokens)
+        read = self.batch_adapter(copy)
         pairs = [(read.input_ids, tokens.input_ids), (read.labels, tokens.labels)]
         for copied, expected in pairs:
             if expected is not None and (copied is None or not torch.equal(copied, expected)):

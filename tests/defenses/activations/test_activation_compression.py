@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -108,46 +106,6 @@ def test_principal_components_are_those_of_scikit_learn(layer: int) -> None:
     torch.testing.assert_close(got, torch.from_numpy(expected), atol=1e-5, rtol=1e-4)
 
 
-def test_principal_keeps_more_of_the_public_text_than_random() -> None:
-    lost = []
-    for setting in ({"basis": "principal", "public_ids": public()}, {}):
-        model = tiny_llama(layers=2)
-        local, shared = compressed(model, ActivationCompression(1, K, **setting))
-        with torch.no_grad():
-            model(input_ids=public())
-        lost.append(float((shared.seen[0] - local.seen[0]).norm()))
-    assert lost[0] < 0.9 * lost[1]
-
-
-def test_the_random_basis_is_that_of_its_seed_and_no_global_generator_is_used() -> None:
-    before = torch.get_rng_state()
-    found = []
-    for seed in (0, 0, 1):
-        model = tiny_llama(layers=2)
-        _, shared = compressed(model, ActivationCompression(1, K, seed=seed))
-        with torch.no_grad():
-            model(input_ids=public())
-        found.append(shared.seen[0])
-    assert torch.equal(found[0], found[1])
-    assert not torch.allclose(found[0], found[2])
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_half_precision_is_projected_in_single() -> None:
-    model = tiny_llama(layers=2).bfloat16()
-    local, shared = compressed(model, ActivationCompression(1, K))
-    with torch.autocast("cpu", torch.bfloat16):
-        step(model, batch())
-    assert shared.seen[0].dtype == torch.bfloat16
-    wide = tiny_llama(layers=2)
-    before, after = compressed(wide, ActivationCompression(1, K))
-    with torch.no_grad():
-        wide(**batch())
-    matrix = torch.linalg.lstsq(before.seen[0].flatten(0, 1), after.seen[0].flatten(0, 1)).solution
-    expected = local.seen[0].float() @ matrix
-    assert float((shared.seen[0].float() - expected).abs().max()) < 0.01
-
-
 def test_a_trainer_validates_first_trains_and_resumes_with_the_same_components(tmp_path) -> None:
     def strategy(seed: int) -> DefendedStrategy:
         ids = torch.randint(3, VOCAB, (6, 8), generator=torch.Generator().manual_seed(seed))
@@ -185,58 +143,3 @@ def test_noise_belongs_in_front() -> None:
         DefendedStrategy("auto", [smaller, noise])
     DefendedStrategy("auto", [noise, smaller])
     DefendedStrategy("auto", [smaller, ActivationNoise(3, 1.0)])
-
-
-def test_noise_in_front_is_noise_of_the_same_strength_in_what_is_sent() -> None:
-    model = tiny_gpt2(layers=3, dropout=0.0)
-    noise, smaller = ActivationNoise(1, 0.5), ActivationCompression(1, K)
-    local = Passing(model, 1)
-    for defense in (noise, smaller):
-        defense.before_setup(context(CausalLMModule(model)))
-    shared = Passing(model, 1)
-    for seed in range(10):
-        step(model, batch(seed), defense=noise)
-    before = torch.cat([s.flatten(0, 1) for s in local.seen]).double()
-    after = torch.cat([s.flatten(0, 1) for s in shared.seen]).double()
-    span = torch.linalg.svd(after, full_matrices=False)[2][:K]
-    difference = (after - before) @ span.T
-    assert float(difference.std()) == pytest.approx(0.5, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({}, "nothing is left out"),
-        ({"keep_dims": 0}, "keep_dims must be .* got 0"),
-        ({"drop_early": -1}, "drop_early must be .* got -1"),
-        ({"keep_dims": True}, "keep_dims must be .* got True"),
-        ({"keep_dims": 2, "basis": "best"}, "basis must be .* got 'best'"),
-        ({"keep_dims": 2, "basis": "principal"}, "needs public_ids"),
-        (
-            {"keep_dims": 2, "basis": "principal", "public_ids": torch.zeros(3)},
-            r"token ids of shape \(n, L\)",
-        ),
-        (
-            {"keep_dims": 9, "basis": "principal", "public_ids": torch.ones(1, 9).long()},
-            "9 tokens, too few for 9",
-        ),
-    ],
-    ids=str,
-)
-def test_settings_out_of_range(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(DefenseError, match=message):
-        ActivationCompression(1, **setting)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"keep_dims": DIM}, f"keep_dims={DIM} leaves out nothing of the {DIM} dimensions"),
-        ({"drop_early": 7}, "drop_early=7 leaves nothing of texts of 7 tokens"),
-    ],
-)
-def test_what_a_forward_shows(setting: dict[str, Any], message: str) -> None:
-    model = tiny_gpt2()
-    compressed(model, ActivationCompression(1, **setting))
-    with pytest.raises(DefenseError, match=message):
-        model(**batch())

@@ -9,7 +9,6 @@ import dp_accounting
 import pytest
 import scipy.stats
 import torch
-from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import Defense, DefenseError
@@ -26,7 +25,7 @@ from tests.defenses.activations.activation_runs import (
     step,
 )
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.models import DIM, own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
+from tests.helpers.models import DIM, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 from tests.strategies.toy import trainer
 from tests.taps.test_activation_tap import checkpointed
 
@@ -146,20 +145,6 @@ def test_checkpointing_gives_the_same_gradient(reentrant, inside, layer, setting
     assert again._forwards == {"training": 3, "inference": 0}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_the_test_above_is_about(reentrant: bool, monkeypatch) -> None:
-    """Fresh noise in the recomputation makes the gradient wrong."""
-    plain = tiny_gpt2(layers=3, dropout=0.0).train()
-    defense = ActivationNoise(0, SIGMA)
-    noised(plain, defense)
-    expected = step(plain, batch(), defense=defense)
-    monkeypatch.setattr(_Remembered, "find", lambda *_, **__: 17)
-    model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), reentrant)
-    again = ActivationNoise(0, SIGMA)
-    noised(model, again)
-    assert distance(step(model, batch(), defense=again), expected) > 0.02
-
-
 def test_a_recomputation_of_unknown_states_is_refused() -> None:
     model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), True)
     defense = ActivationNoise(0, SIGMA)
@@ -184,37 +169,6 @@ def test_states_that_do_not_repeat_themselves_are_the_nearest_and_never_refused(
     for tensor, exact in ((0.9 * states, True), (states[:2], False)):
         with pytest.raises(DefenseError, match="not those of one forward of this training step"):
             remembered.find(tensor, 1, exact=exact)
-
-
-def test_twins_may_be_computed_more_often_than_they_were_sent() -> None:
-    remembered = _Remembered()
-    for number in range(2):
-        remembered.add(number, torch.ones(1, 2, 3))
-    found = [remembered.find(torch.ones(1, 2, 3), 1, exact=True) for _ in range(3)]
-    assert found == [1, 0, 1]
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_two_losses_and_a_kept_graph(dropout: float) -> None:
-    """Backward twice through the same checkpointed forward, and with dropout."""
-    first, second = batch(1), batch(2)
-    found = []
-    for reentrant in (None, False):
-        model = tiny_gpt2(layers=3, dropout=dropout).train()
-        if reentrant is not None:
-            model = checkpointed(model, reentrant)
-        defense = ActivationNoise(0, SIGMA)
-        noised(model, defense)
-
-        def both(model: nn.Module = model) -> Tensor:
-            with own_rng(5):
-                return model(**first).loss + model(**second).loss.square()
-
-        loss = defense.on_training_step(both, None, context(CausalLMModule(model)))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-    assert distance(found[1], found[0]) < 1e-5
 
 
 def test_noise_differs_by_client_process_forward_layer_name_base_and_kind() -> None:
@@ -245,78 +199,6 @@ def test_the_global_generator_is_left_alone() -> None:
     before = torch.get_rng_state()
     noise_of(ActivationNoise(1, 1.0))
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_half_precision() -> None:
-    model = tiny_llama(layers=2).bfloat16()
-    defense = ActivationNoise(1, 4.0)
-    local, shared = noised(model, defense)
-    for seed in range(10):
-        step(model, batch(seed), defense=defense)
-    assert shared.seen[0].dtype == torch.bfloat16
-    noise = torch.stack(
-        [(b.float() - a.float()) for a, b in zip(local.seen, shared.seen, strict=True)]
-    )
-    assert float(noise.std()) == pytest.approx(4.0, rel=0.03)
-    model = tiny_llama(layers=2)
-    defense = ActivationNoise(1, 0.5)
-    local, shared = noised(model, defense)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = step(model, batch(), defense=defense)
-    constant = shared.seen[0].float() - local.seen[0].float()
-    reference = tiny_llama(layers=2)
-    rewriting(reference, 1, lambda states: (states.float() + constant).to(states.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = step(reference, batch())
-    assert distance(got, expected) < 0.02
-
-
-def compiled_blocks(model: nn.Module) -> nn.Module:
-    """Blocks compiled in place, hooks and all; a whole Hugging Face model takes much longer."""
-    for block in model.transformer.h:
-        block.compile(backend="eager")
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["a part", "training_step", "the module"])
-def test_compiled_and_run_before_the_fit_and_clean_after_it(what: str) -> None:
-    """A graph that was compiled without the hook would go on without it, and one with it, with."""
-    root = CausalLMModule(tiny_gpt2(layers=1, dropout=0.0))
-    [block] = root.model.transformer.h
-    if what == "a part":
-        root.model.transformer = torch.compile(root.model.transformer, backend="eager")
-    elif what == "training_step":
-        root.training_step = torch.compile(root.training_step, backend="eager")
-    else:  # as a Trainer takes it
-        root = from_compiled(torch.compile(root, backend="eager"))
-
-    def loss() -> Tensor:
-        return root.training_step(batch(), 0)
-
-    clean = loss()
-    late: list[int] = []
-    handle = block.register_forward_hook(lambda *_: late.append(1))
-    loss()
-    assert late == []  # this is what a defence must not do
-    handle.remove()
-    defense = ActivationNoise(1, 3.0)
-    defense.before_setup(context(root))
-    losses = [float(defense.on_training_step(loss, None, context(root))) for _ in range(3)]
-    assert len({*losses, float(clean)}) == 4
-    defense.teardown()
-    assert torch.equal(loss(), clean)
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_a_compiled_step_has_the_gradient_of_a_plain_one(layer: int) -> None:
-    found = []
-    for compiled in (False, True):
-        model = tiny_gpt2(layers=2, dropout=0.0).train()
-        defense = ActivationNoise(layer, SIGMA)
-        noised(compiled_blocks(model) if compiled else model, defense)
-        found.append(step(model, batch(), defense=defense))
-    assert distance(*found) < 1e-5
 
 
 def test_the_servers_copy_has_no_noise() -> None:
@@ -358,24 +240,6 @@ def test_in_a_trainer_it_acts_in_inference_unless_told_not_to(inference: bool) -
     run.fit(model, loader)
     assert [len(m._forward_hooks) for m in model.modules()] == hooks
     assert [float(model.model(**inputs).loss.detach()) for inputs in loader] != clean
-
-
-@pytest.mark.parametrize("checkpoints", [None, False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_without_noise_the_run_is_the_plain_one(checkpoints, precision: str) -> None:
-    """With dropout: neither the hook nor its noise touches the global generator."""
-    found = []
-    for defenses in ([], [ActivationNoise(1, 0.0), ActivationNoise(0, 0.0)]):
-        torch.manual_seed(3)
-        model = tiny_gpt2(layers=2, dropout=0.2).train()
-        if checkpoints is not None:
-            model = checkpointed(model, checkpoints)
-        if defenses:
-            defenses[1].name = "at_the_embeddings"
-        run = trainer(DefendedStrategy(defenses=defenses), max_steps=3, precision=precision)
-        run.fit(CausalLMModule(model), random_token_loader())
-        found.append([*(p.detach() for p in model.parameters()), torch.get_rng_state()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class Elsewhere(CausalLMModule):
@@ -451,43 +315,3 @@ class PerSample(Defense):
 
     def on_gradients(self, parameters, context) -> None:
         pass
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: ActivationNoise(-1, 1.0), "layer must be .* got -1"),
-        (lambda: ActivationNoise(True, 1.0), "layer must be .* got True"),
-        (lambda: ActivationNoise(1, -1.0), "sigma must be .* got -1.0"),
-        (lambda: ActivationNoise(1, math.inf), "sigma must be .* got inf"),
-        (lambda: ActivationNoise(1, 1.0, clip=0.0), "clip must be .* got 0.0"),
-        (lambda: ActivationNoise(1, 1.0, relative=True, clip=1.0), "relative=False or clip=None"),
-        (
-            lambda: DefendedStrategy("auto", [PerSample(), ActivationNoise(1, 1.0, relative=True)]),
-            "per_sample needs samples that do not influence each other. Use relative=False",
-        ),
-        (
-            lambda: DefendedStrategy("auto", [ActivationNoise(1, 1.0), PerSample()]),
-            "an empty batch.*Put 'activation_noise' behind",
-        ),
-        (lambda: ActivationNoise(1, 1.0, harden_factor=1.0), "harden_factor must be .* got 1.0"),
-        (
-            lambda: ActivationNoise(4, 1.0).before_setup(context(tiny_gpt2(layers=3))),
-            "ActivationNoise: layer=4 is out of range: the model has 3 blocks",
-        ),
-        (
-            lambda: ActivationNoise(1, 1.0).before_setup(context(nn.Linear(2, 2))),
-            "ActivationNoise: ",
-        ),
-    ],
-)
-def test_refusals(build, message: str) -> None:
-    with pytest.raises(DefenseError, match=message):
-        build()
-
-
-def test_relative_noise_on_one_token_is_refused() -> None:
-    model = tiny_gpt2(layers=2)
-    noised(model, ActivationNoise(1, 1.0, relative=True))
-    with pytest.raises(DefenseError, match="one token alone has no standard deviation"):
-        model(input_ids=torch.tensor([[5]]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fedleak.defenses import (
     DPSGD,
     DefenseError,
     DPAdamBC,
     GradientNoise,
-    ReleaseSettings,
 )
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader, trainer
 
 
@@ -145,36 +142,6 @@ def test_dpsgd_tells_it_the_noise_of_every_release_also_after_a_notch(tmp_path: 
     assert float(state["step"]) == 6
 
 
-@pytest.mark.parametrize(("trust", "share"), [("local", 1.0), ("central", 0.5)])
-def test_the_noise_of_several_clients_is_averaged_with_their_gradients(
-    trust: Any, share: float
-) -> None:
-    run = Run(DPSGD(0.3, noise_multiplier=2.0, release=ReleaseSettings(trust=trust)), clients=4)
-    draws = torch.stack([run.step(first(0), lr=0.01) for _ in range(100)])
-    [told] = set(run.defense.noise_variances(run.parameters, run.context).values())
-    assert told == pytest.approx((2.0 * share * 0.3 / 8) ** 2 / 4)
-    assert float(draws.var()) / 4 == pytest.approx(told, rel=0.1)
-
-
-def test_a_layer_that_is_frozen_later_keeps_the_noise_that_it_gets_known() -> None:
-    """Its gradient is a zero where the module does not set it to None, and noise joins it."""
-
-    class Freezes(WithAdam):
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            optimizer.zero_grad(set_to_none=False)
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            if self.trainer.global_step == 2:
-                self.frozen = self.model.transformer.wpe.weight.detach().clone()
-                self.model.transformer.wpe.requires_grad_(False)
-
-    module = Freezes()
-    _, run = fit(DPSGD(CLIP, noise_multiplier=1.0), module, max_steps=4)
-    weight = module.model.transformer.wpe.weight
-    assert float(run.optimizers[0].state[weight]["step"]) == 4
-    assert not torch.equal(weight, module.frozen)
-
-
 def test_it_refuses_to_run_without_known_noise() -> None:
     module = WithAdam()
     before = [p.detach().clone() for p in module.parameters()]
@@ -194,28 +161,3 @@ def test_it_refuses_to_run_without_known_noise() -> None:
     optimizer.set_noise({nn.Parameter(torch.ones(1)): 1.0})
     with pytest.raises(DefenseError, match="not released by DPSGD"):
         optimizer.step()
-
-
-def test_a_step_at_a_learning_rate_of_zero_creates_state_alone() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    optimizer = DPAdamBC([parameter], lr=0.0)
-    optimizer.step()
-    assert float(optimizer.state[parameter]["step"]) == 0
-    assert torch.equal(parameter, torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"lr": -1.0}, "lr must be"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be .* below 1"),
-        ({"eps": math.nan}, "eps must be"),
-        ({"floor": 0.0}, "floor must be"),
-        ({"dtype": torch.bfloat16}, "half precision|bfloat16"),
-    ],
-)
-def test_what_is_refused(settings: dict[str, Any], word: str) -> None:
-    values: Tensor = torch.ones(2, dtype=settings.pop("dtype", torch.float32))
-    with pytest.raises(DefenseError, match=word):
-        DPAdamBC([nn.Parameter(values)], **settings)

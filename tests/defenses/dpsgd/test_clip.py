@@ -153,35 +153,3 @@ def test_a_sample_that_is_not_finite_counts_as_zero(name: str, bad: float) -> No
     batch[0][2] = bad
     found = run.step(batch).double()
     torch.testing.assert_close(found, expected.sum(0) / 8, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"max_grad_norm": "flat"}, "'auto', or such numbers"),
-        ({"max_grad_norm": {}}, "'auto', or such numbers"),
-        ({"max_grad_norm": {"below": -1.0}}, "'auto', or such numbers"),
-        ({"max_grad_norm": "auto", "gamma": 0.0}, r"gamma must be a number above 0, got 0\.0"),
-        ({"max_grad_norm": {"": 1.0}, "per_layer": True}, "names layers already"),
-        ({"max_grad_norm": {"below": 1.0}}, "no norm for 'above.weight'"),
-        ({"max_grad_norm": {"": 1.0, "belov": 1.0}}, "names 'belov'"),
-    ],
-)
-def test_what_is_refused(settings: dict[str, Any], word: str) -> None:
-    with pytest.raises(DefenseError, match=word):
-        Run(DPSGD(noise_multiplier=1.0, **grouped(**settings)))
-
-
-def test_neither_norms_nor_what_is_trained_may_change_in_a_fit() -> None:
-    norms = dict(NORMS)
-    run = Run(DPSGD(norms, noise_multiplier=1.0))
-    run.step(first(4))
-    norms["below"] = 0.1  # the caller's own, which the defence must not follow unseen
-    with pytest.raises(DefenseError, match="max_grad_norm was"):
-        run.step(first(5))
-    run = Run(DPSGD("auto", noise_multiplier=1.0))
-    run.defense.gamma = 1.0
-    with pytest.raises(DefenseError, match="gamma was"):
-        run.step(first(4))
-    assert DPSGD("auto", noise_multiplier=1.0).settings()["max_grad_norm"] == "auto"
-    assert "by layers" in str(DPSGD(NORMS, noise_multiplier=1.0).settings()["max_grad_norm"])

@@ -23,8 +23,9 @@ from lightning_fedleak.defenses import (
     DefenseError,
     GradientNoise,
     ReleaseSettings,
+    noise,
 )
-from lightning_fedleak.defenses.dpsgd import correlated_noise, step
+from lightning_fedleak.defenses.dpsgd import step
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
@@ -233,15 +234,6 @@ def test_a_canary_of_other_samples_or_with_noise_is_unknown() -> None:
         run.defense.on_canary(noised, run.parameters, run.context)
 
 
-def test_a_canary_in_an_empty_batch_is_noise() -> None:
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
-    run.backward(first(0))
-    found = run.defense.on_canary(
-        CanaryGradient(torch.zeros(0, 2, 500)), run.parameters, run.context
-    )
-    assert float(found.released.std()) == pytest.approx(CLIP / 8, rel=0.15)
-
-
 # ---- accounting ------------------------------------------------------------------------------
 
 
@@ -259,12 +251,6 @@ def test_epsilon_is_that_of_the_releases(accountant: Any) -> None:
     without = DPSGD(CLIP, noise_multiplier=2.0, target_delta=1e-3, poisson_sampling=False)
     assert Run(without).loader.batch_size == 8
     assert without.privacy.sample_rate == 1.0
-
-
-def test_little_noise_is_accounted_as_none() -> None:
-    defense = DPSGD(CLIP, noise_multiplier=1e-3)
-    Run(defense).step(first(3))
-    assert defense.privacy.epsilon == math.inf
 
 
 def trainer(**settings: Any) -> SimpleNamespace:
@@ -307,24 +293,6 @@ def test_the_budget_ends_the_run_before_it_is_overdrawn() -> None:
         Run(resumed, longer).step(first(3))
 
 
-def test_on_budget_raise_does_not_stop_the_trainer() -> None:
-    root = Net()
-    root._trainer = trainer(max_steps=2)
-    defense = DPSGD(
-        CLIP,
-        target_epsilon=3.0,
-        target_delta=1e-3,
-        accountant="rdp",
-        release=ReleaseSettings(on_budget="raise"),
-    )
-    run = Run(defense, root)
-    run.step(first(3))
-    run.step(first(3))
-    assert not root._trainer.should_stop
-    with pytest.raises(BudgetSpent):
-        run.step(first(3))
-
-
 def test_a_ledger_remembers_what_a_checkpoint_forgot(tmp_path) -> None:
     ledger = tmp_path / "releases"
     defense = DPSGD(CLIP, noise_multiplier=1.0, ledger=ledger)
@@ -351,19 +319,6 @@ def test_each_client_has_a_ledger_and_their_number_stays(tmp_path) -> None:
             begun(ledger, 0, clients)
 
 
-def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> None:
-    def made(trust: Any) -> DPSGD:
-        return DPSGD(CLIP, noise_multiplier=1.0, release=ReleaseSettings(trust=trust))
-
-    central, local = made("central"), made("local")
-    Run(central, clients=4).step(first(0))
-    Run(local, clients=4).step(first(0))
-    with pytest.raises(DefenseError, match="under trust='central'"):
-        made("local").load_state_dict(central.state_dict())
-    made("central").load_state_dict(central.state_dict())
-    made("central").load_state_dict(local.state_dict())
-
-
 # ---- sampling --------------------------------------------------------------------------------
 
 
@@ -381,44 +336,6 @@ def test_batches_are_poisson_samples_that_go_on_in_the_next_loader() -> None:
 
 
 # ---- what is refused -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "neither of noise_multiplier and target_epsilon"),
-        ({"noise_multiplier": 1.0, "target_epsilon": 1.0}, "both of noise_multiplier"),
-        ({"noise_multiplier": -1.0}, r"noise_multiplier must be .* at least 0.*got -1\.0"),
-        ({"noise_multiplier": math.nan}, "noise_multiplier must be .* at least 0.*got nan"),
-        (
-            {"target_epsilon": 0.0, "target_delta": 1e-5},
-            r"epsilon must be .* above 0.*got 0\.0",
-        ),
-        (
-            {"target_epsilon": math.inf, "target_delta": 1e-5},
-            "epsilon must be .* above 0.*got inf",
-        ),
-        ({"target_epsilon": 1.0}, "means nothing without target_delta"),
-        (
-            {"target_epsilon": 1.0, "target_delta": 0.0},
-            r"delta must be .* below 1.*got 0\.0",
-        ),
-        (
-            {"noise_multiplier": 1.0, "target_delta": 1.0},
-            r"delta must be .* below 1.*got 1\.0",
-        ),
-        ({"noise_multiplier": 1.0, "max_grad_norm": 0.0}, r"max_grad_norm must be .*got 0\.0"),
-        ({"noise_multiplier": 1.0, "form": "flat"}, "form must be .*, got 'flat'"),
-        ({"noise_multiplier": 1.0, "trust": "none"}, "trust must be .*, got 'none'"),
-        ({"noise_multiplier": 1.0, "on_budget": "warn"}, "on_budget must be .*, got 'warn'"),
-        ({"noise_multiplier": 1.0, "loss": "any"}, "loss must be .*, got 'any'"),
-        ({"noise_multiplier": 1.0, "accountant": "gdp"}, "gdp"),
-        ({"target_epsilon": 1.0, "target_delta": 1e-5, "seed": 1}, "no epsilon holds"),
-    ],
-)
-def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(DefenseError, match=message):
-        DPSGD(**grouped(**{"max_grad_norm": 1.0, **settings}))
 
 
 @pytest.mark.parametrize(
@@ -474,9 +391,9 @@ def frozen() -> nn.Module:
 
 
 MODELS: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: Loose(), {}, r"'scale' belong to the LightningModule itself.*module of their own"),
-    (lambda: nn.Sequential(Loose()), {}, "'0.scale' belong to a Loose that has layers inside"),
-    (lambda: Listed(), {}, "ParameterList, which computes nothing"),
+    (lambda: Loose(), {}, r"'scale' belong to a Loose.*module of their own"),
+    (lambda: nn.Sequential(Loose()), {}, "'0.scale' belong to a Loose"),
+    (lambda: Listed(), {}, "belong to a ParameterList"),
     (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), {}, "Use GroupNorm or LayerNorm"),
     (evaluated, {}, r"eval mode.*Call `model.train\(\)`"),
     (frozen, {}, "every parameter is frozen"),
@@ -484,7 +401,7 @@ MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}, "DPMultiheadAttention"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, "`max_norm`"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, "`sparse`"),
-    (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"form": "ghost"}, "has no rule for '0'"),
+    (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"form": "ghost"}, "has no rule for clipping"),
     (
         lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
         {},
@@ -507,15 +424,6 @@ def test_models_that_are_taken_and_left_as_they_were(clipping: Any) -> None:
         run.defense.teardown()
         run.defense.teardown()
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_frozen_layers_may_be_anything() -> None:
-    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    model[0].requires_grad_(False)
-    model[1].requires_grad_(False).eval()
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0), model)
-    expected = clipped(run.one_by_one(first(4))).sum(0) / 8
-    torch.testing.assert_close(run.step(first(4)), expected)
 
 
 def test_it_must_come_before_what_acts_on_gradients() -> None:
@@ -543,7 +451,7 @@ def test_a_batch_whose_samples_cannot_be_counted(batch: Any, message: str) -> No
 
 
 def test_a_loader_that_cannot_be_sampled() -> None:
-    with pytest.raises(DefenseError, match="needs a torch DataLoader, got list"):
+    with pytest.raises(DefenseError, match="a list is no torch DataLoader"):
         Run(DPSGD(CLIP, noise_multiplier=1.0), loader=[1, 2])
 
 
@@ -585,65 +493,21 @@ def test_a_layer_that_comes_later_is_noticed() -> None:
 def test_a_canary_among_several_processes_is_unknown() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=1))
     run.backward(first(3))
-    run.defense._in_fit()._team.size = 2
+    run.defense._fit_step._team.size = 2
     with pytest.raises(DefenseError, match="use client='rank', or one process"):
         run.defense.on_canary(CanaryGradient(torch.ones(3, 1, 2)), run.parameters, run.context)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, recurrent: nn.Module, width: int = 8) -> None:
-        super().__init__()
-        with own_rng(0):
-            self.below, self.above = nn.Linear(6, 8), nn.Linear(width, 3)
-        self.recurrent = recurrent
-
-    def forward(self, x: Tensor) -> Tensor:
-        sequence = x[:, None] * torch.arange(1, 5)[:, None] / 4
-        return self.above(self.recurrent(self.below(sequence))[0].mean(1))
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize("form", ["auto", "per_sample"])
-def test_recurrent_layers_of_opacus_stand_in_for_those_of_torch(kind: str, form: Any) -> None:
-    layers = pytest.importorskip("opacus.layers")
-    sizes = {"batch_first": True, "num_layers": 2, "bidirectional": True}
-    with own_rng(1):
-        plain = getattr(nn, kind)(8, 8, **sizes)
-    ours = getattr(layers, f"DP{kind}")(8, 8, **sizes)
-    ours.load_state_dict(plain.state_dict())
-    x = first(5)[0]
-    torch.testing.assert_close(Recurrent(ours, 16)(x), Recurrent(plain, 16)(x))
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clip=ClipSettings(form=form)), Recurrent(ours, 16))
-    expected = clipped(run.one_by_one(first(5))).sum(0) / 8
-    torch.testing.assert_close(run.step(first(5)), expected, rtol=1e-4, atol=1e-7)
-    with pytest.raises(DefenseError, match=f"use opacus.layers.DP{kind}, which takes its state"):
-        Run(DPSGD(CLIP, noise_multiplier=0.0), Recurrent(plain, 16))
 
 
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
-    real = correlated_noise.add_standard_normal
+    real = noise.add_standard_normal
     weak: Any = lambda key, onto, scale: real(key, onto, 0.9 * scale)  # noqa: E731
-    monkeypatch.setattr(correlated_noise, "add_standard_normal", weak)
+    monkeypatch.setattr(noise, "add_standard_normal", weak)
     with pytest.raises(
         DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
     ):
         run.step(first(0))
-
-
-def test_weights_that_do_not_move_are_noticed() -> None:
-    root = Net()
-    optimizer = torch.optim.SGD(root.parameters(), lr=0.0)
-    root._trainer = trainer(optimizers=[optimizer])
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
-    for _ in range(5):
-        run.step(first(3), lr=0.0)
-    optimizer.param_groups[0]["lr"] = 0.1
-    for _ in range(2):
-        run.step(first(3), lr=0.0)
-    with pytest.raises(DefenseError, match="weights did not move in 3 steps"):
-        run.step(first(3), lr=0.0)
 
 
 def test_several_loaders_at_once_are_refused() -> None:

@@ -63,14 +63,6 @@ def test_a_finite_gradient_of_an_infinite_norm_counts_as_zero() -> None:
     torch.testing.assert_close(run.release(), expected, rtol=1e-5, atol=1e-8)
 
 
-def test_a_batch_of_broken_samples_releases_noise_alone() -> None:
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0))
-    x, y = first(3)
-    assert not bool(run.step([x * math.nan, y]).any())
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
-    assert bool(run.step([x * math.nan, y]).isfinite().all())
-
-
 def spoils(model: nn.Module, sample: int) -> Any:
     """Lets one sample's numbers be NaN behind the first layer of words."""
 
@@ -154,17 +146,6 @@ def test_a_look_that_a_broken_sample_hides_is_taken_later(monkeypatch: pytest.Mo
     with pytest.raises(Exception, match="is not the sum of what its layer was seen to add"):
         run.step(first(5))
     assert run.defense.releases == 1
-
-
-def test_samples_that_mix_are_found_beside_a_broken_one() -> None:
-    class Mixing(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.below(x))
-            return self.above(h - h[torch.arange(len(h)) != BROKEN].mean(0))
-
-    run = Run(noisy(), Mixing())
-    with pytest.raises(Exception, match="belong to other samples"):
-        run.step(spoilt(math.nan))
 
 
 # ---- refusals that one example's content could provoke -------------------------------------------

@@ -17,6 +17,7 @@ from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
+from lightning_fedleak.defenses.noise import ReleaseNoise
 
 
 def sampled(
@@ -38,6 +39,7 @@ def sampled(
         context,
         Draws(bytes(32), client),
         by_chance=poisson,
+        noise=ReleaseNoise(),
         release=ReleaseSettings(),
     )
 
@@ -161,6 +163,7 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
         context,
         Draws(bytes(32)),
         by_chance=True,
+        noise=ReleaseNoise(),
         release=ReleaseSettings(),
         users=Users([row // 2 for row in range(len(dataset))]),  # type: ignore[arg-type]
     )
@@ -216,7 +219,9 @@ def test_a_public_length_decides_rate_steps_and_mean_size_in_place_of_the_length
         )
         loader = DataLoader(Rows(torch.arange(length)), batch_size=8, shuffle=True)
         draws = Draws(bytes(32))
-        return sampling_of(loader, context, draws, by_chance=True, release=ReleaseSettings())
+        return sampling_of(
+            loader, context, draws, by_chance=True, noise=ReleaseNoise(), release=ReleaseSettings()
+        )
 
     one, more = draw(120), draw(121)
     for sampling in (one, more):

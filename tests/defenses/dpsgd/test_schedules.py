@@ -16,7 +16,6 @@ from lightning_fedleak.defenses import (
     QuantileClip,
     ReleaseSettings,
     Schedule,
-    Users,
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first, trainer
@@ -79,17 +78,6 @@ def test_a_target_is_met_by_the_whole_plan(accountant: str) -> None:
     assert defense.privacy.epsilon == pytest.approx(epsilon, rel=1e-6)
 
 
-def test_the_noise_that_is_added_is_the_planned_one() -> None:
-    defense = scheduled([1.0, 3.0])
-    run = run_of(defense, 2)
-    sizes = []
-    for _ in range(2):
-        run.backward(first(1))
-        exact = clipped(run.one_by_one(first(1))).sum(0) / 8
-        sizes.append(float((run.release() - exact).std()) * 8 / CLIP)
-    assert sizes == pytest.approx([1.0, 3.0], rel=0.25)  # of 83 numbers
-
-
 def test_the_clip_norm_follows_its_plan_at_no_cost() -> None:
     plan = [1.0, 0.5, 0.1]
     defense = scheduled(clip=plan, noise_multiplier=0.0)
@@ -122,17 +110,6 @@ def test_a_resumed_run_goes_on_with_its_plan() -> None:
         other.load_state_dict(first_half.state_dict())
 
 
-def test_a_plan_is_for_the_steps_of_the_run_that_releases() -> None:
-    defense = scheduled([1.0, 0.5])
-    run_of(defense, 2)  # which ends before its first step
-    run = run_of(defense, 4)
-    noises = []
-    for _ in range(4):
-        noises.append(defense.noise_multiplier_now)
-        run.step(first(3))
-    assert noises == [1.0, 1.0, 0.5, 0.5]
-
-
 # ---- quantiles ----------------------------------------------------------------------------------
 
 
@@ -155,7 +132,7 @@ def test_the_norm_comes_to_the_quantile() -> None:
     for _ in range(300):
         run.step(first(8), lr=0.0)
     norms = rows.norm(dim=1).sort().values
-    clip = defense._in_fit().clip.sensitivity
+    clip = defense._fit_step.clip.sensitivity
     assert float(norms[3]) * 0.95 <= clip <= float(norms[4]) * 1.05
 
 
@@ -166,12 +143,12 @@ def test_sum_and_count_together_cost_what_the_noise_multiplier_says() -> None:
     run = run_of(defense)
     gradients, logs = [], []
     for _ in range(150):
-        before = defense._in_fit().clip.sensitivity
+        before = defense._fit_step.clip.sensitivity
         run.backward(first(2))
         exact = clipped(run.one_by_one(first(2)), before).sum(0) / 8
         halves = float(torch.where(run.one_by_one(first(2)).norm(dim=1) <= before, 0.5, -0.5).sum())
         gradients.append((run.release() - exact) * 8 / before)
-        after = defense._in_fit().clip.sensitivity
+        after = defense._fit_step.clip.sensitivity
         logs.append((-math.log(after / before) / 0.3 + 0.5 - 0.5) * 8 - halves)
     of_sum, of_count = float(torch.cat(gradients).std()), float(np.std(logs))
     assert of_sum == pytest.approx((z**-2 - (2 * count) ** -2) ** -0.5, rel=0.02)
@@ -186,7 +163,7 @@ def test_one_sample_moves_the_count_by_a_half() -> None:
     for samples in (8, 9):
         run = run_of(following(0.0))
         run.backward(first(samples))
-        counts.append(float(run.defense._in_fit().clipped(run.parameters, run.context).halves()))
+        counts.append(float(run.defense._fit_step.clipped(run.parameters, run.context).halves()))
     assert abs(counts[1] - counts[0]) == 0.5
 
 
@@ -194,57 +171,15 @@ def test_the_norm_of_a_quantile_goes_on_after_a_resume() -> None:
     defense = following()
     run = run_of(defense)
     run.step(first(4))
-    clip = defense._in_fit().clip.sensitivity
+    clip = defense._fit_step.clip.sensitivity
     assert clip != CLIP
     again = following()
     again.load_state_dict(defense.state_dict())
     run_of(again)
-    assert again._in_fit().clip.sensitivity == clip
+    assert again._fit_step.clip.sensitivity == clip
 
 
 BANDED = {"mechanism": "banded", "bands": 2}
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"release": ReleaseSettings(noise_schedule=[1, 2], **BANDED)}, "one clip norm"),
-        ({"release": ReleaseSettings(**BANDED), "clip": ClipSettings(schedule=[1])}, "one clip"),
-        (
-            {"release": ReleaseSettings(**BANDED), "clip": ClipSettings(quantile=QuantileClip())},
-            "one clip norm",
-        ),
-        (
-            {
-                "release": ReleaseSettings(noise_schedule=[1, 2]),
-                "accountant": "filter",
-                "target_epsilon": 3.0,
-            },
-            "for noise that is not",
-        ),
-        ({"release": ReleaseSettings(noise_schedule=range(1, 99))}, "98 different factors"),
-        ({"clip": ClipSettings(schedule=[1], quantile=QuantileClip())}, "both change"),
-        ({"clip": ClipSettings(schedule=[1]), "max_grad_norm": "auto"}, "has no clip norm"),
-        ({"clip": ClipSettings(quantile=QuantileClip(), per_layer=True)}, "whole gradients"),
-        (
-            {
-                "clip": ClipSettings(quantile=QuantileClip()),
-                "release": ReleaseSettings(trust="central"),
-            },
-            "shares of one noise",
-        ),
-        ({"release": ReleaseSettings("central", noise_schedule=[1, 2])}, "shares of one noise"),
-        (
-            {"clip": ClipSettings(schedule=[1]), "release": ReleaseSettings(trust="central")},
-            "shares of one noise",
-        ),
-        ({"clip": ClipSettings(quantile=QuantileClip()), "unit": Users("u")}, "counts examples"),
-    ],
-)
-def test_what_does_not_hold_together_is_refused(settings: dict[str, Any], match: str) -> None:
-    defaults = {"max_grad_norm": CLIP, "noise_multiplier": 1.0, "target_delta": 1e-3}
-    with pytest.raises(DefenseError, match=match):
-        DPSGD(**defaults | settings)
 
 
 def test_bad_factors_and_a_count_that_costs_too_much_are_refused() -> None:

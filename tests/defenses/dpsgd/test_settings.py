@@ -15,21 +15,17 @@ from lightning_fedleak.defenses import (
     ReleaseSettings,
     Users,
 )
+from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 
 KEYS = [row // 2 for row in range(40)]
+
+LABS = "lightning_fedleak.labs.correlated_noise.CorrelatedNoise"
+BANDED: Any = {"kind": "banded", "bands": 4}
 
 
 def spelled(defense: DPSGD) -> dict[str, Any]:
     known = {"_noise", "_budget", "_team"}
     return {name: value for name, value in vars(defense).items() if name not in known}
-
-
-def test_what_hardens_is_passed_on() -> None:
-    budget: Any = {"target_epsilon": 50.0, "target_delta": 1e-3, "accountant": "filter"}
-    release = ReleaseSettings(harden_factor=3.0, max_hardenings=1)
-    defense = DPSGD(1.0, noise_multiplier=6.0, release=release, **budget)
-    assert defense.harden() == "dpsgd: noise multiplier 6 -> 18"
-    assert defense.harden() is None
 
 
 @pytest.mark.parametrize(
@@ -40,8 +36,8 @@ def test_what_hardens_is_passed_on() -> None:
             {"poisson_sampling": False, "clip": ClipSettings("ghost")},
         ),
         (
-            {"release": {"mechanism": "banded", "bands": 4}},
-            {"release": ReleaseSettings("local", "banded", 4)},
+            {"release": {"mechanism": {"class_path": LABS, "init_args": BANDED}}},
+            {"release": ReleaseSettings("local", CorrelatedNoise(**BANDED))},
         ),
         ({"unit": {"group_by": "customer"}}, {"unit": Users("customer")}),
         ({"clip": {"form": "ghost"}}, {"clip": ClipSettings("ghost")}),
@@ -70,8 +66,3 @@ def test_a_config_has_the_settings_in_groups(settings: Any, new: Any) -> None:
 def test_what_is_refused(settings: Any, message: str) -> None:
     with pytest.raises(DefenseError, match=message):
         DPSGD(1.0, noise_multiplier=1.0, **settings)
-
-
-def test_an_argument_that_never_was_is_none() -> None:
-    with pytest.raises(TypeError, match="batches"):
-        DPSGD(1.0, noise_multiplier=1.0, batches=3)

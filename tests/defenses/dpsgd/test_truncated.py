@@ -10,7 +10,6 @@ import pytest
 import scipy.stats
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -19,7 +18,6 @@ from lightning_fedleak.defenses import (
     DefenseError,
     QuantileClip,
     ReleaseSettings,
-    Users,
 )
 from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
@@ -92,29 +90,12 @@ def test_all_ways_to_clip_leave_them_out(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(*updates, rtol=1e-5, atol=1e-8)
 
 
-def test_a_row_that_is_not_finite_counts_as_zero_and_its_copies_too() -> None:
-    run = Pieces(truncated(5))
-    batch = [value.clone() for value in first(6)]
-    batch[0][2] = torch.inf
-    others = [value[[0, 1, 3, 4, 5]] for value in batch]
-    expected = clipped(run.one_by_one(others)).sum(0) / 8
-    run.backward(batch)
-    torch.testing.assert_close(run.release(), expected, rtol=1e-5, atol=1e-8)
-
-
 def test_an_example_that_takes_a_place_moves_the_sum_by_twice_the_clip() -> None:
     batch = first(MOST)
     other = [value.clone() for value in batch]
     other[0][3] *= -1e3
     a, b = (Pieces(truncated()).step(rows) for rows in (batch, other))
     assert CLIP < float(8 * (a - b).norm()) <= 2 * CLIP * (1 + 1e-6)
-
-
-def test_the_noise_is_the_same_and_an_empty_batch_is_a_release() -> None:
-    run = Pieces(truncated(noise_multiplier=2.0))
-    noise = torch.cat([run.step(emptied(), lr=0.0) for _ in range(40)])
-    assert float(noise.std()) * 8 / CLIP == pytest.approx(2.0, rel=0.05)
-    assert run.sizes == [MOST] * 40
 
 
 def test_the_count_below_the_clip_norm_is_of_real_rows() -> None:
@@ -125,7 +106,7 @@ def test_the_count_below_the_clip_norm_is_of_real_rows() -> None:
         run.backward(first(samples))
         norms = run.one_by_one(first(samples)).norm(dim=1) if samples else torch.zeros(0)
         expected = float(torch.where(norms <= CLIP, 0.5, -0.5).sum())
-        step = run.defense._in_fit()
+        step = run.defense._fit_step
         assert float(step.clipped(run.parameters, run.context).halves()) == expected
         halves.append(expected)
     assert abs(halves[0] - halves[1]) == 0.5
@@ -140,22 +121,6 @@ def test_a_canary_of_the_real_rows_is_clipped_with_them(most: int | None) -> Non
         canary = CanaryGradient(torch.ones(6, 2, 3) / 6)
         released.append(defense.on_canary(canary, run.parameters, run.context).samples)
     torch.testing.assert_close(*released, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_one_shape_is_compiled_once(fixed: bool) -> None:
-    compiled: list[Any] = []
-    root = Net()
-    root.compile(backend=lambda graph, _: compiled.append(graph) or graph)
-    release = ReleaseSettings(truncated_batch_size=MOST if fixed else None)
-    run = Pieces(DPSGD(CLIP, 0.0, release=release), root=root)
-    counts = []
-    for samples in (6, 1, 9, 3):
-        run.step(first(samples))
-        counts.append(len(compiled))
-    run.defense.teardown()
-    assert counts[0] > 0
-    assert (counts[-1] == counts[0]) == fixed
 
 
 # ---- the account --------------------------------------------------------------------------------
@@ -222,34 +187,6 @@ def test_a_resumed_run_draws_as_before_or_is_refused(tmp_path: Path) -> None:
     mixed.load_state_dict(plain.state_dict())
     with pytest.raises(DefenseError, match="drawn by"):
         Pieces(mixed)
-
-
-def test_a_ledger_is_of_one_way_to_draw(tmp_path: Path) -> None:
-    ledger = tmp_path / "ledger"
-    settings = {"noise_multiplier": 1.0, "accountant": "rdp", "ledger": ledger}
-    Pieces(truncated(**settings)).step(first(6))
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.at-most-14-of-41"]
-    again = Pieces(truncated(**settings))
-    assert again.defense.accountant.steps == 1
-    assert again.defense.privacy.epsilon > 0
-    with pytest.raises(DefenseError, match="batches drawn otherwise"):
-        Pieces(DPSGD(CLIP, 1.0, ledger=ledger))
-    fewer = DataLoader(Subset(data(), range(20)), batch_size=4)
-    with pytest.raises(DefenseError, match="batches drawn otherwise"):
-        Pieces(truncated(**settings), loader=fewer)
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"unit": Users("u")}, "different numbers of rows"),
-        ({"poisson_sampling": False}, "have one size"),
-        ({"release": {"mechanism": "banded", "bands": 2}}, "takes another's place"),
-    ],
-)
-def test_what_is_not_accounted_is_refused(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(DefenseError, match=match):
-        truncated(**settings)
 
 
 def test_fewer_rows_than_are_expected_are_refused() -> None:

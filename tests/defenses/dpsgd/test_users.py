@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,14 @@ import pytest
 import scipy.stats
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fedleak.defenses import (
     DPSGD,
-    CanaryGradient,
     DefenseError,
     mean_of_sample_means,
 )
-from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, UserBatchSampler
-from lightning_fedleak.defenses.dpsgd.sampling import poisson_loader
 from lightning_fedleak.defenses.dpsgd.users import rows_by_user
 from tests.defenses.dpsgd.test_clip import GROUPS, split
 from tests.defenses.dpsgd.test_dpsgd import CLIP, data
@@ -106,9 +103,6 @@ def test_whose_a_row_is_is_told_by_a_column_a_function_or_keys(kind: Any, group_
 @pytest.mark.parametrize(
     ("dataset", "group_by", "word"),
     [
-        (Keyed(), "client", "row 0 has no column 'client'.*'customer'"),
-        (Columns(), "client", "the dataset has no column 'client'.*'customer'"),
-        (data(), "client", "no column 'client'"),
         (Keyed([*"ab", None, "c"]), "customer", "row 2 has no 'customer'"),
         (Keyed([*"ab", ""]), "customer", "row 2 has no 'customer'"),
         (Keyed([1.0, math.nan]), lambda e: e["customer"], r"row 1 has no key \(group_by\)"),
@@ -132,11 +126,6 @@ def test_a_row_that_is_nobodys_is_refused_with_the_columns_name(
 ) -> None:
     with pytest.raises(DefenseError, match=word):
         rows_by_user(dataset, group_by)
-
-
-def test_keys_of_several_parts_are_compared_by_their_values() -> None:
-    keys = [("de", torch.tensor(3)), ("de", torch.tensor(3)), ("fr", np.int64(3)), ("de", 3)]
-    assert [*rows_by_user([*range(4)], keys).values()] == [[0, 1, 3], [2]]
 
 
 @pytest.mark.parametrize("most", [None, 12, 4, 1])
@@ -218,29 +207,6 @@ def test_a_row_that_is_not_finite_takes_its_user_out_and_no_other(most: int) -> 
     torch.testing.assert_close(run.step(batch).double(), expected.sum(0) / 8, rtol=1e-5, atol=1e-8)
 
 
-def test_one_user_with_many_rows_takes_no_room_for_others() -> None:
-    """Rows and embeddings of 60 users of one row are not padded to the 64 rows of another."""
-    seen: list[int] = []
-    plain = per_sample.squared_norms
-
-    def norms(parts: Any) -> Tensor:
-        seen.append(sum(value.shape[:2].numel() for value in vars(parts[0]).values()))
-        return plain(parts)
-
-    with own_rng(1):
-        part = per_sample.Outer(torch.randn(124, 2, 300), torch.randn(124, 2, 300))
-    rows, weights = [64, *[1] * 60], torch.rand(124)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(per_sample, "squared_norms", norms)
-        found = per_sample.squared_norms_of_users(
-            [part], weights, rows, torch.Size((300, 300)), "ghost"
-        )
-    assert sum(seen) <= 2 * 2 * 2 * 124
-    each = torch.einsum("bti,btj,b->bij", part.left, part.right, weights).split(rows)
-    expected = torch.stack([g.sum(0).square().sum() for g in each])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_releases_of_examples_and_of_users_are_not_added_up(tmp_path: Path) -> None:
     """Their rates may be alike, and one epsilon would be told for both."""
     settings: Any = {"noise_multiplier": 1.0, "accountant": "rdp", "target_delta": 1e-3}
@@ -280,81 +246,13 @@ def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:
         assert all(whose[k] == min(3, KEYS.count(k)) for k in whose)
         inside.update(sampler.draw(step))
         rows.update(row for row in chosen if KEYS[row] == "a")
-        assert sampler.claim_users(len(chosen)) == [*whose.values()]
+        sampler._sizes = deque([len(chosen)])
+        assert sampler.claim(len(chosen), 0) == [*whose.values()]
     for user in range(15):
         assert scipy.stats.binomtest(inside[user], 4000, 0.3).pvalue > 1e-4
     assert len(rows) == KEYS.count("a") == 9
     for count in rows.values():
         assert scipy.stats.binomtest(count, 4000, 0.3 * 3 / 9).pvalue > 1e-4
-
-
-def test_processes_share_users_not_rows() -> None:
-    dataset, seen = data(), []
-    users = [*rows_by_user(dataset, KEYS).values()]
-    for rank in range(2):
-        split_ = DistributedSampler(dataset, 2, rank, shuffle=False)
-        loader: Any = poisson_loader(
-            DataLoader(dataset, 4, sampler=split_),
-            1.0,
-            Draws(b"e" * 32, rank),
-            clients=2,
-            users=users,
-        )
-        seen.append({KEYS[row] for row in loader.batch_sampler.rows(0)})
-    assert not seen[0] & seen[1]
-    assert seen[0] | seen[1] == set(KEYS)
-
-
-def test_epsilon_is_that_of_users() -> None:
-    defense = by_user(noise_multiplier=2.0, accountant="rdp")
-    run = Pieces(defense, loader=DataLoader(data(), batch_size=3))
-    batch, _ = drawn(run)
-    run.step(batch)
-    assert defense.privacy.sample_rate == 3 / 15
-    assert defense.privacy.delta == pytest.approx(0.1 / 15)
-    assert "one user with all of their rows" in defense.guarantee
-    assert defense.settings()["unit"] == "user"
-    assert "one example added or removed" in DPSGD(1.0, noise_multiplier=1.0).guarantee
-    with pytest.raises(DefenseError, match=r"below 1 / 15"):
-        Pieces(by_user(noise_multiplier=2.0, target_delta=1 / 12))
-
-
-def test_the_noise_is_that_of_one_user() -> None:
-    run = Pieces(by_user(noise_multiplier=1.5))
-    residues = []
-    for _ in range(60):
-        batch, rows = drawn(run)
-        clean = brute(run, batch, rows).sum(0)
-        residues.append((8 * run.step(batch, lr=1e-3) - clean) / (1.5 * CLIP))
-    noise = torch.cat(residues)
-    low, high = scipy.stats.chi2.ppf([1e-4, 1 - 1e-4], noise.numel())
-    assert low < float(noise.square().sum()) < high
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"poisson_sampling": False}, "users are drawn by chance"),
-        ({"rows_per_user": 0}, "rows_per_user must be .*, got 0"),
-        ({"group_by": "customer"}, "no column 'customer'"),
-    ],
-)
-def test_what_is_refused(settings: dict[str, Any], word: str) -> None:
-    with pytest.raises(DefenseError, match=word):
-        Pieces(by_user(**settings))
-
-
-def test_rows_of_another_batch_and_canaries_are_refused() -> None:
-    run = Pieces(by_user())
-    batch, _ = drawn(run)
-    with pytest.raises(DefenseError, match=r"whose rows they are is not known|made none of that"):
-        run.step([value[1:] for value in batch])
-    run = Pieces(by_user())
-    batch, rows = drawn(run)
-    run.backward(batch)
-    canary = CanaryGradient(torch.ones(len(rows), 1, 2))
-    with pytest.raises(DefenseError, match="a canary is one row"):
-        run.defense.on_canary(canary, run.parameters, run.context)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +13,13 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses import (
     BatchForm,
-    Defense,
     DefenseContext,
     DefenseError,
-    LDPProtocol,
     TokenLDP,
 )
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
@@ -34,7 +30,6 @@ from tests.defenses.token_ldp.ldpy_clients import reference_sample
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import (
     VOCAB,
-    tiny_bert_classifier,
     tiny_bert_mlm,
     tiny_gpt2,
     tiny_t5,
@@ -164,13 +159,6 @@ def test_it_draws_from_the_law_of_the_reference(gpt2: nn.Module) -> None:
             assert torch.equal(defense.on_batch(ids, context(gpt2)), drawn)
 
 
-def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:
-    defense = TokenLDP("grr", 4.0, seed=0)
-    defended(defense, gpt2, rows(2, 5))
-    assert defense.guarantee.startswith("none")
-    assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
-
-
 def test_special_tokens_stay_and_none_comes_in(gpt2: nn.Module) -> None:
     ids = rows(300, 8)
     ids[:, 0], ids[:, -1] = 1, 2
@@ -257,16 +245,6 @@ def test_whatever_the_batch_holds(
     assert new["input_ids"].dtype == new["labels"].dtype == dtype
 
 
-def test_original_labels_are_warned_about(gpt2: nn.Module) -> None:
-    ids = rows(4, 6)
-    with pytest.warns(UserWarning, match="voids the guarantee"):
-        defense = TokenLDP("grr", 1.0, labels="original")
-    new = defended(defense, gpt2, {"input_ids": ids, "labels": ids})
-    assert new["labels"] is ids
-    assert defense.guarantee.startswith("none")
-    assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
-
-
 def test_masked_words_have_one_replacement() -> None:
     ids = rows(400, 8, seed=2).clamp(min=5)
     chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.4
@@ -311,18 +289,6 @@ def test_both_texts_of_an_encoder_decoder() -> None:
         defense.on_batch({**batch, "decoder_input_ids": target}, context(tiny_t5()))
 
 
-def test_classes_are_not_covered_and_said_so() -> None:
-    ids, classes = rows(5, 6), torch.tensor([0, 1, 2, 0, 1])
-    model = tiny_bert_classifier()
-    with pytest.raises(DefenseError, match="special_ids must be given for a classifier"):
-        defended(TokenLDP("grr", 1.0), model, {"input_ids": ids, "labels": classes})
-    defense = TokenLDP("grr", 1.0, special_ids=[])
-    new = defended(defense, model, {"input_ids": ids, "labels": classes})
-    assert new["labels"] is classes
-    assert not torch.equal(new["input_ids"], ids)
-    assert "Not covered: labels of a classifier" in defense.guarantee
-
-
 def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
     ids = rows(6, 8)
     where = context(gpt2)
@@ -341,58 +307,6 @@ def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
         assert not torch.equal(defense.on_batch(ids, context(gpt2, **fields)), first)
     assert defense.releases_per_example == 1
     assert defense.epsilon_spent == defense.epsilon_per_sequence == 40.0
-
-
-def test_equal_rows_are_told_apart_by_example_ids(gpt2: nn.Module) -> None:
-    ids = rows(1, 40).expand(2, 40)
-    assert torch.equal(*defended(TokenLDP("grr", 40.0), gpt2, ids))
-    defense = TokenLDP("grr", 40.0, form=BatchForm(example_ids="idx"))
-    batch = {"input_ids": ids, "idx": torch.tensor([5, 6])}
-    new = defended(defense, gpt2, batch)
-    assert not torch.equal(*new["input_ids"])
-    swapped = {"input_ids": ids, "idx": torch.tensor([6, 5])}
-    again = defense.on_batch(swapped, context(gpt2))
-    assert torch.equal(again["input_ids"], new["input_ids"].flip(0))
-    with pytest.raises(DefenseError, match="must name a field with one integer for each of"):
-        defense.on_batch({"input_ids": ids, "idx": torch.tensor([5])}, context(gpt2))
-
-
-def test_without_memoisation_releases_are_counted(gpt2: nn.Module) -> None:
-    ids, where = rows(4, 10), context(gpt2)
-    defense = TokenLDP("grr", 3.0, "token", memoize=False)
-    defense.before_setup(where)
-    assert defense.epsilon_spent == 0.0
-    seen = [defense.on_batch(ids, where) for _ in range(3)]
-    seen.append(defense.on_batch(ids[:1], where))
-    assert not torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[1], seen[2])
-    assert defense.releases_per_example == 4
-    assert defense.longest == 10
-    assert defense.epsilon_per_sequence == 30.0
-    assert defense.epsilon_spent == 120.0
-    assert "epsilons add up" in defense.guarantee
-
-
-def test_a_resumed_fit_neither_replays_nor_forgets(gpt2: nn.Module) -> None:
-    ids = rows(4, 10)
-    for memoize in (True, False):
-        first = TokenLDP("grr", 30.0, memoize=memoize)
-        before = defended(first, gpt2, ids)
-        state = first.state_dict()
-        assert all(isinstance(v, int | float) for v in state.values())
-        second = TokenLDP("grr", 30.0, memoize=memoize)
-        second.load_state_dict(state)
-        after = defended(second, gpt2, ids, entropy=b"g" * 32)
-        assert not torch.equal(before, after)
-        assert second.releases_per_example == 2
-        assert second.batches == 2
-        # In one process, with or without a checkpoint.
-        first.teardown()
-        first.teardown()
-        first.load_state_dict(state)
-        defended(first, gpt2, ids, entropy=b"h" * 32)
-        assert first.releases_per_example == 2
-        assert first.epsilon_spent == 60.0
 
 
 def test_processes_of_one_client_draw_apart_unless_they_share_data(gpt2: nn.Module) -> None:
@@ -461,93 +375,6 @@ def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
         defended(TokenLDP("grr", 1.0), gpt2, batch)
     new = defended(TokenLDP("grr", 1.0, form=BatchForm(public_fields=["text"])), gpt2, batch)
     assert new["text"] is batch["text"]
-
-
-def grouped(**arguments: Any) -> TokenLDP:
-    """Return the defence, with the settings in their groups."""
-    for name, group in {"protocol": LDPProtocol, "form": BatchForm}.items():
-        names = {one.name for one in dataclasses.fields(group)} & arguments.keys()
-        arguments[name] = group(**{one: arguments.pop(one) for one in names})
-    return TokenLDP(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"epsilon": 0.0}, "epsilon must be a number above 0, got 0.0"),
-        ({"epsilon": math.inf}, "epsilon must be a number above 0, got inf"),
-        ({"mechanism": "laplace"}, "mechanism must be 'grr' or .* got 'laplace'"),
-        ({"per": "word"}, "per must be 'token' or 'sequence', got 'word'"),
-        ({"labels": "none"}, "labels must be 'replaced' or 'original', got 'none'"),
-        ({"kind": "gpt"}, "kind must be 'causal' or .* got 'gpt'"),
-        ({"domain": "words"}, "domain='words' must be 'vocabulary', 'batch' or the ids"),
-        ({"domain": "ids of a public set"}, "must be 'vocabulary', 'batch' or the ids"),
-        ({"domain": [3, 3, 4]}, "each once"),
-        ({"domain": [-1, 4]}, "at least 0"),
-        ({"domain": []}, "a list of token ids"),
-        ({"domain": "batch", "memoize": True}, "memoize=True cannot hold with domain='batch'"),
-        ({"domain": "batch", "mechanism": "dbitflip", "buckets": 4}, "need a fixed domain"),
-        ({"decode": "first"}, "decode must be 'uniform', got 'first'"),
-        (
-            {"mechanism": "dbitflip", "buckets": 4, "bits": 5},
-            "bits must be an integer from 1 to 4, got 5",
-        ),
-        ({"batch_writer": shifted_writer}, "belong together"),
-    ],
-)
-def test_settings_out_of_range(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(DefenseError, match=message):
-        grouped(**{"mechanism": "grr", "epsilon": 1.0, **arguments})
-
-
-def test_a_config_has_the_protocol_in_a_group() -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--defense", type=Defense)
-    arguments = {"mechanism": "rappor", "epsilon": 1.0, "protocol": {"decode": "first"}}
-    path = "lightning_fedleak.defenses.TokenLDP"
-    config = {"defense": {"class_path": path, "init_args": arguments}}
-    defense = parser.instantiate_classes(parser.parse_object(config)).defense
-    assert defense._settings == ("first", None, None)
-
-
-def test_models_that_do_not_fit_are_refused(gpt2: nn.Module) -> None:
-    where = context(gpt2)
-    for arguments, message in (
-        ({"domain": [5, VOCAB]}, f"the id {VOCAB}, but the model has {VOCAB} words"),
-        ({"domain": [1, 2, 5]}, "1 ids that are not special and needs at least 2"),
-        (
-            {"mechanism": "dbitflip", "buckets": VOCAB},
-            "buckets must be an integer from 2 to .*, got 97",
-        ),
-    ):
-        with pytest.raises(DefenseError, match=message):
-            TokenLDP(**{"mechanism": "grr", "epsilon": 1.0, **arguments}).before_setup(where)
-    with pytest.raises(DefenseError, match="keep_special=False would randomise mask"):
-        TokenLDP("grr", 1.0, protocol=LDPProtocol(keep_special=False)).before_setup(
-            context(tiny_bert_mlm())
-        )
-    with pytest.raises(DefenseError, match="special_ids must be given for a masked"):
-        TokenLDP("grr", 1.0).before_setup(context(tiny_bert_mlm()))
-    with pytest.raises(DefenseError, match="the model could not be read"):
-        TokenLDP("grr", 1.0).before_setup(context(nn.Linear(2, 2)))
-    given_all = TokenLDP(
-        "grr", 1.0, domain=range(50), special_ids=[0], form=BatchForm(kind="causal")
-    )
-    assert defended(given_all, nn.Linear(2, 2), rows(2, 4)).shape == (2, 4)
-    with pytest.raises(DefenseError, match="outside of the model's 97 words"):
-        defended(TokenLDP("grr", 1.0), gpt2, torch.tensor([[5, VOCAB]]))
-    with pytest.raises(DefenseError, match="the batch cannot be read"):
-        defended(TokenLDP("grr", 1.0), gpt2, {"ids": rows(2, 4)})
-
-
-def test_a_few_bits_of_a_few_buckets(gpt2: nn.Module) -> None:
-    ids = rows(4000, 3)
-    for settings_of in ({"bits": 16}, {"buckets": 10}, {"buckets": 10, "bits": 3}):
-        defense = TokenLDP("dbitflip", 6.0, "token", memoize=False, **settings_of)
-        kept = float((defended(defense, gpt2, ids) == ids).double().mean())
-        law = Randomizer.with_defaults("dbitflip", VOCAB - 3, None, **settings_of).law(6.0)
-        expected = float(law.diagonal().mean())
-        assert kept == pytest.approx(expected, abs=5 * math.sqrt(expected / ids.numel()))
 
 
 def test_no_words_no_draws(gpt2: nn.Module) -> None:
@@ -621,14 +448,6 @@ def test_in_a_fit_the_module_sees_other_words_and_callbacks_the_truth() -> None:
         assert torch.equal(one, other)
     other, _, _ = fit(TokenLDP("rappor", 60.0, seed=8))
     assert not torch.equal(module.seen[0]["input_ids"], other.seen[0]["input_ids"])
-
-
-def test_without_memoisation_every_epoch_of_a_fit_is_a_release() -> None:
-    defense = TokenLDP("grr", 12.0, memoize=False)
-    module, _, _ = fit(defense, epochs=3)
-    assert not torch.equal(module.seen[0]["input_ids"], module.seen[2]["input_ids"])
-    assert defense.releases_per_example == 3
-    assert defense.epsilon_spent == 36.0
 
 
 def test_a_checkpoint_carries_the_counts_and_no_secret(tmp_path: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fedleak.defenses import Defense, Privacy
-from lightning_fedleak.defenses.accounting.budget import curve_of
+from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine.channels.account import AccountGame
 
 N = 200

@@ -37,7 +37,7 @@ from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
-from lightning_fedleak.defenses.accounting.budget import curve_of
+from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.defenses.dpsgd import Users
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels import reading

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan
-from lightning_fedleak.defenses.dpsgd.factorization import Factorization, banded
+from lightning_fedleak.labs.correlated_noise import Factorization, NoisePlan, banded
+
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("jax_privacy", reason="jax-privacy is an extra of its own: [jax-privacy]")
 jax = pytest.importorskip("jax")

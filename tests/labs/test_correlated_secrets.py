@@ -16,10 +16,12 @@ from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Places, places_of
 from lightning_fedleak.defenses.dpsgd.users import rows_by_user
+from lightning_fedleak.labs.correlated_noise import Places, places_of
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped
+
+pytestmark = pytest.mark.slow
 
 N, BATCH = 24, 4
 DATA = TensorDataset(torch.randn(N, 6), torch.arange(N) % 2)

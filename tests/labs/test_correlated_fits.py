@@ -12,10 +12,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, DPAdamBC
-from lightning_fedleak.defenses.dpsgd.factorization import banded
+from lightning_fedleak.labs.correlated_noise import banded
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, loader, trainer
+
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("opacus")
 
@@ -77,7 +79,6 @@ def check_independent(rows: Tensor) -> None:
     assert float(alike.abs().max()) < 0.16  # six standard errors
 
 
-@pytest.mark.slow
 def test_what_a_fit_releases_is_correlated_as_planned_and_goes_on_after_a_stop(
     tmp_path: Path,
 ) -> None:

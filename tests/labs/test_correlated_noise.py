@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
-from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan
-from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, PoissonBatchSampler
 from lightning_fedleak.defenses.noise import noise_key, standard_normal
+from lightning_fedleak.labs.correlated_noise import NoisePlan, banded, banded_inverse
 from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, clipped, data, first
 from tests.helpers.dpsgd_settings import grouped
+
+pytestmark = pytest.mark.slow
 
 SIGMA, STEPS, BATCH = 1.5, 11, 8
 
@@ -89,7 +90,7 @@ def test_factorizations_are_those_of_dense_matrices(
 ) -> None:
     running = np.tri(steps)
     for long in (512, 0):
-        monkeypatch.setattr("lightning_fedleak.defenses.dpsgd.factorization.LONG", long)
+        monkeypatch.setattr("lightning_fedleak.labs.correlated_noise.LONG", long)
         found = banded.__wrapped__(steps, bands)
         matrix = dense(found.rows)
         np.testing.assert_allclose(np.linalg.norm(matrix, axis=0), 1)
@@ -208,7 +209,7 @@ def test_an_example_is_drawn_in_the_turns_of_its_group_alone(groups: int, rate: 
     for epoch in range(60):
         batches, used = iter(sampler), 9 - epoch % 4
         for batch in [next(batches) for _ in range(min(9, used + 2))][:used]:
-            assert sampler.claim_turn(turn.row, len(batch))
+            sampler.claim(len(batch), turn.row)
             for place in batch:
                 seen[place].append(turn.row)
             turn.row += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import re
@@ -38,9 +37,7 @@ from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.budget import curve_of
-from lightning_fedleak.defenses.dpsgd import Users
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels import reading
 from lightning_fedleak.engine.pool import collect
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -109,6 +106,13 @@ def fit(
     return trainer, module
 
 
+def combined(folder: Path, settings: Memorization = SETTINGS) -> LeakageMonitor:
+    """Return a monitor with one attack on membership."""
+    return LeakageMonitor(
+        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=settings)
+    )
+
+
 def lines(folder: Path, attack: str = "combined") -> list[dict[str, Any]]:
     text = (folder / "leakage.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, text) if line["attack"] == attack]
@@ -148,14 +152,6 @@ def test_what_was_trained_on_is_told_from_what_was_left_out(tmp_path: Path) -> N
     ]
 
 
-def test_attacks_that_are_refused_after_the_lineup_are_reported(tmp_path: Path) -> None:
-    fit([LeakageMonitor(log_dir=tmp_path)], tiny(128), rows(), max_steps=2)
-    [summary] = findings(read([tmp_path])).runs
-    assert "max_overhead" in summary.not_played["combined"]
-    assert any(one.startswith("combined: ") for one in summary.not_tested)
-    assert all(attack.stage != "released" for attack in summary.attacks)
-
-
 def test_without_training_all_texts_tie(tmp_path: Path) -> None:
     fit([monitor(tmp_path)], lr=0.0)
     assert [line["metrics"]["auc"]["value"] for line in lines(tmp_path)] == [0.5] * 5
@@ -193,33 +189,14 @@ def test_training_and_random_states_are_the_same_with_and_without(tmp_path: Path
     check_same(tmp_path, lambda: Restless(tiny(), 1e-2, "adamw"))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_lora_with_dropout_is_trained_the_same_and_read(tmp_path: Path, precision: str) -> None:
+def test_lora_with_dropout_is_trained_the_same_and_read(tmp_path: Path) -> None:
     def adapted() -> Any:
         config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["c_attn", "c_fc"])
         model = tiny()
         torch.manual_seed(1)
         return get_peft_model(model, config)
 
-    check_same(tmp_path, adapted, precision=precision, max_epochs=2)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_trained_the_same_and_reads_as_it_does_uncompiled(
-    tmp_path: Path,
-) -> None:
-    def compiled() -> Any:
-        torch.compiler.reset()
-        return torch.compile(tiny(), backend="aot_eager")
-
-    watching = check_same(tmp_path / "compiled", compiled, max_epochs=2)
-    plain = monitor(tmp_path / "plain")
-    fit([plain], max_epochs=2)
-    [base, expected] = (
-        next(c for s, c in each.engine.series.items() if s.name == "combined")._base.log_probs
-        for each in (watching, plain)
-    )
-    torch.testing.assert_close(base, expected)
+    check_same(tmp_path, adapted, precision="bf16-mixed", max_epochs=2)
 
 
 def four_bit(*, dequantized: bool = False) -> Any:
@@ -334,7 +311,7 @@ def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(tmp_path: Path) -> Non
         assert line["metrics"]["auc"]["value"] > 0.7
 
 
-@pytest.mark.parametrize("damage", ["missing", "open", "changed", "cut"])
+@pytest.mark.parametrize("damage", ["missing", "open", "changed"])
 def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) -> None:
     kept = tmp_path / "kept"
     checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
@@ -344,8 +321,6 @@ def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) 
         file.unlink()
     elif damage == "open":
         file.chmod(0o644)
-    elif damage == "cut":
-        file.write_bytes(file.read_bytes()[:100])
     else:
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
@@ -358,31 +333,13 @@ def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) 
     assert math.isnan(watching.latest["leakage/combined/auc"])
 
 
-def test_others_of_another_law_are_unknown(tmp_path: Path) -> None:
+def test_texts_of_another_distribution_and_too_few_texts_are_unknown(tmp_path: Path) -> None:
     ids = torch.randint(1900, 2000, (120, 14), generator=torch.Generator().manual_seed(3))
-    settings = Memorization(
-        others=[{"input_ids": row, "labels": row} for row in ids], max_overhead=4 / 3
-    )
-    watching = LeakageMonitor(
-        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
-    )
-    fit([watching], data=rows(), max_epochs=1)
-    assert all("of another law" in line["unknown"] for line in lines(tmp_path))
-
-
-def test_others_that_are_too_few_are_not_called_of_another_law(tmp_path: Path) -> None:
-    settings = Memorization(others=rows(430)[400:], max_overhead=4 / 3)
-    watching = LeakageMonitor(
-        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
-    )
-    fit([watching], data=rows(), max_epochs=1)
-    for line in lines(tmp_path):
-        assert (
-            "texts of others= are too few to decide whether they are of one law" in line["unknown"]
-        )
-        low, high = map(float, re.search(r"\((.*) to (.*)\)", line["unknown"]).groups())
-        assert low < 0.55
-        assert high > 0.45
+    other = [{"input_ids": row, "labels": row} for row in ids]
+    for texts, why in ((other, "of another law"), (rows(430)[400:], "are too few to decide")):
+        settings = Memorization(others=texts, max_overhead=4 / 3)
+        fit([combined(tmp_path / why, settings)], data=rows(), max_epochs=1)
+        assert all(why in line["unknown"] for line in lines(tmp_path / why))
 
 
 def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -401,18 +358,17 @@ def test_a_run_that_ends_early_is_looked_at_when_it_ends(tmp_path: Path) -> None
     assert [line["step"] for line in lines(tmp_path)] == [17, 20]
 
 
-@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
-    ("averaging", "settings"),
+    ("averaging", "settings", "first"),
     [
-        ("StochasticWeightAveraging", {"swa_lrs": 1e-2, "swa_epoch_start": 1}),
-        ("EMAWeightAveraging", {"decay": 0.98}),
+        ("StochasticWeightAveraging", {"swa_lrs": 1e-2, "swa_epoch_start": 1}, True),
+        ("EMAWeightAveraging", {"decay": 0.98}, False),
     ],
 )
-def test_the_last_look_is_at_the_weights_that_a_fit_leaves(
+def test_the_last_look_is_at_the_weights_that_a_fit_ends_with(
     tmp_path: Path, averaging: str, settings: dict[str, float], first: bool
 ) -> None:
-    """Averages are put in place when training ends, before or after the monitor is told so."""
+    """Averages replace the weights when training ends, before or after the monitor's own end."""
     if not hasattr(lightning_callbacks, averaging):
         pytest.skip(f"this Lightning has no {averaging}")
     watching, average = monitor(tmp_path), getattr(lightning_callbacks, averaging)(**settings)
@@ -422,10 +378,10 @@ def test_the_last_look_is_at_the_weights_that_a_fit_leaves(
     callbacks = [watching, average, gate] if first else [average, watching, gate]
     _, module = fit(callbacks, data=data)
     pool, answers = base(data)
-    left = ask_tokens(find_anatomy(module.model), pool.texts)
+    averaged = ask_tokens(find_anatomy(module.model), pool.texts)
     looks = lines(tmp_path)
     assert [line["step"] for line in looks] == [17, 30, 33, 66, 99, 99]
-    expected = pool.compare(answers, left, [Combined()], look=6).values["combined"]
+    expected = pool.compare(answers, averaged, [Combined()], look=6).values["combined"]
     *_, before, last = (line["metrics"]["auc"] for line in looks)
     assert last["value"] == pytest.approx(expected["auc"])
     assert last["low"] == pytest.approx(expected["auc_low"], abs=1e-9)
@@ -453,26 +409,26 @@ def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path)
     counts = [inside.count(tuple(row)) for row in ids.tolist()]
     groups = pool.times[~pool.alone]
     assert sorted(groups.tolist()) == sorted(n for n in counts if n > 1)
-    line, told = (lines(tmp_path, one)[-1]["metrics"] for one in ("extraction", "combined"))
-    for values, n in ((told, int(pool.alone.sum())), (line, len(pool.texts))):
+    line, membership = (lines(tmp_path, n)[-1]["metrics"] for n in ("extraction", "combined"))
+    for values, n in ((membership, int(pool.alone.sum())), (line, len(pool.texts))):
         assert values["members"]["value"] + values["others"]["value"] == n
     # What greedy decoding writes, by hand.
     written = {}
-    for least, most in ((2, 4), (5, 6)):
+    for fewest, highest in ((2, 4), (5, 6)):
         tier = [
             text
             for text, n in zip(pool.texts, pool.times.tolist(), strict=True)
-            if least <= n <= most
+            if fewest <= n <= highest
         ]
         hits = [greedy_run(module.model, text.ids, 4) for text in tier]
-        written[least] = len(tier), sum(hits) / max(1, len(hits))
+        written[fewest] = len(tier), sum(hits) / max(1, len(hits))
     others = [
         text for text, inside in zip(pool.texts, pool.trains.tolist(), strict=True) if not inside
     ]
     by_chance = sum(greedy_run(module.model, text.ids, 4) for text in others) / len(others)
     assert min(n for n, _ in written.values()) >= 10
-    for least, (_, share) in written.items():
-        assert line[f"greedy_x{least}"]["value"] == pytest.approx(share - by_chance)
+    for times, (_, share) in written.items():
+        assert line[f"greedy_x{times}"]["value"] == pytest.approx(share - by_chance)
     assert line["greedy"]["value"] == max(line[f"greedy_x{t}"]["value"] for t in (1, 2, 5)) > 0.5
     assert "greedy_x17" not in line
     assert watching.latest["leakage/extraction/greedy_x5_low"] == line["greedy_x5"]["low"]
@@ -492,9 +448,7 @@ def greedy_run(model: Any, ids: Tensor, k: int) -> bool:
 
 
 def gated(folder: Path, gate: RiskGate, **more: Any) -> tuple[L.Trainer, LeakageMonitor]:
-    watching = LeakageMonitor(
-        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=SETTINGS)
-    )
+    watching = combined(folder)
     trainer, _ = fit([watching, gate], **more)
     return trainer, watching
 
@@ -507,29 +461,19 @@ def test_a_gate_acts_once_the_lower_end_is_above(tmp_path: Path) -> None:
     assert gate.fired is not None
     assert gate.fired.value == watching.latest["leakage/combined/auc_low"] > 0.6
     assert trainer.global_step == gate.fired.step < 99
-    assert "the trained model gives away more than you allow. Train for fewer" in str(gate.fired)
+    untrained = RiskGate("leakage/combined/auc", at_most=0.6)
+    trainer, _ = gated(tmp_path / "untrained", untrained, lr=0.0)
+    assert untrained.fired is None
+    assert trainer.global_step == 99
 
 
-def test_a_gate_on_the_worst_and_on_the_upper_end(tmp_path: Path) -> None:
+def test_a_gate_on_the_worst_attack_compares_joint_intervals(tmp_path: Path) -> None:
     worst = RiskGate("leakage/worst/memorization", at_most=0.6)
     with announced("stopped training"):
-        fit([monitor(tmp_path / "worst"), worst])
+        fit([monitor(tmp_path), worst])
     assert worst.fired is not None
-    both = [lines(tmp_path / "worst", attack)[-1]["metrics"] for attack in ("combined", "loss")]
+    both = [lines(tmp_path, attack)[-1]["metrics"] for attack in ("combined", "loss")]
     assert worst.fired.value == max(one["auc_joint_low"]["value"] for one in both) > 0.6
-    upper = RiskGate("leakage/combined/auc_high", at_most=0.6)
-    with announced("stopped training"):
-        trainer, watching = gated(tmp_path / "upper", upper)
-    assert upper.fired is not None
-    assert upper.fired.value == watching.latest["leakage/combined/auc_high"]
-    assert trainer.global_step == 17  # at the first look the interval reaches far above
-
-
-def test_a_gate_lets_an_untrained_model_pass(tmp_path: Path) -> None:
-    gate = RiskGate("leakage/combined/auc", at_most=0.6)
-    trainer, _ = gated(tmp_path, gate, lr=0.0)
-    assert gate.fired is None
-    assert trainer.global_step == 99
 
 
 def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -543,64 +487,21 @@ def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -
     assert trainer.global_step == 99
 
 
-def enough_at_first(folder: Path, gate: RiskGate, **more: Any) -> tuple[L.Trainer, Any]:
-    """Fit with a gate on what is shown and 560 others, enough for two looks."""
-    settings = Memorization(max_overhead=10, looks=(0.5,))
-    watching = LeakageMonitor(
-        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=settings)
-    )
-    data = leave_out(rows(1120), 560, seed=1)[0]
-    return fit([watching, gate], data=data, **more)
-
-
-def test_a_strict_gate_stops_where_what_is_shown_is_not_known_any_more(tmp_path: Path) -> None:
-    """Look 2 needs 546 others and look 3 needs 615."""
-    gate = RiskGate("leakage/combined/shown", at_most=1.0)
-    with pytest.raises(ValueError, match="'shown' needs 615 others at look 3, and has 560"):
-        enough_at_first(tmp_path, gate, max_epochs=2)
-    with announced("too few texts are compared at this look"):
-        trainer, _ = enough_at_first(tmp_path, gate, max_steps=200, max_epochs=-1)
-    assert gate.fired is not None
-    assert math.isnan(gate.fired.value)
-    assert trainer.global_step == gate.fired.step == 140  # the end of the second epoch
-    *known, unknown = lines(tmp_path)
-    assert len(known) == 2
-    assert all(line["metrics"]["shown"]["value"] is not None for line in known)
-    assert unknown["metrics"]["shown"]["value"] is None
-    patient = RiskGate("leakage/combined/shown", at_most=1.0, strict=False)
-    trainer, _ = enough_at_first(tmp_path / "patient", patient, max_epochs=2)
-    assert patient.fired is None
-    assert trainer.global_step == 140
-
-
 def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_path: Path) -> None:
     """Of 20 members and 20 others a look shows an AUC of (.05 / 2 / 2)^(1 / 20) = .80 at most."""
     settings = Memorization(max_overhead=10, looks=(), most_texts=40)
-    found = {}
+    gates = {}
     for at_most in (0.79, 0.81):
-        watching = LeakageMonitor(
-            [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
-        )
-        gate = found[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
+        watching = combined(tmp_path, settings)
+        gate = gates[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
         train = leave_out(rows(300), 100, seed=1)[0]
         with mock.patch("lightning_fedleak.engine.pool.LEAST_POOL", 40):
             fit([watching, gate], data=train, max_epochs=1)
         assert watching.latest["leakage/combined/auc_provable"] == pytest.approx(0.0125**0.05)
-    assert found[0.79].fired is None
-    assert found[0.81].fired is not None
-    assert math.isnan(found[0.81].fired.value)
-    assert "too few texts" in str(found[0.81].fired)
-
-
-def test_what_so_few_texts_do_show_counts(tmp_path: Path) -> None:
-    """An interval of an AUC below 1 may end above that of an AUC of 1."""
-    shown = {"auc": 0.988, "auc_low": 0.953, "auc_high": 0.997, "auc_provable": 0.943}
-    whole = reading.membership_values
-    gate = RiskGate("leakage/combined/auc", at_most=0.95, action="warn", strict=False)
-    with mock.patch.object(reading, "membership_values", lambda *a, **k: whole(*a, **k) | shown):
-        gated(tmp_path, gate)
-    assert gate.fired is not None
-    assert gate.fired.value == 0.953
+    assert gates[0.79].fired is None
+    assert gates[0.81].fired is not None
+    assert math.isnan(gates[0.81].fired.value)
+    assert "too few texts" in str(gates[0.81].fired)
 
 
 def test_another_alpha_than_the_intervals_have_is_refused(tmp_path: Path) -> None:
@@ -613,9 +514,7 @@ def test_under_dp_a_gate_on_private_texts_is_outside_of_epsilon(
     tmp_path: Path, allowed: bool
 ) -> None:
     settings = Memorization(max_overhead=4 / 3, outside_epsilon=allowed)
-    watching = LeakageMonitor(
-        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
-    )
+    watching = combined(tmp_path, settings)
     gate = RiskGate("leakage/combined/auc", at_most=0.9)
     defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)
     if allowed:
@@ -639,9 +538,7 @@ class Validated(CausalLMModule):
 
 def chosen(folder: Path, *gates: RiskGate, path: Path | None = None) -> tuple[Any, Any, Any]:
     """Return the Trainer of a fit of three epochs that chooses, its checkpoints and its loader."""
-    watching = LeakageMonitor(
-        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=SETTINGS)
-    )
+    watching = combined(folder)
     keep = ModelCheckpoint(folder / "kept", "{step}", "leakage/choose", mode="min", save_top_k=-1)
     L.seed_everything(0)
     data, others = leave_out(rows(), 140, seed=1)
@@ -702,13 +599,6 @@ def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -
     chosen(tmp_path / "resumed", gate_on_auc(0.5), path=early)
     [resumed] = lines(tmp_path / "resumed", "combined_chosen")
     assert {**resumed, "run": ""} == {**confirmed, "run": ""}
-
-
-def test_of_several_gates_all_must_allow_the_weights(tmp_path: Path) -> None:
-    never = RiskGate("leakage/combined/shown", at_most=0.01, action="warn", strict=False)
-    _, keep, _ = chosen(tmp_path, never, gate_on_auc())
-    assert math.isinf(keep.best_model_score)
-    assert not lines(tmp_path, "combined_chosen")
 
 
 @pytest.mark.slow
@@ -780,26 +670,3 @@ def test_noise_that_is_accounted_and_not_added_refutes_the_account(tmp_path: Pat
     assert re.search("is REFUTED by .*combined", found.verdict.sentences[0])
     assert ">REFUTED</td>" in page(found)
     assert found.verdict.level == "high"
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"poisson_sampling": False}, "moves others to other batches"),
-        ({"unit": Users("user")}, "leave out whole users"),
-        ({}, "the number of rows left out was fixed"),
-    ],
-)
-def test_an_account_of_another_game_has_no_line(
-    tmp_path: Path, caplog: Any, settings: Any, why: str
-) -> None:
-    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, **settings)
-    data = rows()
-    if "unit" in settings:
-        data = [row | {"user": n // 2} for n, row in enumerate(data)]
-    train = leave_out(data, 140, seed=1, coins=bool(settings))[0]
-    watching = monitor(tmp_path)
-    caplog.set_level(logging.INFO)
-    fit([watching], data=train, strategy=DefendedStrategy("auto", [defense]), max_steps=2)
-    assert re.search(f"No line of what the account allows: .*{why}", caplog.text)
-    assert not any("bound" in name for name in watching.latest)

@@ -354,28 +354,6 @@ def test_lightnings_own_callbacks_can_watch_what_is_logged(tmp_path: Path) -> No
     assert trainer.current_epoch == 1
 
 
-def test_the_processor_time_of_looks_is_known_to_a_listener(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, seconds = [0.0], []
-
-    class Working(Probe):
-        def run(self, view: Any, query: Any = None) -> Any:
-            clock[0] += 100.0
-            return super().run(view, query)
-
-    class Training(CausalLMModule):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            clock[0] += 7.0
-            return super().training_step(batch, batch_idx)
-
-    monkeypatch.setattr("lightning_fedleak.engine.run.time.process_time", lambda: clock[0])
-    monitor = LeakageMonitor(Working(), every_n_steps=2)
-    monitor.subscribe(lambda _: seconds.append(monitor.processor_seconds))
-    fit([monitor], tmp_path, module=module(Training))
-    assert seconds == [100.0, 200.0, 300.0, 400.0]
-
-
 class Crashing(Probe):
     default_name = "crashing"
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak import LeakageMonitor
-from lightning_fedleak.attacks import AlignedFlatChat, PublicText, SubspaceWords
+from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
@@ -196,17 +196,6 @@ def test_training_is_bit_identical_and_goes_on_where_it_was(lora: bool, tmp_path
     assert resumed.latest[WORST] == 1
 
 
-def test_text_goes_to_every_attack_that_takes_it() -> None:
-    class Tokenizer:
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            return {"input_ids": [len(word) for word in text.split()]}
-
-    monitor = LeakageMonitor(public_text=["some words here", "and others"], tokenizer=Tokenizer())
-    texts = [a.public_text for a in monitor.attacks if hasattr(a, "public_text")]
-    assert len(texts) == 4
-    assert all(isinstance(text, PublicText) and len(text) == 2 for text in texts)
-
-
 def test_several_monitors_of_one_family_have_no_worst_together(tmp_path: Path) -> None:
     monitors = [
         LeakageMonitor(SubspaceWords(capacity_seconds=0, name=name), every_n_steps=1)
@@ -264,17 +253,9 @@ class Adapted(nn.Module):
         return self.net(input_ids)  # type: ignore[no-any-return]
 
 
-class Demanding(Adapted):
-    """Its forward asks for more than ids."""
-
-    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.net(input_ids)  # type: ignore[no-any-return]
-
-
 def next_token_loss(model: Any, batch: Any) -> torch.Tensor:
     ids = batch["input_ids"]
-    extra = [ids] if isinstance(model, Demanding) else []
-    logits = model(ids, *extra)[:, :-1].flatten(0, 1)
+    logits = model(ids)[:, :-1].flatten(0, 1)
     return nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
 
 
@@ -288,11 +269,6 @@ def test_a_model_of_a_users_own_is_attacked_by_what_needs_no_text_of_it(
     assert f"{net.__name__}.forward takes no input_ids" in str(watch.lines("aligned_flatchat"))
     with pytest.raises(ValueError, match=f"'aligned_flatchat' runs the model.*{net.__name__}.forw"):
         auto(tmp_path, net(), AlignedFlatChat(TEXT), loss=next_token_loss)
-
-
-def test_a_model_that_fails_is_named_with_the_attack(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"fails on Demanding \(TypeError at .*list the attacks"):
-        auto(tmp_path, Demanding(Recurrent()), loss=next_token_loss)
 
 
 def test_with_a_forward_of_input_ids_a_model_of_a_users_own_is_attacked_by_all(

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, BagOfWords, FlatChat, PublicText
-from lightning_fedleak.engine.cache import CalibrationCache, cache_folder, hash_of_weights
+from lightning_fedleak.engine.cache import CalibrationCache, hash_of_weights
 from tests.attacks.row_space.models import llama
 from tests.helpers.loops import watched
 from tests.helpers.models import tiny_gpt2
@@ -149,16 +149,6 @@ def test_a_calibration_that_is_not_what_was_written_is_not_used(
     assert "\n" not in str(caught[0].message)
 
 
-def test_another_users_calibration_is_not_used(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = CalibrationCache()
-    cache.save(Numbers({"numbers": torch.arange(6.0)}), "weights")
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.warns(UserWarning, match="it belongs to another user"):
-        assert not cache.load(Numbers(), "weights")
-
-
 def test_nan_is_neither_kept_nor_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, spoilt = CalibrationCache(), Numbers({"numbers": torch.full((6,), torch.nan)})
     cache.save(spoilt, "weights")
@@ -219,35 +209,6 @@ def test_a_lora_that_changes_nothing_yet_does_not_count() -> None:
             if "lora_B" in name:
                 torch.nn.init.constant_(parameter, 0.1)
     assert hash_of_weights(first) != hash_of_weights(second)
-
-
-def test_all_kinds_of_tensors_are_kept(folder: Path) -> None:
-    saved, loaded = Numbers(), Numbers()
-    whole = torch.arange(6.0)
-    saved.state = {
-        "none": torch.empty(0, 3),
-        "no numbers": torch.empty(0, dtype=torch.int64),
-        "a view": whole[::2],
-        "another": whole[1:],
-        "half": torch.ones(2, 2, dtype=torch.bfloat16),
-        "a number": torch.tensor(3.5, dtype=torch.float64),
-    }
-    cache = CalibrationCache()
-    cache.save(saved, "weights")
-    assert cache.load(loaded, "weights")
-    assert loaded.state.keys() == saved.state.keys()
-    for name, tensor in saved.state.items():
-        assert loaded.state[name].dtype == tensor.dtype
-        assert torch.equal(loaded.state[name], tensor)
-
-
-def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("FEDLEAK_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "lightning_fedleak"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "lightning_fedleak"
 
 
 def _save_and_load(folder: str, times: int, failures: Any) -> None:

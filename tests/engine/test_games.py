@@ -330,17 +330,6 @@ def test_crashes_and_scores_that_are_none_are_counted(tmp_path):
     assert (watch.latest[AUC], watch.failures) == (1, 9)
 
 
-def test_rates_that_cannot_be_computed_are_unknown(tmp_path, monkeypatch):
-    def broken(*_, **__):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("lightning_fedleak.evaluation.metrics.membership.membership_rates", broken)
-    with pytest.warns(UserWarning, match="ZeroDivisionError at test_games"):
-        watch = watched(tmp_path, [Recording(), Probe()], n=8)
-    assert math.isnan(watch.latest[AUC])
-    assert watch.latest["leakage/probe/f1"] > 0
-
-
 # ---- what is refused ----------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from lightning_fedleak.engine.run import Series
 from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import place_of, states_out
-from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import Probe
@@ -76,21 +75,6 @@ def test_the_states_are_those_of_the_users_own_forward_and_none_runs_again(tmp_p
         assert torch.equal(hidden, states[step])
         assert torch.equal(mask, torch.ones(4, 12))
         assert positions is None
-
-
-def test_texts_are_drawn_by_the_step(tmp_path):
-    attacks = [Recording(), Recording()]
-    for attack in attacks:
-        watched(tmp_path, attack, still_gpt2(), lr=0.0, texts=1)
-    places, anatomy = set(), find_anatomy(still_gpt2().eval())
-    rows = zip(*(attack.inputs for attack in attacks), random_token_loader(32), strict=True)
-    for (first, *_), (second, *_), batch in rows:
-        assert torch.equal(first, second)
-        states = hidden_states(anatomy, 1, batch["input_ids"])
-        distances = (states - first).abs().amax((1, 2))
-        assert distances.min() < 1e-5 < distances.topk(3).values.min()
-        places.add(int(distances.argmin()))
-    assert len(places) > 1
 
 
 def padded(side, positions):

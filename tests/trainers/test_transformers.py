@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -189,31 +188,6 @@ def test_training_is_not_disturbed(tmp_path: Path, settings: dict[str, Any]) -> 
     assert len(shown) == callback.watch.engine.results.looks == len(states)
 
 
-def test_what_is_read_is_the_clipped_gradient_of_all_tokens(tmp_path: Path) -> None:
-    data = rows()
-    for row in data[:4]:  # batches of different sizes: the Trainer divides by all tokens
-        row["labels"] = row["labels"].clone()
-        row["labels"][:6] = -100
-    probe = Probe()
-    trainer = trainer_of(
-        tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.5, train_dataset=data
-    )
-    watched(trainer, [probe])
-    trainer.train()
-    torch.manual_seed(7)
-    model = tiny_gpt2(tied=False, dropout=0.0)
-    ids = torch.stack([row["input_ids"] for row in data[:8]])
-    labels = torch.stack([row["labels"] for row in data[:8]])
-    logits = model(input_ids=ids).logits[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    step, _, gradient = probe.seen[0]
-    assert step == 0
-    torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=1e-4, atol=1e-7)
-    targets = labels[:, 1:]
-    assert lines(tmp_path)[0]["n"] == len(targets[targets != -100].unique())
-
-
 def test_a_gate_stops_after_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
     gate = Threshold(WORDS, at_most=0.5, patience=2)
     trainer = trainer_of(tmp_path)
@@ -249,22 +223,6 @@ def test_a_resumed_run_trains_as_one_that_was_not_watched(tmp_path: Path) -> Non
             trainer.train(resume_from_checkpoint=checkpoint)
         weights.append([*trainer.model.parameters()])  # type: ignore[union-attr]
     assert all(map(torch.equal, *weights))
-
-
-def test_metrics_of_the_trainer_are_repeated_on_the_board_where_they_change(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=3, eval_dataset=rows(4))
-    callback = watched(trainer, [BagOfWords()], every_n_steps=100)
-    trainer.train()
-    history = trainer.state.log_history
-    evaluated = {log["step"]: log["eval_loss"] for log in history if "eval_loss" in log}
-    assert [*evaluated] == [3, 6, 8]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    board = {one.step: one.value for one in events.Scalars("utility/eval_loss")}
-    assert board == pytest.approx(evaluated)
-    best = min(evaluated.values())
-    assert callback.latest["utility/eval_loss_best"] == pytest.approx(best)
-    assert not any("utility/eval_loss" in log for log in history)  # it is there by its own name
 
 
 def test_fp16_is_unscaled_first(tmp_path: Path) -> None:
@@ -379,18 +337,6 @@ def test_whatever_raises_the_trainer_is_put_back(tmp_path: Path, moment: str) ->
     trainer.train()  # again, from its beginning
     assert lines(tmp_path, "run")[-1]["how"] == "finished"
     assert callback.latest["leakage/bag_of_words/f1"] == 1.0
-
-
-def test_rows_that_the_trainer_has_not_come_to_are_compared(tmp_path: Path) -> None:
-    """As the Trainer shuffles by itself: nothing is left out, and no setting is changed."""
-    trainer = trainer_of(tmp_path, kind=Trainer, train_dataset=rows(400), seed=3)
-    watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
-    trainer.train()
-    half, whole = lines(tmp_path)
-    assert (half["attack"], half["step"], whole["step"]) == ("loss_ratio", 50, 100)
-    assert half["metrics"]["members"]["value"] == half["metrics"]["others"]["value"] == 200
-    assert half["metrics"]["auc"]["low"] > 0.5
-    assert whole["metrics"]["auc"]["value"] is None  # nobody is left to compare with
 
 
 def test_leakage_of_older_weights_chooses_no_checkpoint(tmp_path: Path) -> None:

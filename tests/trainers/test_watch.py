@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
-from lightning_fedleak.attacks.memorization import Extraction
-from lightning_fedleak.engine import Memorization
 from lightning_fedleak.trainers import LeakageLimitExceeded, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.loops import check_undisturbed, watched
@@ -204,21 +201,6 @@ def test_autocast_that_was_not_declared_is_refused(tmp_path: Path) -> None:
         ):
             model(**batch).loss.backward()
             optimizer.step()
-
-
-def test_the_trained_weights_are_tested_where_the_loader_is_known(tmp_path: Path) -> None:
-    model, optimizer = model_and_optimizer()
-    generator = torch.Generator().manual_seed(1)
-    rows = [{"input_ids": x, "labels": x} for x in torch.randint(3, 60, (400, 12), generator=generator)]  # fmt: skip  # noqa: E501
-    loader: Any = DataLoader(rows, batch_size=8, shuffle=True)  # type: ignore[arg-type]
-    looks = Memorization(max_overhead=4 / 3, looks=(0.5, 0.9))
-    with Watch(
-        model, optimizer, [Extraction()], loader=loader, folder=tmp_path, memorization=looks
-    ) as watch:
-        run(model, optimizer, watch, loader)
-    steps = [line["step"] for line in lines(tmp_path)]
-    assert steps == [25, 45, 50]
-    assert "leakage/extraction/extracted" in watch.latest
 
 
 def test_a_loop_goes_on_from_its_state(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from torch.nn import functional
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from sklearn.metrics import roc_auc_score
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
@@ -219,18 +218,6 @@ def test_sft_reads_the_rows_that_the_trainer_made(tmp_path: Path, rows: str) -> 
         assert all(bool((labels == -100).any()) for _, labels in texts)
 
 
-@pytest.mark.parametrize("rows", ["packed", "padding-free"])
-def test_membership_is_of_documents(tmp_path: Path, rows: str) -> None:
-    trainer = sft(tmp_path, rows)
-    batches = Batches(trainer)
-    callback = watched(trainer, [FCMembership(1)], games=Games(targets=4))
-    trainer.train()
-    assert callback.latest["leakage/fc_membership/auc"] == 1.0
-    texts = [[tuple(ids.tolist()) for ids, _ in documents(batch)] for batch in batches.seen]
-    count = min(4, len({text for text in texts[-1] if len(text) > 2}))
-    assert lines(tmp_path)[-1]["n"] == 2 * count * 2  # of two looks: the first one waits
-
-
 def test_training_is_not_disturbed(tmp_path: Path) -> None:
     weights, losses = [], []
     for on in (False, True):
@@ -280,62 +267,6 @@ def test_dpo_reads_pairs_or_says_why_not(tmp_path: Path) -> None:
     assert all(found["flatchat", n]["unknown"] is None for n in range(len(batches.seen)))
     assert "leakage/flatchat/control" in callback.latest
     assert math.isnan(callback.latest["leakage/fc_membership/auc"])
-
-
-def test_gates_on_what_pairs_hide_are_breached(tmp_path: Path) -> None:
-    trainer = dpo(tmp_path)
-    gate = Threshold("leakage/flatchat/f1", at_most=0.99)
-    watched(trainer, [FlatChat(n_types=20)], [gate])
-    trainer.train()
-    assert trainer.state.global_step == 1
-    assert gate.fired is not None
-
-
-def test_weights_are_asked_about_the_rows_that_the_trainer_made(tmp_path: Path) -> None:
-    data = [
-        {"prompt": f"{a} {n}", "completion": f" {b} {n * 7}"}
-        for n, (a, b) in enumerate(zip(TEXTS * 30, ANSWERS * 120, strict=True))
-    ]
-    trainer = sft(tmp_path, "completion only", max_steps=20, max_length=64, learning_rate=3e-3)
-    prepared = sft(tmp_path, "completion only", max_length=64)._prepare_dataset(
-        Dataset.from_list(data), trainer.processing_class, trainer.args, False, None, "train"
-    )
-    trainer.train_dataset, others = leave_out(prepared, 180, seed=1)
-    base = model_of().eval()  # a copy would run the forward that TRL bound to the model itself
-    memorization = Memorization(max_overhead=4 / 3, looks=(0.5,))
-    callback = watched(trainer, [LossRatio()], memorization=memorization)
-    batches, pools = Batches(trainer), []
-    begins = callback.watch.batch_begins
-
-    def noted(batch: Any) -> None:
-        (channel,) = (c for c in callback.watch.engine.channels if c.at_weights and c.attacks)
-        pools.append(channel._pool)  # which a run forgets at its end
-        begins(batch)
-
-    callback.watch.batch_begins = noted  # type: ignore[method-assign]
-    trainer.train()
-    texts = pools[0].texts
-    made = {tuple(row["input_ids"]): row["labels"] for row in prepared}
-    for text in texts:
-        assert made[tuple(text.ids.tolist())] == text.labels.tolist()
-        assert text.labels[0] == -100
-        assert text.n_labels > 0
-    trained = {tuple(ids.tolist()) for batch in batches.seen for ids, _ in documents(batch)}
-    left_out = {tuple(others[n]["input_ids"]) for n in range(len(others))}
-    trainer.model.eval()
-    scores, members = [], []
-    for text, alone in zip(texts, pools[0].alone.tolist(), strict=True):
-        ids = tuple(text.ids.tolist())
-        if not alone:
-            continue  # a copy of others, which plays no game
-        if ids not in trained and ids not in left_out:
-            continue  # to come: neither
-        with torch.no_grad():
-            now, before = (log_likelihood(m, text.ids, text.labels) for m in (trainer.model, base))
-        scores.append(float(now / -before))
-        members.append(ids in trained)
-    value = lines(tmp_path)[-1]["metrics"]["auc"]["value"]
-    assert value == pytest.approx(roc_auc_score(members, scores), abs=1e-3)
 
 
 def test_weights_are_not_asked_about_pairs(tmp_path: Path) -> None:

@@ -124,28 +124,16 @@ def test_the_numbers_are_those_of_the_models_own_answers(tmp_path: Path) -> None
     assert metrics["greedy"]["value"] == pytest.approx(means[2] - means[3], abs=1e-6)
 
 
-def test_without_training_nothing_is_exposed(tmp_path: Path) -> None:
-    data = planted()
-    fit([watch(data, tmp_path)], data=data, max_epochs=1, lr=0.0)
-    for line in lines(tmp_path, "canary_x8"):
-        assert line["metrics"]["auc"]["value"] == 0.5
-        assert line["metrics"]["exposure"]["value"] == 0  # ties count against the canary
-
-
 def test_a_tier_of_few_canaries_is_unknown_and_says_why(tmp_path: Path) -> None:
     data = planted(m=60, times=(1, 4, 16), probability=0.2)
     fit([watch(data, tmp_path)], data=data, max_epochs=1)
     [line] = lines(tmp_path, "canary_x16")[-1:]
-    assert line["unknown"].endswith("must hold a canary's tokens as they were given")
     assert "canaries of tier x16" in line["unknown"]
     assert "53 were left out: 10 of each are needed" in line["unknown"]
-
-
-def test_canaries_that_no_batch_holds_are_unknown(tmp_path: Path) -> None:
-    data = planted()
-    fit([watch(data, tmp_path)], data=rows(300), max_epochs=1)
-    assert all(line["unknown"] for line in lines(tmp_path, "canary_x8"))
-    assert lines(tmp_path, "canary_x8")[-1]["unknown"].startswith("0 canaries of tier x8")
+    data = planted()  # of which no batch holds any
+    fit([watch(data, tmp_path / "absent")], data=rows(300), max_epochs=1)
+    for line in lines(tmp_path / "absent", "canary_x8"):
+        assert line["unknown"].startswith("0 canaries of tier x8")
 
 
 def test_what_does_not_fit_is_refused_at_setup(tmp_path: Path) -> None:
@@ -164,21 +152,6 @@ def test_a_gate_stops_where_canaries_are_written_out(tmp_path: Path) -> None:
     trainer, _ = fit([watch(data, tmp_path), gate], data=data, max_epochs=3)
     assert trainer.should_stop
     assert trainer.current_epoch < 3
-
-
-def test_attacks_that_choose_themselves_ask_about_canaries_that_are_planted(
-    tmp_path: Path, caplog: Any
-) -> None:
-    caplog.set_level("INFO")
-    data = planted()
-    settings = MonitorSettings(memorization=Memorization(max_overhead=4 / 3), look_seconds=1e-9)
-    games = Games(canaries=data.canaries)
-    watching = LeakageMonitor(games=games, log_dir=tmp_path, settings=settings)
-    fit([watching], data=data, max_epochs=1)
-    assert watching.latest["audit/canary_x8/exposure"] > 0
-    assert "no texts are planted" not in caplog.text
-    fit([LeakageMonitor(log_dir=tmp_path / "none", settings=settings)], max_epochs=1, max_steps=1)
-    assert "games=Games(canaries=train.canaries)" in caplog.text
 
 
 @pytest.mark.slow

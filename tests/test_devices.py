@@ -207,8 +207,8 @@ def assert_same(one: Guess, other: Guess) -> None:
 
 def concrete(kind: type) -> set[type]:
     below = set().union(*(concrete(sub) for sub in kind.__subclasses__()))
-    own = kind.__module__.startswith(attacks.__name__) and not inspect.isabstract(kind)
-    return below | ({kind} if own else set())
+    is_ours = kind.__module__.startswith(attacks.__name__) and not inspect.isabstract(kind)
+    return below | ({kind} if is_ours else set())
 
 
 def test_every_attack_is_among_those_that_are_tried() -> None:
@@ -261,7 +261,7 @@ def passive() -> list[Attack]:
 
 
 @pytest.mark.parametrize(
-    ("made", "settings"),
+    ("make_attacks", "settings"),
     [
         (crafted, {"upstream": "loss", "recompute": "padded"}),
         (crafted, {"gradients": "autograd", "forwards": "pooled", "targets_per_batch": 2}),
@@ -269,11 +269,11 @@ def passive() -> list[Attack]:
     ],
 )
 def test_games_on_another_device_are_the_same(
-    made: Callable[[], list[Attack]], settings: dict[str, Any]
+    make_attacks: Callable[[], list[Attack]], settings: dict[str, Any]
 ) -> None:
-    here = games(model_for(""), made(), **settings)
+    here = games(model_for(""), make_attacks(), **settings)
     with PretendedDevice() as device:
-        there = games(device.model(model_for("")), made(), **settings)
+        there = games(device.model(model_for("")), make_attacks(), **settings)
     for one, other in zip(here, there, strict=True):
         assert torch.equal(one.bits, other.bits)
         assert torch.equal(one.guesses, other.guesses)

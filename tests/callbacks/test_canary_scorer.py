@@ -71,8 +71,8 @@ def mean_loss(model: nn.Module, text: Tensor) -> Tensor:
 
 def texts_of(model: nn.Module) -> list[Tensor]:
     """Of two lengths, so that some are padded."""
-    made = new_token_canaries(model, 6, length=4, row_norm=0.5)
-    return [text if i % 2 else torch.cat([text, text[1:3]]) for i, text in enumerate(made)]
+    texts = new_token_canaries(model, 6, length=4, row_norm=0.5)
+    return [text if i % 2 else torch.cat([text, text[1:3]]) for i, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("every", [None, 2])
@@ -161,10 +161,10 @@ def test_a_resumed_run_goes_on_with_its_scores(tmp_path: Path) -> None:
     assert float(rest.scores().abs().max()) > 1e-4
     torch.testing.assert_close(again.scores(), first.scores() + rest.scores())
     state = again.state_dict()
-    others = canary_set([torch.tensor([60 + i, 5]) for i in range(6)])
+    other_canaries = canary_set([torch.tensor([60 + i, 5]) for i in range(6)])
     with pytest.raises(InclusionMismatch):
         CanaryScorer(
-            CanarySet(others.token_ids, InclusionRecord.flip([b"x" * 32] * 6)), by
+            CanarySet(other_canaries.token_ids, InclusionRecord.flip([b"x" * 32] * 6)), by
         ).load_state_dict(state)
     other_way = CanaryScorer(again.canaries, "loss")
     with pytest.raises(ValueError, match="one way must hold"):

@@ -522,9 +522,9 @@ def test_a_run_whose_attack_read_nothing_can_be_resumed(tmp_path: Path) -> None:
         return [LeakageMonitor(AlignedFlatChat(public, name="a"), every_n_steps=4)]
 
     def frozen_head() -> CausalLMModule:
-        made = module(tied=False)
-        made.model.lm_head.weight.requires_grad_(False)
-        return made
+        frozen = module(tied=False)
+        frozen.model.lm_head.weight.requires_grad_(False)
+        return frozen
 
     saver = ModelCheckpoint(tmp_path, save_last=True)
     fit([*callbacks(), saver], tmp_path, module=frozen_head(), enable_checkpointing=True)

@@ -173,13 +173,13 @@ def test_rounds_are_attacked_by_what_reads_rounds(tmp_path: Path, optimizer: str
     """Each step begins as a federated client begins a round, without an optimizer state."""
     model = model_of(gpt2)
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
-    own = kind(model.parameters(), lr=1e-2)
+    stepper = kind(model.parameters(), lr=1e-2)
 
     def loss(model: Any, batch: Any) -> Any:
-        own.state.clear()
+        stepper.state.clear()
         return model(**batch).loss
 
-    watch = auto(tmp_path, model, optimizers=[own], loss=loss, local_steps=1).watch
+    watch = auto(tmp_path, model, optimizers=[stepper], loss=loss, local_steps=1).watch
     played = {"aligned_flatchat", "subspace_words", "gradient_membership", "worst"}
     assert attacks_in(watch.latest) == played
     assert watch.latest["leakage/worst/membership"] > 0.6
@@ -188,11 +188,11 @@ def test_rounds_are_attacked_by_what_reads_rounds(tmp_path: Path, optimizer: str
 @pytest.mark.parametrize("lora", [False, True])
 def test_training_is_bit_identical_and_goes_on_where_it_was(lora: bool, tmp_path: Path) -> None:
     stages = ("local", "shared", "aggregate")
-    seen = auto(tmp_path / "a", model_of(lora=lora), stages=stages)
-    assert_same_training(auto(None, model_of(lora=lora)), seen)
-    state = seen.watch.state_dict()
+    training = auto(tmp_path / "a", model_of(lora=lora), stages=stages)
+    assert_same_training(auto(None, model_of(lora=lora)), training)
+    state = training.watch.state_dict()
     resumed = auto(tmp_path / "b", model_of(lora=lora), stages=stages, state=state).watch
-    assert resumed.looks == 2 * seen.watch.looks
+    assert resumed.looks == 2 * training.watch.looks
     assert resumed.latest[WORST] == 1
 
 
@@ -274,7 +274,7 @@ def test_a_model_of_a_users_own_is_attacked_by_what_needs_no_text_of_it(
 def test_with_a_forward_of_input_ids_a_model_of_a_users_own_is_attacked_by_all(
     tmp_path: Path,
 ) -> None:
-    seen = auto(tmp_path, Adapted(Decoder()), loss=next_token_loss)
-    assert {"aligned_flatchat", "gradient_membership"} <= attacks_in(seen.watch.latest)
-    assert seen.watch.latest["leakage/gradient_membership/auc"] == 1
-    assert seen.watch.failures == 0
+    training = auto(tmp_path, Adapted(Decoder()), loss=next_token_loss)
+    assert {"aligned_flatchat", "gradient_membership"} <= attacks_in(training.watch.latest)
+    assert training.watch.latest["leakage/gradient_membership/auc"] == 1
+    assert training.watch.failures == 0

@@ -50,10 +50,10 @@ def counted(**settings: Any) -> Counted:
     return Counted(**({"public_text": PublicText(TEXT), "shapes": SHAPES} | settings))
 
 
-def prepared_in(root: Path, made: Attack, **settings: Any) -> int:
+def prepared_in(root: Path, attack_: Attack, **settings: Any) -> int:
     """Return how often a run calibrates."""
     Counted.prepared = 0
-    watched(root, made, n=8, every_n_steps=4, **settings)
+    watched(root, attack_, n=8, every_n_steps=4, **settings)
     return Counted.prepared
 
 
@@ -215,10 +215,10 @@ def _save_and_load(folder: str, times: int, failures: Any) -> None:
     from lightning_fedleak.attacks import TypeCountRegressor
 
     warnings.simplefilter("error")
-    cache, made = CalibrationCache(Path(folder)), attack()
-    made.regressor = TypeCountRegressor(torch.arange(2.0, dtype=torch.float64))
+    cache, attack_ = CalibrationCache(Path(folder)), attack()
+    attack_.regressor = TypeCountRegressor(torch.arange(2.0, dtype=torch.float64))
     for _ in range(times):
-        cache.save(made, "weights")
+        cache.save(attack_, "weights")
         if not cache.load(attack(), "weights"):
             failures.value += 1
 

@@ -123,7 +123,9 @@ ZERO_ROWS = {"llama"}  # models whose padding token has no input, so that it wou
 ADAPTED = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}
 
 
-def made(build: Build, *, lora: list[str] | None = None, task: TaskType | None = None) -> nn.Module:
+def build_model(
+    build: Build, *, lora: list[str] | None = None, task: TaskType | None = None
+) -> nn.Module:
     with own_rng(3):
         model = build()
         if lora is not None:
@@ -168,7 +170,7 @@ def test_the_words_of_a_classifier_are_recovered(family: str, lora: bool, tmp_pa
     if last is not None:
         ids[:, -1] = last
     adapted = ADAPTED[family] if lora else None
-    model = made(build, lora=adapted, task=TaskType.SEQ_CLS if lora else None)
+    model = build_model(build, lora=adapted, task=TaskType.SEQ_CLS if lora else None)
     batch = {"input_ids": ids, "labels": torch.arange(rows) % 2}
     watch = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
     check_words(watch, SubspaceWords(), certified=family not in ZERO_ROWS)
@@ -185,14 +187,14 @@ def test_labels_that_are_no_class_do_not_matter(labels: str, tmp_path: Path) -> 
     ids = texts(3)
     batch: dict[str, Tensor] = {"input_ids": ids}
     if labels == "regression":
-        model = made(lambda: bert(SEQUENCE, num_labels=1))
+        model = build_model(lambda: bert(SEQUENCE, num_labels=1))
         batch["labels"] = torch.rand(3)
     elif labels == "several classes":
         kind = "multi_label_classification"
-        model = made(lambda: bert(SEQUENCE, num_labels=4, problem_type=kind))
+        model = build_model(lambda: bert(SEQUENCE, num_labels=4, problem_type=kind))
         batch["labels"] = torch.eye(4)[:3]
     else:
-        model = made(lambda: bert("QuestionAnswering"))
+        model = build_model(lambda: bert("QuestionAnswering"))
         batch |= {name: torch.tensor([2, 3, 4]) for name in ("start_positions", "end_positions")}
     monitor = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
     check_words(monitor, BagOfWords())
@@ -207,7 +209,7 @@ def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
     ids = texts(3)
     labels = ids % 2
     labels[:, 0] = labels[:, -2:] = -100
-    model = made(lambda: family("TokenClassification"))
+    model = build_model(lambda: family("TokenClassification"))
     batch = {"input_ids": ids, "labels": labels}
     monitor = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
     check_words(monitor, BagOfWords())
@@ -225,7 +227,7 @@ def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
     ("task", "lora"), [(SEQUENCE, TaskType.SEQ_CLS), ("TokenClassification", None)]
 )
 def test_attacks_choose_themselves_on_classifiers(task: str, lora: Any, tmp_path: Path) -> None:
-    model = made(lambda: bert(task), lora=["query", "value"] if lora else None, task=lora)
+    model = build_model(lambda: bert(task), lora=["query", "value"] if lora else None, task=lora)
     ids = texts(3)
     labels = torch.arange(3) % 2 if task == SEQUENCE else ids % 2
     watch = one_look(tmp_path, model, {"input_ids": ids, "labels": labels})
@@ -251,7 +253,7 @@ def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(
     batch = {"input_ids": texts(2), "labels": torch.tensor([0, 1])}
     message = "head with a row for each token, and the rows of 'model.classifier' of BertForSeq.* 3"
     with pytest.raises(ThreatModelError, match=message) as refused:
-        one_look(tmp_path, made(lambda: bert(SEQUENCE, num_labels=3)), batch, attack)
+        one_look(tmp_path, build_model(lambda: bert(SEQUENCE, num_labels=3)), batch, attack)
     assert "BagOfWords reads the gradient of the embeddings" in str(refused.value)
 
 
@@ -260,7 +262,7 @@ def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_of_two_vocabularies_the_source_s_words_are_named(lora: bool, tmp_path: Path) -> None:
-    model = made(marian, lora=["q_proj", "v_proj"] if lora else None)
+    model = build_model(marian, lora=["q_proj", "v_proj"] if lora else None)
     anatomy = find_anatomy(model)
     assert (anatomy.vocab_size, anatomy.target_rows) == (TARGETS, TARGETS)
     ids = texts(3)
@@ -273,14 +275,14 @@ def test_of_two_vocabularies_the_source_s_words_are_named(lora: bool, tmp_path: 
 
 
 def test_one_vocabulary_is_distinguished_from_two() -> None:
-    assert find_anatomy(made(lambda: t5("ConditionalGeneration"))).target_rows is None
+    assert find_anatomy(build_model(lambda: t5("ConditionalGeneration"))).target_rows is None
     assert find_anatomy(tiny_marian()).target_rows is None
     assert find_anatomy(tiny_marian(decoder_vocab=97)).target_rows == 97
 
 
 @pytest.mark.parametrize("family", [t5, bart])
 def test_an_encoder_decoder_of_one_vocabulary_leaks_both_sides(family: Any, tmp_path: Path) -> None:
-    model = made(lambda: family("ConditionalGeneration"))
+    model = build_model(lambda: family("ConditionalGeneration"))
     batch = {"input_ids": texts(3), "labels": texts(3, 7, seed=1)}
     monitor = one_look(tmp_path, model, batch, SubspaceWords())
     assert monitor.latest["leakage/subspace_words/recall"] == 1

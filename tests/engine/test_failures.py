@@ -169,32 +169,32 @@ def watched(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 def functions(callback: Callable[[Callable[[CodeType], None]], object]) -> list[CodeType]:
     """Return the functions of the package that are entered by what a callback profiles."""
-    found: dict[CodeType, None] = {}
+    codes: dict[CodeType, None] = {}
 
     def note(code: CodeType) -> None:
         if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
-            found.setdefault(code)
+            codes.setdefault(code)
 
     callback(note)
     # A DPSGD that another test has not closed still listens to the steps of all optimizers.
-    own = (code for code in found if not code.co_filename.endswith("/dpsgd/weights.py"))
-    return [code for code in own if code.co_qualname not in THIN]
+    plain = (code for code in codes if not code.co_filename.endswith("/dpsgd/weights.py"))
+    return [code for code in plain if code.co_qualname not in THIN]
 
 
 def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return how many hooks and patches there are, by where they are."""
-    left: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, module in model.named_modules():
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            left[f"{name}{kind}"] = len(getattr(module, kind))
-        left[f"{name}.forward"] = int("forward" in vars(module))
+            counts[f"{name}{kind}"] = len(getattr(module, kind))
+        counts[f"{name}.forward"] = int("forward" in vars(module))
     for name, parameter in model.named_parameters():
-        left[f"{name} hooks"] = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-        left[f"{name} hooks of its gradient"] = len(parameter._backward_hooks or ())
-        left[f"{name}.grad"] = int(parameter.grad is not None)
-    left["step"] = int("step" in vars(optimizer))
-    left["backward"] = int(torch.autograd.backward is not BACKWARD)
-    return {name: count for name, count in left.items() if count}
+        counts[f"{name} hooks"] = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+        counts[f"{name} hooks of its gradient"] = len(parameter._backward_hooks or ())
+        counts[f"{name}.grad"] = int(parameter.grad is not None)
+    counts["step"] = int("step" in vars(optimizer))
+    counts["backward"] = int(torch.autograd.backward is not BACKWARD)
+    return {name: count for name, count in counts.items() if count}
 
 
 def whys(folder: Path) -> dict[int, list[str | None]]:
@@ -239,8 +239,8 @@ def test_what_a_function_of_a_look_raises_is_a_failure_of_that_look(tmp_path: Pa
     """Each function raises in a step of its own, and none does in the last one."""
     targets = functions(lambda note: steps_with(tmp_path / "plain", note))
     assert len(targets) > 200
-    own, own_optimizer = set_up()
-    losses = [one_step(own, own_optimizer, batch_of(n)) for n in range(len(targets) + 2)]
+    plain, plain_optimizer = set_up()
+    losses = [one_step(plain, plain_optimizer, batch_of(n)) for n in range(len(targets) + 2)]
     after = torch.rand(3)
 
     model, optimizer = set_up()
@@ -259,7 +259,7 @@ def test_what_a_function_of_a_look_raises_is_a_failure_of_that_look(tmp_path: Pa
             latest.append(watch.latest)
         assert watch.latest[F1] == 1.0
     assert torch.equal(after, torch.rand(3))
-    assert same(model.state_dict(), own.state_dict())
+    assert same(model.state_dict(), plain.state_dict())
     check_logged(tmp_path / "failing", targets, latest)
     assert not hooks_of(model, optimizer)
 
@@ -428,7 +428,7 @@ def test_a_transformers_trainer_trains_on_too(
             trainer.train()
         return trainer.model.state_dict(), watch
 
-    own, _ = train(False)
+    plain, _ = train(False)
 
     @contained
     def fails(self: Fit, *_: object, **__: object) -> None:
@@ -438,5 +438,5 @@ def test_a_transformers_trainer_trains_on_too(
         with monkeypatch.context() as patch:
             patch.setattr(Fit, name, fails if name.startswith("_") else fails.__wrapped__)
             weights, watch = train(True)
-        assert same(weights, own), name
+        assert same(weights, plain), name
         assert math.isnan(watch.latest[F1]), name

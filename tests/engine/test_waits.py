@@ -79,11 +79,11 @@ def run(
     """Run a loop whose rate is 0 in its first steps, as warm-ups have it."""
     model = adapted() if model is None else model
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
-    own = kind([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    stepper = kind([p for p in model.parameters() if p.requires_grad], lr=0.0)
     taken: list[int] = []
 
     def warm_up(model: Any) -> None:
-        own.param_groups[0]["lr"] = 1e-2 * max(0, len(taken) - zero_steps + 1) / 4
+        stepper.param_groups[0]["lr"] = 1e-2 * max(0, len(taken) - zero_steps + 1) / 4
         taken.append(1)
 
     rows = 2 * steps * accumulate
@@ -95,7 +95,7 @@ def run(
             attacks,
             model,
             batches=data,
-            optimizers=[own],
+            optimizers=[stepper],
             before_step=warm_up,
             accumulate=accumulate,
             **({"every_n_steps": 50} | settings),
@@ -136,12 +136,12 @@ def test_adalora_is_tried_until_it_has_a_result(tmp_path: Path) -> None:
 
 def test_trying_again_costs_little_and_does_not_disturb(tmp_path: Path) -> None:
     attack = Counting()
-    seen = run(tmp_path, attack, zero_steps=8, steps=14)
+    training = run(tmp_path, attack, zero_steps=8, steps=14)
     assert attack.runs == [0, 9], "in steps 1 to 8 its gradients are zero, which is all it takes"
     assert attack.refreshed == [0, 9]
-    assert (seen.watch.looks, seen.watch.engine.results.last_step) == (2, 9)
-    assert seen.watch.latest[F1] > 0.9
-    assert_same_training(run(None, None, zero_steps=8, steps=14), seen)
+    assert (training.watch.looks, training.watch.engine.results.last_step) == (2, 9)
+    assert training.watch.latest[F1] > 0.9
+    assert_same_training(run(None, None, zero_steps=8, steps=14), training)
 
 
 def test_membership_is_looked_at_while_words_wait(tmp_path: Path) -> None:
@@ -223,10 +223,12 @@ def test_a_slow_attack_is_calibrated_behind_the_first_words(
     monkeypatch.setattr(GradientMembership, "prepare", counted)
     budget = {"every_n_steps": None, "cache": False}
     with caplog.at_level("INFO"):
-        seen = run(tmp_path, "auto", **budget)
-    assert_same_training(run(None, None), seen)
+        training = run(tmp_path, "auto", **budget)
+    assert_same_training(run(None, None), training)
     assert prepared == [1]
-    first = {name: seen.watch.lines(name)[0] for name in ("subspace_words", "gradient_membership")}
+    first = {
+        name: training.watch.lines(name)[0] for name in ("subspace_words", "gradient_membership")
+    }
     assert [line["step"] for line in first.values()] == [2, 3]
     assert "'gradient_membership' is calibrated now" in caplog.text
     waits = run(tmp_path / "waits", "auto", zero_steps=99, steps=5, **budget).watch

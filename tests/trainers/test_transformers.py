@@ -143,8 +143,8 @@ def test_three_faces_write_the_same_lines(tmp_path: Path) -> None:
         return tiny_gpt2(tied=False, dropout=0.0)
 
     settings = {"every_n_steps": 2, "games": Games(targets=4)}
-    (first, weights), *others = three_faces(tmp_path, make, rows(), attacks, **settings)
-    for lines_of_face, weights_of_face in others:
+    (first, weights), *rest = three_faces(tmp_path, make, rows(), attacks, **settings)
+    for lines_of_face, weights_of_face in rest:
         assert lines_of_face == first
         for weight, other in zip(weights, weights_of_face, strict=True):
             # The Trainer divides by the number of labels, also of those that nothing predicts:
@@ -372,16 +372,16 @@ def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -
         eval_dataset=rows(4),
     )
     callback = watched(trainer, [FlatChat(scorer="abs", oracle_n_types=12)])
-    found: list[float] = []
+    values: list[float] = []
 
     class Notes(TrainerCallback):
         def on_evaluate(self, *_: Any, metrics: Any = None, **__: Any) -> None:
-            found.append(metrics["eval_leakage/flatchat/f1"])
+            values.append(metrics["eval_leakage/flatchat/f1"])
 
     trainer.add_callback(Notes())
     trainer.train()
-    assert found[0] == float("inf")
-    assert trainer.state.best_metric == min(found) < 1
+    assert values[0] == float("inf")
+    assert trainer.state.best_metric == min(values) < 1
     assert callback.watch.utility.keys() == {"loss", "eval_loss"}
 
 

@@ -371,7 +371,7 @@ def test_the_last_look_is_at_the_weights_that_a_fit_ends_with(
 
 
 def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path) -> None:
-    """Of 30 texts each stands in six rows: none is told from others, and all are learned first."""
+    """Each of 30 texts is in six rows: none plays a game, and all are learned first."""
     ids = torch.randint(3, 2000, (30, 24), generator=torch.Generator().manual_seed(5))
     often = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids for _ in range(6)]
     data = leave_out([*rows(300, 24), *often], 120, seed=1)[0]
@@ -583,7 +583,7 @@ def test_two_processes_know_the_same(tmp_path: Path) -> None:
     pool, answers = ask_texts(tiny())(data)
     alone = sorted(answers.log_probs.double().sum(1).tolist())
     for kind in ("ddp", "fsdp2"):
-        first, second = (found[kind] for found in pair)
+        first, second = (rank[kind] for rank in pair)
         assert first["latest"] == pytest.approx(second["latest"], nan_ok=True)
         assert first["base"] == pytest.approx(second["base"])
         assert first["failures"] == second["failures"] == 0
@@ -628,10 +628,10 @@ def test_what_an_account_allows_is_logged_beside_the_attacks(tmp_path: Path) -> 
     assert latest["leakage/bound/auc"] == looks[-1]["metrics"]["bound/auc"]["value"]
     assert 0.01 < latest["leakage/bound/tpr_at_fpr_0.01"] < 0.05
     assert latest["leakage/combined/refuted"] == latest["leakage/loss/refuted"] == 0
-    found = findings(read([tmp_path]))
-    assert any("was not refuted by" in one for one in found.verdict.sentences)
-    assert not any("REFUTED" in one for one in found.verdict.sentences)
-    assert "the account is" in page(found)
+    report = findings(read([tmp_path]))
+    assert any("was not refuted by" in one for one in report.verdict.sentences)
+    assert not any("REFUTED" in one for one in report.verdict.sentences)
+    assert "the account is" in page(report)
 
 
 @pytest.mark.slow
@@ -639,7 +639,7 @@ def test_noise_that_is_accounted_and_not_added_refutes_the_account(tmp_path: Pat
     with pytest.warns(UserWarning, match="THE ACCOUNT IS REFUTED by 'combined' at step"):
         watching = accounted(tmp_path, 0.01, max_epochs=4)
     assert watching.latest["leakage/combined/refuted"] == 1  # also where a later look shows less
-    found = findings(read([tmp_path]))
-    assert re.search("is REFUTED by .*combined", found.verdict.sentences[0])
-    assert ">REFUTED</td>" in page(found)
-    assert found.verdict.level == "high"
+    report = findings(read([tmp_path]))
+    assert re.search("is REFUTED by .*combined", report.verdict.sentences[0])
+    assert ">REFUTED</td>" in page(report)
+    assert report.verdict.level == "high"

@@ -12,13 +12,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
-from tests.callbacks.runs import fit
-from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import assert_same_training, train
 from tests.helpers.models import own_rng
 
@@ -194,18 +192,6 @@ def test_training_is_bit_identical_and_goes_on_where_it_was(lora: bool, tmp_path
     resumed = auto(tmp_path / "b", model_of(lora=lora), stages=stages, state=state).watch
     assert resumed.looks == 2 * training.watch.looks
     assert resumed.latest[WORST] == 1
-
-
-def test_several_monitors_of_one_family_have_no_worst_together(tmp_path: Path) -> None:
-    monitors = [
-        LeakageMonitor(SubspaceWords(capacity_seconds=0, name=name), every_n_steps=1)
-        for name in ("first", "second")
-    ]
-    data = random_token_loader(**LOADER)
-    fit([*monitors], tmp_path, module=CausalLMModule(model_of().train()), loader=data)
-    first, second = (monitor.latest for monitor in monitors)
-    assert WORST not in first | second
-    assert first["leakage/first/f1"] == second["leakage/second/f1"] == 1
 
 
 # ---- models that are not Hugging Face's ---------------------------------------------------------

@@ -39,69 +39,26 @@ SIZES = {
     "intermediate_size": 96,
     "max_position_embeddings": POSITIONS,
 }
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SIDES = {
-    f"{side}_{name}": size
-    for side in ("encoder", "decoder")
-    for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 96}.items()
+ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BART = {"vocab_size": VOCABULARY, "d_model": WIDTH, "max_position_embeddings": POSITIONS}
+T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 16, "num_layers": 2, "num_heads": 4}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
+SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Bert": ENCODER,
+    "Roberta": ENCODER | {"max_position_embeddings": POSITIONS + 2},
+    "Llama": SIZES,
+    "GPT2": GPT2 | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "T5": T5 | {"d_ff": 96, "dropout_rate": 0.0, "decoder_start_token_id": 0, "eos_token_id": 1},
+    "Bart": BART
+    | {"dropout": 0.0}
+    | {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIDES.items()},
 }
 
 
-def bert(task: str, **more: Any) -> nn.Module:
-    config = transformers.BertConfig(**SIZES, **NO_DROPOUT, **more)
-    return getattr(transformers, f"BertFor{task}")(config)
-
-
-def roberta(task: str) -> nn.Module:
-    sizes = SIZES | {"max_position_embeddings": POSITIONS + 2}
-    config = transformers.RobertaConfig(**sizes, **NO_DROPOUT)
-    return getattr(transformers, f"RobertaFor{task}")(config)
-
-
-def llama(task: str, **more: Any) -> nn.Module:
-    return getattr(transformers, f"LlamaFor{task}")(transformers.LlamaConfig(**SIZES, **more))
-
-
-def gpt2(task: str) -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=WIDTH,
-        n_layer=2,
-        n_head=4,
-        n_positions=POSITIONS,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    return getattr(transformers, f"GPT2For{task}")(config)
-
-
-def t5(task: str) -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        d_kv=16,
-        num_layers=2,
-        num_heads=4,
-        d_ff=96,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        eos_token_id=1,
-    )
-    return getattr(transformers, f"T5For{task}")(config)
-
-
-def bart(task: str) -> nn.Module:
-    config = transformers.BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        max_position_embeddings=POSITIONS,
-        dropout=0.0,
-        **SIDES,
-    )
-    return getattr(transformers, f"BartFor{task}")(config)
+def build(family: str, task: str, **more: Any) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(**CONFIGS[family] | more)
+    return getattr(transformers, f"{family}For{task}")(config)
 
 
 def marian() -> nn.Module:
@@ -112,22 +69,22 @@ Build = Callable[[], nn.Module]
 SEQUENCE = "SequenceClassification"
 # Model, the last token of each text where the head needs one, rows of a batch.
 CLASSIFIERS: dict[str, tuple[Build, int | None, int]] = {
-    "bert": (lambda: bert(SEQUENCE), None, 3),
-    "roberta": (lambda: roberta(SEQUENCE), None, 3),
-    "llama": (lambda: llama(SEQUENCE, pad_token_id=0), None, 3),
-    "gpt2": (lambda: gpt2(SEQUENCE), None, 1),
-    "t5": (lambda: t5(SEQUENCE), 1, 3),
-    "bart": (lambda: bart(SEQUENCE), 2, 3),
+    "bert": (lambda: build("Bert", SEQUENCE), None, 3),
+    "roberta": (lambda: build("Roberta", SEQUENCE), None, 3),
+    "llama": (lambda: build("Llama", SEQUENCE, pad_token_id=0), None, 3),
+    "gpt2": (lambda: build("GPT2", SEQUENCE, bos_token_id=0, eos_token_id=1), None, 1),
+    "t5": (lambda: build("T5", SEQUENCE), 1, 3),
+    "bart": (lambda: build("Bart", SEQUENCE), 2, 3),
 }
 ZERO_ROWS = {"llama"}  # models whose padding token has no input, so that it would leave no trace
 ADAPTED = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}
 
 
 def build_model(
-    build: Build, *, lora: list[str] | None = None, task: TaskType | None = None
+    make: Build, *, lora: list[str] | None = None, task: TaskType | None = None
 ) -> nn.Module:
     with own_rng(3):
-        model = build()
+        model = make()
         if lora is not None:
             model = get_peft_model(model, LoraConfig(r=16, target_modules=lora, task_type=task))
             with torch.no_grad():
@@ -163,14 +120,14 @@ def check_words(monitor: Any, attack: Attack, *, certified: bool | None = None) 
 @pytest.mark.parametrize("family", CLASSIFIERS)
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_words_of_a_classifier_are_recovered(family: str, lora: bool, tmp_path: Path) -> None:
-    build, last, rows = CLASSIFIERS[family]
+    make, last, rows = CLASSIFIERS[family]
     if lora and family not in ADAPTED:
         pytest.skip("as the families that are adapted")
     ids = texts(rows)
     if last is not None:
         ids[:, -1] = last
     adapted = ADAPTED[family] if lora else None
-    model = build_model(build, lora=adapted, task=TaskType.SEQ_CLS if lora else None)
+    model = build_model(make, lora=adapted, task=TaskType.SEQ_CLS if lora else None)
     batch = {"input_ids": ids, "labels": torch.arange(rows) % 2}
     watch = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
     check_words(watch, SubspaceWords(), certified=family not in ZERO_ROWS)
@@ -187,21 +144,21 @@ def test_labels_that_are_no_class_do_not_matter(labels: str, tmp_path: Path) -> 
     ids = texts(3)
     batch: dict[str, Tensor] = {"input_ids": ids}
     if labels == "regression":
-        model = build_model(lambda: bert(SEQUENCE, num_labels=1))
+        model = build_model(lambda: build("Bert", SEQUENCE, num_labels=1))
         batch["labels"] = torch.rand(3)
     elif labels == "several classes":
         kind = "multi_label_classification"
-        model = build_model(lambda: bert(SEQUENCE, num_labels=4, problem_type=kind))
+        model = build_model(lambda: build("Bert", SEQUENCE, num_labels=4, problem_type=kind))
         batch["labels"] = torch.eye(4)[:3]
     else:
-        model = build_model(lambda: bert("QuestionAnswering"))
+        model = build_model(lambda: build("Bert", "QuestionAnswering"))
         batch |= {name: torch.tensor([2, 3, 4]) for name in ("start_positions", "end_positions")}
     monitor = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
     check_words(monitor, BagOfWords())
     check_words(monitor, SubspaceWords(), certified=True)
 
 
-@pytest.mark.parametrize("family", [bert, llama])
+@pytest.mark.parametrize("family", ["Bert", "Llama"])
 def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
     family: Any, tmp_path: Path
 ) -> None:
@@ -209,15 +166,15 @@ def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
     ids = texts(3)
     labels = ids % 2
     labels[:, 0] = labels[:, -2:] = -100
-    model = build_model(lambda: family("TokenClassification"))
+    model = build_model(lambda: build(family, "TokenClassification"))
     batch = {"input_ids": ids, "labels": labels}
     monitor = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
     check_words(monitor, BagOfWords())
     check_words(monitor, SubspaceWords(), certified=True)
-    assert sees_no_later(find_anatomy(model)) == (family is llama)
+    assert sees_no_later(find_anatomy(model)) == (family == "Llama")
     batches = [TokenBatch(ids, labels, None, "classifier")]
-    truth = WordTruth.from_batches(batches, one_way=family is llama)
-    counted = ids[:, :-2] if family is llama else ids
+    truth = WordTruth.from_batches(batches, one_way=family == "Llama")
+    counted = ids[:, :-2] if family == "Llama" else ids
     assert set(truth.input_types.tolist()) == set(counted.flatten().tolist())
     assert not len(truth.output_types)
     assert truth.n_targets == 3
@@ -227,7 +184,9 @@ def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
     ("task", "lora"), [(SEQUENCE, TaskType.SEQ_CLS), ("TokenClassification", None)]
 )
 def test_attacks_choose_themselves_on_classifiers(task: str, lora: Any, tmp_path: Path) -> None:
-    model = build_model(lambda: bert(task), lora=["query", "value"] if lora else None, task=lora)
+    model = build_model(
+        lambda: build("Bert", task), lora=["query", "value"] if lora else None, task=lora
+    )
     ids = texts(3)
     labels = torch.arange(3) % 2 if task == SEQUENCE else ids % 2
     watch = one_look(tmp_path, model, {"input_ids": ids, "labels": labels})
@@ -253,7 +212,9 @@ def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(
     batch = {"input_ids": texts(2), "labels": torch.tensor([0, 1])}
     message = "head with a row for each token, and the rows of 'model.classifier' of BertForSeq.* 3"
     with pytest.raises(ThreatModelError, match=message) as refused:
-        one_look(tmp_path, build_model(lambda: bert(SEQUENCE, num_labels=3)), batch, attack)
+        one_look(
+            tmp_path, build_model(lambda: build("Bert", SEQUENCE, num_labels=3)), batch, attack
+        )
     assert "BagOfWords reads the gradient of the embeddings" in str(refused.value)
 
 
@@ -275,14 +236,16 @@ def test_of_two_vocabularies_the_source_s_words_are_named(lora: bool, tmp_path: 
 
 
 def test_one_vocabulary_is_distinguished_from_two() -> None:
-    assert find_anatomy(build_model(lambda: t5("ConditionalGeneration"))).target_rows is None
+    assert (
+        find_anatomy(build_model(lambda: build("T5", "ConditionalGeneration"))).target_rows is None
+    )
     assert find_anatomy(tiny_marian()).target_rows is None
     assert find_anatomy(tiny_marian(decoder_vocab=97)).target_rows == 97
 
 
-@pytest.mark.parametrize("family", [t5, bart])
+@pytest.mark.parametrize("family", ["T5", "Bart"])
 def test_an_encoder_decoder_of_one_vocabulary_leaks_both_sides(family: Any, tmp_path: Path) -> None:
-    model = build_model(lambda: family("ConditionalGeneration"))
+    model = build_model(lambda: build(family, "ConditionalGeneration"))
     batch = {"input_ids": texts(3), "labels": texts(3, 7, seed=1)}
     monitor = one_look(tmp_path, model, batch, SubspaceWords())
     assert monitor.latest["leakage/subspace_words/recall"] == 1

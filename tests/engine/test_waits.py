@@ -22,13 +22,10 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.engine.run import Look, Outcome, Series, pending
 from lightning_fedleak.evaluation.metrics import Rate
-from lightning_fedleak.federation import RoundObserver, RoundSettings, trained_state
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, llama
 from tests.callbacks.runs import Probe
-from tests.federation.rounds import SGD, batches, lora
-from tests.federation.rounds import train as train_round
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import assert_same_training, train
 from tests.helpers.models import own_rng
@@ -283,29 +280,3 @@ def test_a_wait_is_kept_in_checkpoints_and_ends() -> None:
     assert again.waiting == frozenset()
     kept.add(Look(4, scope=frozenset({second})), {second: f1(0.3)}, {})
     assert kept.look_values[WORST] == kept.latest[WORST] == 0.9
-
-
-def test_a_client_is_looked_at_again_in_the_next_round_whatever_it_cost(tmp_path: Path) -> None:
-    net = lora(r=8)
-    observer = RoundObserver(
-        net,
-        SGD,
-        1,
-        attacks=[SubspaceWords(capacity_seconds=0)],
-        folder=tmp_path,
-        max_overhead=0.001,
-        settings=RoundSettings(cache=False, tensorboard=False),
-    )
-    state, values = trained_state(net), []
-    for round_ in range(3):
-        observer.begin(round_, state)
-        data = batches(round_, 1, rows=1, length=6)
-        state = train_round(net, data)
-        if observer.due(0):
-            values.append(observer.look(state, 0, batches=data).now.get(F1))
-            observer.paid(0, 5.0, 1.0)
-        net.load_state_dict(state, strict=False)
-    assert values[0] is None, "B is zero in the first round"
-    assert values[1] is not None
-    assert len(values) == 2, "the budget counts from there on"
-    observer.end()

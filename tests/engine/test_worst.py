@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from lightning_fedleak import FCMembership, LeakageMonitor, RiskGate, SubspaceWords
+from lightning_fedleak import RiskGate
 from lightning_fedleak.engine import GateActions
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.engine.run import Look, Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.records import Judgement
-from tests.callbacks.runs import Probe
 
 WORDS = "leakage/worst/words"
 METRICS = ("precision", "recall", "f1")
@@ -188,11 +187,3 @@ def test_a_threshold_that_always_or_never_acts_is_refused(
     else:
         with pytest.raises(ValueError, match=words):
             RiskGate(metric, at_most=at_most)
-
-
-def test_names_are_known_before_the_run() -> None:
-    monitor = LeakageMonitor([Probe(), SubspaceWords(), FCMembership(layer=1)])
-    assert {WORDS, "leakage/worst/membership"} <= set(monitor.metric_names())
-    headlines = ("leakage/probe/f1", "leakage/subspace_words/f1")
-    assert monitor.engine.headlines_of(WORDS) == headlines
-    assert monitor.engine.headlines_of("leakage/worst/texts") == ()

@@ -17,8 +17,6 @@ from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import InclusionMismatch
 from lightning_fedleak.evaluation.metrics.released import spent_at
-from lightning_fedleak.report import findings, page, read
-from lightning_fedleak.report.edpb import on_model
 from tests.engine.channels.test_memorization import fit, rows, tiny
 
 SUFFIX = 4
@@ -72,21 +70,6 @@ def test_canaries_that_are_repeated_more_are_memorized_more(tmp_path: Path) -> N
     assert math.isinf(watching.latest["audit/canary_x8/exposure_high"])
     assert not any(name.startswith("leakage/worst") for name in watching.latest)
     assert few[0]["unknown"]  # in mid-epoch few of them have come
-
-
-def test_the_report_has_a_row_for_each_tier_apart_from_the_datas_own_texts(tmp_path: Path) -> None:
-    data = planted()
-    fit([watch(data, tmp_path)], data=data, max_epochs=1)
-    [summary] = findings(read([tmp_path])).runs
-    tiers = {attack.name: attack for attack in summary.attacks}
-    assert tiers.keys() == {"canary_x1", "canary_x8"}
-    assert {attack.family.name for attack in tiers.values()} == {"canary"}
-    assert tiers["canary_x8"].rates["exposure"].value > 0
-    html = page(findings(read([tmp_path])))
-    table = html.partition("Canaries, by how often each stands in the data")[2]
-    table = table.partition("</table>")[0]
-    assert table.index("canary_x1<") < table.index("canary_x8<")
-    assert on_model(summary.attacks, "auc") == ["not tested here"]
 
 
 def test_the_numbers_are_those_of_the_models_own_answers(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import stat
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -63,17 +64,8 @@ def rows(n: int = 400, length: int = 14) -> list[dict[str, torch.Tensor]]:
 
 def tiny(positions: int = 32) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=2000,
-        n_embd=24,
-        n_head=2,
-        n_layer=1,
-        n_positions=positions,
-        resid_pdrop=0.1,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
+    sizes = {"vocab_size": 2000, "n_embd": 24, "n_head": 2, "n_layer": 1, "n_positions": positions}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.1, bos_token_id=0, eos_token_id=0))
 
 
 def monitor(folder: Path, **settings: Any) -> LeakageMonitor:
@@ -92,14 +84,8 @@ def fit(
     module = model if isinstance(model, L.LightningModule) else CausalLMModule(model, lr, "adamw")
     settings = {"max_epochs": 3, "enable_checkpointing": False, **more}
     path, validate = settings.pop("ckpt_path", None), settings.pop("validate", False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        callbacks=callbacks,
-        logger=settings.pop("logger", False),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, **quiet | settings)
     data = leave_out(rows(), 140, seed=1)[0] if data is None else data
     validation = DataLoader(data, batch_size=8) if validate else None
     trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), validation, ckpt_path=path)
@@ -123,33 +109,107 @@ def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, text) if line["kind"] == kind]
 
 
-def test_what_was_trained_on_is_told_from_what_was_left_out(tmp_path: Path) -> None:
-    watching = monitor(tmp_path)
-    fit([watching])
-    looks = lines(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Return a fit of three epochs that is saved after each."""
+    folder = tmp_path_factory.mktemp("whole")
+    checkpoint = ModelCheckpoint(folder / "kept", every_n_epochs=1, save_top_k=-1)
+    watching, data = monitor(folder), leave_out(rows(), 140, seed=1)[0]
+    _, module = fit([watching, checkpoint], data=data, enable_checkpointing=True)
+    early = min((folder / "kept").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    return SimpleNamespace(
+        folder=folder, latest=watching.latest, module=module, data=data, early=early
+    )
+
+
+def test_members_are_distinguished_from_rows_that_were_held_out(whole: Any) -> None:
+    looks = lines(whole.folder)
     assert [line["step"] for line in looks] == [17, 30, 33, 66, 99]
     assert {line["stage"] for line in looks} == {"released"}
-    last = looks[-1]["metrics"]
+    first, second, third, *_, last = (line["metrics"] for line in looks)
     assert last["auc"]["value"] > 0.95
     assert last["auc"]["low"] > 0.7
-    assert last["shown"]["value"] is None  # with far fewer others than 437
+    assert last["shown"]["value"] is None  # with far fewer non-members than 437
     assert last["p_value"]["value"] < 1e-6
-    assert looks[0]["metrics"]["members"]["value"] < looks[2]["metrics"]["members"]["value"]
-    assert looks[1]["metrics"]["alpha"]["value"] == pytest.approx(0.05 / 6)
-    extraction = lines(tmp_path, "extraction")[-1]["metrics"]
+    assert first["members"]["value"] < third["members"]["value"]
+    assert second["alpha"]["value"] == pytest.approx(0.05 / 6)
+    extraction = lines(whole.folder, "extraction")[-1]["metrics"]
     assert extraction["extracted"]["value"] is not None
     assert extraction["extracted_base"]["value"] == 0
-    assert last["auc_joint_low"]["value"] < last["auc"]["low"]  # of two attacks on membership
-    assert watching.latest["leakage/worst/memorization"] == pytest.approx(last["auc"]["value"])
-    assert watching.failures == 0
-    assert last["visible"]["value"] == visible_tpr(
-        int(last["members"]["value"]), int(last["others"]["value"]), look=5
-    )
     assert 0 < extraction["visible"]["value"] < 1
-    begin = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])
-    assert [(a["name"], a["family"]) for a in begin["attacks"]] == [
-        (name, "memorization") for name in ("combined", "loss", "extraction")
+    counts = (int(last[name]["value"]) for name in ("members", "others"))
+    assert last["visible"]["value"] == visible_tpr(*counts, look=5)
+    assert whole.latest["leakage/worst/memorization"] == pytest.approx(last["auc"]["value"])
+    assert whole.latest["monitor/failures"] == 0
+
+
+def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(whole: Any) -> None:
+    pool, base = query_base(whole.data)
+    after = ask_tokens(find_anatomy(whole.module.model), pool.texts)
+    [facts] = of_kind(whole.folder, "pool")
+    counts = int(pool.members.sum()), int((~pool.members).sum())
+    assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
+    assert (facts["repeated"], facts["short"], facts["searched"], facts["aside"]) == (0, 0, 1, 0)
+    line = lines(whole.folder)[-1]
+    assert line["pool"] == pool.digest
+    single, joint = (
+        pool.compare(base, after, [Combined()], look=5, alpha=alpha).values["combined"]
+        for alpha in (0.05, 0.05 / 2)
+    )
+    logged = line["metrics"]
+    assert logged["auc"]["value"] == pytest.approx(single["auc"])
+    assert logged["auc"]["low"] == pytest.approx(single["auc_low"], abs=1e-9)
+    assert logged["p_value"]["value"] == pytest.approx(single["p_value"])
+    assert logged["auc_joint_low"]["value"] == pytest.approx(joint["auc_low"])
+
+
+def query_base(data: Any) -> tuple[ReleasedPool, Any]:
+    """Return the pool that the channel draws of some data, and the base model's answers."""
+    drawn = collect(DataLoader(data, batch_size=8, shuffle=True), SETTINGS, READ)
+    members = drawn.trains.tolist()
+    sides = [
+        [text for text, inside in zip(drawn.texts, members, strict=True) if inside is side]
+        for side in (True, False)
     ]
+    pool = ReleasedPool(*sides)
+    return pool, ask_tokens(find_anatomy(tiny()), pool.texts)
+
+
+def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(whole: Any, tmp_path: Path) -> None:
+    file = whole.folder / "memorization_base.safetensors"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    [facts] = of_kind(whole.folder, "pool")
+    assert facts["base"] == hash_tensors(load_file(file))
+    fit([monitor(tmp_path)], ckpt_path=whole.early)
+    assert of_kind(tmp_path, "pool")[0]["base"] == facts["base"]
+    before, resumed = lines(whole.folder)[-2:], lines(tmp_path)
+    for name in ("step", "pool"):
+        assert [line[name] for line in resumed] == [line[name] for line in before]
+    for line, expected in zip(resumed, before, strict=True):
+        for name in ("members", "others", "alpha"):
+            assert line["metrics"][name] == expected["metrics"][name]
+        assert line["metrics"]["auc"]["value"] > 0.7
+
+
+@pytest.mark.parametrize("damage", ["missing", "open", "changed"])
+def test_without_its_file_a_resumed_fit_is_unknown(whole: Any, tmp_path: Path, damage: str) -> None:
+    file = whole.folder / "memorization_base.safetensors"
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "open":
+        file.chmod(0o644)
+    else:
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    watching = monitor(tmp_path)
+    try:
+        fit([watching], ckpt_path=whole.early, max_epochs=2)
+    finally:
+        file.write_bytes(content)
+        file.chmod(0o600)
+    [line] = lines(tmp_path)
+    assert "resumed without its record" in line["unknown"]
+    assert math.isnan(watching.latest["leakage/combined/auc"])
 
 
 def trained(callbacks: list[Any], model: Any, **more: Any) -> list[Tensor]:
@@ -220,100 +280,11 @@ def test_rows_to_come_are_controls_in_the_first_epoch_only(tmp_path: Path) -> No
     watching = monitor(tmp_path)
     fit([watching], data=rows(), max_epochs=2)
     looks = lines(tmp_path)
-    assert [line["metrics"]["auc"]["value"] is not None for line in looks] == [True] * 2 + [
-        False
-    ] * 2
+    known = [line["metrics"]["auc"]["value"] is not None for line in looks]
+    assert known == [True, True, False, False]
     assert "add leave_out" in looks[-1]["unknown"]
     assert math.isnan(watching.latest["leakage/combined/auc"])
     assert math.isnan(watching.latest["leakage/worst/memorization"])
-
-
-def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(tmp_path: Path) -> None:
-    watching = monitor(tmp_path)
-    base = ask_texts(tiny())
-    data = leave_out(rows(), 140, seed=1)[0]
-    _, module = fit([watching], data=data)
-    pool, answers = base(data)
-    result = pool.compare(
-        answers,
-        ask_tokens(find_anatomy(module.model), pool.texts),
-        [Combined()],
-        look=5,
-    )
-    assert lines(tmp_path)[-1]["pool"] == pool.digest
-    [facts] = of_kind(tmp_path, "pool")
-    counts = int(pool.members.sum()), int((~pool.members).sum())
-    assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
-    assert (facts["repeated"], facts["short"], facts["searched"], facts["aside"]) == (0, 0, 1, 0)
-    logged = lines(tmp_path)[-1]["metrics"]
-    joint = pool.compare(
-        answers,
-        ask_tokens(find_anatomy(module.model), pool.texts),
-        [Combined()],
-        look=5,
-        alpha=0.05 / 2,
-    )
-    assert logged["auc_joint_low"]["value"] == pytest.approx(joint.values["combined"]["auc_low"])
-    assert logged["auc"]["value"] == pytest.approx(result.values["combined"]["auc"])
-    assert logged["auc"]["low"] == pytest.approx(result.values["combined"]["auc_low"], abs=1e-9)
-    assert logged["p_value"]["value"] == pytest.approx(result.values["combined"]["p_value"])
-
-
-def ask_texts(model: GPT2LMHeadModel) -> Any:
-    """Return a function that asks a model about the pool that the channel draws of some data."""
-
-    def ask(data: Any) -> Any:
-        loader = DataLoader(data, batch_size=8, shuffle=True)
-        drawn = collect(loader, SETTINGS, partial(read_batch, kind="causal"))
-        sides: dict[bool, list[Any]] = {True: [], False: []}
-        for text, inside in zip(drawn.texts, drawn.trains.tolist(), strict=True):
-            sides[inside].append(text)
-        pool = ReleasedPool(sides[True], sides[False])
-        return pool, ask_tokens(find_anatomy(model), pool.texts)
-
-    return ask
-
-
-def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
-    fit([monitor(tmp_path / "whole"), checkpoint], enable_checkpointing=True)
-    file = tmp_path / "whole" / "memorization_base.safetensors"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    [facts] = of_kind(tmp_path / "whole", "pool")
-    assert facts["base"] == hash_tensors(load_file(file))
-    early = min(kept.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    fit([monitor(tmp_path / "resumed")], ckpt_path=early)
-    whole, resumed = lines(tmp_path / "whole"), lines(tmp_path / "resumed")
-    assert [line["step"] for line in resumed] == [66, 99]
-    assert of_kind(tmp_path / "resumed", "pool")[0]["base"] == facts["base"]
-    assert [line["pool"] for line in resumed] == [line["pool"] for line in whole[-2:]]
-    for line, before in zip(resumed, whole[-2:], strict=True):
-        for name in ("members", "others", "alpha"):
-            assert line["metrics"][name] == before["metrics"][name]
-        assert line["metrics"]["auc"]["value"] > 0.7
-
-
-@pytest.mark.parametrize("damage", ["missing", "open", "changed"])
-def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) -> None:
-    kept = tmp_path / "kept"
-    checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
-    fit([monitor(tmp_path / "whole"), checkpoint], enable_checkpointing=True, max_epochs=1)
-    file = tmp_path / "whole" / "memorization_base.safetensors"
-    if damage == "missing":
-        file.unlink()
-    elif damage == "open":
-        file.chmod(0o644)
-    else:
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-    [path] = kept.glob("*.ckpt")
-    watching = monitor(tmp_path / "resumed")
-    fit([watching], ckpt_path=path, max_epochs=2)
-    [line] = lines(tmp_path / "resumed")
-    assert "resumed without its record" in line["unknown"]
-    assert math.isnan(watching.latest["leakage/combined/auc"])
 
 
 def test_texts_of_another_distribution_and_too_few_texts_are_unknown(tmp_path: Path) -> None:
@@ -350,12 +321,11 @@ def test_the_last_look_is_at_the_weights_that_a_fit_ends_with(
     if not hasattr(lightning_callbacks, averaging):
         pytest.skip(f"this Lightning has no {averaging}")
     watching, average = monitor(tmp_path), getattr(lightning_callbacks, averaging)(**settings)
-    base = ask_texts(tiny())
     data = leave_out(rows(), 140, seed=1)[0]
     gate = RiskGate("leakage/combined/auc", at_most=0.999, action="warn")
     callbacks = [watching, average, gate] if first else [average, watching, gate]
     _, module = fit(callbacks, data=data)
-    pool, answers = base(data)
+    pool, answers = query_base(data)
     averaged = ask_tokens(find_anatomy(module.model), pool.texts)
     looks = lines(tmp_path)
     assert [line["step"] for line in looks] == [17, 30, 33, 66, 99, 99]
@@ -510,23 +480,12 @@ class Validated(CausalLMModule):
 
 
 def chosen(folder: Path, *gates: RiskGate, path: Path | None = None) -> tuple[Any, Any, Any]:
-    """Return the Trainer of a fit of three epochs that chooses, its checkpoints and its loader."""
-    watching = combined(folder)
+    """Return the Trainer of a fit of three epochs that chooses, its checkpoints and its data."""
     keep = ModelCheckpoint(folder / "kept", "{step}", "leakage/choose", mode="min", save_top_k=-1)
-    L.seed_everything(0)
-    data, others = leave_out(rows(), 140, seed=1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        callbacks=[watching, *gates, keep],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    loader = DataLoader(data, batch_size=8, shuffle=True)
-    module = Validated(tiny(), 1e-2, "adamw")
-    trainer.fit(module, loader, DataLoader(others, batch_size=8), ckpt_path=path)
-    return trainer, keep, loader
+    data = leave_out(rows(), 140, seed=1)[0]
+    settings = {"validate": True, "enable_checkpointing": True, "ckpt_path": path, "data": data}
+    trainer, _ = fit([combined(folder), *gates, keep], Validated(tiny(), 1e-2, "adamw"), **settings)
+    return trainer, keep, data
 
 
 def gate_on_auc(at_most: float = 0.95) -> RiskGate:
@@ -535,7 +494,7 @@ def gate_on_auc(at_most: float = 0.95) -> RiskGate:
 
 def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -> None:
     """By the loss alone the last epoch would be kept; its interval reaches above the threshold."""
-    trainer, keep, loader = chosen(tmp_path / "whole", gate_on_auc())
+    trainer, keep, data = chosen(tmp_path / "whole", gate_on_auc())
     highs = {line["step"]: line["metrics"]["auc"]["high"] for line in lines(tmp_path / "whole")}
     epochs = [33, 66, 99]
     allowed = [step for step in epochs if highs[step] <= 0.95]
@@ -545,7 +504,8 @@ def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -
     # It is scored on texts that no other line is of, by the weights that were kept.
     [confirmed] = lines(tmp_path / "whole", "combined_chosen")
     assert confirmed["step"] == step
-    drawn = collect(loader, SETTINGS, partial(read_batch, kind="causal"), chooses=True)
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    drawn = collect(loader, SETTINGS, READ, chooses=True)
     pools = [
         pool_digest(
             [text for text, inside in zip(drawn.texts, part, strict=True) if inside],
@@ -580,7 +540,7 @@ def test_two_processes_know_the_same(tmp_path: Path) -> None:
     """Under DDP each asks about half of the texts; under FSDP2 both about all, in one order."""
     pair = two_processes("tests.engine.channels.memorization_worker", tmp_path)
     data = leave_out(rows(), 140, seed=1)[0]
-    pool, answers = ask_texts(tiny())(data)
+    pool, answers = query_base(data)
     alone = sorted(answers.log_probs.double().sum(1).tolist())
     for kind in ("ddp", "fsdp2"):
         first, second = (rank[kind] for rank in pair)

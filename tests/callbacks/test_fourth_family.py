@@ -8,10 +8,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_fedleak.attacks import FCMembership, PrefixInversion, TextAttack, TextGuess
+from lightning_fedleak.attacks import FCMembership, TextAttack, TextGuess
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
-from lightning_fedleak.engine.channels.base import Channel, family_of
+from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT
 from lightning_fedleak.records import Family
 from lightning_fedleak.report import findings, page, read
@@ -23,15 +23,6 @@ from tests.helpers.loops import lines_of
 from tests.helpers.notices import announced
 
 RIGHT = "leakage/text_count/right"
-
-
-def test_each_attack_has_the_channel_of_its_own_class() -> None:
-    families = {TextCount(1.0): "counts", Probe(): "words"}
-    families |= {FCMembership(1): "membership", PrefixInversion(1): "texts"}
-    assert {family_of(attack).family for attack in families} == set(families.values())
-    for attack, family in families.items():
-        assert family_of(attack).family == family
-    assert Channel.registry[TextCount] is CountsChannel
 
 
 def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ import transformers
 
 from lightning_fedleak import DefendedStrategy, GradientCompression, GradientNoise
 from lightning_fedleak.attacks import (
-    AlignedFlatChat,
     BagOfWords,
     GradientMembership,
-    PublicText,
     RevealLabels,
     SubspaceMembership,
     SubspaceTexts,
@@ -88,17 +86,6 @@ def test_an_attack_reads_compressed_gradients_or_is_unknown(tmp_path: Path, meth
     why = {line["stage"]: line["unknown"] for line in lines_of(tmp_path, "bag_of_words")}
     assert f"compressed (method '{method}')" in why["shared"]
     assert why["local"] is None
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_the_run_says_what_a_readout_is_fitted_on(tmp_path: Path, deferred: bool) -> None:
-    """With error feedback what goes into the compression is read, and nothing else."""
-    text = torch.randint(VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(2))
-    attack = AlignedFlatChat(PublicText(text), lengths=(LENGTH,))
-    defense = GradientCompression("topk", share=0.2, error_feedback=deferred)
-    monitor = watched(tmp_path, [attack], defense)
-    assert attack.arguments().get("compression") == (None if deferred else "topk 0.2")
-    assert math.isfinite(monitor.latest["leakage/aligned_flatchat/f1"])
 
 
 @pytest.mark.slow

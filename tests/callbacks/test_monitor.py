@@ -20,11 +20,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.attacks import AlignedFlatChat, EmbeddingDescent, PublicText
+from lightning_fedleak.attacks import EmbeddingDescent
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import (
-    LeakageLimitExceeded,
     LeakageMonitor,
     MonitorSettings,
     RiskGate,
@@ -468,14 +467,6 @@ def test_each_fit_is_watched_from_its_first_step_also_after_an_exception(tmp_pat
     assert len(copy.deepcopy(monitor).attacks[0].seen) == len(probe.seen)
 
 
-def test_a_gate_that_raised_can_be_used_again(tmp_path: Path) -> None:
-    gate = RiskGate(F1, at_most=0.0, action="raise")
-    monitor = LeakageMonitor(Probe(k=20), every_n_steps=1)
-    for name in "ab":
-        with pytest.raises(LeakageLimitExceeded, match="at step 0"):
-            fit([gate, monitor], tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "expected"), [(1000, 3, [8, 9, 12, 15]), (5, 5, [8, 10, 15])]
 )
@@ -513,25 +504,6 @@ def test_a_strict_gate_that_never_had_a_result_ends_unknown(tmp_path: Path) -> N
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     _, gate, _ = waiting(tmp_path / "over", n=16, ckpt_path=tmp_path / "end.ckpt")
     assert gate.fired is None, "that fit was over before it began"
-
-
-def test_a_run_whose_attack_read_nothing_can_be_resumed(tmp_path: Path) -> None:
-    public = PublicText([[(7 * i + 3 * j) % 94 + 3 for j in range(20)] for i in range(12)])
-
-    def callbacks() -> list[Any]:
-        return [LeakageMonitor(AlignedFlatChat(public, name="a"), every_n_steps=4)]
-
-    def frozen_head() -> CausalLMModule:
-        frozen = module(tied=False)
-        frozen.model.lm_head.weight.requires_grad_(False)
-        return frozen
-
-    saver = ModelCheckpoint(tmp_path, save_last=True)
-    fit([*callbacks(), saver], tmp_path, module=frozen_head(), enable_checkpointing=True)
-    [monitor] = callbacks()
-    path = tmp_path / "last.ckpt"
-    fit([monitor], tmp_path / "b", module=frozen_head(), max_epochs=2, ckpt_path=path)
-    assert monitor.latest["leakage/a/exposed"] == 0
 
 
 # ---- surfaces that change -----------------------------------------------------------------------

@@ -19,18 +19,16 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import lightning_fedleak
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.engine import Games, contained
-from lightning_fedleak.engine.fit import Fit
+from lightning_fedleak.engine import Games
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
+from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 
@@ -406,37 +404,3 @@ def test_a_strict_gate_decides_where_every_look_fails(
             if watch.should_stop:
                 break
     assert (step, gate.fired is not None) == (1, True)
-
-
-def test_a_transformers_trainer_trains_on_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(callback: bool) -> tuple[dict[str, Tensor], Any]:
-        torch.manual_seed(7)
-        rows = [{name: value[0] for name, value in batch_of(n).items()} for n in range(6)]
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=3, report_to=[], use_cpu=True, save_strategy="no",
-            per_device_train_batch_size=2, disable_tqdm=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(tiny_gpt2(tied=False), arguments, train_dataset=rows)
-        if not callback:
-            trainer.train()
-            return trainer.model.state_dict(), None
-        watch = LeakageCallback(trainer, [BagOfWords()], folder=tmp_path / "l", every_n_steps=1)
-        trainer.add_callback(watch)
-        with quiet():
-            trainer.train()
-        return trainer.model.state_dict(), watch
-
-    plain, _ = train(False)
-
-    @contained
-    def fails(self: Fit, *_: object, **__: object) -> None:
-        raise Injected
-
-    for name in ("before_backward", "before_step", "_show", "step_ends", "_take_batch"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Fit, name, fails if name.startswith("_") else fails.__wrapped__)
-            weights, watch = train(True)
-        assert same(weights, plain), name
-        assert math.isnan(watch.latest[F1]), name

@@ -234,20 +234,6 @@ def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() 
         collect(loader(rows(40)), Memorization(), read)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"max_overhead": 0.0},
-        {"alpha": 1.0},
-        {"looks": (0.9, 0.5)},
-        {"most_texts": 5},
-    ],
-)
-def test_a_setting_out_of_range_is_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        Memorization(**arguments)
-
-
 def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
     """Two worlds in which one coin fell otherwise: the same texts in the same order."""
 

@@ -277,27 +277,6 @@ def test_what_cannot_be_watched_is_refused(
     assert "training_step" not in vars(trainer)
 
 
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("is_deepspeed_enabled", "DeepSpeed keeps"),
-        ("is_fsdp_enabled", "FSDP and tensor"),
-        ("n_gpu", "DataParallel copies"),
-    ],
-)
-def test_gradients_in_parts_are_refused(tmp_path: Path, flag: str, words: str) -> None:
-    trainer = trainer_of(tmp_path)
-    callback = watched(trainer, [BagOfWords()])
-    trainer.create_optimizer()
-    if flag == "n_gpu":
-        trainer.args._n_gpu = 2
-    else:
-        setattr(trainer, flag, True)
-    with pytest.raises(ValueError, match=words):
-        callback.on_train_begin()
-    assert "training_step" not in vars(trainer)
-
-
 def test_pairs_without_a_mark_are_refused(tmp_path: Path) -> None:
     for name in ("CustomDPOTrainer", "CustomKTOTrainer"):
         trainer = trainer_of(tmp_path, kind=type(name, (Sequential,), {}))

@@ -96,11 +96,11 @@ def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
             parameter.requires_grad_(name.endswith("bias"))
         return model
 
-    for metric, words in (
-        (WORST, r"no attack on words .* parameters are\. That is 'un"),
-        ("leakage/subspace_words/f1", "'subspace_words' is not played in this run"),
+    for metric, strict, words in (
+        (WORST, False, r"no attack on words .* parameters are\. That is 'un"),
+        ("leakage/subspace_words/f1", True, "'subspace_words' is not played in this run"),
     ):
-        gate = Threshold(metric, at_most=0.5, strict=False)
+        gate = Threshold(metric, at_most=0.5, strict=strict)
         with pytest.raises(ValueError, match=words):
             auto(tmp_path / "gate", biases(), gates=[gate], assume=HONEST_BUT_CURIOUS)
     with caplog.at_level(logging.INFO):
@@ -129,17 +129,17 @@ def test_attacks_whose_look_takes_too_long_are_not_played(tmp_path: Path) -> Non
 
 
 def test_what_is_unfrozen_on_the_way_is_attacked_from_then_on(tmp_path: Path) -> None:
-    model, steps = model_of(), []
+    model = model_of()
 
-    def unfreeze(model: Any) -> None:
-        steps.append(1)
-        if len(steps) == 2:
-            model.lm_head.weight.requires_grad_(True)
+    def batches() -> Any:
+        for step, batch in enumerate(random_token_loader(**LOADER)):
+            model.lm_head.weight.requires_grad_(step >= 2)
+            yield batch
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for part in (model.lm_head, model.model.embed_tokens):
         part.weight.requires_grad_(False)
-    watch = auto(tmp_path, model, optimizers=[optimizer], before_step=unfreeze).watch
+    watch = auto(tmp_path, model, optimizers=[optimizer], batches=batches()).watch
     steps_of = [line["step"] for line in watch.lines("aligned_flatchat")]
     assert steps_of == [0, 2, 3], "not played, said once; then looked at"
 

@@ -28,11 +28,9 @@ from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.lightning_packages import package_of
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.callbacks.runs import Probe, fit, footprint, logged_losses
+from tests.callbacks.runs import Probe, fit, footprint, logged_losses, monitor_with
 from tests.helpers.lightning_modules import CausalLMModule, FusedLossModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
-
-STAGES = ("local", "shared", "aggregate")
 
 
 class FailsOnOne(Probe):
@@ -64,7 +62,7 @@ class GamesFailOnOne(FCMembership):
 
 
 class BlindOnOne(FCMembership):
-    """Distinguishes nothing on client 1."""
+    """Tells nothing apart on client 1."""
 
     default_name = "blind_on_one"
 
@@ -122,14 +120,14 @@ def outside_on(rank: int) -> Any:
 
 
 class Spied:
-    """Counts what gives every process the others' tensors, or pickles them."""
+    """Counts what hands every process the others' tensors, or pickles them."""
 
     NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather_object")
 
     def __enter__(self) -> Spied:
         self.calls: list[str] = []
-        self._functions = {name: getattr(dist, name) for name in self.NAMES}
-        for name, function in self._functions.items():
+        self._kept = {name: getattr(dist, name) for name in self.NAMES}
+        for name, function in self._kept.items():
             setattr(dist, name, self._counting(name, function))
         return self
 
@@ -141,7 +139,7 @@ class Spied:
         return counted
 
     def __exit__(self, *_: object) -> None:
-        for name, function in self._functions.items():
+        for name, function in self._kept.items():
             setattr(dist, name, function)
 
 
@@ -162,41 +160,22 @@ def run(
     return fit(callbacks, root, module=module, **settings)
 
 
-def same(root: Path, monitor: LeakageMonitor, **settings: Any) -> tuple[bool, L.Trainer]:
-    """Whether a fit ends in the same state with and without a monitor, and the fit with it."""
-    ends = []
-    for name, callbacks in (("plain", []), ("watched", [monitor])):
-        trainer = run(root / name, callbacks, **settings)
-        losses = logged_losses(trainer) if trainer.is_global_zero else []
-        ends.append((footprint(trainer), losses))
-    (one, one_losses), (other, other_losses) = ends
-    equal = all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-    return equal and one_losses == other_losses, trainer
-
-
-def first_line(monitor: LeakageMonitor) -> dict[str, Any]:
-    """Return the first line of the log, on the process that writes it."""
-    if dist.get_rank():
-        return {}
-    return json.loads(monitor.engine.jsonl.path.read_text().splitlines()[0])
-
-
 def of_either_package(root: Path) -> dict[str, Any]:
-    """Return one defended run until its gate stops it, by the Trainer of each package."""
-    results = {}
+    """One defended run until its gate stops it, by the Trainer of each package."""
+    found = {}
     for kind, module in (
         (L.Trainer, CausalLMFineTuning),
         (pl.Trainer, of_pytorch_lightning.CausalLMFineTuning),
     ):
         model = module(tiny_gpt2(dropout=0.0), lr=1e-2)
         strategy = DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)])
-        monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=STAGES)
+        monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=("local", "shared", "aggregate"))
         gate = RiskGate("leakage/probe/recall", at_most=0.0, patience=1)
         trainer = fit(
             [monitor, gate], root / kind.__module__, module=model, n=32, kind=kind,
             strategy=strategy, devices=2,
         )  # fmt: skip
-        results[package_of(trainer)] = {
+        found[package_of(trainer)] = {
             "strategy": type(trainer.strategy).__mro__[3].__module__,
             "steps": trainer.global_step,
             "values": {
@@ -207,7 +186,11 @@ def of_either_package(root: Path) -> dict[str, Any]:
             "weights": sum(float(p.double().abs().sum()) for p in model.parameters()),
             "saved": gate.fired is not None and Path(str(gate.fired.checkpoint)).exists(),
         }
-    return results
+    return found
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def first_rows(rank: int) -> list[int]:
@@ -227,7 +210,7 @@ def pack(texts: list[dict[str, Tensor]]) -> dict[str, Any]:
     return {**DataCollatorWithFlattening()(texts, return_tensors="pt"), "use_cache": False}
 
 
-def client_gradient(rank: int) -> Tensor:
+def own_gradient(rank: int) -> Tensor:
     """The head's gradient of one process's first batch, by plain autograd."""
     model = tiny_gpt2(dropout=0.0).train()
     data = random_token_loader(16).dataset
@@ -236,147 +219,201 @@ def client_gradient(rank: int) -> Tensor:
     return gradient
 
 
-def gradients(root: Path) -> dict[str, Any]:
-    """What is read at each stage, against gradients by hand."""
+def main(root: Path) -> None:
+    warnings.simplefilter("ignore")
     out: dict[str, Any] = {}
-    for client in ("rank", "world"):
-        probe, settings = Probe(), MonitorSettings(client=client)
-        monitor = LeakageMonitor(probe, every_n_steps=100, stages=STAGES, settings=settings)
-        run(root / client, [monitor])
-        rank = dist.get_rank()
-        each = [client_gradient(r) for r in (0, 1)]
-        mean = (each[0] + each[1]) / 2
-        expected = {"local": each[rank], "shared": each[rank], "aggregate": mean}
-        if client == "world":
-            expected = dict.fromkeys(STAGES, mean)
-        read = {stage: gradient for _, stage, gradient in probe.seen}
-        read = {stage: read.get(stage, read["local"]) for stage in STAGES}
-        close = [torch.allclose(read[s], expected[s], rtol=1e-4, atol=1e-7) for s in STAGES]
-        out[client] = {
-            "close": all(close),
-            "recall": monitor.latest["leakage/probe/recall"],
-            "line": [first_line(monitor).get(name) for name in ("client", "n")],
-        }
-    probe = Probe()
-    defended = DefendedStrategy("ddp", defenses=[GradientNoise(clip=1.0, sigma=0.0, seed=0)])
-    monitor = LeakageMonitor(probe, every_n_steps=100, stages=STAGES)
-    run(root / "defended", [monitor], strategy=defended)
-    read = {stage: gradient for _, stage, gradient in probe.seen}
-    shared = [torch.empty_like(read["shared"]) for _ in range(2)]
-    dist.all_gather(shared, read["shared"].contiguous())
-    mean = (shared[0] + shared[1]) / 2
-    out["defended"] = torch.allclose(read["local"], each[rank], rtol=1e-4, atol=1e-7)
-    out["defended"] &= torch.allclose(read["aggregate"], mean, rtol=1e-5, atol=1e-8)
-    return out
+    stages = ("local", "shared", "aggregate")
 
+    for case, settings in {
+        "fp32": {},
+        "accumulation": {"accumulate_grad_batches": 2},
+        "clipping": {"gradient_clip_val": 0.01},
+    }.items():
+        plain = run(root / f"plain-{case}", [], **settings)
+        before = footprint(plain), logged_losses(plain) if plain.is_global_zero else []
+        monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=stages)
+        gate = RiskGate("leakage/probe/f1", at_most=1.0)
+        watched = run(root / f"watched-{case}", [gate, monitor], **settings)
+        after = footprint(watched), logged_losses(watched) if watched.is_global_zero else []
+        out[f"same/{case}"] = same(before[0], after[0]) and before[1] == after[1]
+        out[f"looks/{case}"] = (monitor.looks, watched.global_step, monitor.failures)
+    rank = dist.get_rank()
 
-def games(root: Path) -> dict[str, Any]:
-    """Games of each client, and those of a run that is resumed."""
+    for case, strategy in {
+        "plain": "ddp",
+        "undefended": DefendedStrategy("ddp"),
+        "world": "ddp",
+    }.items():
+        probe = Probe()
+        client = "world" if case == "world" else None
+        monitor = LeakageMonitor(
+            probe, every_n_steps=100, stages=stages, settings=MonitorSettings(client=client)
+        )
+        run(root / case, [monitor], strategy=strategy)
+        mine, others = own_gradient(rank), own_gradient(1 - rank)
+        mean = (mine + others) / 2
+        expected = {"local": mine, "shared": mine, "aggregate": mean}
+        if case == "world":
+            expected = dict.fromkeys(stages, mean)
+        seen = {stage: g for _, stage, g in probe.seen}
+        seen.setdefault("shared", seen["local"])
+        seen.setdefault("aggregate", seen["local"])
+        out[f"seen/{case}"] = all(
+            torch.allclose(seen[s], expected[s], rtol=1e-4, atol=1e-7) for s in stages
+        )
+        values = [monitor.latest[f"leakage{s}/probe/recall"] for s in ("", "_local")]
+        out[f"values/{case}"] = values
+        line = json.loads((Path(monitor.engine.jsonl.path)).read_text().splitlines()[0])
+        out[f"line/{case}"] = (line["client"], line["n"])
 
-    def monitor_of() -> LeakageMonitor:
+    for case, strategy in {
+        "plain": lambda: "ddp",
+        "defended": lambda: DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)]),
+    }.items():
+        before = footprint(run(root / f"no-games-{case}", [], strategy=strategy(), n=32))
         attacks = [GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()]
-        return LeakageMonitor(attacks, every_n_steps=1)
-
-    monitor = monitor_of()
-    with Spied() as spied:
-        equal, trainer = same(root, monitor, n=32)
-    kept = games_of(monitor)
-    path = root / "games.ckpt"
-    trainer.save_checkpoint(path)
-    again = monitor_of()
-    resumed = run(root / "again", [again], n=32, max_epochs=2, ckpt_path=str(path))
-    return {
-        "same": equal,
-        "looks": monitor.looks,
-        "failures": monitor.failures,
-        "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
-        "games": kept.tolist(),
-        "gathered": spied.calls,
-        "again": [resumed.global_step, again.looks],
-        "first": games_of(again)[: len(kept)].tolist() == kept.tolist(),
-        "more": len(games_of(again)),
-    }
-
-
-def texts(root: Path) -> dict[str, Any]:
-    """Texts packed in a row, and texts that are reconstructed from hidden states."""
+        monitor = LeakageMonitor(attacks, every_n_steps=1)
+        with Spied() as spied:
+            played = run(root / f"games-{case}", [monitor], strategy=strategy(), n=32)
+        after = footprint(played)
+        games = games_of(monitor)
+        out[f"games/{case}"] = {
+            "same": same(before, after),
+            "looks": monitor.looks,
+            "failures": monitor.failures,
+            "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
+            "games": games.tolist(),
+            "clients": sorted(set(games[:, 1].tolist())),
+            "gathered": spied.calls,
+        }
+        path = root / f"games-{case}.ckpt"
+        played.save_checkpoint(path)
+        monitor = LeakageMonitor([GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()], 1)
+        again = run(
+            root / f"again-{case}", [monitor], strategy=strategy(), n=32, max_epochs=2,
+            ckpt_path=str(path),
+        )  # fmt: skip
+        out[f"games again/{case}"] = {
+            "steps": again.global_step,
+            "looks": monitor.looks,
+            "games": len(games_of(monitor)),
+            "first": games_of(monitor)[: len(games)].tolist() == games.tolist(),
+        }
+    before = footprint(run(root / "no-passive", [], n=32))
     public = torch.randint(3, 50, (32, 8), generator=torch.Generator().manual_seed(3))
+    monitor = LeakageMonitor(GradientMembership(public, public_rows=16), every_n_steps=1)
+    after = footprint(run(root / "passive", [monitor], n=32))
+    values = monitor.latest
+    out["passive"] = {
+        "same": same(before, after),
+        "auc": values["leakage/gradient_membership/auc"],
+        "failures": monitor.failures,
+    }
     packed = DataLoader(documents(), batch_size=4, collate_fn=pack)
+    before = footprint(run(root / "no-packed", [], loader=packed))
     attacks = [Probe(), GradientMembership(public, public_rows=16)]
     monitor = LeakageMonitor(attacks, every_n_steps=1)
-    equal, _ = same(root / "packed", monitor, loader=packed)
-    out: dict[str, Any] = {
-        "packed": {
-            "same": equal,
-            "auc": monitor.latest["leakage/gradient_membership/auc"],
-            "failures": monitor.failures,
-            "line": [first_line(monitor).get(name) for name in ("attack", "client", "n")],
-        }
-    }
-    attacks = [ReadsOne(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
-    monitor = LeakageMonitor(attacks, every_n_steps=1, settings=MonitorSettings(texts=3))
-    equal, _ = same(root / "inversion", monitor)
-    out["inversion"] = {
-        "same": equal,
-        "looks": monitor.looks,
+    after = footprint(run(root / "packed", [monitor], loader=packed))
+    path = monitor.engine.jsonl.path
+    lines = map(json.loads, path.read_text().splitlines() if rank == 0 else [])
+    out["packed"] = {
+        "same": same(before, after),
+        "auc": monitor.latest["leakage/gradient_membership/auc"],
         "failures": monitor.failures,
-        "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
-        "line": first_line(monitor),
+        "n": {line["attack"]: (line["client"], line["n"]) for line in lines if line["step"] == 0},
     }
-    return out
+    before = footprint(run(root / "no-inversion", []))
+    for client in ("rank", "world"):
+        attacks = [ReadsOne(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
+        monitor = LeakageMonitor(
+            attacks, every_n_steps=1, settings=MonitorSettings(client=client, texts=3)
+        )
+        after = footprint(run(root / f"inversion-{client}", [monitor]))
+        last = monitor.engine.jsonl.path.read_text().splitlines()[0] if rank == 0 else "{}"
+        out[f"inversion/{client}"] = {
+            "same": same(before, after),
+            "looks": monitor.looks,
+            "failures": monitor.failures,
+            "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
+            "line": json.loads(last),
+        }
+    for case, settings in {
+        "world": {"client": "world"},
+        "aggregate": {"stages": ("shared", "aggregate")},
+    }.items():
+        try:
+            run(root / case, [monitor_with(FCMembership(layer=1), **settings)])
+        except ValueError as error:
+            out[f"refused/{case}"] = str(error)
 
+    probe = Probe()
+    defended = DefendedStrategy("ddp", defenses=[GradientNoise(clip=1.0, sigma=0.0, seed=0)])
+    monitor = LeakageMonitor(probe, every_n_steps=100, stages=stages)
+    run(root / "defended", [monitor], strategy=defended)
+    seen = {stage: g for _, stage, g in probe.seen}
+    both = [own_gradient(r) for r in (0, 1)]
+    out["defended local"] = torch.allclose(seen["local"], both[rank], rtol=1e-4, atol=1e-7)
+    gathered = [torch.empty_like(seen["shared"]) for _ in range(2)]
+    dist.all_gather(gathered, seen["shared"].contiguous())
+    out["defended aggregate"] = torch.allclose(
+        seen["aggregate"], (gathered[0] + gathered[1]) / 2, rtol=1e-5, atol=1e-8
+    )
 
-def failures(root: Path) -> dict[str, Any]:
-    """What fails on one client, and gates that act on both."""
-    out: dict[str, Any] = {}
     monitor = LeakageMonitor([FailsOnOne(), WorseOnOne()], every_n_steps=2)
     trainer = run(root / "failing", [monitor])
-    name = "leakage/worse_on_one/f1"
     out["failing"] = {
         "finished": trainer.global_step,
         "failures": monitor.failures,
         "unknown": math.isnan(monitor.latest["leakage/fails_on_one/f1"]),
-        "pooled": monitor.latest[name],
-        "worst": monitor.latest.get(f"{name}_worst_client"),
-        "worst in metrics": f"{name}_worst_client" in trainer.callback_metrics,
+        "pooled": monitor.latest["leakage/worse_on_one/f1"],
+        "worst": monitor.latest.get("leakage/worse_on_one/f1_worst_client"),
+        "worst in metrics": "leakage/worse_on_one/f1_worst_client" in trainer.callback_metrics,
     }
-    gate = RiskGate(f"{name}_worst_client", at_most=monitor.latest[name])
-    trainer = run(root / "gate", [gate, LeakageMonitor(WorseOnOne(), every_n_steps=1)])
-    assert gate.fired is not None
-    saved = Path(str(gate.fired.checkpoint)).exists()
-    out["gate"] = (trainer.global_step, gate.fired.step, gate.fired.value, saved)
+
+    name = "leakage/worse_on_one/f1_worst_client"
+    gate = RiskGate(name, at_most=monitor.latest["leakage/worse_on_one/f1"])
+    worst_monitor = LeakageMonitor(WorseOnOne(), every_n_steps=1)
+    trainer = run(root / "gate-worst", [gate, worst_monitor])
+    out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value)
+
+    monitor = LeakageMonitor([FailsOnOne(), Probe()], settings=MonitorSettings(client="world"))
+    run(root / "failing-world", [monitor])
+    lines = monitor.engine.jsonl.path.read_text().splitlines() if rank == 0 else []
+    out["failing world"] = [json.loads(line)["n"] for line in lines]
 
     monitor = LeakageMonitor(Probe(), max_overhead=0.2)
     run(root / "overhead", [monitor], max_epochs=4)
-    out["overhead"] = (monitor.looks, monitor.last_step)
+    out["overhead looks"] = (monitor.looks, monitor.last_step)
 
-    for client, adapter in (("rank", unreadable_on(1, at=2)), ("world", outside_on(1))):
-        settings = MonitorSettings(client=client, batch_adapter=adapter)
-        monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=settings)
-        trainer = run(root / f"unreadable-{client}", [monitor], FusedLossModule)
-        out[f"unreadable/{client}"] = (trainer.global_step, monitor.looks, monitor.failures)
-    settings = MonitorSettings(batch_adapter=unreadable_on(1, at=0))
+    for client in ("rank", "world"):
+        for case, adapter in {
+            "unreadable": unreadable_on(1, at=2),
+            "outside": outside_on(1),
+        }.items():
+            monitor = LeakageMonitor(
+                Probe(),
+                every_n_steps=1,
+                settings=MonitorSettings(client=client, batch_adapter=adapter),
+            )
+            trainer = run(root / f"{case}-{client}", [monitor], FusedLossModule)
+            out[f"{case}/{client}"] = (trainer.global_step, monitor.looks, monitor.failures)
+
+    monitor = LeakageMonitor(
+        Probe(), settings=MonitorSettings(batch_adapter=unreadable_on(1, at=0))
+    )
     try:
-        run(root / "first", [LeakageMonitor(Probe(), settings=settings)], FusedLossModule)
+        run(root / "first", [monitor], FusedLossModule)
     except (BatchError, FailsThere) as error:
         out["first"] = type(error).__name__
-    return out
 
+    gate = RiskGate("leakage/worse_on_one/f1", at_most=0.0)
+    trainer = run(root / "gate", [gate, LeakageMonitor(WorseOnOne(), every_n_steps=1)])
+    out["gate"] = (trainer.global_step, gate.fired is not None and gate.fired.step)
+    out["gate saved"] = gate.fired is not None and Path(str(gate.fired.checkpoint)).exists()
 
-def main(root: Path) -> None:
-    warnings.simplefilter("ignore")
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=STAGES)
-    clipped = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
-    equal, trainer = same(root / "bits", monitor, **clipped)
-    out = {
-        "bits": [equal, monitor.looks == trainer.global_step > 0, monitor.failures],
-        "gradients": gradients(root / "gradients"),
-        "games": games(root / "games"),
-        **texts(root / "texts"),
-        **failures(root / "failures"),
-        "either package": of_either_package(root / "either"),
-    }
-    (root / f"{dist.get_rank()}.json").write_text(json.dumps(out))
+    out["either package"] = of_either_package(root / "either")
+
+    (root / f"{rank}.json").write_text(json.dumps(out))
 
 
 if __name__ == "__main__":

@@ -28,12 +28,15 @@ from lightning_fedleak.attacks import (
     BagOfWords,
     FlatChat,
     PrefixInversion,
+    SubspaceWords,
 )
 from lightning_fedleak.attacks.base import Attack, Query
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import flatchat
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import Defense, GradientNoise
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.attacks.row_space.models import llama, with_lora
@@ -56,8 +59,8 @@ def case(name: str) -> Callable[[Case], Case]:
 class Sharded(CausalLMModule):
     """Shards each block, and all else with the whole."""
 
-    def __init__(self, *, dropout: float = 0.0, optimizer: Any = "sgd") -> None:
-        model = tiny_gpt2(layers=2, dropout=dropout, tied=False).train()
+    def __init__(self, *, tied: bool = False, dropout: float = 0.0, optimizer: Any = "sgd") -> None:
+        model = tiny_gpt2(layers=2, dropout=dropout, tied=tied).train()
         super().__init__(model, 1.0 if optimizer == "sgd" else 1e-3, optimizer)
 
     def configure_model(self) -> None:
@@ -91,6 +94,7 @@ def run(
     defenses: Sequence[Defense],
     *,
     alone: bool = False,
+    tied: bool = False,
     dropout: float = 0.0,
     optimizer: str = "sgd",
     plain: bool = False,
@@ -102,7 +106,7 @@ def run(
         else ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     )
     strategy = inner if plain else DefendedStrategy(inner, defenses, client="world")
-    module = (Alone if alone else Sharded)(dropout=dropout, optimizer=optimizer)
+    module = (Alone if alone else Sharded)(tied=tied, dropout=dropout, optimizer=optimizer)
     trainer = fit(
         list(callbacks),
         root,
@@ -121,15 +125,16 @@ def public_text() -> PublicText:
     return PublicText(torch.randint(3, 97, (32, 12), generator=generator))
 
 
-def attacks() -> list[Attack]:
-    return [
+def attacks(*, tied: bool = False) -> list[Attack]:
+    found: list[Attack] = [
         FlatChat(n_types=40),
         FlatChat(public_text=public_text(), shapes=((4, 12), (8, 12)), name="counting"),
         AlignedFlatChat(public_text(), calibration_tokens=200, lengths=(12,), refresh_every=1),
         AlignedFlatChat(public_text(), readout="sign", lengths=(12,), name="sign"),
+        AlignedFlatChat("sampled", calibration_tokens=200, lengths=(12,), name="sampled"),
         PrefixInversion(1, public_text(), types=None),
-        BagOfWords(),
     ]
+    return found if tied else [*found, BagOfWords()]
 
 
 def values_of(monitor: LeakageMonitor) -> dict[str, str]:
@@ -138,28 +143,40 @@ def values_of(monitor: LeakageMonitor) -> dict[str, str]:
 
 def state(trainer: L.Trainer) -> list[Tensor]:
     """Weights, optimizer state and random numbers."""
-    tensors = [whole(p) for p in trainer.lightning_module.parameters()]
+    found = [whole(p) for p in trainer.lightning_module.parameters()]
     for optimizer in trainer.optimizers:
         for entry in optimizer.state.values():
-            tensors += [whole(v) for v in entry.values() if isinstance(v, Tensor)]
-    return [*tensors, trainer.callback_metrics["train_loss"].clone(), torch.get_rng_state()]
+            found += [whole(v) for v in entry.values() if isinstance(v, Tensor)]
+    return [*found, trainer.callback_metrics["train_loss"].clone(), torch.get_rng_state()]
 
 
-def compared(folder: Path) -> dict[str, Any]:
+def compared(sigma: float, *, tied: bool) -> Case:
     """Every look of the sharded run, and of the run of one process on the same texts."""
-    out: dict[str, Any] = {}
-    for name, alone in (("sharded", False), ("single", True)):
-        settings = MonitorSettings(texts=TEXTS * (1 + alone))
-        monitor = LeakageMonitor(attacks(), every_n_steps=1, stages=STAGES, settings=settings)
+
+    def found_in(root: Path, *, alone: bool) -> tuple[dict[str, Any], L.Trainer]:
+        monitor = LeakageMonitor(
+            attacks(tied=tied),
+            every_n_steps=1,
+            stages=STAGES,
+            settings=MonitorSettings(texts=TEXTS * (1 + alone)),
+        )
         looks: list[dict[str, str]] = []
-        noise = GradientNoise(CLIP, 0.0)
-        run(folder / f"{name}-{RANK}", [monitor, Each(monitor, looks)], [noise], alone=alone)
-        out[name] = {"looks": looks, "failures": monitor.failures}
-    return out
+        monitor_values = Each(monitor, looks)
+        trainer, _ = run(
+            root, [monitor, monitor_values], [GradientNoise(CLIP, sigma)], alone=alone, tied=tied
+        )
+        return {"looks": looks, "failures": monitor.failures}, trainer
+
+    def both(folder: Path) -> dict[str, Any]:
+        sharded, _ = found_in(folder / "sharded", alone=False)
+        single, _ = found_in(folder / f"alone-{RANK}", alone=True)
+        return {"sharded": sharded, "single": single}
+
+    return both
 
 
 class Each(L.Callback):
-    """Keeps the values of each look of a monitor."""
+    """Keeps what a monitor found at each look."""
 
     def __init__(self, monitor: LeakageMonitor, looks: list[dict[str, str]]) -> None:
         self.monitor, self.looks = monitor, looks
@@ -189,7 +206,8 @@ def undefended(folder: Path) -> dict[str, Any]:
     return out
 
 
-CASES["values clipped"] = compared
+CASES["values clipped"] = compared(0.0, tied=False)
+CASES["values tied"] = compared(0.0, tied=True)
 
 
 class Taken:
@@ -219,7 +237,7 @@ def values_noised(folder: Path) -> dict[str, Any]:
     looks: list[dict[str, str]] = []
     tapped = Tapped()
     run(folder, [monitor, Each(monitor, looks), tapped], [GradientNoise(CLIP, SIGMA)])
-    out: dict[str, Any] = {"failures": monitor.failures, "stages": {}}
+    out: dict[str, Any] = {"failures": monitor.failures, "found": {}}
     for stage, prefix in zip(
         STAGES, ("leakage_local", "leakage", "leakage_aggregate"), strict=True
     ):
@@ -229,7 +247,7 @@ def values_noised(folder: Path) -> dict[str, Any]:
             true = set(batch["labels"][:, 1:].flatten().tolist())
             named = set(flatchat(gradient, 40.0).types.tolist())
             by_hand.append(len(true & named) / len(true))
-        out["stages"][stage] = {"logged": logged, "by hand": by_hand}
+        out["found"][stage] = {"logged": logged, "by hand": by_hand}
     local, shared = (torch.stack(tapped.taken.gradients[s]) for s in STAGES[:2])
     out["noise"] = float((shared - local).norm() / shared.norm())
     return out
@@ -238,7 +256,7 @@ def values_noised(folder: Path) -> dict[str, Any]:
 @case("undisturbed")
 def undisturbed(folder: Path) -> dict[str, Any]:
     """Dropout, AdamW and noise that a seed gives, with and without looks."""
-    states = []
+    found = []
     settings: dict[str, Any] = {"dropout": 0.2, "optimizer": "adamw"}
     for name in ("plain", "watched"):
         callbacks: list[L.Callback] = []
@@ -249,9 +267,9 @@ def undisturbed(folder: Path) -> dict[str, Any]:
             ]
         noise = GradientNoise(CLIP, SIGMA, seed=3)
         trainer, _ = run(folder / name, callbacks, [noise], **settings)
-        states.append(state(trainer))
+        found.append(state(trainer))
     sharded = all(isinstance(p, DTensor) for p in trainer.lightning_module.parameters())
-    same = all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     return {"same": same, "sharded": sharded, "steps": trainer.global_step}
 
 
@@ -285,6 +303,43 @@ def fails_on_one(folder: Path) -> dict[str, Any]:
     }
 
 
+@case("unreadable on one")
+def unreadable_on_one(folder: Path) -> dict[str, Any]:
+    """One process cannot read its second batch (the first is read twice, to check)."""
+    read = []
+
+    def adapter(batch: dict[str, Tensor]) -> TokenBatch:
+        read.append(1)
+        if len(read) == 3 and RANK == 1:
+            raise RuntimeError("only here")
+        return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
+
+    monitor = LeakageMonitor(
+        attacks(), every_n_steps=1, settings=MonitorSettings(batch_adapter=adapter)
+    )
+    looks: list[dict[str, str]] = []
+    trainer, _ = run(folder, [monitor, Each(monitor, looks)], [GradientNoise(CLIP, 0.0)])
+    unknown = [
+        all(v == "nan" for n, v in look.items() if n.endswith(("/f1", "token_accuracy")))
+        for look in looks
+    ]
+    return {"steps": trainer.global_step, "unknown": unknown, "attacks": len(attacks())}
+
+
+@case("refused")
+def refused(folder: Path) -> dict[str, Any]:
+    said = []
+    for monitor in (
+        LeakageMonitor(FCMembership(layer=1)),
+        LeakageMonitor(FlatChat(n_types=40), settings=MonitorSettings(head_own_part=True)),
+    ):
+        try:
+            run(folder, [monitor], [GradientNoise(CLIP, SIGMA)], tied=True)
+        except ValueError as error:
+            said.append(str(error))
+    return {"said": said}
+
+
 @case("hardened")
 def hardened(folder: Path) -> dict[str, Any]:
     """A gate turns the noise up at the first two looks; the run is saved, and goes on."""
@@ -312,7 +367,7 @@ def hardened(folder: Path) -> dict[str, Any]:
 
 
 class ShardedLlama(CausalLMModule):
-    """Wide enough for its inputs to be distinguished; with LoRA or whole."""
+    """Wide enough for its inputs to be told apart; with LoRA or whole."""
 
     def __init__(self, lora: bool) -> None:
         with torch.random.fork_rng():
@@ -329,6 +384,30 @@ class ShardedLlama(CausalLMModule):
                 if type(module).__name__ == "LlamaDecoderLayer":
                     fully_shard(module, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
+
+
+@case("shared rows")
+def shared_rows(folder: Path) -> dict[str, Any]:
+    """Words and membership off the row spaces of sharded gradients."""
+    out: dict[str, Any] = {}
+    data = random_token_loader(8, length=8, vocab=300).dataset
+    for lora in (True, False):
+        loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
+        words = SubspaceWords(capacity_seconds=0)
+        monitor = LeakageMonitor(words, every_n_steps=1, settings=MonitorSettings(client="world"))
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        fit(
+            [monitor],
+            folder / str(lora),
+            module=ShardedLlama(lora),
+            loader=loader,
+            strategy=strategy,
+            devices=2,
+            use_distributed_sampler=False,
+        )
+        found = {n: monitor.latest[f"leakage/subspace_words/{n}"] for n in ("f1", "certified")}
+        out["lora" if lora else "whole"] = {**found, "failures": monitor.failures}
+    return out
 
 
 @case("auto")

@@ -19,9 +19,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def of(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    for result in ranks:
-        assert "error" not in result[name], result[name]["error"]
-    return [result[name] for result in ranks]
+    for found in ranks:
+        assert "error" not in found[name], found[name]["error"]
+    return [found[name] for found in ranks]
 
 
 def compared(values):
@@ -30,10 +30,12 @@ def compared(values):
     return {name: value for name, value in values.items() if not name.endswith(ends)}
 
 
-def test_every_look_is_what_one_process_logs_on_all_texts(ranks) -> None:
-    for result in of(ranks, "values clipped"):
-        sharded, single = result["sharded"], result["single"]
-        assert sharded["failures"] == single["failures"] == 0
+@pytest.mark.parametrize("name", ["values clipped", "values tied"])
+def test_every_look_finds_what_one_process_finds_on_all_texts(ranks, name: str) -> None:
+    for found in of(ranks, name):
+        sharded, single = found["sharded"], found["single"]
+        # In the last, one look of AlignedFlatChat names no type at any of three stages: unknown.
+        assert sharded["failures"] == single["failures"] == {"values tied": 3}.get(name, 0)
         assert len(sharded["looks"]) == len(single["looks"]) == 3
         for looks in zip(sharded["looks"], single["looks"], strict=True):
             mine, reference = map(compared, looks)
@@ -52,41 +54,52 @@ def test_every_look_is_what_one_process_logs_on_all_texts(ranks) -> None:
 
 
 def test_values_are_of_what_left_noise_and_all(ranks) -> None:
-    for result in of(ranks, "values noised"):
-        assert result["failures"] == 0
-        assert result["noise"] > 1
-        for stage in result["stages"].values():
+    for found in of(ranks, "values noised"):
+        assert found["failures"] == 0
+        assert found["noise"] > 1
+        for stage in found["found"].values():
             assert stage["logged"] == pytest.approx(stage["by hand"], abs=1e-12)
-        assert result["stages"]["local"] != result["stages"]["shared"]
+        assert found["found"]["local"] != found["found"]["shared"]
+
+
+def test_words_are_read_off_the_row_spaces_of_sharded_gradients(ranks) -> None:
+    exact = {"f1": 1.0, "certified": 1.0, "failures": 0}
+    for found in of(ranks, "shared rows"):
+        assert found == {"lora": exact, "whole": exact}
 
 
 def test_attacks_choose_themselves(ranks) -> None:
-    for result in of(ranks, "auto"):
-        assert result["lora"] == {"played": ["subspace_words", "worst"], "worst": 1.0}
-        assert {"aligned_flatchat", "subspace_words"} <= set(result["whole"]["played"])
-        assert "subspace_membership" not in result["whole"]["played"]
-        assert result["whole"]["worst"] == 1.0
+    for found in of(ranks, "auto"):
+        assert found["lora"] == {"played": ["subspace_words", "worst"], "worst": 1.0}
+        assert {"aligned_flatchat", "subspace_words"} <= set(found["whole"]["played"])
+        assert "subspace_membership" not in found["whole"]["played"]
+        assert found["whole"]["worst"] == 1.0
 
 
 def test_training_is_bit_identical(ranks) -> None:
-    for result in of(ranks, "undisturbed"):
-        assert result == {"same": True, "sharded": True, "steps": 3}
+    for found in of(ranks, "undisturbed"):
+        assert found == {"same": True, "sharded": True, "steps": 3}
 
 
 def test_a_failure_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> None:
-    for result in of(ranks, "fails on one"):
-        unknown = {name for name, value in result["values"].items() if math.isnan(float(value))}
+    for found in of(ranks, "fails on one"):
+        unknown = {name for name, value in found["values"].items() if math.isnan(float(value))}
         assert unknown == {
             "leakage/fails_on_one/f1",
             "leakage/reads_fail_on_one/token_accuracy",
         }
-        assert (result["steps"], result["failures"]) == (3, 6)
-        assert len(result["values"]) > len(unknown)
+        assert (found["steps"], found["failures"]) == (3, 6)
+        assert len(found["values"]) > len(unknown)
+
+
+def test_a_batch_that_one_process_cannot_read_is_read_off_the_graph(ranks) -> None:
+    for found in of(ranks, "unreadable on one"):
+        assert found == {"steps": 3, "unknown": [False, False, False], "attacks": 7}
 
 
 def test_without_defences_it_is_what_one_process_finds_too(ranks) -> None:
-    for result in of(ranks, "values undefended"):
-        sharded, single = result["sharded"], result["single"]
+    for found in of(ranks, "values undefended"):
+        sharded, single = found["sharded"], found["single"]
         assert sharded["failures"] == single["failures"] == 0
         assert [len(looks) for looks in sharded["looks"]] == [3, 1]
         mine, reference = (
@@ -97,7 +110,15 @@ def test_without_defences_it_is_what_one_process_finds_too(ranks) -> None:
         assert all(float(looks[0]["leakage/flatchat/f1"]) > 0.3 for looks in sharded["looks"])
 
 
+def test_what_one_process_cannot_tell_is_refused_with_what_to_do(ranks) -> None:
+    for found in of(ranks, "refused"):
+        games, own_part = found["said"]
+        assert "'fc_membership' plays membership games, which need whole layers" in games
+        assert "Use DDP with client='rank', or one device" in games
+        assert "head_own_part=True is taken inside each process's backward" in own_part
+
+
 def test_a_gate_hardens_both_processes_and_a_resumed_run_stays_so(ranks) -> None:
-    for result in of(ranks, "hardened"):
+    for found in of(ranks, "hardened"):
         first = {"notches": [2, 2], "steps": 3, "equal": True, "looks": 3}
-        assert result == {"first": first, "resumed": first | {"steps": 6, "looks": 6}}
+        assert found == {"first": first, "resumed": first | {"steps": 6, "looks": 6}}

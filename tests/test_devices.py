@@ -48,7 +48,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks import base as attacks_base
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.memorization import MemorizationAttack
-from lightning_fedleak.callbacks import Games, MonitorSettings
+from lightning_fedleak.callbacks import Games
 from lightning_fedleak.defenses import (
     DPSGD,
     Defense,
@@ -56,7 +56,6 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     mean_of_sample_means,
 )
-from lightning_fedleak.defenses.activations.compression import ActivationCompression
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.evaluation.games.client import generic_upstream
@@ -204,8 +203,8 @@ def assert_same(one: Guess, other: Guess) -> None:
 
 def concrete(kind: type) -> set[type]:
     below = set().union(*(concrete(sub) for sub in kind.__subclasses__()))
-    own = kind.__module__.startswith(attacks.__name__) and not inspect.isabstract(kind)
-    return below | ({kind} if own else set())
+    is_ours = kind.__module__.startswith(attacks.__name__) and not inspect.isabstract(kind)
+    return below | ({kind} if is_ours else set())
 
 
 def test_every_attack_is_among_those_that_are_tried() -> None:
@@ -241,25 +240,6 @@ def test_an_attack_on_a_model_of_another_device_says_what_it_says_of_one_here(na
             look(ATTACKS[name](), device.model(model_for(name)), device.put)
 
 
-@pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-@pytest.mark.parametrize(
-    "name", ["flatchat", "aligned, learned", "fc, token", "attention", "trained"]
-)
-def test_a_calibration_that_comes_from_a_file_goes_to_the_model(name: str) -> None:
-    """A checkpoint and the cache give tensors of the host."""
-    made = ATTACKS[name]()
-    assert made.restores_fully
-    here = look(made, model_for(name), unchanged)
-    state = {key: value.cpu().clone() for key, value in made.state_dict().items()}
-    with PretendedDevice() as device:
-        attack = ATTACKS[name]()
-        anatomy = find_anatomy(device.model(model_for(name)))
-        attack.meet(RunFacts())
-        attack.load_state_dict(state)
-        attack.refresh(anatomy, 0)
-        assert_same(here, attack.run(*seen_by(attack, anatomy, device.put)))
-
-
 # ---- games ----------------------------------------------------------------------------------
 
 
@@ -277,40 +257,23 @@ def passive() -> list[Attack]:
 
 
 @pytest.mark.parametrize(
-    ("made", "settings"),
+    ("make_attacks", "settings"),
     [
-        (crafted, {}),
-        (crafted, {"gradients": "autograd"}),
         (crafted, {"upstream": "loss", "recompute": "padded"}),
-        (crafted, {"forwards": "pooled", "targets_per_batch": 2}),
+        (crafted, {"gradients": "autograd", "forwards": "pooled", "targets_per_batch": 2}),
         (passive, {}),
     ],
 )
 def test_games_on_another_device_are_the_same(
-    made: Callable[[], list[Attack]], settings: dict[str, Any]
+    make_attacks: Callable[[], list[Attack]], settings: dict[str, Any]
 ) -> None:
-    here = games(model_for(""), made(), **settings)
+    here = games(model_for(""), make_attacks(), **settings)
     with PretendedDevice() as device:
-        there = games(device.model(model_for("")), made(), **settings)
+        there = games(device.model(model_for("")), make_attacks(), **settings)
     for one, other in zip(here, there, strict=True):
         assert torch.equal(one.bits, other.bits)
         assert torch.equal(one.guesses, other.guesses)
         torch.testing.assert_close(one.scores, other.scores, rtol=1e-3, atol=1e-4)
-
-
-def test_a_defence_of_the_games_batches_gets_ids_and_mask_of_one_device() -> None:
-    kinds: set[torch.device] = set()
-
-    def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
-        assert mask is not None
-        kinds.update((ids.device, mask.device))
-        return ids
-
-    pool = SentencePool(list(ids_of(12, 4, seed=0)), tokens=LENGTH)
-    with PretendedDevice() as device:
-        anatomy = find_anatomy(device.model(model_for("")))
-        play(anatomy, [FCMembership(1)], pool, GameConfig(games=2, batch=3), defend=defend)
-    assert kinds == {DEVICE}
 
 
 # ---- fits -----------------------------------------------------------------------------------
@@ -397,13 +360,12 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
     ("names", "defenses"),
     [
         (("flatchat", "fc, token", "gradient", "token_relaxation"), ()),
-        (("flatchat", "fc, token"), (lambda: GradientNoise(1.0, 0.01),)),
         (
             ("flatchat", "fc, token"),
             (lambda: DPSGD(1.0, noise_multiplier=1.0, poisson_sampling=False),),
         ),
     ],
-    ids=["plain", "noise", "dpsgd"],
+    ids=["plain", "dpsgd"],
 )
 def test_a_step_without_a_look_waits_for_nothing_that_the_plain_step_does_not(
     names: tuple[str, ...], defenses: tuple[Callable[[], Defense], ...]
@@ -419,13 +381,6 @@ def test_a_step_without_a_look_waits_for_nothing_that_the_plain_step_does_not(
     at_end = watched.steps[-1] - plain.steps[-1]
     assert at_end <= Counter({"copy to the device": 1})
     assert plain.steps[2].total() > 0
-    assert watched.metrics["monitor/failures"] == 0
-
-
-def test_steps_after_a_round_of_local_steps_wait_for_nothing_more() -> None:
-    plain = fit(None, steps=5, optimizer="sgd")
-    watched = fit(monitor_of("bag_of_words", local_steps=3), steps=5, optimizer="sgd")
-    assert watched.steps[3:] == plain.steps[3:]
     assert watched.metrics["monitor/failures"] == 0
 
 
@@ -475,33 +430,6 @@ def test_what_needs_float64_is_refused_before_the_first_step(without_float64: No
             games(model, crafted())
 
 
-def test_the_others_go_on_without_it(without_float64: None) -> None:
-    names = ("flatchat", "bag_of_words", "fc, token", "trained")
-    monitor = monitor_of(*names, assume=DISHONEST_SERVER)
-    found = fit(
-        monitor,
-        ActivationCompression(
-            2, keep_dims=8, basis="principal", public_ids=ids_of(4, LENGTH, seed=4)
-        ),
-        GradientNoise(1.0, 0.01),
-        steps=2,
-        without_float64=True,
-    )
-    assert found.metrics["monitor/failures"] == 0
-
-
-def test_attacks_that_choose_themselves_leave_it_out(
-    without_float64: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = fit(
-        LeakageMonitor(public_text=PUBLIC, settings=MonitorSettings(cache=False)),
-        steps=1,
-        without_float64=True,
-    )
-    assert found.metrics["leakage/bag_of_words/f1"] == 1.0
-    assert not any("subspace" in name or "aligned" in name for name in found.metrics)
-
-
 # ---- the pretended device itself ------------------------------------------------------------
 
 
@@ -539,11 +467,3 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses_and_counts_what_waits()
     }
     with PretendedDevice(without_float64=True), pytest.raises(TypeError, match="no float64"):
         torch.ones(2, device=DEVICE).double()
-
-
-def test_tied_parameters_stay_tied_there() -> None:
-    model = tiny_llama(tied=True)
-    with PretendedDevice() as device:
-        moved = device.model(model)
-        assert moved.lm_head.weight is moved.model.embed_tokens.weight
-        assert {p.device for p in moved.parameters()} == {DEVICE}

@@ -19,7 +19,6 @@ from lightning_fedleak.evaluation.canaries import (
     InclusionMismatch,
     InclusionRecord,
     new_token_canaries,
-    with_canaries,
 )
 from lightning_fedleak.evaluation.canaries.record import seed_key
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama
@@ -56,15 +55,10 @@ def fit(
     **settings: Any,
 ) -> L.Trainer:
     trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        accelerator="cpu", max_steps=steps, callbacks=callbacks, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder,
-    )
+    )  # fmt: skip
     data = [torch.arange(3, 9) + i for i in range(10)] + texts[::2]
     loader = DataLoader(data, batch_size=5, collate_fn=PAD)
     trainer.fit(CausalLM(model, lr=0.3, **settings), loader, ckpt_path=resume)
@@ -78,18 +72,18 @@ def mean_loss(model: nn.Module, text: Tensor) -> Tensor:
 
 def texts_of(model: nn.Module) -> list[Tensor]:
     """Of two lengths, so that some are padded."""
-    made = new_token_canaries(model, 6, length=4, row_norm=0.5)
-    return [text if i % 2 else torch.cat([text, text[1:3]]) for i, text in enumerate(made)]
+    texts = new_token_canaries(model, 6, length=4, row_norm=0.5)
+    return [text if i % 2 else torch.cat([text, text[1:3]]) for i, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize("every", [None, 1, 2])
+@pytest.mark.parametrize("every", [None, 2])
 def test_by_loss_it_is_how_far_each_text_fell(every: int | None, tmp_path: Path) -> None:
     model = tiny_llama()
-    texts, seen = texts_of(model), Weights()
+    texts, weights = texts_of(model), Weights()
     scorer = CanaryScorer(canary_set(texts), every_n_steps=every)
-    fit(model, texts, [scorer, seen], tmp_path)
+    fit(model, texts, [scorer, weights], tmp_path)
     with torch.no_grad():
-        fell = [mean_loss(seen.kept[0], t) - mean_loss(seen.kept[-1], t) for t in texts]
+        fell = [mean_loss(weights.kept[0], t) - mean_loss(weights.kept[-1], t) for t in texts]
     torch.testing.assert_close(scorer.scores(), torch.stack(fell).double(), rtol=1e-4, atol=1e-6)
     assert float(scorer.scores().abs().min()) > 1e-4
 
@@ -98,29 +92,29 @@ def slopes_by_hand(model: nn.Module, texts: list[Tensor], names: list[str]) -> l
     """By text and matrix: the own row of the gradient of all texts' loss, summed over tokens."""
     model = copy.deepcopy(model)
     loss = sum((len(t) - 1) * mean_loss(model, t) for t in texts)
-    found = torch.autograd.grad(loss, [model.get_parameter(name) for name in names])
-    return [[gradient[text[0]] for gradient in found] for text in texts]
+    gradients = torch.autograd.grad(loss, [model.get_parameter(name) for name in names])
+    return [[gradient[text[0]] for gradient in gradients] for text in texts]
 
 
-@pytest.mark.parametrize("every", [1, 2, None])
 @pytest.mark.parametrize(
-    ("tied", "frozen"), [(True, None), (False, None), (False, "embed_tokens"), (False, "lm_head")]
+    ("tied", "frozen", "every"),
+    [(True, None, 1), (False, None, 2), (False, "embed_tokens", None), (False, "lm_head", 1)],
 )
-def test_by_row_it_is_how_far_the_own_rows_went_down_their_slopes(
+def test_by_row_it_is_how_far_each_canarys_rows_went_down_their_slopes(
     tied: bool, frozen: str | None, every: int | None, tmp_path: Path
 ) -> None:
     model = tiny_llama(tied=tied)
-    texts, seen = texts_of(model), Weights()
+    texts, weights = texts_of(model), Weights()
     names = ["model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])]
     if frozen is not None:
         model.get_submodule(f"{'model.' * (frozen != 'lm_head')}{frozen}").requires_grad_(False)
         names = [name for name in names if frozen not in name]
     scorer = CanaryScorer(canary_set(texts), by="row", every_n_steps=every)
-    fit(model, texts, [scorer, seen], tmp_path)
+    fit(model, texts, [scorer, weights], tmp_path)
     expected = torch.zeros(len(texts), dtype=torch.float64)
     looks = {1: [0, 1, 2, 3], 2: [0, 2, 3], None: [0, 3]}[every]
     for start, end in itertools.pairwise(looks):
-        before, after = seen.kept[start], seen.kept[end]
+        before, after = weights.kept[start], weights.kept[end]
         slopes = slopes_by_hand(before, texts, names)
         for i, text in enumerate(texts):
             flat = torch.cat(slopes[i])
@@ -138,8 +132,9 @@ def test_training_is_not_disturbed(tmp_path: Path) -> None:
     for callbacks in (0, 1):
         model = tiny_gpt2(dropout=0.1).train()
         texts = texts_of(model)
-        own = canary_set(texts)
-        scorers = [CanaryScorer(own, by, every_n_steps=1) for by in ("loss", "row")] * callbacks
+        canaries = canary_set(texts)
+        ways = ("loss", "row") * callbacks
+        scorers = [CanaryScorer(canaries, by, every_n_steps=1) for by in ways]
         torch.manual_seed(3)
         trainer = fit(model, texts, [*scorers, Weights()], tmp_path)
         runs.append([*model.state_dict().values(), torch.rand(2)])
@@ -148,8 +143,9 @@ def test_training_is_not_disturbed(tmp_path: Path) -> None:
     assert all(map(torch.equal, *runs))
 
 
-@pytest.mark.parametrize("by", ["loss", "row"])
-def test_a_resumed_run_goes_on_with_its_scores(by: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_scores(tmp_path: Path) -> None:
+    by = "row"
+
     def run(steps: int, resume: str | None = None) -> tuple[CanaryScorer, L.Trainer]:
         model = tiny_llama()
         texts = texts_of(model)
@@ -166,75 +162,27 @@ def test_a_resumed_run_goes_on_with_its_scores(by: Any, tmp_path: Path) -> None:
     assert float(rest.scores().abs().max()) > 1e-4
     torch.testing.assert_close(again.scores(), first.scores() + rest.scores())
     state = again.state_dict()
-    others = canary_set([torch.tensor([60 + i, 5]) for i in range(6)])
+    other_canaries = canary_set([torch.tensor([60 + i, 5]) for i in range(6)])
     with pytest.raises(InclusionMismatch):
         CanaryScorer(
-            CanarySet(others.token_ids, InclusionRecord(seed_key(0), (b"x" * 32,) * 6)), by
+            CanarySet(other_canaries.token_ids, InclusionRecord(seed_key(0), (b"x" * 32,) * 6)), by
         ).load_state_dict(state)
-    other_way = CanaryScorer(again.canaries, "loss" if by == "row" else "row")
+    other_way = CanaryScorer(again.canaries, "loss")
     with pytest.raises(ValueError, match="one way must hold"):
         other_way.load_state_dict(state)
-
-
-def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
-    model = tiny_llama()
-    texts = texts_of(model)
-    scorer = CanaryScorer(canary_set(texts))
-    with pytest.raises(RuntimeError, match="no step was scored"):
-        scorer.scores()
-    fit(model, texts, [scorer], tmp_path)
-    seen = Weights()
-    fit(model, texts, [scorer, seen], tmp_path)
-    with torch.no_grad():
-        fell = [mean_loss(seen.kept[0], t) - mean_loss(seen.kept[-1], t) for t in texts]
-    torch.testing.assert_close(scorer.scores(), torch.stack(fell).double(), rtol=1e-4, atol=1e-6)
-
-
-def lora(model: nn.Module, **settings: Any) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **settings))
-
-
-def test_a_lora_is_told_what_to_train(tmp_path: Path) -> None:
-    base = tiny_llama()
-    texts = texts_of(base)
-    scorer = CanaryScorer(canary_set(texts), by="row", every_n_steps=1)
-    with pytest.raises(ValueError, match=r"as LORA leaves them.*modules_to_save=.*by='loss'"):
-        fit(lora(copy.deepcopy(base)), texts, [scorer], tmp_path)
-    by_loss = CanaryScorer(canary_set(texts))
-    fit(lora(copy.deepcopy(base)), texts, [by_loss], tmp_path)
-    assert float(by_loss.scores().abs().max()) > 0
-    fit(lora(copy.deepcopy(base), modules_to_save=["embed_tokens"]), texts, [scorer], tmp_path)
-    inside = torch.arange(len(texts)) % 2 == 0
-    assert float(scorer.scores()[inside].min()) > float(scorer.scores()[~inside].max())
 
 
 def test_canaries_that_cannot_be_scored_so_are_refused(tmp_path: Path) -> None:
     model = tiny_llama()
     texts = texts_of(model)
-    own = canary_set(texts)
+    canaries = canary_set(texts)
     with pytest.raises(ValueError, match=r"by must be .loss. or .row."):
-        CanaryScorer(own, by="logit")  # type: ignore[arg-type]
+        CanaryScorer(canaries, by="logit")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every_n_steps"):
-        CanaryScorer(own, every_n_steps=0)
+        CanaryScorer(canaries, every_n_steps=0)
     with pytest.raises(ValueError, match="token 5 is in 2 canaries"):
         CanaryScorer(canary_set([torch.tensor([5, 6]), torch.tensor([7, 5])]), by="row")
     with pytest.raises(ValueError, match="has 97 rows: train the model that new_token_canaries"):
-        fit(tiny_llama(), [], [CanaryScorer(own)], tmp_path)
+        fit(tiny_llama(), [], [CanaryScorer(canaries)], tmp_path)
     with pytest.raises(ValueError, match="not a masked"):
-        fit(tiny_bert_mlm(), [], [CanaryScorer(own)], tmp_path)
-
-
-def test_a_user_gets_from_texts_to_scores(tmp_path: Path) -> None:
-    model = tiny_llama()
-    texts = new_token_canaries(model, 8)
-    data = with_canaries([torch.arange(3, 9) + i for i in range(10)], texts, seed=0)
-    scorer = CanaryScorer(data.canaries, by="row", every_n_steps=1)
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=[scorer], logger=False, default_root_dir=tmp_path
-    )
-    trainer.fit(CausalLM(model), DataLoader(data, batch_size=4, shuffle=True, collate_fn=PAD))
-    assert scorer.scores().shape == (8,)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    kept = torch.load(tmp_path / "a.ckpt", weights_only=True)["callbacks"]
-    assert torch.equal(kept["CanaryScorer('row')"]["scores"], scorer.scores())
+        fit(tiny_bert_mlm(), [], [CanaryScorer(canaries)], tmp_path)

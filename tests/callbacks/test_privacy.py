@@ -12,10 +12,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fedleak.attacks import FCMembership
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
+from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import DPSGD, GradientNoise, Privacy, TokenLDP
 from lightning_fedleak.records import MetricsLine, read_lines
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.callbacks.runs import fit
 from tests.helpers.lightning_modules import random_token_loader
 from tests.strategies.dpsgd_runs import CausalLM
 
@@ -33,42 +34,13 @@ class Accounted(GradientNoise):
 
 
 def run(tmp_path: Path, *defenses: Any) -> tuple[LeakageMonitor, L.Trainer]:
-    L.seed_everything(0, verbose=False)
-    monitor = LeakageMonitor(
-        FCMembership(1), every_n_steps=2, settings=MonitorSettings(utility="train_loss")
-    )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=DefendedStrategy("auto", list(defenses)),
-        max_steps=4,
-        callbacks=[monitor],
-        logger=TensorBoardLogger(tmp_path),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    monitor = LeakageMonitor(FCMembership(1), every_n_steps=2)
     # A Poisson batch of 50 of 200 is never empty, which would put a look off, and never holds all
     # texts of the one before, which are the games' non-members.
-    trainer.fit(CausalLM(), random_token_loader(200, batch_size=50))
-    return monitor, trainer
-
-
-def test_epsilon_is_logged_beside_utility_and_leakage(tmp_path: Path) -> None:
-    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, accountant="rdp")
-    monitor, trainer = run(tmp_path, defense)
-    assert trainer.global_step == 4
-    assert monitor.last_step == 2
-    assert monitor.latest["privacy/epsilon"] == defense.privacy.epsilon
-    assert monitor.latest["privacy/delta"] == pytest.approx(1e-3)
-    assert monitor.latest["privacy/noise_multiplier"] == 1.0
-    events = EventAccumulator(str(trainer.log_dir))
-    events.Reload()
-    tags = events.Tags()["scalars"]
-    assert {"privacy/epsilon", "utility/train_loss", "leakage/fc_membership/auc"} <= set(tags)
-    assert [one.step for one in events.Scalars("privacy/epsilon")] == [0, 1, 2, 4]
-    spent = pytest.approx(defense.privacy.epsilon)
-    assert events.Scalars("privacy/epsilon")[-1].value == spent
-    assert float(trainer.callback_metrics["privacy/epsilon"]) == spent
+    settings: dict[str, Any] = {"loader": random_token_loader(200, batch_size=50), "max_steps": 4}
+    settings |= {"strategy": DefendedStrategy("auto", list(defenses))}
+    board = TensorBoardLogger(tmp_path)
+    return monitor, fit([monitor], tmp_path, module=CausalLM(), logger=board, **settings)
 
 
 class Validated(CausalLM):
@@ -96,16 +68,11 @@ def test_dashboards_end_at_what_was_spent_and_follow_the_validation(
     defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, accountant="rdp")
     monitor = LeakageMonitor(FCMembership(1), every_n_steps=1000)
     trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=DefendedStrategy("auto", [defense]),
-        max_epochs=3,
-        callbacks=[monitor, *([Breaks()] if broken else [])],
-        logger=TensorBoardLogger(tmp_path),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        accelerator="cpu", strategy=DefendedStrategy("auto", [defense]), max_epochs=3,
+        callbacks=[monitor, *([Breaks()] if broken else [])], logger=TensorBoardLogger(tmp_path),
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         log_every_n_steps=1000,
-    )
+    )  # fmt: skip
     data = random_token_loader(200, batch_size=50)
     with pytest.raises(RuntimeError, match="a cable") if broken else nullcontext():
         trainer.fit(Validated(), data, data)
@@ -134,26 +101,21 @@ def test_dashboards_end_at_what_was_spent_and_follow_the_validation(
 
 
 @pytest.mark.filterwarnings("ignore:TokenLDP")
-@pytest.mark.parametrize(("per", "epsilon"), [("sequence", 3.0), ("token", 3.0 * 12)])
-def test_epsilon_of_replaced_words_is_that_of_a_row(tmp_path: Path, per, epsilon: float) -> None:
-    defense = TokenLDP("grr", epsilon=3.0, per=per, special_ids=[])
-    monitor, trainer = run(tmp_path, defense)
-    assert monitor.latest["privacy/epsilon"] == pytest.approx(epsilon)
+def test_epsilon_of_replaced_words_is_that_of_a_row(tmp_path: Path) -> None:
+    defense = TokenLDP("grr", epsilon=3.0, per="token", special_ids=[])
+    monitor, _ = run(tmp_path, defense)
+    assert monitor.latest["privacy/epsilon"] == pytest.approx(3.0 * 12)
     assert monitor.latest["privacy/delta"] == 0.0
     assert "privacy/noise_multiplier" not in monitor.latest
-    events = EventAccumulator(str(trainer.log_dir))
-    events.Reload()
-    assert "privacy/epsilon" in events.Tags()["scalars"]
 
 
-def test_several_are_told_apart_and_an_infinite_one_is_not_plotted(tmp_path: Path) -> None:
+def test_several_are_distinguished_and_an_infinite_one_is_not_plotted(tmp_path: Path) -> None:
     monitor, trainer = run(tmp_path, Accounted("a", 2.0), Accounted("b", float("inf")))
     assert monitor.latest["privacy/a/epsilon"] == 2.0
     assert monitor.latest["privacy/b/epsilon"] == float("inf")
-    events = EventAccumulator(str(trainer.log_dir))
-    events.Reload()
-    assert "privacy/a/epsilon" in events.Tags()["scalars"]
-    assert "privacy/b/epsilon" not in events.Tags()["scalars"]
+    tags = EventAccumulator(str(trainer.log_dir)).Reload().Tags()["scalars"]
+    assert "privacy/a/epsilon" in tags
+    assert "privacy/b/epsilon" not in tags
 
 
 def test_nothing_is_logged_where_nothing_is_accounted(tmp_path: Path) -> None:

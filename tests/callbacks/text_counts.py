@@ -1,23 +1,15 @@
-"""A family of leak of its own, in one file: how many texts were in the batch?
-
-Also started as two gloo processes: ``python -m tests.callbacks.text_counts DIR RANK``.
-"""
+"""A family of leak of its own, in one file: how many texts were in the batch?"""
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.engine.channels import Channel
 from lightning_fedleak.engine.channels.base import worst_of
 from lightning_fedleak.engine.log import Report
@@ -74,7 +66,7 @@ class CountsChannel(Channel):
 
     def __init__(self, attacks: Sequence[TextCount], settings: Any) -> None:
         super().__init__(attacks, settings)
-        self.seen: dict[Series, Counts] = {}
+        self.counts: dict[Series, Counts] = {}
         self.shown: list[tuple[int, str]] = []
 
     def score(self, look: Look, series: Series, answer: Any) -> list[float]:
@@ -85,10 +77,10 @@ class CountsChannel(Channel):
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         right = sum(int(row[0]) for row in rows.values())
-        self.seen[series] = self.seen.get(series, Counts()) + Counts(right, len(rows) - right)
-        seen = self.seen[series]
+        counts = self.counts.get(series, Counts()) + Counts(right, len(rows) - right)
+        self.counts[series] = counts
         return Outcome(
-            {"right": _share(seen.tp, seen), "wrong": _share(seen.fp, seen)},
+            {"right": _share(counts.tp, counts), "wrong": _share(counts.fp, counts)},
             len(rows),
             worst=worst_of([{"right": r[0], "wrong": 1 - r[0]} for r in rows.values()]),
             extra={"off": max(abs(row[1]) for row in rows.values())},
@@ -99,44 +91,16 @@ class CountsChannel(Channel):
         self.shown += [(look.step, s.log_name) for s in outcomes if s in look.notes]
 
     def clear(self) -> None:
-        self.seen.clear()
+        self.counts.clear()
 
     def series_state(self, series: Series) -> dict[str, Tensor]:
-        seen = self.seen.get(series, Counts())
-        return {"right and wrong": torch.tensor([seen.tp, seen.fp])}
+        counts = self.counts.get(series, Counts())
+        return {"right and wrong": torch.tensor([counts.tp, counts.fp])}
 
     def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:
         if state:
-            self.seen[series] = Counts(*state["right and wrong"].tolist())
+            self.counts[series] = Counts(*state["right and wrong"].tolist())
 
 
-def _share(some: int, seen: Counts) -> Rate:
-    return proportion(some, seen.tp + seen.fp)
-
-
-def main(folder: Path, rank: int) -> None:
-    from tests.callbacks.runs import fit
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    monitor = LeakageMonitor(TextCount(1.0 if rank else 1e9), every_n_steps=2)
-    gate = RiskGate("leakage/text_count/wrong", at_most=0.5, action="warn")
-    trainer = fit([monitor, gate], folder, n=32, devices=2, strategy="ddp")
-    found = {s: c for s, c in monitor.engine.series.items() if s.name == "text_count"}
-    [(series, channel)] = found.items()
-    assert isinstance(channel, CountsChannel)
-    found = {
-        "latest": {k: v for k, v in monitor.latest.items() if "text_count" in k},
-        "now": monitor.look_values["leakage/text_count/right"],
-        "state": channel.series_state(series)["right and wrong"].tolist(),
-        "looks": monitor.looks,
-        "failures": monitor.failures,
-        "fired": gate.fired is not None,
-        "steps": trainer.global_step,
-        "shown": channel.shown,
-    }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+def _share(hits: int, counts: Counts) -> Rate:
+    return proportion(hits, counts.tp + counts.fp)

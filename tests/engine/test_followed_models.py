@@ -1,11 +1,7 @@
-"""What is trained changes while a fit goes on: adapters, frozen parts, rows of some tokens."""
+"""What is trained changes while a run goes on: adapters, frozen parts, rows of some tokens."""
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +18,26 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.trainers import Watch
 from tests.attacks.row_space.models import VOCABULARY, llama
 from tests.callbacks.runs import fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.loops import check_undisturbed, lines_of, model_loss, watched
+from tests.helpers.models import own_rng
 
-TARGETS = ["q_proj", "v_proj"]
-Change = Callable[[nn.Module, int], None]
 
-
-def seeded(family: Callable[..., nn.Module] = llama, **options: Any) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return family(**options)
+def seeded(**options: Any) -> nn.Module:
+    with own_rng(1):
+        return llama(**options)
 
 
 def config(**more: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 12, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | more)
+    targets = ["q_proj", "v_proj"]
+    return LoraConfig(**{"r": 12, "target_modules": targets, "task_type": "CAUSAL_LM"} | more)
 
 
 def two_adapters(**more: Any) -> PeftModel:
-    """The second has another rank; both are ready to be trained."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    """Return a model with two adapters of different ranks, both ready to be trained."""
+    with own_rng(1):
         model = get_peft_model(llama(), config(**more), adapter_name="even")
         model.add_adapter("odd", config(**{"r": 8} | more))
         return model
@@ -54,90 +47,87 @@ def adapter_at(model: nn.Module, step: int) -> None:
     model.set_adapter("odd" if step % 2 else "even")
 
 
-def batch_at(step: int) -> Tensor:
+def batch_at(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(3, VOCABULARY, (2, 10), generator=generator)
+    ids = torch.randint(3, VOCABULARY, (2, 10), generator=generator)
+    return {"input_ids": ids, "labels": ids}
 
 
-def train(
-    model: nn.Module,
-    attacks: Sequence[Any] | None,
-    folder: Path | None,
-    change: Change = lambda model, step: None,
-    *,
-    inside: bool = False,
-    steps: int = 6,
-    more: Sequence[nn.Parameter] = (),
-) -> list[dict[str, Any]]:
-    """Lines of a loop that changes the model before each step, or within; no folder: unwatched."""
-    optimizer = torch.optim.AdamW([*model.parameters(), *more], lr=1e-3)
-    watch = nullcontext()
-    if folder is not None:
-        options = {"every_n_steps": 1, "look_seconds": 300, "tensorboard": False}
-        listed = [] if attacks is None else [attacks]
-        watch = Watch(model, optimizer, *listed, folder=folder, **options)
-    with watch:
+def settings(
+    model: nn.Module, change: Any = None, *, inside: bool = True, steps: int = 6, more: Any = ()
+) -> dict[str, Any]:
+    """Return the settings of a loop that changes the model within each step, or before it."""
+
+    def batches() -> Any:
         for step in range(steps):
-            ids = batch_at(step)
-            if not inside:
+            if change is not None and not inside:
                 change(model, step)
-            with nullcontext() if folder is None else watch.step({"input_ids": ids, "labels": ids}):
-                if inside:
-                    change(model, step)
-                model(input_ids=ids, labels=ids).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    if folder is None:
-        return []
-    return [json.loads(line) for line in next(folder.rglob("leakage.jsonl")).open()]
+            yield batch_at(step)
+
+    steps_taken: list[int] = []
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        if change is not None and inside:
+            change(model, len(steps_taken))
+        steps_taken.append(1)
+        return model_loss(model, batch)
+
+    optimizer = torch.optim.AdamW([*model.parameters(), *more], lr=1e-3)
+    given = {"batches": batches(), "loss": loss, "optimizers": [optimizer]}
+    return given | {"look_seconds": 300}
 
 
-def values(lines: list[dict[str, Any]], attack: str, metric: str) -> dict[int, float]:
-    """A metric by step, of looks that are known and exposed."""
-    own = [line for line in lines if line["attack"] == attack and line["stage"] == "shared"]
-    assert all(line["unknown"] is None and line["exposed"] for line in own)
-    return {line["step"]: line["metrics"][metric]["value"] for line in own}
+def values(lines: list[dict[str, Any]], metric: str, start: int = 0) -> dict[int, float]:
+    """Return a metric by step, of looks that are known and exposed."""
+    lines = [line for line in lines if line["stage"] == "shared" and line["step"] >= start]
+    assert all(line["unknown"] is None and line["exposed"] for line in lines)
+    return {line["step"]: line["metrics"][metric]["value"] for line in lines}
+
+
+def ones(steps: range) -> dict[int, float]:
+    return dict.fromkeys(steps, 1.0)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["before the step", "in the step"])
 def test_attacks_follow_the_adapter_that_is_trained_at_a_step(tmp_path: Path, inside: bool) -> None:
-    attacks = [
-        SubspaceWords(capacity_seconds=0),
-        SubspaceTexts(),
-        SubspaceMembership(public_rows=8),
-        GradientMembership(public_rows=8),
-    ]
-    lines = train(two_adapters(), attacks, tmp_path, adapter_at, inside=inside)
-    assert values(lines, "subspace_words", "f1") == dict.fromkeys(range(2, 6), 1.0)
-    assert values(lines, "subspace_texts", "exact_sentences") == dict.fromkeys(range(2, 6), 1.0)
-    for attack in ("subspace_membership", "gradient_membership"):
-        found = values(lines, attack, "auc")
-        assert found.keys() >= {2, 3, 4, 5}
-        assert min(found.values()) > 0.9
+    members = [SubspaceMembership(public_rows=8), GradientMembership(public_rows=8)]
+    attacks = [SubspaceWords(capacity_seconds=0), SubspaceTexts(), *members]
+    model = two_adapters()
+    watch = watched(tmp_path, attacks, model, **settings(model, adapter_at, inside=inside))
+    assert values(watch.lines("subspace_words"), "f1") == ones(range(2, 6))
+    assert values(watch.lines("subspace_texts"), "exact_sentences") == ones(range(2, 6))
+    for attack in members:
+        aucs = values(watch.lines(attack.name), "auc")
+        assert aucs.keys() >= {2, 3, 4, 5}
+        assert min(aucs.values()) > 0.9
 
 
 def test_copies_of_an_embedding_are_followed_with_their_adapter(tmp_path: Path) -> None:
     """Their role has one name, and another parameter at each step."""
     model = two_adapters(modules_to_save=["embed_tokens"])
-    lines = train(model, [BagOfWords()], tmp_path, adapter_at)
-    assert values(lines, "bag_of_words", "f1") == dict.fromkeys(range(6), 1.0)
+    watch = watched(tmp_path, [BagOfWords()], model, **settings(model, adapter_at, inside=False))
+    assert values(watch.lines(), "f1") == ones(range(6))
 
 
 def test_training_with_switched_adapters_is_not_disturbed(tmp_path: Path) -> None:
-    watched = two_adapters()
-    alone = copy.deepcopy(watched)
-    torch.manual_seed(3)
-    train(watched, [SubspaceWords(), SubspaceTexts()], tmp_path, adapter_at, inside=True)
-    states = torch.get_rng_state()
-    torch.manual_seed(3)
-    train(alone, None, None, adapter_at, inside=True)
-    assert torch.equal(states, torch.get_rng_state())
-    for (name, one), other in zip(watched.named_parameters(), alone.parameters(), strict=True):
-        assert torch.equal(one, other), name
+    def loss(model: Any, batch: Any) -> Tensor:
+        adapter_at(model, int(batch["input_ids"][0, 0]))
+        return model_loss(model, batch)
+
+    def make() -> nn.Module:
+        """Return a model of which the optimizer gets both adapters."""
+        model = two_adapters()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+        return model
+
+    batches = [batch_at(step) for step in range(6)]
+    attacks = [SubspaceWords(capacity_seconds=0)]
+    check_undisturbed(tmp_path, attacks, make, loss=loss, batches=batches, optimizer="adamw")
 
 
 class Switching(CausalLMModule):
-    """Chooses the adapter in ``training_step``, after the callbacks have seen the batch."""
+    """Chooses the adapter in ``training_step``, after the callbacks have got the batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         adapter_at(self.model, batch_idx)
@@ -151,24 +141,17 @@ def test_a_lightning_module_may_switch_in_its_step(tmp_path: Path) -> None:
     monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
     data = random_token_loader(n=12, batch_size=2, length=10, vocab=VOCABULARY)
     fit([monitor], tmp_path, module=Switching(two_adapters().train()), loader=data)
-    lines = [json.loads(line) for line in next(tmp_path.rglob("leakage.jsonl")).open()]
-    assert values(lines, "subspace_words", "f1") == dict.fromkeys(range(2, 6), 1.0)
+    assert values(lines_of(tmp_path, "subspace_words"), "f1") == ones(range(2, 6))
 
 
 def test_trained_tokens_are_read_at_every_look(tmp_path: Path) -> None:
     """Their rows move at each step, and the table that 298 other tokens read does not."""
-
-    def mark(model: nn.Module, step: int) -> None:
-        batches.append(batch_at(step))
-
-    batches: list[Tensor] = []
-    tokens = batch_at(3).flatten().unique()[:2].tolist()
+    tokens = batch_at(3)["input_ids"].flatten().unique()[:2].tolist()
     model = get_peft_model(seeded(), config(trainable_token_indices=tokens))
-    lines = train(model, [SubspaceWords(), SubspaceTexts()], tmp_path, mark)
-    assert any(bool(torch.isin(torch.tensor(tokens), ids).all()) for ids in batches)
-    assert values(lines, "subspace_words", "f1") == dict.fromkeys(range(1, 6), 1.0)
-    assert values(lines, "subspace_words", "certified") == dict.fromkeys(range(1, 6), 1.0)
-    assert values(lines, "subspace_texts", "exact_sentences") == dict.fromkeys(range(1, 6), 1.0)
+    watch = watched(tmp_path, [SubspaceWords(), SubspaceTexts()], model, **settings(model))
+    for metric in ("f1", "certified"):
+        assert values(watch.lines("subspace_words"), metric) == ones(range(1, 6))
+    assert values(watch.lines("subspace_texts"), "exact_sentences") == ones(range(1, 6))
 
 
 def test_blocks_that_are_unfrozen_one_by_one_are_read_as_they_come(tmp_path: Path) -> None:
@@ -177,15 +160,14 @@ def test_blocks_that_are_unfrozen_one_by_one_are_read_as_they_come(tmp_path: Pat
             parameter.requires_grad_("layers.1." in name or step >= 3)
 
     attacks = [SubspaceWords(), BagOfWords(), SubspaceMembership(public_rows=8)]
-    lines = train(seeded(tie_word_embeddings=False), attacks, tmp_path, thaw)
-    early = [line for line in lines if line["step"] < 3]
-    late = [line for line in lines if line["step"] >= 3]
-    assert not any(line["exposed"] for line in early if line["attack"] != "subspace_membership")
-    for attack in ("subspace_words", "bag_of_words"):
-        assert values(late, attack, "f1") == dict.fromkeys(range(3, 6), 1.0)
-    found = values([line for line in lines if line["step"]], "subspace_membership", "auc")
-    assert found.keys() == {1, 2, 3, 4, 5}
-    assert min(found.values()) > 0.9
+    model = seeded(tie_word_embeddings=False)
+    watch = watched(tmp_path, attacks, model, **settings(model, thaw, inside=False))
+    for name in ("subspace_words", "bag_of_words"):
+        assert not any(line["exposed"] for line in watch.lines(name) if line["step"] < 3)
+        assert values(watch.lines(name), "f1", start=3) == ones(range(3, 6))
+    aucs = values(watch.lines("subspace_membership"), "auc", start=1)
+    assert aucs.keys() == {1, 2, 3, 4, 5}
+    assert min(aucs.values()) > 0.9
 
 
 def test_layers_that_are_replaced_are_followed(tmp_path: Path) -> None:
@@ -202,44 +184,37 @@ def test_layers_that_are_replaced_are_followed(tmp_path: Path) -> None:
             block.self_attn.v_proj, block.input_layernorm = values_map, norm
 
     more = [p for layer in (embedding, values_map, norm) for p in layer.parameters()]
-    lines = train(model, [SubspaceWords(), SubspaceTexts()], tmp_path, replace, more=more)
-    assert values(lines, "subspace_words", "f1") == dict.fromkeys(range(6), 1.0)
-    assert values(lines, "subspace_words", "certified") == dict.fromkeys(range(6), 1.0)
-    texts = [line for line in lines if line["attack"] == "subspace_texts"]
-    assert values(texts[:3], "subspace_texts", "exact_sentences") == dict.fromkeys(range(3), 1.0)
+    given = settings(model, replace, inside=False, more=more)
+    watch = watched(tmp_path, [SubspaceWords(), SubspaceTexts()], model, **given)
+    for metric in ("f1", "certified"):
+        assert values(watch.lines("subspace_words"), metric) == ones(range(6))
+    texts = watch.lines("subspace_texts")
+    assert values(texts[:3], "exact_sentences") == ones(range(3))
     assert all(line["unknown"] for line in texts[3:])  # its copy of the model has the old embedding
 
 
-# ---- attacks that choose themselves -----------------------------------------------------------
+# ---- attacks that choose themselves -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [
-    {"layers_to_transform": [1]}, {"target_modules": ["o_proj", "down_proj"]},
-])  # fmt: skip
-def test_members_are_told_where_no_adapter_shows_words(
-    tmp_path: Path, more: dict[str, Any]
-) -> None:
-    model = get_peft_model(seeded(), config(**more))
-    lines = train(model, None, tmp_path, steps=5)
-    for attack in ("subspace_membership", "gradient_membership"):
-        found = values([line for line in lines if line["step"] > 2], attack, "auc")
-        assert found.keys() == {3, 4}
-        assert min(found.values()) > 0.8
+def test_members_are_recognised_where_no_adapter_shows_words(tmp_path: Path) -> None:
+    model = get_peft_model(seeded(), config(layers_to_transform=[1]))
+    watch = watched(tmp_path, "auto", model, **settings(model, steps=5))
+    for name in ("subspace_membership", "gradient_membership"):
+        aucs = values(watch.lines(name), "auc", start=3)
+        assert aucs.keys() == {3, 4}
+        assert min(aucs.values()) > 0.8
 
 
 def test_an_attack_whose_trial_fails_does_not_choose_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are played all the same, and are left out where they take too long."""
-
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a layer of another kind")
 
     monkeypatch.setattr(SubspaceMembership, "run", fail)
     model = get_peft_model(seeded(), config())
-    lines = train(model, None, tmp_path, steps=5)
-    (refused,) = (line for line in lines if line["attack"] == "subspace_membership")
+    watch = watched(tmp_path, "auto", model, **settings(model, steps=5))
+    [refused] = watch.lines("subspace_membership")
     assert refused["unknown"].startswith("not played: its looks fail on this model (RuntimeError")
-    late = [line for line in lines if line["step"] > 2]
-    assert values(late, "subspace_words", "f1") == {3: 1.0, 4: 1.0}
-    assert values(late, "gradient_membership", "auc").keys() == {3, 4}
+    assert values(watch.lines("subspace_words"), "f1", start=3) == {3: 1.0, 4: 1.0}
+    assert values(watch.lines("gradient_membership"), "auc", start=3).keys() == {3, 4}

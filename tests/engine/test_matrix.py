@@ -31,18 +31,18 @@ def test_what_is_logged_is_true(folder: Path, name: str) -> None:
         pytest.importorskip("bitsandbytes")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 500, (3, 40, 16), generator=generator).tolist()
-    found = run(CELLS[name], str(folder), Texts(*ids), "2x12", steps=2, looks=3)
+    values = run(CELLS[name], str(folder), Texts(*ids), "2x12", steps=2, looks=3)
     if name == "LoRA, NEFTune 5":
-        assert "NEFTune" in found["f1"]
-        assert "NEFTune" in found["auc"]
+        assert "NEFTune" in values["f1"]
+        assert "NEFTune" in values["auc"]
         return
     if name == "adapters":
-        assert found["f1"] == "none reads it"
+        assert values["f1"] == "none reads it"
     else:
-        assert found["f1"] == pytest.approx(found["own_f1"])
+        assert values["f1"] == pytest.approx(values["own_f1"])
         exact = "dropout" not in name and "bf16" not in name
-        assert found["f1"] > (0.9 if exact else 0.2)
+        assert values["f1"] > (0.9 if exact else 0.2)
     if "cache" in name:
-        assert "attend to the others" in found["auc"]
+        assert "attend to the others" in values["auc"]
     else:
-        assert found["own_auc"] > 0.9
+        assert values["own_auc"] > 0.9

@@ -93,12 +93,6 @@ def stale(rows: Tensor) -> Tensor:
     return torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)).to(rows)
 
 
-def half_of_the_columns(gradient: Tensor) -> Tensor:
-    kept = gradient.clone()
-    kept[:, ::2] = 0
-    return kept
-
-
 def noise_inside(gradient: Tensor) -> Tensor:
     noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(2))
     return gradient + noise.to(gradient)
@@ -122,12 +116,6 @@ def next_types(guess: Any) -> Any:
     return replace(guess, types=(guess.types + 1) % 97)
 
 
-def unused_types(guess: Any) -> Any:
-    unused = torch.ones(97, dtype=torch.bool)
-    unused[guess.types] = False
-    return replace(guess, types=unused.nonzero()[:, 0])
-
-
 def next_tokens(guess: Any) -> Any:
     return replace(guess, tokens=(guess.tokens + 1) % 97)
 
@@ -136,10 +124,6 @@ def stale_copy(attack: Any) -> None:
     """Give the adversary's copy of the bottom model the weights of another training."""
     for _, _, weight in attack.bottom._weights:
         weight.copy_(stale(weight))
-
-
-def negated(guess: Any) -> Any:
-    return replace(guess, scores=-guess.scores)
 
 
 def by_place(guess: Any) -> Any:
@@ -155,14 +139,8 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], type[Attack], type[Attack]]] =
     "zeroed dictionary": (
         low_rank, SubspaceWords, after(SubspaceWords, "refresh", with_rows(torch.zeros_like)),
     ),
-    "permuted dictionary": (
-        low_rank, SubspaceWords, after(SubspaceWords, "refresh", with_rows(permuted)),
-    ),
     "stale dictionary": (
         whole, SubspaceWords, after(SubspaceWords, "refresh", with_rows(stale)),
-    ),
-    "half of the gradient dropped": (
-        low_rank, SubspaceWords, reading(SubspaceWords, half_of_the_columns),
     ),
     "noise added inside": (
         low_rank, SubspaceWords, reading(SubspaceWords, noise_inside),
@@ -175,11 +153,6 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], type[Attack], type[Attack]]] =
     ),
     "wrong projection": (low_rank, SubspaceWords, reading(SubspaceWords, other_projection)),
     "wrong labels": (whole, RevealLabels, answering(RevealLabels, next_types)),
-    "unused types": (whole, RevealLabels, answering(RevealLabels, unused_types)),
-    "labels of swapped head rows": (whole, RevealLabels, reading(RevealLabels, permuted)),
-    "scores with their sign flipped": (
-        low_rank, GradientMembership, answering(GradientMembership, negated),
-    ),
     "scores by chance": (
         low_rank, GradientMembership, answering(GradientMembership, by_place),
     ),
@@ -188,9 +161,6 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], type[Attack], type[Attack]]] =
     ),
     "the server's layers without a gradient": (
         whole, FCMembership, reading(FCMembership, torch.zeros_like),
-    ),
-    "the server's layers by chance": (
-        whole, FCMembership, answering(FCMembership, by_place),
     ),
     "wrong tokens": (whole, PrefixInversion, answering(PrefixInversion, next_tokens)),
     "stale bottom model": (

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from lightning_fedleak import LeakageMonitor, PublicText
-from lightning_fedleak.attacks import SubspaceTexts, SubspaceWords
+from lightning_fedleak.attacks import SubspaceWords
 from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
@@ -246,40 +246,6 @@ def tensors(*states: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
             yield tuple(state[name] for state in states)
 
 
-def dequantized(folder: Path) -> nn.Module:
-    """Return plain layers of the numbers that those in four bits stand for."""
-    model = nf4(folder)
-    for name, layer in [*model.named_modules()]:
-        if type(layer).__name__ == "Linear4bit":
-            plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
-            eye = layer.train()(torch.eye(layer.in_features)).detach()
-            if layer.bias is not None:
-                plain.bias.data = layer.bias.detach().clone()
-                eye = eye - plain.bias.data
-            plain.weight.data = eye.T.contiguous()
-            model.set_submodule(name, plain.requires_grad_(False))
-    return model
-
-
-@pytest.mark.slow
-def test_four_bits_are_read_as_the_plain_weights_that_they_stand_for(
-    folder: Path, tmp_path: Path
-) -> None:
-    config = replace(SINGLE, r=32, lora_alpha=64)
-    for kind, attack in (("live", None), ("texts", SubspaceTexts(budget_seconds=60))):
-        (_, four), (_, plain) = (
-            looked(tmp_path / kind / make.__name__, adapted(make(folder), config), attack)
-            for make in (nf4, dequantized)
-        )
-        compared = 0
-        for metric in ("f1", "auc", "token_accuracy"):
-            for name in {line["attack"] for line in four if metric in line["metrics"]}:
-                one, other = (values(lines, name, metric) for lines in (four, plain))
-                assert one == pytest.approx(other, abs=0.01), (name, metric)
-                compared += len(one)
-        assert compared >= STEPS - 1
-
-
 # ---- AWQ and GPTQ --------------------------------------------------------------------------------
 
 
@@ -321,13 +287,3 @@ def test_words_are_read_behind_awq_and_gptq(folder: Path, tmp_path: Path, kind: 
     watched, lines = looked(tmp_path, model, SubspaceWords())
     assert min(values(lines, "subspace_words", "f1")) >= 0.99
     assert watched.steps == fit(make(), []).steps
-
-
-def test_a_head_without_a_matrix_is_said_to_have_none(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    head = PackedLinear(model.lm_head)
-    model.lm_head = head
-    assert find_anatomy(model).head is head
-    del head.in_features, head.out_features
-    with pytest.raises(ValueError, match="found no output head"):
-        find_anatomy(model)

@@ -104,10 +104,10 @@ def one_process(module: str, *arguments: object, log: Path) -> str:
     ended = running.exitcode
     running.kill()
     running.join()
-    said = log.read_text() if log.exists() else ""
+    output = log.read_text() if log.exists() else ""
     if ended != 0:
-        pytest.fail(f"{said[-4000:]}\n{module}: exit status {ended}")
-    return said
+        pytest.fail(f"{output[-4000:]}\n{module}: exit status {ended}")
+    return output
 
 
 def spawn_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +180,11 @@ def two_processes(
             running.join()
     results = [folder / f"{rank}.json" for rank in range(2)]
     if not all(path.exists() for path in results):
-        said = "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
+        output = "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
         if again and crashed(processes):
-            warnings.warn(f"{module} crashed, and is run once more:\n{said}", stacklevel=2)
+            warnings.warn(f"{module} crashed, and is run once more:\n{output}", stacklevel=2)
             once_more = folder / "again"
             once_more.mkdir()
             return two_processes(module, once_more, seconds=seconds, gpus=gpus, again=False)
-        pytest.fail(said)
+        pytest.fail(output)
     return [json.loads(path.read_text()) for path in results]

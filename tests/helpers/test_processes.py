@@ -13,8 +13,8 @@ MODULE = "tests.helpers.crashing_worker"
 
 def test_processes_that_abort_are_run_once_more_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="crashing_worker crashed, and is run once more"):
-        found = two_processes(MODULE, tmp_path)
-    assert found == [{"rank": 0}, {"rank": 1}]
+        results = two_processes(MODULE, tmp_path)
+    assert results == [{"rank": 0}, {"rank": 1}]
 
 
 def test_a_second_crash_fails(tmp_path: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
-import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +11,6 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -22,7 +18,7 @@ from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Games, Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
-from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
+from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.models import tiny_gpt2
 from tests.trainers.test_watch import attacks, lines
@@ -113,7 +109,7 @@ class Module(L.LightningModule):
 
 def three_faces(folder: Path, make: Any, data: Any, played: Any, **settings: Any) -> list[Any]:
     """Return the lines of Lightning, the Trainer and a loop that train the same, and the models."""
-    found = []
+    runs = []
     for face in ("lightning", "trainer", "loop"):
         torch.manual_seed(7)
         model = make().train()
@@ -138,18 +134,8 @@ def three_faces(folder: Path, make: Any, data: Any, played: Any, **settings: Any
                         model(**batch).loss.backward()
                         optimizer.step()
                         optimizer.zero_grad()
-        found.append((lines(place), [p.detach() for p in trained]))
-    return found
-
-
-def assert_equal(found: list[Any]) -> None:
-    (first, weights), *others = found
-    for other, others_weights in others:
-        assert other == first
-        for weight, other_weight in zip(weights, others_weights, strict=True):
-            # The Trainer divides by the number of labels, also of those that nothing predicts:
-            # Adam's epsilon is all that feels it.
-            torch.testing.assert_close(other_weight, weight, rtol=1e-2, atol=1e-4)
+        runs.append((lines(place), [p.detach() for p in trained]))
+    return runs
 
 
 def test_three_faces_write_the_same_lines(tmp_path: Path) -> None:
@@ -157,20 +143,21 @@ def test_three_faces_write_the_same_lines(tmp_path: Path) -> None:
         return tiny_gpt2(tied=False, dropout=0.0)
 
     settings = {"every_n_steps": 2, "games": Games(targets=4)}
-    found = three_faces(tmp_path, make, rows(), attacks, **settings)
-    assert_equal(found)
-    assert {line["attack"] for line in found[0][0]} == {
-        *("flatchat", "bag_of_words", "fc_membership"),
-    }
-    assert all(line["unknown"] is None for line in found[0][0][3:])
+    (first, weights), *rest = three_faces(tmp_path, make, rows(), attacks, **settings)
+    for lines_of_face, weights_of_face in rest:
+        assert lines_of_face == first
+        for weight, other in zip(weights, weights_of_face, strict=True):
+            # The Trainer divides by the number of labels, also of those that nothing predicts:
+            # Adam's epsilon is all that feels it.
+            torch.testing.assert_close(other, weight, rtol=1e-2, atol=1e-4)
+    assert {line["attack"] for line in first} == {attack.name for attack in attacks()}
+    assert all(line["unknown"] is None for line in first[3:])
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
-        {"bf16": True},
+        {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "bf16": True},
         {"gradient_checkpointing": True},
         pytest.param(
             {"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow
@@ -199,31 +186,6 @@ def test_training_is_not_disturbed(tmp_path: Path, settings: dict[str, Any]) -> 
     assert "training_step" not in vars(trainer)
     shown = [log for log in trainer.state.log_history if "leakage/bag_of_words/f1" in log]
     assert len(shown) == callback.watch.engine.results.looks == len(states)
-
-
-def test_what_is_read_is_the_clipped_gradient_of_all_tokens(tmp_path: Path) -> None:
-    data = rows()
-    for row in data[:4]:  # batches of different sizes: the Trainer divides by all tokens
-        row["labels"] = row["labels"].clone()
-        row["labels"][:6] = -100
-    probe = Probe()
-    trainer = trainer_of(
-        tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.5, train_dataset=data
-    )
-    watched(trainer, [probe])
-    trainer.train()
-    torch.manual_seed(7)
-    model = tiny_gpt2(tied=False, dropout=0.0)
-    ids = torch.stack([row["input_ids"] for row in data[:8]])
-    labels = torch.stack([row["labels"] for row in data[:8]])
-    logits = model(input_ids=ids).logits[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    step, _, gradient = probe.seen[0]
-    assert step == 0
-    torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=1e-4, atol=1e-7)
-    targets = labels[:, 1:]
-    assert lines(tmp_path)[0]["n"] == len(targets[targets != -100].unique())
 
 
 def test_a_gate_stops_after_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
@@ -261,54 +223,6 @@ def test_a_resumed_run_trains_as_one_that_was_not_watched(tmp_path: Path) -> Non
             trainer.train(resume_from_checkpoint=checkpoint)
         weights.append([*trainer.model.parameters()])  # type: ignore[union-attr]
     assert all(map(torch.equal, *weights))
-
-
-def test_a_resumed_run_logs_what_one_without_a_break_logs(tmp_path: Path) -> None:
-    """It looks at the same steps, and repeats metrics that were logged before the checkpoint."""
-    histories: list[list[dict[str, float]]] = []
-    for part, checkpoints in (("whole", [None]), ("parts", [None, "checkpoint-4"])):
-        for checkpoint in checkpoints:
-            trainer = trainer_of(
-                tmp_path / part,
-                kind=Trainer,
-                save_strategy="steps",
-                save_steps=4,
-                eval_strategy="steps",
-                eval_steps=3,
-                eval_dataset=rows(4),
-            )
-            callback = watched(trainer, [BagOfWords()], every_n_steps=3)
-            trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / part / checkpoint))
-        histories.append(
-            [
-                {name: v for name, v in log.items() if not name.endswith(("per_second", "seconds"))}
-                for log in trainer.state.log_history
-                if "train_runtime" not in log  # whose mean loss begins at the checkpoint
-            ]
-        )
-        [log.pop("eval_runtime", None) for log in histories[-1]]
-        assert callback.latest["utility/eval_loss_best"] > 0
-    whole, parts = histories
-    assert parts == whole
-    looks = [log for log in whole if "leakage/worst/words" in log]
-    assert [log["step"] for log in looks] == [1, 4, 7]
-    assert ["utility/eval_loss" in log for log in looks] == [False, True, True]
-
-
-def test_metrics_of_the_trainer_are_repeated_on_the_board_where_they_change(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=3, eval_dataset=rows(4))
-    callback = watched(trainer, [BagOfWords()], every_n_steps=100)
-    trainer.train()
-    history = trainer.state.log_history
-    evaluated = {log["step"]: log["eval_loss"] for log in history if "eval_loss" in log}
-    assert [*evaluated] == [3, 6, 8]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    board = {one.step: one.value for one in events.Scalars("utility/eval_loss")}
-    assert board == pytest.approx(evaluated)
-    best = min(evaluated.values())
-    assert callback.latest["utility/eval_loss_best"] == pytest.approx(best)
-    assert not any("utility/eval_loss" in log for log in history)  # it is there by its own name
 
 
 def test_fp16_is_unscaled_first(tmp_path: Path) -> None:
@@ -363,42 +277,6 @@ def test_what_cannot_be_watched_is_refused(
     assert "training_step" not in vars(trainer)
 
 
-@pytest.mark.parametrize(
-    ("gates", "words"),
-    [
-        ([Threshold("leakage/no/f1", at_most=0.5)], "LeakageCallback does not log"),
-        ([Threshold(WORDS, at_most=0.5)] * 2, "two gates are named"),
-    ],
-)
-def test_gates_are_checked_when_the_callback_is_made(
-    tmp_path: Path, gates: Any, words: str
-) -> None:
-    trainer = trainer_of(tmp_path)
-    with pytest.raises(ValueError, match=words):
-        LeakageCallback(trainer, [BagOfWords()], gates)
-
-
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("is_deepspeed_enabled", "DeepSpeed keeps"),
-        ("is_fsdp_enabled", "FSDP and tensor"),
-        ("n_gpu", "DataParallel copies"),
-    ],
-)
-def test_gradients_in_parts_are_refused(tmp_path: Path, flag: str, words: str) -> None:
-    trainer = trainer_of(tmp_path)
-    callback = watched(trainer, [BagOfWords()])
-    trainer.create_optimizer()
-    if flag == "n_gpu":
-        trainer.args._n_gpu = 2
-    else:
-        setattr(trainer, flag, True)
-    with pytest.raises(ValueError, match=words):
-        callback.on_train_begin()
-    assert "training_step" not in vars(trainer)
-
-
 def test_pairs_without_a_mark_are_refused(tmp_path: Path) -> None:
     for name in ("CustomDPOTrainer", "CustomKTOTrainer"):
         trainer = trainer_of(tmp_path, kind=type(name, (Sequential,), {}))
@@ -420,7 +298,7 @@ class Raises(TrainerCallback):
 
 @pytest.mark.parametrize(
     "moment",
-    ["on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_evaluate", "on_train_end"],
+    ["on_pre_optimizer_step", "on_evaluate", "on_train_end"],
 )
 def test_whatever_raises_the_trainer_is_put_back(tmp_path: Path, moment: str) -> None:
     trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=2, eval_dataset=rows(4))
@@ -438,91 +316,6 @@ def test_whatever_raises_the_trainer_is_put_back(tmp_path: Path, moment: str) ->
     trainer.train()  # again, from its beginning
     assert lines(tmp_path, "run")[-1]["how"] == "finished"
     assert callback.latest["leakage/bag_of_words/f1"] == 1.0
-
-
-def test_a_run_that_the_trainer_begins_again_ends_the_one_before(tmp_path: Path) -> None:
-    class RunsOut(Sequential):
-        """Has memory for two rows a batch, as ``auto_find_batch_size`` is to find out."""
-
-        def compute_loss(self, model: Any, inputs: Any, *more: Any, **settings: Any) -> Any:
-            if len(inputs["input_ids"]) > 3:
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-            return super().compute_loss(model, inputs, *more, **settings)
-
-    trainer = trainer_of(tmp_path, kind=RunsOut, auto_find_batch_size=True)
-    watched(trainer, [BagOfWords()])
-    trainer.train()
-    ends = [line["how"] for line in lines(tmp_path, "run") if "how" in line]
-    assert ends == ["InterruptedError", "finished"]
-    assert "training_step" not in vars(trainer)
-
-
-def test_the_last_group_of_batches_is_short(tmp_path: Path) -> None:
-    probe = Probe()
-    trainer = trainer_of(tmp_path, gradient_accumulation_steps=3, train_dataset=rows(20))
-    watched(trainer, [probe, BagOfWords()])
-    trainer.train()
-    assert [step for step, *_ in probe.seen] == [0, 1]
-    torch.manual_seed(7)
-    model = tiny_gpt2(tied=False, dropout=0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
-    groups = torch.stack([row["input_ids"] for row in rows(20)]).split(12)
-    found = [line for line in lines(tmp_path) if line["attack"] == "bag_of_words"]
-    for ids, (_, _, seen), line in zip(groups, probe.seen, found, strict=True):
-        (model(input_ids=ids, labels=ids).loss * 8 / 9).backward()
-        torch.testing.assert_close(seen, model.lm_head.weight.grad, rtol=1e-3, atol=1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert line["n"] == len(ids[:, :-1].unique())  # a text's last token predicts nothing
-        assert line["metrics"]["f1"]["value"] == 1.0
-
-
-def test_nobody_waits_for_the_device_where_no_look_is_due(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unscaled: list[int] = []
-    trainer = trainer_of(tmp_path, gradient_accumulation_steps=2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)  # type: ignore[attr-defined]
-    trainer.accelerator.scaler = scaler
-    watched(trainer, [BagOfWords()], every_n_steps=3)
-    unscale = scaler.unscale_
-    monkeypatch.setattr(
-        scaler, "unscale_", lambda o: (unscaled.append(trainer.state.global_step), unscale(o))
-    )
-    trainer.train()
-    assert unscaled == [0, 3]  # the Trainer itself does not clip here
-
-
-def test_the_last_look_is_at_the_last_weights(tmp_path: Path) -> None:
-    """Not at the best ones, which the Trainer loads before it says that training ended."""
-    train, _ = leave_out(rows(800), 400, seed=1)
-    looks = {}
-    for best in (False, True):
-        trainer = trainer_of(
-            tmp_path / str(best), kind=Trainer, train_dataset=train, eval_dataset=rows(8),
-            max_steps=12, eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=4,
-            load_best_model_at_end=best, metric_for_best_model="loss", greater_is_better=True,
-            accelerator_config={"use_seedable_sampler": False},
-        )  # fmt: skip
-        memorization = Memorization(max_overhead=4 / 3, looks=(0.5,))
-        watched(trainer, [LossRatio()], memorization=memorization)
-        trainer.train()
-        looks[best] = lines(tmp_path / str(best))[-1]
-    assert looks[True]["step"] == 12
-    assert trainer.state.best_global_step != 12
-    assert looks[True]["metrics"] == looks[False]["metrics"]
-
-
-def test_rows_that_the_trainer_has_not_come_to_are_compared(tmp_path: Path) -> None:
-    """As the Trainer shuffles by itself: nothing is left out, and no setting is changed."""
-    trainer = trainer_of(tmp_path, kind=Trainer, train_dataset=rows(400), seed=3)
-    watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
-    trainer.train()
-    half, whole = lines(tmp_path)
-    assert (half["attack"], half["step"], whole["step"]) == ("loss_ratio", 50, 100)
-    assert half["metrics"]["members"]["value"] == half["metrics"]["others"]["value"] == 200
-    assert half["metrics"]["auc"]["low"] > 0.5
-    assert whole["metrics"]["auc"]["value"] is None  # nobody is left to compare with
 
 
 def test_leakage_of_older_weights_chooses_no_checkpoint(tmp_path: Path) -> None:
@@ -545,15 +338,6 @@ def test_leakage_of_older_weights_chooses_no_checkpoint(tmp_path: Path) -> None:
     assert [value < float("inf") for value in chosen] == [False, True, False, True]
 
 
-def test_the_settings_are_shown() -> None:
-    for face in (LeakageCallback, Watch):
-        shown = inspect.signature(face).parameters
-        assert {one.name for one in dataclasses.fields(WatchSettings)} < shown.keys()
-        assert shown["stages"].default == ("shared",)
-        assert "settings" not in shown
-        assert "public_text" in pydoc.render_doc(face).split("Attack what", maxsplit=1)[0]
-
-
 def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path,
@@ -567,89 +351,17 @@ def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -
         eval_dataset=rows(4),
     )
     callback = watched(trainer, [FlatChat(scorer="abs", oracle_n_types=12)])
-    found: list[float] = []
+    values: list[float] = []
 
     class Notes(TrainerCallback):
         def on_evaluate(self, *_: Any, metrics: Any = None, **__: Any) -> None:
-            found.append(metrics["eval_leakage/flatchat/f1"])
+            values.append(metrics["eval_leakage/flatchat/f1"])
 
     trainer.add_callback(Notes())
     trainer.train()
-    assert found[0] == float("inf")
-    assert trainer.state.best_metric == min(found) < 1
+    assert values[0] == float("inf")
+    assert trainer.state.best_metric == min(values) < 1
     assert callback.watch.utility.keys() == {"loss", "eval_loss"}
-
-
-def test_gates_on_the_trained_weights_say_what_to_choose(tmp_path: Path) -> None:
-    metric = "leakage/loss_ratio/auc"
-    chosen = {}
-    train, _ = leave_out(rows(800), 400, seed=1)
-    for at_most in (0.99, 0.5):
-        place = tmp_path / str(at_most)
-        trainer = trainer_of(
-            place,
-            kind=Trainer,
-            metric_for_best_model="leakage/choose",
-            greater_is_better=False,
-            save_strategy="epoch",
-            eval_strategy="epoch",
-            train_dataset=train,
-            eval_dataset=rows(8),
-            accelerator_config={"use_seedable_sampler": False},
-        )
-        gate = Threshold(metric, at_most=at_most, action="warn", strict=False)
-        memorization = Memorization(max_overhead=4 / 3, looks=(0.5,))
-        callback = watched(trainer, [LossRatio()], [gate], memorization=memorization)
-        trainer.train()
-        chosen[at_most] = trainer.state.best_metric
-        attacked = {(line["attack"], line["step"]) for line in lines(place)}
-        again = {("loss_ratio_chosen", 100)} if chosen[at_most] < float("inf") else set()
-        assert attacked == {("loss_ratio", 50), ("loss_ratio", 100)} | again
-        high = callback.latest[f"{metric}_high"]
-        assert (chosen[at_most] < float("inf")) == (high <= at_most)
-    assert chosen[0.5] == float("inf")
-    assert chosen[0.99] < float("inf")
-
-
-def test_the_files_end_where_a_step_fails(tmp_path: Path) -> None:
-    class Fails(Sequential):
-        def compute_loss(self, *arguments: Any, **settings: Any) -> Any:
-            if self.state.global_step == 2:
-                raise ZeroDivisionError
-            return super().compute_loss(*arguments, **settings)
-
-    trainer = trainer_of(tmp_path, kind=Fails)
-    watched(trainer, [BagOfWords()])
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    assert lines(tmp_path, "run")[-1]["how"] == "ZeroDivisionError"
-    assert "training_step" not in vars(trainer)
-
-
-@pytest.mark.assets
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-def test_three_faces_on_a_real_model(tmp_path: Path, assets: Path, lora: bool) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    from lightning_fedleak.attacks import GradientMembership
-
-    def make() -> Any:
-        model = AutoModelForCausalLM.from_pretrained(assets / "models/stories15M")
-        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], layers_to_transform=[0])
-        return get_peft_model(model, config) if lora else model
-
-    def played() -> list[Any]:
-        whole = [FlatChat(n_types=100), FCMembership(1)]
-        return [GradientMembership()] if lora else whole
-
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 32000, (12, 24), generator=generator)
-    data = [{"input_ids": x, "labels": x} for x in ids]
-    found = three_faces(tmp_path, make, data, played, every_n_steps=2, games=Games(targets=4))
-    assert_equal(found)
-    assert {line["attack"] for line in found[0][0]} == {attack.name for attack in played()}
 
 
 def test_neither_needs_lightning(tmp_path: Path) -> None:

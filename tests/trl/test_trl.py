@@ -14,7 +14,6 @@ from torch.nn import functional
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from sklearn.metrics import roc_auc_score
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
@@ -42,10 +41,10 @@ def model_of(tied: bool = False) -> Any:
 
 
 def tokenizer() -> Any:
-    made = tiny_tokenizer()
-    made.pad_token = made.eos_token
-    made.chat_template = CHAT
-    return made
+    tokenizer_ = tiny_tokenizer()
+    tokenizer_.pad_token = tokenizer_.eos_token
+    tokenizer_.chat_template = CHAT
+    return tokenizer_
 
 
 def pairs() -> list[dict[str, str]]:
@@ -134,12 +133,12 @@ class Batches:
     """Keeps the batches that a trainer gets, and the weights it begins each of them with."""
 
     def __init__(self, trainer: Any) -> None:
-        self.seen: list[dict[str, Any]] = []
+        self.kept: list[dict[str, Any]] = []
         self.models: list[Any] = []
         step = trainer.training_step
 
         def noted(model: Any, inputs: Any, *more: Any, **settings: Any) -> Any:
-            self.seen.append(copy.deepcopy(dict(inputs)))
+            self.kept.append(copy.deepcopy(dict(inputs)))
             self.models.append(copy.deepcopy({n: p.detach() for n, p in model.named_parameters()}))
             return step(model, inputs, *more, **settings)
 
@@ -154,17 +153,17 @@ class Batches:
 
 def documents(batch: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return ids and labels of each document of a batch, by loops over tokens."""
-    found: list[tuple[list[int], list[int]]] = []
+    texts: list[tuple[list[int], list[int]]] = []
     for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
         for column in range(len(ids)):
             if "attention_mask" in batch and not batch["attention_mask"][row, column]:
                 continue
             places = batch.get("position_ids")
             if column == 0 if places is None else places[row, column] == 0:
-                found.append(([], []))
-            found[-1][0].append(int(ids[column]))
-            found[-1][1].append(int(labels[column]))
-    return [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in found]
+                texts.append(([], []))
+            texts[-1][0].append(int(ids[column]))
+            texts[-1][1].append(int(labels[column]))
+    return [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in texts]
 
 
 def log_likelihood(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -193,42 +192,32 @@ def test_sft_reads_the_rows_that_the_trainer_made(tmp_path: Path, rows: str) -> 
     watched(trainer, [probe, BagOfWords(), FlatChat(n_types=20)], [gate])
     trainer.train()
     assert gate.fired is not None
-    found = {(line["attack"], line["step"]): line for line in lines(tmp_path)}
-    for number, batch in enumerate(batches.seen):
+    logged = {(line["attack"], line["step"]): line for line in lines(tmp_path)}
+    for number, batch in enumerate(batches.kept):
         texts = documents(batch)
         if rows in ("packed", "padding-free"):
             assert len(batch["input_ids"]) == 1
             assert len(texts) >= 4
         read, predicted = true_types(texts)
-        assert found["bag_of_words", number]["n"] == len(read)
-        assert found["flatchat", number]["n"] == len(predicted)
+        assert logged["bag_of_words", number]["n"] == len(read)
+        assert logged["flatchat", number]["n"] == len(predicted)
         model = batches.model(number)
         labels = sum(int((labels[1:] != -100).sum()) for _, labels in texts)
         loss = -sum(log_likelihood(model, *text) for text in texts)
         loss.backward()
-        seen = probe.seen[number][2]
+        gradient = probe.seen[number][2]
         expected = model.lm_head.weight.grad
-        assert functional.cosine_similarity(seen.flatten(), expected.flatten(), dim=0) > 1 - 1e-5
-        divisor = float(expected.norm() / seen.norm())
+        assert (
+            functional.cosine_similarity(gradient.flatten(), expected.flatten(), dim=0) > 1 - 1e-5
+        )
+        divisor = float(expected.norm() / gradient.norm())
         total = sum(int((labels != -100).sum()) for _, labels in texts)
         assert labels - 1e-2 < divisor < total + 1e-2
         rows_read = model.get_input_embeddings().weight.grad.any(1).nonzero().flatten().tolist()
         assert set(rows_read) == read
-        assert found["bag_of_words", number]["metrics"]["f1"]["value"] == 1.0
+        assert logged["bag_of_words", number]["metrics"]["f1"]["value"] == 1.0
     if rows in ("completion only", "assistant only"):
         assert all(bool((labels == -100).any()) for _, labels in texts)
-
-
-@pytest.mark.parametrize("rows", ["packed", "padding-free"])
-def test_membership_is_of_documents(tmp_path: Path, rows: str) -> None:
-    trainer = sft(tmp_path, rows)
-    batches = Batches(trainer)
-    callback = watched(trainer, [FCMembership(1)], games=Games(targets=4))
-    trainer.train()
-    assert callback.latest["leakage/fc_membership/auc"] == 1.0
-    texts = [[tuple(ids.tolist()) for ids, _ in documents(batch)] for batch in batches.seen]
-    count = min(4, len({text for text in texts[-1] if len(text) > 2}))
-    assert lines(tmp_path)[-1]["n"] == 2 * count * 2  # of two looks: the first one waits
 
 
 def test_training_is_not_disturbed(tmp_path: Path) -> None:
@@ -257,15 +246,15 @@ def test_dpo_reads_pairs_or_says_why_not(tmp_path: Path) -> None:
     ]
     callback = watched(trainer, played, games=Games(targets=4))
     trainer.train()
-    found = {(line["attack"], line["step"]): line for line in lines(tmp_path)}
+    logged = {(line["attack"], line["step"]): line for line in lines(tmp_path)}
     reference = model_of()
-    for number, batch in enumerate(batches.seen):
+    for number, batch in enumerate(batches.kept):
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
         texts = documents({**batch, "labels": labels})
         assert len(texts) == 8
         read, _ = true_types(texts)
-        assert found["bag_of_words", number]["n"] == len(read)
-        assert found["bag_of_words", number]["metrics"]["f1"]["value"] == 1.0
+        assert logged["bag_of_words", number]["n"] == len(read)
+        assert logged["bag_of_words", number]["metrics"]["f1"]["value"] == 1.0
         model = batches.model(number)
         ratios = [log_likelihood(model, *t) - log_likelihood(reference, *t).detach() for t in texts]
         margins = torch.stack(ratios[:4]) - torch.stack(ratios[4:])
@@ -274,68 +263,12 @@ def test_dpo_reads_pairs_or_says_why_not(tmp_path: Path) -> None:
             probe.seen[number][2], model.lm_head.weight.grad, rtol=1e-3, atol=1e-6
         )
         if number:  # games wait for texts of another batch
-            assert "rejected" in found["fc_membership", number]["unknown"]
+            assert "rejected" in logged["fc_membership", number]["unknown"]
     assert callback.latest["leakage/subspace_membership/auc"] == 1.0
     assert callback.latest["leakage/worst/words"] == 1.0
-    assert all(found["flatchat", n]["unknown"] is None for n in range(len(batches.seen)))
+    assert all(logged["flatchat", n]["unknown"] is None for n in range(len(batches.kept)))
     assert "leakage/flatchat/control" in callback.latest
     assert math.isnan(callback.latest["leakage/fc_membership/auc"])
-
-
-def test_gates_on_what_pairs_hide_are_breached(tmp_path: Path) -> None:
-    trainer = dpo(tmp_path)
-    gate = Threshold("leakage/flatchat/f1", at_most=0.99)
-    watched(trainer, [FlatChat(n_types=20)], [gate])
-    trainer.train()
-    assert trainer.state.global_step == 1
-    assert gate.fired is not None
-
-
-def test_weights_are_asked_about_the_rows_that_the_trainer_made(tmp_path: Path) -> None:
-    data = [
-        {"prompt": f"{a} {n}", "completion": f" {b} {n * 7}"}
-        for n, (a, b) in enumerate(zip(TEXTS * 30, ANSWERS * 120, strict=True))
-    ]
-    trainer = sft(tmp_path, "completion only", max_steps=20, max_length=64, learning_rate=3e-3)
-    prepared = sft(tmp_path, "completion only", max_length=64)._prepare_dataset(
-        Dataset.from_list(data), trainer.processing_class, trainer.args, False, None, "train"
-    )
-    trainer.train_dataset, others = leave_out(prepared, 180, seed=1)
-    base = model_of().eval()  # a copy would run the forward that TRL bound to the model itself
-    memorization = Memorization(max_overhead=4 / 3, looks=(0.5,))
-    callback = watched(trainer, [LossRatio()], memorization=memorization)
-    batches, pools = Batches(trainer), []
-    begins = callback.watch.batch_begins
-
-    def noted(batch: Any) -> None:
-        (channel,) = (c for c in callback.watch.engine.channels if c.at_weights and c.attacks)
-        pools.append(channel._pool)  # which a run forgets at its end
-        begins(batch)
-
-    callback.watch.batch_begins = noted  # type: ignore[method-assign]
-    trainer.train()
-    texts = pools[0].texts
-    made = {tuple(row["input_ids"]): row["labels"] for row in prepared}
-    for text in texts:
-        assert made[tuple(text.ids.tolist())] == text.labels.tolist()
-        assert text.labels[0] == -100
-        assert text.n_labels > 0
-    trained = {tuple(ids.tolist()) for batch in batches.seen for ids, _ in documents(batch)}
-    left_out = {tuple(others[n]["input_ids"]) for n in range(len(others))}
-    trainer.model.eval()
-    scores, members = [], []
-    for text, alone in zip(texts, pools[0].alone.tolist(), strict=True):
-        ids = tuple(text.ids.tolist())
-        if not alone:
-            continue  # a copy of others, which plays no game
-        if ids not in trained and ids not in left_out:
-            continue  # to come: neither
-        with torch.no_grad():
-            now, before = (log_likelihood(m, text.ids, text.labels) for m in (trainer.model, base))
-        scores.append(float(now / -before))
-        members.append(ids in trained)
-    value = lines(tmp_path)[-1]["metrics"]["auc"]["value"]
-    assert value == pytest.approx(roc_auc_score(members, scores), abs=1e-3)
 
 
 def test_weights_are_not_asked_about_pairs(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def run(kind: str, callbacks: list[Any]) -> list[torch.Tensor]:
 def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = {}
+    results = {}
     for kind in ("ddp", "fsdp2"):
         watching = LeakageMonitor(
             [Combined(), Extraction(tokens=4)],
@@ -57,7 +57,7 @@ def main(folder: Path, rank: int) -> None:
         )
         watched, alone = run(kind, [watching]), run(kind, [])
         [channel] = {c for s, c in watching.engine.series.items() if s.name == "combined"}
-        found[kind] = {
+        results[kind] = {
             "latest": {k: v for k, v in watching.latest.items() if k.startswith("leakage/")},
             "failures": watching.failures,
             "looks": watching.looks,
@@ -66,7 +66,7 @@ def main(folder: Path, rank: int) -> None:
             "seen": int(channel._pool.seen.sum()),
             "base": channel._base.log_probs.double().sum(1).tolist(),
         }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -70,12 +70,12 @@ def refuse(path: Path) -> Any:
 def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = {
+    results = {
         "canaries": canaries(folder / "canaries"),
         "world": account(folder / "world"),
         "lost": lost(folder / "lost", rank),
     }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

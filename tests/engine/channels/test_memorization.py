@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import re
 import stat
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,9 +38,7 @@ from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
-from lightning_fedleak.defenses.dpsgd import Users
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels import reading
 from lightning_fedleak.engine.pool import collect
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -66,17 +64,8 @@ def rows(n: int = 400, length: int = 14) -> list[dict[str, torch.Tensor]]:
 
 def tiny(positions: int = 32) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=2000,
-        n_embd=24,
-        n_head=2,
-        n_layer=1,
-        n_positions=positions,
-        resid_pdrop=0.1,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
+    sizes = {"vocab_size": 2000, "n_embd": 24, "n_head": 2, "n_layer": 1, "n_positions": positions}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.1, bos_token_id=0, eos_token_id=0))
 
 
 def monitor(folder: Path, **settings: Any) -> LeakageMonitor:
@@ -95,18 +84,19 @@ def fit(
     module = model if isinstance(model, L.LightningModule) else CausalLMModule(model, lr, "adamw")
     settings = {"max_epochs": 3, "enable_checkpointing": False, **more}
     path, validate = settings.pop("ckpt_path", None), settings.pop("validate", False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        callbacks=callbacks,
-        logger=settings.pop("logger", False),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, **quiet | settings)
     data = leave_out(rows(), 140, seed=1)[0] if data is None else data
     validation = DataLoader(data, batch_size=8) if validate else None
     trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), validation, ckpt_path=path)
     return trainer, module
+
+
+def combined(folder: Path, settings: Memorization = SETTINGS) -> LeakageMonitor:
+    """Return a monitor with one attack on membership."""
+    return LeakageMonitor(
+        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=settings)
+    )
 
 
 def lines(folder: Path, attack: str = "combined") -> list[dict[str, Any]]:
@@ -119,54 +109,107 @@ def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, text) if line["kind"] == kind]
 
 
-def test_what_was_trained_on_is_told_from_what_was_left_out(tmp_path: Path) -> None:
-    watching = monitor(tmp_path)
-    fit([watching])
-    looks = lines(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Return a fit of three epochs that is saved after each."""
+    folder = tmp_path_factory.mktemp("whole")
+    checkpoint = ModelCheckpoint(folder / "kept", every_n_epochs=1, save_top_k=-1)
+    watching, data = monitor(folder), leave_out(rows(), 140, seed=1)[0]
+    _, module = fit([watching, checkpoint], data=data, enable_checkpointing=True)
+    early = min((folder / "kept").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    return SimpleNamespace(
+        folder=folder, latest=watching.latest, module=module, data=data, early=early
+    )
+
+
+def test_members_are_distinguished_from_rows_that_were_held_out(whole: Any) -> None:
+    looks = lines(whole.folder)
     assert [line["step"] for line in looks] == [17, 30, 33, 66, 99]
     assert {line["stage"] for line in looks} == {"released"}
-    last = looks[-1]["metrics"]
+    first, second, third, *_, last = (line["metrics"] for line in looks)
     assert last["auc"]["value"] > 0.95
     assert last["auc"]["low"] > 0.7
-    assert last["shown"]["value"] is None  # with far fewer others than 437
+    assert last["shown"]["value"] is None  # with far fewer non-members than 437
     assert last["p_value"]["value"] < 1e-6
-    assert looks[0]["metrics"]["members"]["value"] < looks[2]["metrics"]["members"]["value"]
-    assert looks[1]["metrics"]["alpha"]["value"] == pytest.approx(0.05 / 6)
-    extraction = lines(tmp_path, "extraction")[-1]["metrics"]
+    assert first["members"]["value"] < third["members"]["value"]
+    assert second["alpha"]["value"] == pytest.approx(0.05 / 6)
+    extraction = lines(whole.folder, "extraction")[-1]["metrics"]
     assert extraction["extracted"]["value"] is not None
     assert extraction["extracted_base"]["value"] == 0
-    assert last["auc_joint_low"]["value"] < last["auc"]["low"]  # of two attacks on membership
-    assert watching.latest["leakage/worst/memorization"] == pytest.approx(last["auc"]["value"])
-    assert watching.failures == 0
-    assert last["visible"]["value"] == visible_tpr(
-        int(last["members"]["value"]), int(last["others"]["value"]), look=5
-    )
     assert 0 < extraction["visible"]["value"] < 1
-    begin = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])
-    assert [(a["name"], a["family"]) for a in begin["attacks"]] == [
-        (name, "memorization") for name in ("combined", "loss", "extraction")
+    counts = (int(last[name]["value"]) for name in ("members", "others"))
+    assert last["visible"]["value"] == visible_tpr(*counts, look=5)
+    assert whole.latest["leakage/worst/memorization"] == pytest.approx(last["auc"]["value"])
+    assert whole.latest["monitor/failures"] == 0
+
+
+def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(whole: Any) -> None:
+    pool, base = query_base(whole.data)
+    after = ask_tokens(find_anatomy(whole.module.model), pool.texts)
+    [facts] = of_kind(whole.folder, "pool")
+    counts = int(pool.members.sum()), int((~pool.members).sum())
+    assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
+    assert (facts["repeated"], facts["short"], facts["searched"], facts["aside"]) == (0, 0, 1, 0)
+    line = lines(whole.folder)[-1]
+    assert line["pool"] == pool.digest
+    single, joint = (
+        pool.compare(base, after, [Combined()], look=5, alpha=alpha).values["combined"]
+        for alpha in (0.05, 0.05 / 2)
+    )
+    logged = line["metrics"]
+    assert logged["auc"]["value"] == pytest.approx(single["auc"])
+    assert logged["auc"]["low"] == pytest.approx(single["auc_low"], abs=1e-9)
+    assert logged["p_value"]["value"] == pytest.approx(single["p_value"])
+    assert logged["auc_joint_low"]["value"] == pytest.approx(joint["auc_low"])
+
+
+def query_base(data: Any) -> tuple[ReleasedPool, Any]:
+    """Return the pool that the channel draws of some data, and the base model's answers."""
+    drawn = collect(DataLoader(data, batch_size=8, shuffle=True), SETTINGS, READ)
+    members = drawn.trains.tolist()
+    sides = [
+        [text for text, inside in zip(drawn.texts, members, strict=True) if inside is side]
+        for side in (True, False)
     ]
+    pool = ReleasedPool(*sides)
+    return pool, ask_tokens(find_anatomy(tiny()), pool.texts)
 
 
-def test_attacks_that_are_refused_after_the_lineup_are_reported(tmp_path: Path) -> None:
-    fit([LeakageMonitor(log_dir=tmp_path)], tiny(128), rows(), max_steps=2)
-    [summary] = findings(read([tmp_path])).runs
-    assert "max_overhead" in summary.not_played["combined"]
-    assert any(one.startswith("combined: ") for one in summary.not_tested)
-    assert all(attack.stage != "released" for attack in summary.attacks)
+def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(whole: Any, tmp_path: Path) -> None:
+    file = whole.folder / "memorization_base.safetensors"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    [facts] = of_kind(whole.folder, "pool")
+    assert facts["base"] == hash_tensors(load_file(file))
+    fit([monitor(tmp_path)], ckpt_path=whole.early)
+    assert of_kind(tmp_path, "pool")[0]["base"] == facts["base"]
+    before, resumed = lines(whole.folder)[-2:], lines(tmp_path)
+    for name in ("step", "pool"):
+        assert [line[name] for line in resumed] == [line[name] for line in before]
+    for line, expected in zip(resumed, before, strict=True):
+        for name in ("members", "others", "alpha"):
+            assert line["metrics"][name] == expected["metrics"][name]
+        assert line["metrics"]["auc"]["value"] > 0.7
 
 
-def test_without_training_all_texts_tie(tmp_path: Path) -> None:
-    fit([monitor(tmp_path)], lr=0.0)
-    assert [line["metrics"]["auc"]["value"] for line in lines(tmp_path)] == [0.5] * 5
-
-
-class Restless(CausalLMModule):
-    """Draws from every random generator at each step, and learns from what it drew."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
-        return super().training_step(batch, batch_idx) * (0.5 + drawn / 3)
+@pytest.mark.parametrize("damage", ["missing", "open", "changed"])
+def test_without_its_file_a_resumed_fit_is_unknown(whole: Any, tmp_path: Path, damage: str) -> None:
+    file = whole.folder / "memorization_base.safetensors"
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "open":
+        file.chmod(0o644)
+    else:
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    watching = monitor(tmp_path)
+    try:
+        fit([watching], ckpt_path=whole.early, max_epochs=2)
+    finally:
+        file.write_bytes(content)
+        file.chmod(0o600)
+    [line] = lines(tmp_path)
+    assert "resumed without its record" in line["unknown"]
+    assert math.isnan(watching.latest["leakage/combined/auc"])
 
 
 def trained(callbacks: list[Any], model: Any, **more: Any) -> list[Tensor]:
@@ -189,37 +232,14 @@ def check_same(folder: Path, make: Any, **more: Any) -> LeakageMonitor:
     return watching
 
 
-def test_training_and_random_states_are_the_same_with_and_without(tmp_path: Path) -> None:
-    check_same(tmp_path, lambda: Restless(tiny(), 1e-2, "adamw"))
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_lora_with_dropout_is_trained_the_same_and_read(tmp_path: Path, precision: str) -> None:
+def test_lora_with_dropout_is_trained_the_same_and_read(tmp_path: Path) -> None:
     def adapted() -> Any:
         config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["c_attn", "c_fc"])
         model = tiny()
         torch.manual_seed(1)
         return get_peft_model(model, config)
 
-    check_same(tmp_path, adapted, precision=precision, max_epochs=2)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_trained_the_same_and_reads_as_it_does_uncompiled(
-    tmp_path: Path,
-) -> None:
-    def compiled() -> Any:
-        torch.compiler.reset()
-        return torch.compile(tiny(), backend="aot_eager")
-
-    watching = check_same(tmp_path / "compiled", compiled, max_epochs=2)
-    plain = monitor(tmp_path / "plain")
-    fit([plain], max_epochs=2)
-    [base, expected] = (
-        next(c for s, c in each.engine.series.items() if s.name == "combined")._base.log_probs
-        for each in (watching, plain)
-    )
-    torch.testing.assert_close(base, expected)
+    check_same(tmp_path, adapted, precision="bf16-mixed", max_epochs=2)
 
 
 def four_bit(*, dequantized: bool = False) -> Any:
@@ -260,129 +280,20 @@ def test_rows_to_come_are_controls_in_the_first_epoch_only(tmp_path: Path) -> No
     watching = monitor(tmp_path)
     fit([watching], data=rows(), max_epochs=2)
     looks = lines(tmp_path)
-    assert [line["metrics"]["auc"]["value"] is not None for line in looks] == [True] * 2 + [
-        False
-    ] * 2
+    known = [line["metrics"]["auc"]["value"] is not None for line in looks]
+    assert known == [True, True, False, False]
     assert "add leave_out" in looks[-1]["unknown"]
     assert math.isnan(watching.latest["leakage/combined/auc"])
     assert math.isnan(watching.latest["leakage/worst/memorization"])
 
 
-def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(tmp_path: Path) -> None:
-    watching = monitor(tmp_path)
-    base = ask_texts(tiny())
-    data = leave_out(rows(), 140, seed=1)[0]
-    _, module = fit([watching], data=data)
-    pool, answers = base(data)
-    result = pool.compare(
-        answers,
-        ask_tokens(find_anatomy(module.model), pool.texts),
-        [Combined()],
-        look=5,
-    )
-    assert lines(tmp_path)[-1]["pool"] == pool.digest
-    [facts] = of_kind(tmp_path, "pool")
-    counts = int(pool.members.sum()), int((~pool.members).sum())
-    assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
-    assert (facts["repeated"], facts["short"], facts["searched"], facts["aside"]) == (0, 0, 1, 0)
-    logged = lines(tmp_path)[-1]["metrics"]
-    joint = pool.compare(
-        answers,
-        ask_tokens(find_anatomy(module.model), pool.texts),
-        [Combined()],
-        look=5,
-        alpha=0.05 / 2,
-    )
-    assert logged["auc_joint_low"]["value"] == pytest.approx(joint.values["combined"]["auc_low"])
-    assert logged["auc"]["value"] == pytest.approx(result.values["combined"]["auc"])
-    assert logged["auc"]["low"] == pytest.approx(result.values["combined"]["auc_low"], abs=1e-9)
-    assert logged["p_value"]["value"] == pytest.approx(result.values["combined"]["p_value"])
-
-
-def ask_texts(model: GPT2LMHeadModel) -> Any:
-    """Return a function that asks a model about the pool that the channel draws of some data."""
-
-    def ask(data: Any) -> Any:
-        loader = DataLoader(data, batch_size=8, shuffle=True)
-        drawn = collect(loader, SETTINGS, partial(read_batch, kind="causal"))
-        sides: dict[bool, list[Any]] = {True: [], False: []}
-        for text, inside in zip(drawn.texts, drawn.trains.tolist(), strict=True):
-            sides[inside].append(text)
-        pool = ReleasedPool(sides[True], sides[False])
-        return pool, ask_tokens(find_anatomy(model), pool.texts)
-
-    return ask
-
-
-def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
-    fit([monitor(tmp_path / "whole"), checkpoint], enable_checkpointing=True)
-    file = tmp_path / "whole" / "memorization_base.safetensors"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    [facts] = of_kind(tmp_path / "whole", "pool")
-    assert facts["base"] == hash_tensors(load_file(file))
-    early = min(kept.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    fit([monitor(tmp_path / "resumed")], ckpt_path=early)
-    whole, resumed = lines(tmp_path / "whole"), lines(tmp_path / "resumed")
-    assert [line["step"] for line in resumed] == [66, 99]
-    assert of_kind(tmp_path / "resumed", "pool")[0]["base"] == facts["base"]
-    assert [line["pool"] for line in resumed] == [line["pool"] for line in whole[-2:]]
-    for line, before in zip(resumed, whole[-2:], strict=True):
-        for name in ("members", "others", "alpha"):
-            assert line["metrics"][name] == before["metrics"][name]
-        assert line["metrics"]["auc"]["value"] > 0.7
-
-
-@pytest.mark.parametrize("damage", ["missing", "open", "changed", "cut"])
-def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) -> None:
-    kept = tmp_path / "kept"
-    checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
-    fit([monitor(tmp_path / "whole"), checkpoint], enable_checkpointing=True, max_epochs=1)
-    file = tmp_path / "whole" / "memorization_base.safetensors"
-    if damage == "missing":
-        file.unlink()
-    elif damage == "open":
-        file.chmod(0o644)
-    elif damage == "cut":
-        file.write_bytes(file.read_bytes()[:100])
-    else:
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-    [path] = kept.glob("*.ckpt")
-    watching = monitor(tmp_path / "resumed")
-    fit([watching], ckpt_path=path, max_epochs=2)
-    [line] = lines(tmp_path / "resumed")
-    assert "resumed without its record" in line["unknown"]
-    assert math.isnan(watching.latest["leakage/combined/auc"])
-
-
-def test_others_of_another_law_are_unknown(tmp_path: Path) -> None:
+def test_texts_of_another_distribution_and_too_few_texts_are_unknown(tmp_path: Path) -> None:
     ids = torch.randint(1900, 2000, (120, 14), generator=torch.Generator().manual_seed(3))
-    settings = Memorization(
-        others=[{"input_ids": row, "labels": row} for row in ids], max_overhead=4 / 3
-    )
-    watching = LeakageMonitor(
-        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
-    )
-    fit([watching], data=rows(), max_epochs=1)
-    assert all("of another law" in line["unknown"] for line in lines(tmp_path))
-
-
-def test_others_that_are_too_few_are_not_called_of_another_law(tmp_path: Path) -> None:
-    settings = Memorization(others=rows(430)[400:], max_overhead=4 / 3)
-    watching = LeakageMonitor(
-        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
-    )
-    fit([watching], data=rows(), max_epochs=1)
-    for line in lines(tmp_path):
-        assert (
-            "texts of others= are too few to decide whether they are of one law" in line["unknown"]
-        )
-        low, high = map(float, re.search(r"\((.*) to (.*)\)", line["unknown"]).groups())
-        assert low < 0.55
-        assert high > 0.45
+    other = [{"input_ids": row, "labels": row} for row in ids]
+    for texts, why in ((other, "of another law"), (rows(430)[400:], "are too few to decide")):
+        settings = Memorization(others=texts, max_overhead=4 / 3)
+        fit([combined(tmp_path / why, settings)], data=rows(), max_epochs=1)
+        assert all(why in line["unknown"] for line in lines(tmp_path / why))
 
 
 def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -396,36 +307,29 @@ def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Pat
         fit([monitor(tmp_path)], model=bert, data=rows())
 
 
-def test_a_run_that_ends_early_is_looked_at_when_it_ends(tmp_path: Path) -> None:
-    fit([monitor(tmp_path)], max_steps=20, max_epochs=-1)
-    assert [line["step"] for line in lines(tmp_path)] == [17, 20]
-
-
-@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
-    ("averaging", "settings"),
+    ("averaging", "settings", "first"),
     [
-        ("StochasticWeightAveraging", {"swa_lrs": 1e-2, "swa_epoch_start": 1}),
-        ("EMAWeightAveraging", {"decay": 0.98}),
+        ("StochasticWeightAveraging", {"swa_lrs": 1e-2, "swa_epoch_start": 1}, True),
+        ("EMAWeightAveraging", {"decay": 0.98}, False),
     ],
 )
-def test_the_last_look_is_at_the_weights_that_a_fit_leaves(
+def test_the_last_look_is_at_the_weights_that_a_fit_ends_with(
     tmp_path: Path, averaging: str, settings: dict[str, float], first: bool
 ) -> None:
-    """Averages are put in place when training ends, before or after the monitor is told so."""
+    """Averages replace the weights when training ends, before or after the monitor's own end."""
     if not hasattr(lightning_callbacks, averaging):
         pytest.skip(f"this Lightning has no {averaging}")
     watching, average = monitor(tmp_path), getattr(lightning_callbacks, averaging)(**settings)
-    base = ask_texts(tiny())
     data = leave_out(rows(), 140, seed=1)[0]
     gate = RiskGate("leakage/combined/auc", at_most=0.999, action="warn")
     callbacks = [watching, average, gate] if first else [average, watching, gate]
     _, module = fit(callbacks, data=data)
-    pool, answers = base(data)
-    left = ask_tokens(find_anatomy(module.model), pool.texts)
+    pool, answers = query_base(data)
+    averaged = ask_tokens(find_anatomy(module.model), pool.texts)
     looks = lines(tmp_path)
     assert [line["step"] for line in looks] == [17, 30, 33, 66, 99, 99]
-    expected = pool.compare(answers, left, [Combined()], look=6).values["combined"]
+    expected = pool.compare(answers, averaged, [Combined()], look=6).values["combined"]
     *_, before, last = (line["metrics"]["auc"] for line in looks)
     assert last["value"] == pytest.approx(expected["auc"])
     assert last["low"] == pytest.approx(expected["auc_low"], abs=1e-9)
@@ -437,7 +341,7 @@ def test_the_last_look_is_at_the_weights_that_a_fit_leaves(
 
 
 def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path) -> None:
-    """Of 30 texts each stands in six rows: none is told from others, and all are learned first."""
+    """Each of 30 texts is in six rows: none plays a game, and all are learned first."""
     ids = torch.randint(3, 2000, (30, 24), generator=torch.Generator().manual_seed(5))
     often = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids for _ in range(6)]
     data = leave_out([*rows(300, 24), *often], 120, seed=1)[0]
@@ -453,26 +357,26 @@ def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path)
     counts = [inside.count(tuple(row)) for row in ids.tolist()]
     groups = pool.times[~pool.alone]
     assert sorted(groups.tolist()) == sorted(n for n in counts if n > 1)
-    line, told = (lines(tmp_path, one)[-1]["metrics"] for one in ("extraction", "combined"))
-    for values, n in ((told, int(pool.alone.sum())), (line, len(pool.texts))):
+    line, membership = (lines(tmp_path, n)[-1]["metrics"] for n in ("extraction", "combined"))
+    for values, n in ((membership, int(pool.alone.sum())), (line, len(pool.texts))):
         assert values["members"]["value"] + values["others"]["value"] == n
     # What greedy decoding writes, by hand.
     written = {}
-    for least, most in ((2, 4), (5, 6)):
+    for fewest, highest in ((2, 4), (5, 6)):
         tier = [
             text
             for text, n in zip(pool.texts, pool.times.tolist(), strict=True)
-            if least <= n <= most
+            if fewest <= n <= highest
         ]
         hits = [greedy_run(module.model, text.ids, 4) for text in tier]
-        written[least] = len(tier), sum(hits) / max(1, len(hits))
+        written[fewest] = len(tier), sum(hits) / max(1, len(hits))
     others = [
         text for text, inside in zip(pool.texts, pool.trains.tolist(), strict=True) if not inside
     ]
     by_chance = sum(greedy_run(module.model, text.ids, 4) for text in others) / len(others)
     assert min(n for n, _ in written.values()) >= 10
-    for least, (_, share) in written.items():
-        assert line[f"greedy_x{least}"]["value"] == pytest.approx(share - by_chance)
+    for times, (_, share) in written.items():
+        assert line[f"greedy_x{times}"]["value"] == pytest.approx(share - by_chance)
     assert line["greedy"]["value"] == max(line[f"greedy_x{t}"]["value"] for t in (1, 2, 5)) > 0.5
     assert "greedy_x17" not in line
     assert watching.latest["leakage/extraction/greedy_x5_low"] == line["greedy_x5"]["low"]
@@ -492,9 +396,7 @@ def greedy_run(model: Any, ids: Tensor, k: int) -> bool:
 
 
 def gated(folder: Path, gate: RiskGate, **more: Any) -> tuple[L.Trainer, LeakageMonitor]:
-    watching = LeakageMonitor(
-        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=SETTINGS)
-    )
+    watching = combined(folder)
     trainer, _ = fit([watching, gate], **more)
     return trainer, watching
 
@@ -507,29 +409,19 @@ def test_a_gate_acts_once_the_lower_end_is_above(tmp_path: Path) -> None:
     assert gate.fired is not None
     assert gate.fired.value == watching.latest["leakage/combined/auc_low"] > 0.6
     assert trainer.global_step == gate.fired.step < 99
-    assert "the trained model gives away more than you allow. Train for fewer" in str(gate.fired)
+    untrained = RiskGate("leakage/combined/auc", at_most=0.6)
+    trainer, _ = gated(tmp_path / "untrained", untrained, lr=0.0)
+    assert untrained.fired is None
+    assert trainer.global_step == 99
 
 
-def test_a_gate_on_the_worst_and_on_the_upper_end(tmp_path: Path) -> None:
+def test_a_gate_on_the_worst_attack_compares_joint_intervals(tmp_path: Path) -> None:
     worst = RiskGate("leakage/worst/memorization", at_most=0.6)
     with announced("stopped training"):
-        fit([monitor(tmp_path / "worst"), worst])
+        fit([monitor(tmp_path), worst])
     assert worst.fired is not None
-    both = [lines(tmp_path / "worst", attack)[-1]["metrics"] for attack in ("combined", "loss")]
+    both = [lines(tmp_path, attack)[-1]["metrics"] for attack in ("combined", "loss")]
     assert worst.fired.value == max(one["auc_joint_low"]["value"] for one in both) > 0.6
-    upper = RiskGate("leakage/combined/auc_high", at_most=0.6)
-    with announced("stopped training"):
-        trainer, watching = gated(tmp_path / "upper", upper)
-    assert upper.fired is not None
-    assert upper.fired.value == watching.latest["leakage/combined/auc_high"]
-    assert trainer.global_step == 17  # at the first look the interval reaches far above
-
-
-def test_a_gate_lets_an_untrained_model_pass(tmp_path: Path) -> None:
-    gate = RiskGate("leakage/combined/auc", at_most=0.6)
-    trainer, _ = gated(tmp_path, gate, lr=0.0)
-    assert gate.fired is None
-    assert trainer.global_step == 99
 
 
 def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -543,69 +435,21 @@ def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -
     assert trainer.global_step == 99
 
 
-def enough_at_first(folder: Path, gate: RiskGate, **more: Any) -> tuple[L.Trainer, Any]:
-    """Fit with a gate on what is shown and 560 others, enough for two looks."""
-    settings = Memorization(max_overhead=10, looks=(0.5,))
-    watching = LeakageMonitor(
-        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=settings)
-    )
-    data = leave_out(rows(1120), 560, seed=1)[0]
-    return fit([watching, gate], data=data, **more)
-
-
-def test_a_strict_gate_stops_where_what_is_shown_is_not_known_any_more(tmp_path: Path) -> None:
-    """Look 2 needs 546 others and look 3 needs 615."""
-    gate = RiskGate("leakage/combined/shown", at_most=1.0)
-    with pytest.raises(ValueError, match="'shown' needs 615 others at look 3, and has 560"):
-        enough_at_first(tmp_path, gate, max_epochs=2)
-    with announced("too few texts are compared at this look"):
-        trainer, _ = enough_at_first(tmp_path, gate, max_steps=200, max_epochs=-1)
-    assert gate.fired is not None
-    assert math.isnan(gate.fired.value)
-    assert trainer.global_step == gate.fired.step == 140  # the end of the second epoch
-    *known, unknown = lines(tmp_path)
-    assert len(known) == 2
-    assert all(line["metrics"]["shown"]["value"] is not None for line in known)
-    assert unknown["metrics"]["shown"]["value"] is None
-    patient = RiskGate("leakage/combined/shown", at_most=1.0, strict=False)
-    trainer, _ = enough_at_first(tmp_path / "patient", patient, max_epochs=2)
-    assert patient.fired is None
-    assert trainer.global_step == 140
-
-
 def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_path: Path) -> None:
     """Of 20 members and 20 others a look shows an AUC of (.05 / 2 / 2)^(1 / 20) = .80 at most."""
     settings = Memorization(max_overhead=10, looks=(), most_texts=40)
-    found = {}
+    gates = {}
     for at_most in (0.79, 0.81):
-        watching = LeakageMonitor(
-            [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
-        )
-        gate = found[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
+        watching = combined(tmp_path, settings)
+        gate = gates[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
         train = leave_out(rows(300), 100, seed=1)[0]
         with mock.patch("lightning_fedleak.engine.pool.LEAST_POOL", 40):
             fit([watching, gate], data=train, max_epochs=1)
         assert watching.latest["leakage/combined/auc_provable"] == pytest.approx(0.0125**0.05)
-    assert found[0.79].fired is None
-    assert found[0.81].fired is not None
-    assert math.isnan(found[0.81].fired.value)
-    assert "too few texts" in str(found[0.81].fired)
-
-
-def test_what_so_few_texts_do_show_counts(tmp_path: Path) -> None:
-    """An interval of an AUC below 1 may end above that of an AUC of 1."""
-    shown = {"auc": 0.988, "auc_low": 0.953, "auc_high": 0.997, "auc_provable": 0.943}
-    whole = reading.membership_values
-    gate = RiskGate("leakage/combined/auc", at_most=0.95, action="warn", strict=False)
-    with mock.patch.object(reading, "membership_values", lambda *a, **k: whole(*a, **k) | shown):
-        gated(tmp_path, gate)
-    assert gate.fired is not None
-    assert gate.fired.value == 0.953
-
-
-def test_another_alpha_than_the_intervals_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Memorization\(alpha=0.01\)"):
-        gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7, alpha=0.01))
+    assert gates[0.79].fired is None
+    assert gates[0.81].fired is not None
+    assert math.isnan(gates[0.81].fired.value)
+    assert "too few texts" in str(gates[0.81].fired)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -613,9 +457,7 @@ def test_under_dp_a_gate_on_private_texts_is_outside_of_epsilon(
     tmp_path: Path, allowed: bool
 ) -> None:
     settings = Memorization(max_overhead=4 / 3, outside_epsilon=allowed)
-    watching = LeakageMonitor(
-        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
-    )
+    watching = combined(tmp_path, settings)
     gate = RiskGate("leakage/combined/auc", at_most=0.9)
     defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)
     if allowed:
@@ -638,25 +480,12 @@ class Validated(CausalLMModule):
 
 
 def chosen(folder: Path, *gates: RiskGate, path: Path | None = None) -> tuple[Any, Any, Any]:
-    """Return the Trainer of a fit of three epochs that chooses, its checkpoints and its loader."""
-    watching = LeakageMonitor(
-        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=SETTINGS)
-    )
+    """Return the Trainer of a fit of three epochs that chooses, its checkpoints and its data."""
     keep = ModelCheckpoint(folder / "kept", "{step}", "leakage/choose", mode="min", save_top_k=-1)
-    L.seed_everything(0)
-    data, others = leave_out(rows(), 140, seed=1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        callbacks=[watching, *gates, keep],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    loader = DataLoader(data, batch_size=8, shuffle=True)
-    module = Validated(tiny(), 1e-2, "adamw")
-    trainer.fit(module, loader, DataLoader(others, batch_size=8), ckpt_path=path)
-    return trainer, keep, loader
+    data = leave_out(rows(), 140, seed=1)[0]
+    settings = {"validate": True, "enable_checkpointing": True, "ckpt_path": path, "data": data}
+    trainer, _ = fit([combined(folder), *gates, keep], Validated(tiny(), 1e-2, "adamw"), **settings)
+    return trainer, keep, data
 
 
 def gate_on_auc(at_most: float = 0.95) -> RiskGate:
@@ -665,7 +494,7 @@ def gate_on_auc(at_most: float = 0.95) -> RiskGate:
 
 def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -> None:
     """By the loss alone the last epoch would be kept; its interval reaches above the threshold."""
-    trainer, keep, loader = chosen(tmp_path / "whole", gate_on_auc())
+    trainer, keep, data = chosen(tmp_path / "whole", gate_on_auc())
     highs = {line["step"]: line["metrics"]["auc"]["high"] for line in lines(tmp_path / "whole")}
     epochs = [33, 66, 99]
     allowed = [step for step in epochs if highs[step] <= 0.95]
@@ -675,7 +504,8 @@ def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -
     # It is scored on texts that no other line is of, by the weights that were kept.
     [confirmed] = lines(tmp_path / "whole", "combined_chosen")
     assert confirmed["step"] == step
-    drawn = collect(loader, SETTINGS, partial(read_batch, kind="causal"), chooses=True)
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    drawn = collect(loader, SETTINGS, READ, chooses=True)
     pools = [
         pool_digest(
             [text for text, inside in zip(drawn.texts, part, strict=True) if inside],
@@ -704,23 +534,16 @@ def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -
     assert {**resumed, "run": ""} == {**confirmed, "run": ""}
 
 
-def test_of_several_gates_all_must_allow_the_weights(tmp_path: Path) -> None:
-    never = RiskGate("leakage/combined/shown", at_most=0.01, action="warn", strict=False)
-    _, keep, _ = chosen(tmp_path, never, gate_on_auc())
-    assert math.isinf(keep.best_model_score)
-    assert not lines(tmp_path, "combined_chosen")
-
-
 @pytest.mark.slow
 @pytest.mark.ddp
 def test_two_processes_know_the_same(tmp_path: Path) -> None:
     """Under DDP each asks about half of the texts; under FSDP2 both about all, in one order."""
     pair = two_processes("tests.engine.channels.memorization_worker", tmp_path)
     data = leave_out(rows(), 140, seed=1)[0]
-    pool, answers = ask_texts(tiny())(data)
+    pool, answers = query_base(data)
     alone = sorted(answers.log_probs.double().sum(1).tolist())
     for kind in ("ddp", "fsdp2"):
-        first, second = (found[kind] for found in pair)
+        first, second = (rank[kind] for rank in pair)
         assert first["latest"] == pytest.approx(second["latest"], nan_ok=True)
         assert first["base"] == pytest.approx(second["base"])
         assert first["failures"] == second["failures"] == 0
@@ -765,10 +588,10 @@ def test_what_an_account_allows_is_logged_beside_the_attacks(tmp_path: Path) -> 
     assert latest["leakage/bound/auc"] == looks[-1]["metrics"]["bound/auc"]["value"]
     assert 0.01 < latest["leakage/bound/tpr_at_fpr_0.01"] < 0.05
     assert latest["leakage/combined/refuted"] == latest["leakage/loss/refuted"] == 0
-    found = findings(read([tmp_path]))
-    assert any("was not refuted by" in one for one in found.verdict.sentences)
-    assert not any("REFUTED" in one for one in found.verdict.sentences)
-    assert "the account is" in page(found)
+    report = findings(read([tmp_path]))
+    assert any("was not refuted by" in one for one in report.verdict.sentences)
+    assert not any("REFUTED" in one for one in report.verdict.sentences)
+    assert "the account is" in page(report)
 
 
 @pytest.mark.slow
@@ -776,30 +599,7 @@ def test_noise_that_is_accounted_and_not_added_refutes_the_account(tmp_path: Pat
     with pytest.warns(UserWarning, match="THE ACCOUNT IS REFUTED by 'combined' at step"):
         watching = accounted(tmp_path, 0.01, max_epochs=4)
     assert watching.latest["leakage/combined/refuted"] == 1  # also where a later look shows less
-    found = findings(read([tmp_path]))
-    assert re.search("is REFUTED by .*combined", found.verdict.sentences[0])
-    assert ">REFUTED</td>" in page(found)
-    assert found.verdict.level == "high"
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"poisson_sampling": False}, "moves others to other batches"),
-        ({"unit": Users("user")}, "leave out whole users"),
-        ({}, "the number of rows left out was fixed"),
-    ],
-)
-def test_an_account_of_another_game_has_no_line(
-    tmp_path: Path, caplog: Any, settings: Any, why: str
-) -> None:
-    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, **settings)
-    data = rows()
-    if "unit" in settings:
-        data = [row | {"user": n // 2} for n, row in enumerate(data)]
-    train = leave_out(data, 140, seed=1, coins=bool(settings))[0]
-    watching = monitor(tmp_path)
-    caplog.set_level(logging.INFO)
-    fit([watching], data=train, strategy=DefendedStrategy("auto", [defense]), max_steps=2)
-    assert re.search(f"No line of what the account allows: .*{why}", caplog.text)
-    assert not any("bound" in name for name in watching.latest)
+    report = findings(read([tmp_path]))
+    assert re.search("is REFUTED by .*combined", report.verdict.sentences[0])
+    assert ">REFUTED</td>" in page(report)
+    assert report.verdict.level == "high"

@@ -18,9 +18,9 @@ from tests.helpers.processes import two_processes
 def test_two_processes_know_the_same_of_canaries_and_of_an_account(tmp_path: Path) -> None:
     pair = two_processes("tests.engine.channels.shared_weights_worker", tmp_path)
     for name in ("canaries", "world", "lost"):
-        first, second = (found[name]["latest"] for found in pair)
+        first, second = (rank[name]["latest"] for rank in pair)
         assert first == pytest.approx(second, nan_ok=True)
-    first, second = (found["canaries"] for found in pair)
+    first, second = (rank["canaries"] for rank in pair)
     assert first["base"] == second["base"]
     assert len(first["base"]) == 90
     assert first["latest"]["audit/canary_x8/exposure"] > 1

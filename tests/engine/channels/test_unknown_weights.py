@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
@@ -16,7 +15,6 @@ from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Loss
 from lightning_fedleak.attacks.memorization.blind import blind_scores
 from lightning_fedleak.callbacks import MonitorSettings
-from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.metrics.released import highest_auc
 from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import ReleasedModel
@@ -126,29 +124,6 @@ def test_a_model_that_cannot_be_asked_is_unknown_and_training_goes_on(tmp_path: 
     assert all("the model cannot be asked: RuntimeError" in line["unknown"] for line in later)
 
 
-def test_what_other_processes_have_seen_is_not_in_a_checkpoint(tmp_path: Path) -> None:
-    keep = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=20)
-    fit([watch(tmp_path), keep], data=rows(), max_epochs=1, enable_checkpointing=True)
-    [path] = (tmp_path / "ckpt").iterdir()
-    for processes in (1, 2):
-        checkpoint = torch.load(path, weights_only=True)
-        for state in checkpoint["callbacks"].values():
-            if "memorization" in state:
-                state["memorization"]["processes"] = processes
-        torch.save(checkpoint, tmp_path / "changed.ckpt")
-        folder = tmp_path / str(processes)
-        path_of = str(tmp_path / "changed.ckpt")
-        fit([watch(folder)], data=rows(), max_epochs=1, ckpt_path=path_of)
-        [why] = {line["unknown"] for line in lines(folder)[:1]}
-    assert "holds what the first of them has seen" in why
-
-
-def test_others_that_run_out_are_too_few_for_what_is_shown(tmp_path: Path) -> None:
-    gate = RiskGate("leakage/combined/shown", at_most=0.2)
-    with pytest.raises(ValueError, match="'shown' needs 546 others at look 2, and has 60"):
-        fit([watch(tmp_path), gate], data=rows(600), max_epochs=1)
-
-
 def test_what_scores_know_without_the_training_is_logged(tmp_path: Path) -> None:
     watching = monitor(tmp_path)
     fit([watching], max_epochs=1)
@@ -163,10 +138,3 @@ def test_what_scores_know_without_the_training_is_logged(tmp_path: Path) -> None
     logged = watching.latest["leakage/blind/auc"]
     assert logged == pytest.approx(expected)
     assert lines(tmp_path)[-1]["metrics"]["blind/auc"]["value"] == logged
-
-
-def test_the_lineup_says_that_controls_run_out(tmp_path: Path, caplog: Any) -> None:
-    caplog.set_level("INFO")
-    fit([watch(tmp_path)], data=rows(), max_epochs=2)
-    assert "there are no controls after epoch 1: add leave_out" in caplog.text
-    assert Memorization().looks

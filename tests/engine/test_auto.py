@@ -1,0 +1,266 @@
+"""Attacks that choose themselves."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
+from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
+from lightning_fedleak.trainers import Threshold
+from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.loops import assert_same_training, train
+from tests.helpers.models import own_rng
+
+WORST = "leakage/worst/words"
+TEXT = torch.randint(3, VOCABULARY, (60, 12), generator=torch.Generator().manual_seed(5)).tolist()
+LOADER = {"n": 8, "batch_size": 2, "length": 10, "vocab": VOCABULARY}
+
+
+def model_of(family: Any = llama, lora: bool = False) -> nn.Module:
+    with own_rng(1):
+        model: nn.Module = family()
+        if lora:
+            config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+            model = get_peft_model(model, config)
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return model
+
+
+def configure(watch: Any) -> None:
+    """Let calibrations be short."""
+    for attack in watch.engine.selection.attacks:
+        if isinstance(attack, AlignedFlatChat):
+            attack.calibration_tokens, attack.lengths, attack.updates = 200, (8, 12), 4
+        if isinstance(attack, SubspaceWords):
+            attack.capacity_seconds = 0.0
+
+
+def auto(folder: Path | None, model: nn.Module, attacks: Any = "auto", **settings: Any) -> Any:
+    """Return a loop of four steps, in which attacks choose themselves."""
+    text = {"public_text": TEXT} if attacks == "auto" else {}
+    given = {"optimizer": "adamw", "batches": random_token_loader(**LOADER), **text} | settings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(folder, attacks, model, configure=configure, **given)
+
+
+def attacks_in(values: dict[str, float]) -> set[str]:
+    return {name.split("/")[1] for name in values if name.startswith("leakage/")}
+
+
+def test_a_whole_model_is_attacked_by_all_that_fit_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        watch = auto(tmp_path, model_of(gpt2)).watch
+    words, membership = ("aligned_flatchat", "subspace_words"), ("gradient", "subspace")
+    members = tuple(f"{name}_membership" for name in membership)
+    assert attacks_in(watch.latest) == {*words, *members, "worst"}
+    for family, names, rate in (("words", words, "f1"), ("membership", members, "auc")):
+        values = [watch.latest[f"leakage/{name}/{rate}"] for name in names]
+        assert watch.latest[f"leakage/worst/{family}"] == max(values)
+    absent = {line["attack"] for line in watch.lines() if "not played" in (line["unknown"] or "")}
+    assert absent == {"bias_sign", "bag_of_words", "reveal_labels", "combined", "extraction"}
+    assert "bias_sign            not played: reads the gradient of the output head's" in caplog.text
+    assert "Shared, tested by no attack: " in caplog.text
+
+
+def test_under_lora_the_first_block_is_attacked_and_not_the_head(tmp_path: Path) -> None:
+    gate = Threshold(WORST, at_most=0.5)
+    training = auto(tmp_path, model_of(lora=True), gates=[gate])
+    played = {"subspace_words", "gradient_membership", "subspace_membership", "worst"}
+    assert attacks_in(training.watch.latest) == played
+    assert training.steps == 2, "the first step, before which B was zero, is no breach"
+    assert gate.fired is not None
+    assert gate.fired.value == 1
+    assert "leakage/worst/words = 1.000, of leakage/subspace_words/f1" in str(gate.fired)
+
+
+def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def biases() -> nn.Module:
+        model = model_of(gpt2)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("bias"))
+        return model
+
+    for metric, strict, words in (
+        (WORST, False, r"no attack on words .* parameters are\. That is 'un"),
+        ("leakage/subspace_words/f1", True, "'subspace_words' is not played in this run"),
+    ):
+        gate = Threshold(metric, at_most=0.5, strict=strict)
+        with pytest.raises(ValueError, match=words):
+            auto(tmp_path / "gate", biases(), gates=[gate], assume=HONEST_BUT_CURIOUS)
+    with caplog.at_level(logging.INFO):
+        training = auto(tmp_path / "free", biases(), assume=HONEST_BUT_CURIOUS)
+    assert training.steps == 4
+    assert "Nothing is tested in this run. That is 'unknown', not 'safe'." in caplog.text
+    assert attacks_in(training.watch.latest) == set()
+    assert all(line["unknown"] for line in training.watch.lines())
+
+
+def test_a_frozen_head_alone_is_no_pass_for_a_gate(tmp_path: Path) -> None:
+    head = AlignedFlatChat(TEXT, calibration_tokens=200)
+    gate = Threshold("leakage/aligned_flatchat/f1", at_most=0.5)
+    with pytest.raises(ValueError, match=r"an attack that reads it: SubspaceWords\(.*\); or"):
+        auto(tmp_path, model_of(lora=True), head, gates=[gate])
+    both = [head, SubspaceWords(capacity_seconds=0)]
+    training = auto(tmp_path, model_of(lora=True), both, gates=[gate])
+    assert training.steps == 4, "another attack reads what is shared, and is gated or not"
+
+
+def test_attacks_whose_look_takes_too_long_are_not_played(tmp_path: Path) -> None:
+    watch = auto(tmp_path, model_of(gpt2), look_seconds=1e-9).watch
+    assert "aligned_flatchat" not in attacks_in(watch.latest)
+    [line] = watch.lines("aligned_flatchat")
+    assert line["unknown"].startswith("not played: a look takes")
+
+
+def test_what_is_unfrozen_on_the_way_is_attacked_from_then_on(tmp_path: Path) -> None:
+    model = model_of()
+
+    def batches() -> Any:
+        for step, batch in enumerate(random_token_loader(**LOADER)):
+            model.lm_head.weight.requires_grad_(step >= 2)
+            yield batch
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for part in (model.lm_head, model.model.embed_tokens):
+        part.weight.requires_grad_(False)
+    watch = auto(tmp_path, model, optimizers=[optimizer], batches=batches()).watch
+    steps_of = [line["step"] for line in watch.lines("aligned_flatchat")]
+    assert steps_of == [0, 2, 3], "not played, said once; then looked at"
+
+
+def test_a_masked_model_needs_text_for_what_calibrates(tmp_path: Path) -> None:
+    watch = auto(tmp_path, model_of(bert), public_text=None).watch
+    assert "a masked language model needs mask_token_id" in str(watch.lines("aligned_flatchat"))
+    assert "pass its tokenizer=" in watch.engine.untested(WORST)
+    assert watch.latest[WORST] == 1
+    assert {"subspace_words", "bias_sign"} <= attacks_in(watch.latest)
+
+
+def test_an_encoder_decoder_is_calibrated_on_frequent_tokens(tmp_path: Path) -> None:
+    watch = auto(tmp_path, model_of(t5), public_text=None, optimizer="sgd").watch
+    assert not watch.engine.untested(WORST)
+    assert watch.latest["leakage/aligned_flatchat/f1"] >= 0.95
+    assert watch.latest[WORST] >= 0.95
+
+
+def test_a_dishonest_server_adds_its_layers(tmp_path: Path) -> None:
+    watch = auto(tmp_path, model_of(gpt2), assume=DISHONEST_SERVER).watch
+    names = {attack.name for attack in watch.engine.selection.attacks}
+    assert {"fc_membership", "attention_membership"} <= names
+    assert "fc_membership" in attacks_in(watch.latest)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_rounds_are_attacked_by_what_reads_rounds(tmp_path: Path, optimizer: str) -> None:
+    """Each step begins as a federated client begins a round, without an optimizer state."""
+    model = model_of(gpt2)
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
+    stepper = kind(model.parameters(), lr=1e-2)
+
+    def loss(model: Any, batch: Any) -> Any:
+        stepper.state.clear()
+        return model(**batch).loss
+
+    watch = auto(tmp_path, model, optimizers=[stepper], loss=loss, local_steps=1).watch
+    played = {"aligned_flatchat", "subspace_words", "gradient_membership", "worst"}
+    assert attacks_in(watch.latest) == played
+    assert watch.latest["leakage/worst/membership"] > 0.6
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_training_is_bit_identical_and_goes_on_where_it_was(lora: bool, tmp_path: Path) -> None:
+    stages = ("local", "shared", "aggregate")
+    training = auto(tmp_path / "a", model_of(lora=lora), stages=stages)
+    assert_same_training(auto(None, model_of(lora=lora)), training)
+    state = training.watch.state_dict()
+    resumed = auto(tmp_path / "b", model_of(lora=lora), stages=stages, state=state).watch
+    assert resumed.looks == 2 * training.watch.looks
+    assert resumed.latest[WORST] == 1
+
+
+# ---- models that are not Hugging Face's ---------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """With a causal mask, and arguments of names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 16), nn.Embedding(12, 16)
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)]
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        states = self.tokens(idx) + self.places(torch.arange(idx.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1])
+        for block in self.blocks:
+            states = block(states, src_mask=mask)
+        return self.head(states)  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    """An LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.tokens(x))[0])  # type: ignore[no-any-return]
+
+
+class Adapted(nn.Module):
+    """Takes ``input_ids``, as attacks that run the model call it."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.net(input_ids)  # type: ignore[no-any-return]
+
+
+def next_token_loss(model: Any, batch: Any) -> torch.Tensor:
+    ids = batch["input_ids"]
+    logits = model(ids)[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("net", [Decoder, Recurrent])
+def test_a_model_of_a_users_own_is_attacked_by_what_needs_no_text_of_it(
+    net: type[nn.Module], tmp_path: Path
+) -> None:
+    watch = auto(tmp_path, net(), loss=next_token_loss).watch
+    assert attacks_in(watch.latest) == {"bias_sign", "bag_of_words", "worst"}
+    assert watch.latest[WORST] == 1
+    assert f"{net.__name__}.forward takes no input_ids" in str(watch.lines("aligned_flatchat"))
+    with pytest.raises(ValueError, match=f"'aligned_flatchat' runs the model.*{net.__name__}.forw"):
+        auto(tmp_path, net(), AlignedFlatChat(TEXT), loss=next_token_loss)
+
+
+def test_with_a_forward_of_input_ids_a_model_of_a_users_own_is_attacked_by_all(
+    tmp_path: Path,
+) -> None:
+    training = auto(tmp_path, Adapted(Decoder()), loss=next_token_loss)
+    assert {"aligned_flatchat", "gradient_membership"} <= attacks_in(training.watch.latest)
+    assert training.watch.latest["leakage/gradient_membership/auc"] == 1
+    assert training.watch.failures == 0

@@ -1,0 +1,252 @@
+"""Words from classifiers and encoder-decoders."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, TaskType, get_peft_model
+from torch import Tensor, nn
+
+from lightning_fedleak.attacks import (
+    AlignedFlatChat,
+    Attack,
+    BagOfWords,
+    BiasSign,
+    FlatChat,
+    RevealLabels,
+    SubspaceWords,
+)
+from lightning_fedleak.engine.channels.words import WordTruth
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import sees_no_later
+from lightning_fedleak.threats import ThreatModelError
+from tests.helpers.loops import watched
+from tests.helpers.models import own_rng, tiny_marian
+
+VOCABULARY, WIDTH, POSITIONS, TARGETS = 300, 64, 40, 200
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": POSITIONS,
+}
+ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BART = {"vocab_size": VOCABULARY, "d_model": WIDTH, "max_position_embeddings": POSITIONS}
+T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 16, "num_layers": 2, "num_heads": 4}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
+SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Bert": ENCODER,
+    "Roberta": ENCODER | {"max_position_embeddings": POSITIONS + 2},
+    "Llama": SIZES,
+    "GPT2": GPT2 | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "T5": T5 | {"d_ff": 96, "dropout_rate": 0.0, "decoder_start_token_id": 0, "eos_token_id": 1},
+    "Bart": BART
+    | {"dropout": 0.0}
+    | {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIDES.items()},
+}
+
+
+def build(family: str, task: str, **more: Any) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(**CONFIGS[family] | more)
+    return getattr(transformers, f"{family}For{task}")(config)
+
+
+def marian() -> nn.Module:
+    return tiny_marian(vocab=VOCABULARY, d=WIDTH, dropout=0.0, decoder_vocab=TARGETS)
+
+
+Build = Callable[[], nn.Module]
+SEQUENCE = "SequenceClassification"
+# Model, the last token of each text where the head needs one, rows of a batch.
+CLASSIFIERS: dict[str, tuple[Build, int | None, int]] = {
+    "bert": (lambda: build("Bert", SEQUENCE), None, 3),
+    "roberta": (lambda: build("Roberta", SEQUENCE), None, 3),
+    "llama": (lambda: build("Llama", SEQUENCE, pad_token_id=0), None, 3),
+    "gpt2": (lambda: build("GPT2", SEQUENCE, bos_token_id=0, eos_token_id=1), None, 1),
+    "t5": (lambda: build("T5", SEQUENCE), 1, 3),
+    "bart": (lambda: build("Bart", SEQUENCE), 2, 3),
+}
+ZERO_ROWS = {"llama"}  # models whose padding token has no input, so that it would leave no trace
+ADAPTED = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}
+
+
+def build_model(
+    make: Build, *, lora: list[str] | None = None, task: TaskType | None = None
+) -> nn.Module:
+    with own_rng(3):
+        model = make()
+        if lora is not None:
+            model = get_peft_model(model, LoraConfig(r=16, target_modules=lora, task_type=task))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def texts(rows: int, length: int = 9, tokens: int = VOCABULARY, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, tokens, (rows, length), generator=generator)
+
+
+def one_look(folder: Path, model: nn.Module, batch: dict[str, Tensor], *attacks: Attack) -> Any:
+    """Return the watch of one step on a batch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", ".*could not be tried.*")
+        return watched(folder, list(attacks) or "auto", model, batches=[batch], cache=False)
+
+
+def check_words(monitor: Any, attack: Attack, *, certified: bool | None = None) -> None:
+    assert monitor.failures == 0
+    assert monitor.latest[f"leakage/{attack.name}/f1"] == pytest.approx(1.0)
+    if certified is not None:
+        assert monitor.latest[f"leakage/{attack.name}/certified"] == certified
+
+
+# ---- classifiers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_words_of_a_classifier_are_recovered(family: str, lora: bool, tmp_path: Path) -> None:
+    make, last, rows = CLASSIFIERS[family]
+    if lora and family not in ADAPTED:
+        pytest.skip("as the families that are adapted")
+    ids = texts(rows)
+    if last is not None:
+        ids[:, -1] = last
+    adapted = ADAPTED[family] if lora else None
+    model = build_model(make, lora=adapted, task=TaskType.SEQ_CLS if lora else None)
+    batch = {"input_ids": ids, "labels": torch.arange(rows) % 2}
+    watch = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
+    check_words(watch, SubspaceWords(), certified=family not in ZERO_ROWS)
+    if lora:
+        assert watch.latest["leakage/bag_of_words/exposed"] == 0
+    elif family == "t5":  # and the token that its decoder begins with
+        assert watch.latest["leakage/bag_of_words/recall"] == 1
+    else:
+        check_words(watch, BagOfWords())
+
+
+@pytest.mark.parametrize("labels", ["regression", "several classes", "places"])
+def test_labels_that_are_no_class_do_not_matter(labels: str, tmp_path: Path) -> None:
+    ids = texts(3)
+    batch: dict[str, Tensor] = {"input_ids": ids}
+    if labels == "regression":
+        model = build_model(lambda: build("Bert", SEQUENCE, num_labels=1))
+        batch["labels"] = torch.rand(3)
+    elif labels == "several classes":
+        kind = "multi_label_classification"
+        model = build_model(lambda: build("Bert", SEQUENCE, num_labels=4, problem_type=kind))
+        batch["labels"] = torch.eye(4)[:3]
+    else:
+        model = build_model(lambda: build("Bert", "QuestionAnswering"))
+        batch |= {name: torch.tensor([2, 3, 4]) for name in ("start_positions", "end_positions")}
+    monitor = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
+    check_words(monitor, BagOfWords())
+    check_words(monitor, SubspaceWords(), certified=True)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Llama"])
+def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
+    family: Any, tmp_path: Path
+) -> None:
+    """A causal one's tokens behind the last that has a label have no part in any gradient."""
+    ids = texts(3)
+    labels = ids % 2
+    labels[:, 0] = labels[:, -2:] = -100
+    model = build_model(lambda: build(family, "TokenClassification"))
+    batch = {"input_ids": ids, "labels": labels}
+    monitor = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
+    check_words(monitor, BagOfWords())
+    check_words(monitor, SubspaceWords(), certified=True)
+    assert sees_no_later(find_anatomy(model)) == (family == "Llama")
+    batches = [TokenBatch(ids, labels, None, "classifier")]
+    truth = WordTruth.from_batches(batches, one_way=family == "Llama")
+    counted = ids[:, :-2] if family == "Llama" else ids
+    assert set(truth.input_types.tolist()) == set(counted.flatten().tolist())
+    assert not len(truth.output_types)
+    assert truth.n_targets == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "lora"), [(SEQUENCE, TaskType.SEQ_CLS), ("TokenClassification", None)]
+)
+def test_attacks_choose_themselves_on_classifiers(task: str, lora: Any, tmp_path: Path) -> None:
+    model = build_model(
+        lambda: build("Bert", task), lora=["query", "value"] if lora else None, task=lora
+    )
+    ids = texts(3)
+    labels = torch.arange(3) % 2 if task == SEQUENCE else ids % 2
+    watch = one_look(tmp_path, model, {"input_ids": ids, "labels": labels})
+    assert watch.failures == 0
+    assert watch.latest["leakage/worst/words"] == 1
+    assert "leakage/subspace_words/f1" in watch.latest
+    [aligned] = watch.lines("aligned_flatchat")
+    assert "reads words off an output head with a row" in aligned["unknown"]
+    assert ("leakage/bag_of_words/f1" in watch.latest) == (not lora)
+
+
+# ---- what cannot be read, and why -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [FlatChat(n_types=5), AlignedFlatChat([[5, 6, 7] * 9]), RevealLabels(), BiasSign()],
+    ids=lambda attack: attack.name,
+)
+def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(
+    attack: Attack, tmp_path: Path
+) -> None:
+    batch = {"input_ids": texts(2), "labels": torch.tensor([0, 1])}
+    message = "head with a row for each token, and the rows of 'classifier' of BertForSeq.* 3"
+    with pytest.raises(ThreatModelError, match=message) as refused:
+        one_look(
+            tmp_path, build_model(lambda: build("Bert", SEQUENCE, num_labels=3)), batch, attack
+        )
+    assert "BagOfWords reads the gradient of the embeddings" in str(refused.value)
+
+
+# ---- two vocabularies -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_of_two_vocabularies_the_source_s_words_are_named(lora: bool, tmp_path: Path) -> None:
+    model = build_model(marian, lora=["q_proj", "v_proj"] if lora else None)
+    anatomy = find_anatomy(model)
+    assert (anatomy.vocab_size, anatomy.target_rows) == (TARGETS, TARGETS)
+    ids = texts(3)
+    batch = {"input_ids": ids, "labels": texts(3, 7, TARGETS, seed=1)}
+    monitor = one_look(tmp_path, model, batch, SubspaceWords(), BagOfWords())
+    check_words(monitor, SubspaceWords(), certified=True)
+    if not lora:  # the decoder's matrix is the head's, the encoder's is its own
+        check_words(monitor, BagOfWords())
+    assert all(".encoder." in f".{r}" for r in SubspaceWords().needs(anatomy).gradients)
+
+
+def test_one_vocabulary_is_distinguished_from_two() -> None:
+    assert (
+        find_anatomy(build_model(lambda: build("T5", "ConditionalGeneration"))).target_rows is None
+    )
+    assert find_anatomy(tiny_marian()).target_rows is None
+    assert find_anatomy(tiny_marian(decoder_vocab=97)).target_rows == 97
+
+
+@pytest.mark.parametrize("family", ["T5", "Bart"])
+def test_an_encoder_decoder_of_one_vocabulary_leaks_both_sides(family: Any, tmp_path: Path) -> None:
+    model = build_model(lambda: build(family, "ConditionalGeneration"))
+    batch = {"input_ids": texts(3), "labels": texts(3, 7, seed=1)}
+    monitor = one_look(tmp_path, model, batch, SubspaceWords())
+    assert monitor.latest["leakage/subspace_words/recall"] == 1
+    assert monitor.latest["leakage/subspace_words/certified"] == 1

@@ -1,0 +1,447 @@
+"""Membership games in a plain loop: which texts are queried, what is read, and what is unknown."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.gradients import GradientMembership
+from lightning_fedleak.attacks.membership.insertion import insert
+from lightning_fedleak.engine import Games
+from lightning_fedleak.evaluation.auditing import audit_canaries
+from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_canaries
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
+from lightning_fedleak.trainers import Threshold, Watch
+from tests.callbacks.runs import Probe
+from tests.engine.test_looks import fused_loss
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.loops import lines_of, model_loss, still_gpt2, watched
+from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2
+
+AUC = "leakage/recording/auc"
+
+
+class Recording(FCMembership):
+    """Keeps what it was given of the steps themselves."""
+
+    default_name = "recording"
+    needs_control = False
+
+    def __init__(self, layer=1, **settings):
+        super().__init__(layer, **settings)
+        self.runs = []
+        self.computed = []
+
+    def gradient(self, targets, hidden, mask, upstream):
+        out = super().gradient(targets, hidden, mask, upstream)
+        self.computed.append((targets, hidden, mask, upstream, out))
+        return out
+
+    def run(self, view, query=None):
+        snapshot = view.gradients[-1]
+        self.runs.append((snapshot.step, str(snapshot.stage), snapshot, query))
+        return super().run(view, query)
+
+    def at(self, stage):
+        return [s.tensors[CRAFTED] for _, name, s, _ in self.runs if name == stage]
+
+
+def texts_of(query):
+    rows = zip(query.input_ids, query.attention_mask, strict=True)
+    return [ids[mask != 0].tolist() for ids, mask in rows]
+
+
+def id_batches(n=32):
+    return [batch["input_ids"].tolist() for batch in random_token_loader(n)]
+
+
+# ---- which texts are queried --------------------------------------------------------------------
+
+
+def test_half_of_the_targets_are_in_the_batch_and_half_in_an_earlier_one(tmp_path):
+    attack = Recording()
+    watch = watched(tmp_path, attack, still_gpt2(), every_n_steps=3)
+    batches = id_batches()
+    assert [step for step, *_ in attack.runs] == [1, 3, 6]
+    for step, _, _, query in attack.runs:
+        texts = texts_of(query)
+        assert sorted(text for text in texts if text in batches[step]) == sorted(batches[step])
+        outside = [text for text in texts if text not in batches[step]]
+        assert len(outside) == 4
+        earlier = batches[step - 1] + batches[max(0, step - 2)]
+        assert all(text in earlier for text in outside)
+    assert [line["n"] for line in watch.lines()] == [8, 16, 24]
+    assert watch.latest[AUC] == 1
+    assert watch.failures == 0
+
+
+def test_held_out_texts_of_the_users_own_give_the_first_look_a_result(tmp_path):
+    texts = torch.randint(3, 97, (30, 9), generator=torch.Generator().manual_seed(5)).tolist()
+    [batch] = id_batches(4)
+    attack = Recording()
+    games = Games(held_out=PublicText([*texts, *batch]), targets=3)
+    watch = watched(tmp_path, attack, n=4, games=games)
+    [(step, _, _, query)] = attack.runs
+    assert step == 0
+    assert sum(text in batch for text in texts_of(query)) == 3
+    assert sum(text in texts for text in texts_of(query)) == 3
+    assert watch.latest[AUC] == 1
+
+
+def test_accumulated_batches_are_samples_of_one_game(tmp_path):
+    attack = Recording()
+    games = Games(targets=8)
+    watch = watched(tmp_path, attack, accumulate=2, every_n_steps=2, games=games)
+    batches = id_batches()
+    step, _, snapshot, query = attack.runs[0]
+    assert step == 1
+    members = batches[2] + batches[3]
+    assert sorted(text for text in texts_of(query) if text in members) == sorted(members)
+    expected = torch.cat([attack.computed[n][-1] for n in (1, 2)]).sum(0)
+    torch.testing.assert_close(snapshot.tensors[CRAFTED], expected)
+    assert watch.latest[AUC] == 1
+
+
+@pytest.mark.parametrize("attack", [Recording, GradientMembership])
+def test_rows_without_a_label_are_not_queried(attack, tmp_path):
+    """Such a row has no part in the gradient: as a member it would make a sure attack a coin."""
+    rows = list(random_token_loader(32))
+    for batch in rows:
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][1::2] = -100
+    played = attack()
+    watch = watched(tmp_path, played, still_gpt2(), batches=rows, lr=0.0, every_n_steps=2)
+    assert watch.failures == 0
+    assert watch.latest[f"leakage/{played.name}/auc"] == 1
+
+
+def without_mask():
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 97, (4, n), generator=generator) for n in (5, 9, 7, 5, 12, 6)]
+    return [{"input_ids": ids, "labels": ids} for ids in rows]
+
+
+def classified():
+    return [{"input_ids": b["input_ids"], "labels": torch.arange(4) % 3} for b in without_mask()]
+
+
+@pytest.mark.parametrize(
+    ("model", "batches"),
+    [
+        (tiny_gpt2, lambda: random_token_loader(32, padded=True)),
+        (tiny_bert_mlm, lambda: random_token_loader(32, padded=True)),
+        (tiny_gpt2, without_mask),
+        (tiny_bert_classifier, classified),
+    ],
+    ids=["padded", "padded masked model", "several lengths without mask", "classifier"],
+)
+def test_members_are_distinguished_perfectly(tmp_path, model, batches):
+    watch = watched(tmp_path, Recording(), model(), batches=batches(), every_n_steps=2)
+    assert (watch.failures, watch.latest[AUC]) == (0, 1)
+
+
+# ---- what is read -------------------------------------------------------------------------------
+
+
+def test_the_hidden_states_are_those_of_eval_mode_and_the_upstream_that_of_the_step(tmp_path):
+    attack, model, passes = Recording(), tiny_gpt2(dropout=0.3), []
+
+    def keep(_, __, output):
+        states = output[0] if isinstance(output, tuple) else output
+        if torch.is_grad_enabled():
+            passes.append([states, None])
+            entry = passes[-1]
+            states.register_hook(lambda gradient: entry.__setitem__(1, gradient.clone()))
+
+    model.transformer.h[0].register_forward_hook(keep)
+    games = Games(targets=2, scale=10.0)
+    watched(tmp_path, attack, model, lr=0.0, every_n_steps=3, games=games)
+    batch = list(random_token_loader(32))[1]
+    with torch.no_grad():
+        expected = model.eval()(**batch, output_hidden_states=True).hidden_states[1]
+    targets, hidden, mask, upstream, _ = attack.computed[1]
+    torch.testing.assert_close(hidden, expected)
+    assert torch.equal(mask, batch["attention_mask"])
+    unit = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    unit = (10 * unit / unit.norm()).float()
+    torch.testing.assert_close(upstream, passes[1][1] @ unit, rtol=1e-5, atol=1e-9)
+    assert (passes[1][0] - hidden).abs().max() > 0.01
+    query = attack.runs[0][3]
+    with torch.no_grad():
+        states = model(query.input_ids, output_hidden_states=True).hidden_states[1]
+    torch.testing.assert_close(targets, states[torch.arange(4), query.positions])
+
+
+@pytest.mark.parametrize("granularity", ["token", "full"])
+def test_the_gradient_is_that_of_layers_that_are_really_there(tmp_path, granularity):
+    """One step with the crafted layers in the model, by autograd, against the live game."""
+    attack = Recording(layer=1, granularity=granularity, tokens=12)
+    scale, model = 1e-6, still_gpt2()
+    games = Games(targets=2, scale=scale)
+    watched(tmp_path, attack, model, lr=0.0, every_n_steps=3, games=games)
+    batch = list(random_token_loader(32))[1]
+    shared = attack.at("shared")[0]
+    assert shared.shape == (4, attack.rungs)
+    assert int((shared.abs().sum(1) > 0).sum()) == 2
+    for target, game in zip(attack.computed[1][0], shared, strict=True):
+        crafted = attack.craft(target)
+        with insert(find_anatomy(model), 1, crafted, scale=scale):
+            (real,) = torch.autograd.grad(model(**batch).loss, [crafted.bias])
+        torch.testing.assert_close(game, real, rtol=1e-3, atol=1e-7 * scale)
+
+
+def test_games_are_pooled_over_the_window_and_a_look_has_its_own_values(tmp_path):
+    class Sometimes(Recording):
+        def run(self, view, query=None):
+            guess = super().run(view, query)
+            if view.gradients[-1].step in (4, 5):
+                return MembershipGuess(-guess.scores, guess.members)
+            return guess
+
+    watch = watched(tmp_path, Sometimes(), still_gpt2(), lr=0.0, games=Games(window=3))
+    lines = watch.lines()
+    assert [line["n"] for line in lines] == [8, 16, 24, 24, 24, 24, 24]
+    looks = [line["metrics"]["auc_of_this_look"]["value"] for line in lines]
+    assert looks == [1, 1, 1, 0, 0, 1, 1]
+    pooled = [line["metrics"]["auc"]["value"] for line in lines]
+    assert pooled[2] == 1
+    assert all(0 < value < 1 for value in pooled[3:])
+
+
+# ---- what is unknown ----------------------------------------------------------------------------
+
+
+def test_before_a_text_is_known_to_be_outside_the_result_is_pending(tmp_path):
+    gate = Threshold(AUC, at_most=1.0, action="raise")
+    attacks = [Recording(), Probe()]
+    watch = watched(tmp_path, attacks, still_gpt2(), gates=[gate], lr=0.0, every_n_steps=2)
+    assert [(line["step"], line["attack"]) for line in watch.lines()][:3] == [
+        (0, "probe"), (1, "recording"), (2, "recording"),
+    ]  # fmt: skip
+    assert (watch.failures, gate.fired) == (0, None)
+
+
+def test_a_run_that_ends_before_there_was_a_result_is_unknown(tmp_path):
+    gate = Threshold(AUC, at_most=1.0, action="raise")
+    with (
+        pytest.warns(UserWarning, match="unknown, not 0"),
+        pytest.raises(RuntimeError, match="unknown"),
+    ):
+        watched(tmp_path, Recording(), n=4, gates=[gate])
+    [line] = lines_of(tmp_path)
+    assert line["unknown"].startswith("training ended before there was a first result")
+    assert "games=Games(held_out=texts)" in line["unknown"]
+
+
+def test_what_stays_pending_is_unknown(tmp_path):
+    ids = torch.arange(3, 12)[None].repeat(4, 1)
+    with pytest.warns(UserWarning, match=r"outside this batch: .*, for more than 20 looks"):
+        watch = watched(tmp_path, Recording(), batches=[{"input_ids": ids, "labels": ids}] * 24)
+    assert watch.failures == 4
+    assert math.isnan(watch.latest[AUC])
+
+
+def shallow_loss(model, batch):
+    return model(**batch, output_hidden_states=True).hidden_states[1].square().mean()
+
+
+def early_loss(model, batch):
+    labels = batch["labels"].clone()
+    labels[:, 6:] = -100
+    return fused_loss(model, {**batch, "labels": labels})
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss", "words"),
+    [
+        (2, shallow_loss, "gradient at layer 2 was seen in 0 of 1 batches"),
+        (1, early_loss, "not depend on .* at layer 1 of any of the 4"),
+    ],
+)
+def test_a_loss_that_does_not_depend_on_the_targets_is_unknown(tmp_path, layer, loss, words):
+    with pytest.warns(UserWarning, match=words):
+        watch = watched(tmp_path, Recording(layer=layer), loss=loss, n=8)
+    assert math.isnan(watch.latest[AUC])
+
+
+def test_a_text_that_the_loss_ignores_is_not_queried(tmp_path):
+    def loss(model, batch):
+        labels = batch["labels"].clone()
+        labels[0, 6:] = labels[2, 6:] = -100
+        return fused_loss(model, {**batch, "labels": labels})
+
+    attack = Recording()
+    watched(tmp_path, attack, loss=loss, every_n_steps=3)
+    batches = id_batches()
+    for step, _, snapshot, query in attack.runs:
+        members = [text for text in texts_of(query) if text in batches[step]]
+        assert sorted(members) == sorted([batches[step][1], batches[step][3]])
+        assert len(texts_of(query)) == len(snapshot.tensors[CRAFTED]) == 4
+
+
+class Crashing(Recording):
+    """Crashes once it is in the loop."""
+
+    default_name = "crashing"
+    is_armed = False
+
+    def gradient(self, *args):
+        if self.is_armed:
+            raise RuntimeError("secret")
+        return super().gradient(*args)
+
+
+class NoScore(Recording):
+    default_name = "no_score"
+
+    def run(self, view, query=None):
+        return MembershipGuess(torch.full((8,), math.nan), torch.zeros(8, dtype=torch.bool))
+
+
+class NoDecision(Recording):
+    default_name = "no_decision"
+
+    def run(self, view, query=None):
+        return MembershipGuess(torch.zeros(8), torch.zeros(1, dtype=torch.bool))
+
+
+def test_crashes_and_scores_that_are_none_are_counted(tmp_path):
+    attacks = [Crashing(), NoScore(), NoDecision(), Recording()]
+
+    def loss(model, batch):
+        attacks[0].is_armed = True
+        return model_loss(model, batch)
+
+    with pytest.warns(UserWarning, match="gave no result") as caught:
+        watch = watched(tmp_path, attacks, loss=loss, every_n_steps=3)
+    messages = " ".join(str(w.message) for w in caught)
+    assert "RuntimeError at test_games.py" in messages
+    assert "gave no score for some of its targets" in messages
+    assert "decided about other targets" in messages
+    assert "secret" not in messages
+    assert math.isnan(watch.latest["leakage/crashing/auc"])
+    assert math.isnan(watch.latest["leakage/no_score/auc"])
+    assert (watch.latest[AUC], watch.failures) == (1, 9)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+class Narrow(Recording):
+    def embed(self, hidden, query):
+        return super().embed(hidden, query)[:, :7]
+
+
+PUBLIC = PublicText([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("attack", "settings", "error", "words"),
+    [
+        (Recording, {"assume": HONEST_BUT_CURIOUS}, ThreatModelError, "chooses the modules"),
+        (Recording, {"local_steps": 2}, ValueError, "reads what one step sends"),
+        (lambda: Recording(layer=3), {}, ValueError, "layer=3 is out of range.*2 blocks"),
+        (Narrow, {}, ValueError, r"'recording' cannot be played on this model.*\(G, 16\)"),
+        (
+            lambda: GradientMembership(PUBLIC),
+            {"games": Games(held_out=PUBLIC)},
+            ValueError,
+            "held_out= is the public text that 'gradient_memb",
+        ),
+    ],
+)
+def test_games_that_cannot_be_played_are_refused(tmp_path, attack, settings, error, words):
+    with pytest.raises(error, match=words):
+        watched(tmp_path, attack(), **settings)
+
+
+def test_a_model_without_blocks_is_refused(tmp_path):
+    model = nn.Sequential(nn.Embedding(97, 16), nn.Linear(16, 97))
+    with pytest.raises(ValueError, match="no transformer blocks"):
+        watched(tmp_path, Recording(), model)
+
+
+# ---- the user's own canaries --------------------------------------------------------------------
+
+
+def planted(seed=3):
+    """Return 24 texts of the data and some of 16 canaries."""
+    texts = torch.randint(3, 97, (16, 12), generator=torch.Generator().manual_seed(9))
+    ones = torch.ones(12, dtype=torch.long)
+    rows = [{"input_ids": ids, "attention_mask": ones, "labels": ids} for ids in texts]
+    return with_canaries(random_token_loader(24).dataset, rows, seed=seed)
+
+
+def audited(folder, data, rule=None, **settings):
+    attack = Recording()
+    games = Games(canaries=data.canaries, score_canaries=rule)
+    batches = DataLoader(data, batch_size=4)
+    watch = watched(folder, attack, still_gpt2(), batches=batches, lr=0.0, games=games, **settings)
+    return watch, attack
+
+
+def test_canaries_in_the_batch_are_members_and_those_held_out_are_not(tmp_path):
+    data = planted()
+    watch, attack = audited(tmp_path, data)
+    pairs = zip(data.canaries.token_ids, data.canaries.included.tolist(), strict=True)
+    inside = {tuple(ids.tolist()): is_in for ids, is_in in pairs}
+    included = {text for text, is_in in inside.items() if is_in}
+    batches = [{tuple(t) for t in b["input_ids"].tolist()} for b in DataLoader(data, batch_size=4)]
+    queries = [(step, {*map(tuple, texts_of(query))}) for step, _, _, query in attack.runs]
+    audits = [(step, texts) for step, texts in queries if texts & (inside.keys() - included)]
+    assert [step for step, _ in audits] == [n for n, b in enumerate(batches) if b & included]
+    for step, texts in audits:
+        members = texts & batches[step]
+        assert members == batches[step] & included
+        assert texts - members < inside.keys() - included
+        assert len(texts) == 2 * len(members)
+    assert len(watch.lines("audit/recording")) == len(audits)
+    lines = [*watch.lines("recording"), *watch.lines("audit/recording")]
+    assert {line["metrics"]["auc"]["value"] for line in lines} == {1.0}
+
+
+def test_all_canaries_are_scored_at_each_look_by_one_rule_over_the_run(tmp_path):
+    data = planted()
+    watch, attack = audited(tmp_path, data, rule="max")
+    texts = [ids.tolist() for ids in data.canaries.token_ids]
+    queries = [(step, s, q) for step, _, s, q in attack.runs if texts_of(q) == texts]
+    assert [step for step, *_ in queries] == list(range(math.ceil(len(data) / 4)))
+    scores = watch.engine.canary_scores(None)
+    assert torch.equal(scores == attack.rungs, data.canaries.included)
+    looks = torch.stack([attack.guess(s.tensors[CRAFTED]).scores for _, s, _ in queries]).double()
+    assert torch.equal(scores, looks.amax(0))
+    assert audit_canaries(data.canaries, scores).epsilon > 0.5
+    mean, _ = audited(tmp_path / "mean", data, rule="mean")
+    torch.testing.assert_close(mean.engine.canary_scores(None), looks.mean(0))
+    with pytest.raises(ValueError, match="resume with score_canaries='max'"):
+        mean.engine.load_state_dict(watch.engine.state_dict())
+    model = still_gpt2()
+    games = Games(canaries=data.canaries, score_canaries="max")
+    resumed = Watch(model, torch.optim.SGD(model.parameters(), 1), Recording(), games=games)
+    with pytest.raises(ValueError, match="at no look"):
+        resumed.engine.canary_scores(None)
+    resumed.engine.load_state_dict(watch.engine.state_dict())
+    assert torch.equal(resumed.engine.canary_scores(None), scores)
+
+
+def test_a_checkpoint_commits_to_the_canaries_and_refuses_others(tmp_path):
+    watch, _ = audited(tmp_path, data := planted())
+    state = watch.state_dict()
+    assert state["engine"]["canaries"] == {"commitment": data.canaries.commitment}
+    with pytest.raises(InclusionMismatch):
+        audited(tmp_path / "other", planted(seed=4), state=state)
+
+
+def test_canaries_that_nothing_queries_are_refused():
+    games, model = Games(canaries=planted().canaries), still_gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), 1)
+    with pytest.raises(ValueError, match="membership attacks are asked for, and none is listed"):
+        Watch(model, optimizer, Probe(), games=games)
+    with pytest.raises(ValueError, match="add 'shared' to stages"):
+        Watch(model, optimizer, Recording(), stages=["local"], games=games)

@@ -1,0 +1,482 @@
+"""What a measurement of a plain loop reads, logs, and does where it fails."""
+
+from __future__ import annotations
+
+import math
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
+from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
+from lightning_fedleak.engine.run import EveryNSteps, MaxOverhead
+from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
+from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.threats import ThreatModelError
+from lightning_fedleak.trainers import Watch
+from tests.callbacks.runs import Probe
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.loops import check_undisturbed, lines_of, model_loss, still_gpt2, train, watched
+from tests.helpers.models import tiny_bert_mlm, tiny_gpt2
+
+F1 = "leakage/probe/f1"
+SECRET = "Mrs Fernsby's loan"
+
+
+def fused_loss(model: Any, batch: Any) -> torch.Tensor:
+    """Return a loss without a call of the head's forward, whose graph cannot be read."""
+    states = model.transformer(batch["input_ids"]).last_hidden_state
+    logits = functional.linear(states, model.lm_head.weight)[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class Crashing(Probe):
+    default_name = "crashing"
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        raise IndexError(SECRET)
+
+
+class Rejecting(Probe):
+    default_name = "rejecting"
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        if not view.gradient(self.role).isfinite().all():
+            raise UnusableObservation("non-finite gradient")
+        return super().run(view, query)
+
+
+class Outside(Probe):
+    """Names a type that the vocabulary does not have."""
+
+    default_name = "outside"
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        return WordGuess(torch.tensor([424_243]))
+
+
+class Listing(Probe):
+    """Returns ids alone."""
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        return super().run(view, query).types.tolist()
+
+
+class Lost(Probe):
+    """Cannot follow the model."""
+
+    default_name = "lost"
+
+    def refresh(self, anatomy: Any, step: int) -> None:
+        raise RuntimeError
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+def test_metrics_are_those_of_the_guess_against_the_labels(tmp_path: Path) -> None:
+    probe = Probe(k=7)
+    watch = watched(tmp_path, probe, n=4)
+    labels = set(next(iter(random_token_loader(4)))["labels"][:, 1:].flatten().tolist())
+    guess = set(probe.at("shared")[0].norm(dim=1).topk(7).indices.tolist())
+    hits = len(labels & guess)
+    f1 = 2 * hits / (7 + len(labels))
+    expected = {"precision": hits / 7, "recall": hits / len(labels), "f1": f1}
+    for name, value in expected.items():
+        assert watch.latest[f"leakage/probe/{name}"] == pytest.approx(value)
+    assert 0 <= watch.latest[f"{F1}_low"] < f1 < watch.latest[f"{F1}_high"] <= 1
+
+
+def test_every_look_appends_a_line_for_each_attack_and_stage(tmp_path: Path) -> None:
+    attacks, stages = [Probe(), Probe(name="b")], ("local", "shared")
+    watch = watched(tmp_path, attacks, every_n_steps=4, stages=stages)
+    lines = watch.lines()
+    assert [(line["step"], line["stage"], line["attack"]) for line in lines] == [
+        (step, stage, attack) for step in (0, 4) for stage in stages for attack in ("probe", "b")
+    ]
+    assert (lines[0]["schema"], lines[0]["config"], lines[0]["unknown"]) == (3, {"k": 10}, None)
+    f1 = lines[0]["metrics"]["f1"]
+    assert f1["low"] < f1["value"] < f1["high"]
+    names = set(watch.engine.metric_names())
+    logged = {name for name in watch.latest if not name.startswith("utility/")}
+    absent = ("worst_client", "control", "control_of_a_part")  # of one client, without a control
+    assert logged == {name for name in names if not name.endswith(absent)}
+
+
+def test_recovered_words_appear_only_in_a_private_file(tmp_path: Path) -> None:
+    class Words:
+        def decode(self, ids: Any) -> str:
+            return f"secret{ids[0]}"
+
+    settings = {"n": 8, "tokenizer": Words(), "tensorboard": True}
+    watched(tmp_path / "shown", Probe(), reveal=True, **settings)
+    watched(tmp_path / "hidden", Probe(), **settings)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    [path] = [path for path in files if b"secret" in path.read_bytes()]
+    assert path.name == "revealed_words.rank0.txt"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text().count("== step") == 2
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+def test_a_failing_attack_is_unknown_is_counted_and_harms_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attacks = [Crashing(), Outside(), Listing(name="listing"), Lost(), Probe()]
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level("DEBUG"):
+        warnings.simplefilter("always")
+        watch = watched(tmp_path, attacks, n=8)
+    assert (watch.looks, watch.failures) == (2, 8)
+    for name in ("crashing", "outside", "listing", "lost"):
+        assert math.isnan(watch.latest[f"leakage/{name}/f1"])
+    assert watch.latest[F1] > 0
+    for line in watch.lines("crashing"):
+        assert "IndexError at test_looks.py" in line["unknown"]
+        assert line["metrics"]["f1"]["value"] is None
+    assert "must return a WordGuess" in watch.lines("listing")[0]["unknown"]
+    files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    texts = [*(str(warning.message) for warning in caught), caplog.text, *files]
+    assert not [text for text in texts if SECRET in text or "424243" in text]
+
+
+def test_non_finite_gradients_are_unknown(tmp_path: Path) -> None:
+    batches = list(random_token_loader(8))
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return model_loss(model, batch) * (math.nan if batch is batches[1] else 1.0)
+
+    attacks = [Rejecting(), FlatChat(oracle_n_types=20)]
+    with pytest.warns(UserWarning, match="non-finite"):
+        watch = watched(tmp_path, attacks, batches=batches, loss=loss)
+    assert math.isnan(watch.latest["leakage/rejecting/f1"])
+    assert math.isnan(watch.latest["leakage/flatchat/f1"])
+    assert watch.failures == 2
+
+
+def test_steps_that_share_nothing_are_passed_over_and_then_unknown(tmp_path: Path) -> None:
+    ids = torch.arange(3, 9).repeat(4, 1)
+    batches = [{"input_ids": ids, "labels": torch.full_like(ids, -100)}] * 30
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        states = model.transformer(batch["input_ids"]).last_hidden_state
+        return states.square().mean()  # type: ignore[no-any-return]
+
+    with pytest.warns(UserWarning, match="nothing was shared in 21 steps"):
+        watch = watched(tmp_path, Probe(), batches=batches, loss=loss)
+    assert (watch.looks, watch.failures) == (1, 1)
+    assert math.isnan(watch.latest[F1])
+
+
+def adapter_of(case: str) -> Any:
+    """Return an adapter whose batches cannot be the ones that the model was trained on."""
+
+    def adapter(batch: Any) -> TokenBatch:
+        ids, labels, mask = batch["input_ids"], batch["labels"], batch["attention_mask"]
+        batches = {
+            "a mask where 1 is padding": (ids, labels, 1 - mask),
+            "a mask of zeros, without labels": (ids, None, torch.zeros_like(mask)),
+            "ids outside the vocabulary": (ids + 4321, None, mask),
+            "labels outside the vocabulary": (ids, labels.masked_fill(labels >= 0, 4321), mask),
+        }
+        return TokenBatch(*batches[case], "causal")
+
+    return adapter
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a mask where 1 is padding",
+        "a mask of zeros, without labels",
+        "ids outside the vocabulary",
+        "labels outside the vocabulary",
+    ],
+)
+def test_a_batch_that_contradicts_itself_is_unknown(tmp_path: Path, case: str) -> None:
+    batches = random_token_loader(8, padded=True)
+    with pytest.warns(UserWarning, match=r"the batch could not be read: BatchError: .*adapter"):
+        watch = watched(
+            tmp_path, Probe(), batches=batches, loss=fused_loss, batch_adapter=adapter_of(case)
+        )
+    assert (watch.looks, watch.failures) == (2, 2)
+    assert math.isnan(watch.latest[F1])
+    assert "4321" not in (tmp_path / "leakage.jsonl").read_text()
+
+
+def test_a_later_batch_that_cannot_be_read_is_unknown_and_the_first_is_refused(
+    tmp_path: Path,
+) -> None:
+    def adapter(batch: Any) -> TokenBatch:
+        if int(batch["input_ids"][0, 0]) % 2 == 0:
+            raise BatchError("odd")
+        return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
+
+    even = [int(batch["input_ids"][0, 0]) % 2 == 0 for batch in random_token_loader(32)]
+    assert not even[0]
+    with pytest.warns(UserWarning, match="could not be read: BatchError: odd"):
+        training = train(tmp_path, Probe(), loss=fused_loss, batch_adapter=adapter)
+    assert training.steps == 8
+    assert training.watch.failures == sum(even) > 0
+    batches = [{"tokens": ids} for ids in torch.randint(3, 97, (2, 1, 8))]
+
+    def odd_loss(model: Any, batch: Any) -> torch.Tensor:
+        return fused_loss(model, {"input_ids": batch["tokens"], "labels": batch["tokens"]})
+
+    with pytest.raises(BatchError, match=r"batch_adapter=batch_adapter"):
+        watched(tmp_path / "first", Probe(), batches=batches, loss=odd_loss)
+
+
+def test_logs_that_cannot_be_written_do_not_stop_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match=r"leakage\.jsonl cannot be written"):
+        training = train(tmp_path / "file" / "in", Probe(), n=8)
+    assert training.steps == training.watch.looks == 2
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+class Activations(Probe):
+    def needs(self, anatomy: Any) -> Surfaces:
+        return Surfaces(layers=("model.transformer.h.0",))
+
+
+class HeadAndBias(Probe):
+    def needs(self, anatomy: Any) -> Surfaces:
+        return Surfaces(gradients=(HEAD_WEIGHT, HEAD_BIAS))
+
+
+@pytest.mark.parametrize(
+    ("attacks", "settings", "error", "words"),
+    [
+        ([], {}, ValueError, "at least one"),
+        ([Probe(), Probe()], {}, ValueError, "several attacks are named probe"),
+        (Probe(name="a/b"), {}, ValueError, "cannot be part of a log name"),
+        ("all", {}, ValueError, "attacks must be 'auto' or a list"),
+        ([FlatChat], {}, TypeError, "instances of Attack"),
+        (Probe(), {"max_overhead": 0.1, "every_n_steps": 5}, ValueError, "not both"),
+        (Probe(), {"every_n_steps": 0}, ValueError, "every_n_steps must be"),
+        (Probe(), {"max_overhead": 0.0}, ValueError, "max_overhead must be"),
+        (Probe(), {"stages": ("shred",)}, ValueError, "stages must be some of"),
+        (Probe(), {"client": "node"}, ValueError, "client must be"),
+        (Probe(), {"local_steps": 2, "stages": ("local",)}, ValueError, "local_steps"),
+        (Probe(), {"look_seconds": 0}, ValueError, "look_seconds must be"),
+        (Probe(name="worst"), {}, ValueError, "cannot be named 'worst'"),
+        (Probe(), {"public_text": ["a"]}, ValueError, "give it to the attacks"),
+        ("auto", {"public_text": ["a"]}, ValueError, "there is no tokenizer"),
+        (BiasSign(), {}, ThreatModelError, "bias_sign.*output head's bias"),
+        (Activations(), {}, ValueError, "probe.*gradients"),
+        (BagOfWords(), {}, ValueError, "tied"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    tmp_path: Path, attacks: Any, settings: Any, error: type[Exception], words: str
+) -> None:
+    model = tiny_gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(error, match=words):
+        Watch(model, optimizer, attacks, folder=tmp_path, **settings).__enter__()
+    assert "step" not in vars(optimizer)
+
+
+def two_optimizers(model: nn.Module, part: nn.Parameter) -> list[torch.optim.Optimizer]:
+    rest = [p for p in model.parameters() if p is not part]
+    return [torch.optim.SGD(rest, 0.01), torch.optim.SGD([part], 0.01)]
+
+
+def test_an_attack_on_parameters_of_two_optimizers_is_refused(tmp_path: Path) -> None:
+    model = tiny_bert_mlm()
+    pair = two_optimizers(model, model.cls.predictions.bias)
+    with pytest.raises(ValueError, match="different optimizers"):
+        watched(tmp_path, HeadAndBias(), model, optimizers=pair)
+
+
+# ---- surfaces that are not shared ---------------------------------------------------------------
+
+
+def test_a_frozen_head_is_not_exposed_and_not_called_safe(tmp_path: Path) -> None:
+    model = tiny_gpt2(tied=False)
+    model.lm_head.weight.requires_grad_(False)
+    probe = Probe()
+    with pytest.warns(UserWarning, match="not 'safe'.*other parameters") as caught:
+        watch = watched(tmp_path, probe, model, n=8)
+    [message] = [str(w.message) for w in caught if "not 'safe'" in str(w.message)]
+    parts = {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad}
+    assert all(f".{part}." in message for part in parts)
+    assert watch.latest["leakage/probe/exposed"] == watch.latest[F1] == 0
+    assert (probe.seen, probe.prepared, watch.failures) == ([], 0, 0)
+    assert watch.lines()[0]["exposed"] is False
+
+
+# ---- which batches and steps a look covers ------------------------------------------------------
+
+
+def n_types(*batches: Any) -> int:
+    return torch.cat([b["labels"][:, 1:].flatten() for b in batches]).unique().numel()
+
+
+def test_of_several_steps_on_one_batch_the_first_is_looked_at(tmp_path: Path) -> None:
+    model = still_gpt2().train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    probe = Probe()
+    with Watch(model, optimizer, probe, folder=tmp_path, every_n_steps=1) as watch:
+        for batch in random_token_loader(8):
+            with watch.step(batch):
+                model_loss(model, batch).backward()
+                for _ in range(3):
+                    optimizer.step()
+                optimizer.zero_grad()
+    assert [line["unknown"] for line in lines_of(tmp_path)] == [None] * 2
+    assert len(probe.seen) == 2
+
+
+def test_an_optimizer_that_steps_seldom_is_looked_at_over_its_own_window(tmp_path: Path) -> None:
+    model = still_gpt2(tied=False).train()
+    often, seldom = two_optimizers(model, model.lm_head.weight)
+    batches = list(random_token_loader(32))
+    with Watch(model, [often, seldom], Probe(), folder=tmp_path, every_n_steps=1) as watch:
+        for number, batch in enumerate(batches, 1):
+            with watch.step(batch):
+                model_loss(model, batch).backward()
+                for optimizer, every in ((often, 1), (seldom, 4)):
+                    if number % every == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+    lines = lines_of(tmp_path)
+    assert [line["n"] for line in lines] == [n_types(*batches[:4]), n_types(*batches[4:])]
+    assert all(line["unknown"] is None for line in lines)
+
+
+def test_batches_that_train_nothing_are_no_part_of_the_truth(tmp_path: Path) -> None:
+    batches = list(random_token_loader(32))
+
+    def loss(model: Any, batch: Any) -> torch.Tensor | None:
+        return None if batch is batches[0] else model_loss(model, batch)
+
+    watch = watched(tmp_path, Probe(), batches=batches, loss=loss, accumulate=2)
+    windows = [batches[1:2], *(batches[n : n + 2] for n in (2, 4, 6))]
+    assert [line["n"] for line in watch.lines()] == [n_types(*window) for window in windows]
+    assert watch.failures == 0
+
+
+def test_a_round_longer_than_the_run_is_unknown(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="training ended before"):
+        watch = watched(tmp_path, Probe(), local_steps=100)
+    assert math.isnan(watch.latest[F1])
+
+
+# ---- rounds of local steps ----------------------------------------------------------------------
+
+
+def test_local_steps_show_the_weight_change_in_units_of_a_gradient(tmp_path: Path) -> None:
+    probe, single = Probe(), Probe()
+    watch = check_undisturbed(tmp_path / "a", probe, every_n_steps=4, local_steps=4)
+    assert watch.looks == 2
+    watched(tmp_path / "b", single)
+    sums = [sum(single.at("shared")[n : n + 4]) for n in (0, 4)]
+    for update, expected in zip(probe.at("shared"), sums, strict=True):
+        torch.testing.assert_close(update, expected, rtol=1e-3, atol=1e-5)
+
+
+def grouped(model: nn.Module) -> list[torch.optim.Optimizer]:
+    head = model.lm_head.weight
+    rest = [p for p in model.parameters() if p is not head]
+    return [torch.optim.SGD([{"params": rest, "lr": 0.1}, {"params": [head], "lr": 0.001}])]
+
+
+class HeadAndEmbedding(Probe):
+    def needs(self, anatomy: Any) -> Surfaces:
+        return Surfaces(gradients=(HEAD_WEIGHT, "embedding.weight"))
+
+
+def test_an_update_is_divided_by_the_rate_of_its_group_and_unknown_with_several(
+    tmp_path: Path,
+) -> None:
+    probes = []
+    for rounds in ({"local_steps": 1}, {}):
+        model = still_gpt2(tied=False)
+        probes.append(Probe())
+        watched(tmp_path / str(rounds), probes[-1], model, optimizers=grouped(model), **rounds)
+    update, gradient = (probe.seen[0][2] for probe in probes)
+    torch.testing.assert_close(update, gradient, rtol=1e-3, atol=1e-5)
+    model = still_gpt2(tied=False)
+    with pytest.warns(UserWarning, match="different learning rates"):
+        watch = watched(
+            tmp_path, HeadAndEmbedding(), model, optimizers=grouped(model), local_steps=2
+        )
+    assert watch.failures > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_updates_of_an_adaptive_optimizer_are_unknown_to_what_reads_gradients(
+    tmp_path: Path, optimizer: str
+) -> None:
+    class Plain(Probe):
+        reads_adaptive_updates = False
+
+    watch = watched(tmp_path, Plain(), local_steps=2, every_n_steps=2, optimizer=optimizer)
+    assert watch.looks == 4
+    assert watch.failures == (4 if optimizer == "adamw" else 0)
+    if optimizer == "adamw":
+        assert watch.lines()[0]["unknown"].startswith("the update of AdamW is no sum of gradients")
+
+
+# ---- when a look is due -------------------------------------------------------------------------
+
+
+def test_every_n_steps_is_due_at_multiples_of_n() -> None:
+    cadence = EveryNSteps(50)
+    steps = []
+    for step in range(120):
+        if cadence.due(step):
+            steps.append(step)
+            cadence.next_step = cadence.after_look(step, 1.0, 1.0)
+    assert steps == [0, 50, 100]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
+def test_max_overhead_keeps_looks_within_their_share_of_the_time(share: float) -> None:
+    cadence = MaxOverhead(share)
+    spent = passed = 0.0
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20_000):
+        passed += 0.5
+        if cadence.due(step):
+            cost = 0.05 + 0.1 * torch.rand((), generator=generator).item()
+            spent += cost
+            cadence.next_step = cadence.after_look(step, cost, 0.5)
+    assert 0 < spent <= share * passed * 1.02 + 0.15
+    assert cadence.next_step > 1
+    cadence.next_step = 40
+    assert cadence.after_try(0.5, 1.0) == 40 + math.ceil(0.5 / share)  # later looks pay for it
+
+
+@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_max_overhead_counts_whole_optimizer_steps(
+    tmp_path: Path, settings: dict[str, int], accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, seconds = [0.0], []
+    plain = MaxOverhead.after_look
+
+    def recorded(self: MaxOverhead, step: int, look: float, each: float) -> int:
+        seconds.append(each)
+        return plain(self, step, 1e-9, each)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        clock[0] += 1000.0
+        return model_loss(model, batch)
+
+    monkeypatch.setattr(MaxOverhead, "after_look", recorded)
+    monkeypatch.setattr("lightning_fedleak.engine.run.time.perf_counter", lambda: clock[0])
+    watched(tmp_path, Probe(), max_overhead=0.5, loss=loss, accumulate=accumulate, **settings)
+    assert seconds
+    assert seconds == pytest.approx([1000 * accumulate] * len(seconds), rel=0.01)

@@ -1,0 +1,199 @@
+"""Words, texts and members off the row spaces of gradients, of LoRA and whole models."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+from torch import nn
+
+from lightning_fedleak import with_canaries
+from lightning_fedleak.attacks import (
+    BagOfWords,
+    RevealLabels,
+    SubspaceMembership,
+    SubspaceTexts,
+    SubspaceWords,
+)
+from lightning_fedleak.engine import Games
+from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.loops import check_undisturbed, model_loss, watched
+from tests.helpers.models import own_rng
+
+NAME = "leakage/subspace_words"
+TEXTS = "leakage/subspace_texts"
+LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+LOADER = {"n": 8, "batch_size": 2, "length": 10, "vocab": VOCABULARY}
+PUBLIC = [[5 + (7 * i + 3 * j) % 290 for j in range(10)] for i in range(12)]
+
+
+def model_of(family: Any = llama, lora: Any = None, dropout: bool = True, **more: Any) -> nn.Module:
+    with own_rng(1):
+        model: nn.Module = family(**more)
+        if lora is not None:
+            model = get_peft_model(model, LoraConfig(**lora))
+    for part in model.modules():
+        if isinstance(part, nn.Dropout) and not dropout:
+            part.p = 0.0
+    return model
+
+
+def words() -> SubspaceWords:
+    return SubspaceWords(capacity_seconds=0)
+
+
+def look(folder: Path, attacks: Any, model: nn.Module, **settings: Any) -> Any:
+    """Return the watch of a loop of four steps."""
+    given = {"batches": random_token_loader(**LOADER), "optimizer": "adamw"} | settings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return watched(folder, attacks, model, **given)
+
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "whole": ({}, None),
+    "lora with dropout": ({}, {**LORA, "lora_dropout": 0.1}),
+    "bf16-mixed": ({"precision": "bf16-mixed"}, LORA),
+    "accumulation": ({"accumulate": 2}, LORA),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_bit_identical(case: str, tmp_path: Path) -> None:
+    settings, lora = CASES[case]
+    attacks = [words(), SubspaceMembership(PUBLIC, blocks=4)]
+    attacks += [SubspaceTexts()] if case == "whole" else []
+    given = {"batches": list(random_token_loader(**LOADER)), "games": Games(targets=2)}
+    given |= {"optimizer": "adamw", **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        watch = check_undisturbed(tmp_path, attacks, lambda: model_of(lora=lora), **given)
+    assert watch.looks == 4 // settings.get("accumulate", 1)
+    if case == "accumulation":
+        assert watch.latest[f"{NAME}/f1"] > 0.9
+
+
+def penalised(model: Any, batch: Any) -> torch.Tensor:
+    squares = [p.square().sum() for p in model.parameters() if p.requires_grad]
+    return model_loss(model, batch) + 1e-3 * sum(squares)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_penalty_in_the_loss_is_unknown_to_what_cannot_remove_it(
+    accumulate: int, tmp_path: Path
+) -> None:
+    attacks, model = [words(), BagOfWords(), RevealLabels()], model_of(tie_word_embeddings=False)
+    watch = look(tmp_path, attacks, model, loss=penalised, accumulate=accumulate)
+    assert watch.looks
+    assert all("has a term of" in line["unknown"] for line in watch.lines())
+    assert math.isnan(watch.latest[f"{NAME}/f1"])
+
+
+def test_the_first_look_at_a_lora_waits_and_the_next_ones_are_exact(tmp_path: Path) -> None:
+    watch = look(tmp_path, [words(), SubspaceMembership(PUBLIC, blocks=4)], model_of(lora=LORA))
+    f1 = {line["step"]: line["metrics"]["f1"]["value"] for line in watch.lines("subspace_words")}
+    assert f1 == {1: 1.0, 2: 1.0, 3: 1.0}
+    assert watch.failures == 0
+    assert watch.latest[f"{NAME}/certified"] == watch.latest[f"{NAME}/exposed"] == 1
+    assert watch.latest["leakage/subspace_membership/auc"] == 1
+
+
+@pytest.mark.parametrize("family", [llama, gpt2, bert])
+def test_whole_models_are_read_at_every_look(family: Any, tmp_path: Path) -> None:
+    watch = look(tmp_path, words(), model_of(family, dropout=False))
+    assert watch.failures == 0
+    assert watch.latest[f"{NAME}/f1"] == watch.latest[f"{NAME}/certified"] == 1
+
+
+def test_parts_that_are_not_shared_are_not_exposed(tmp_path: Path) -> None:
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    watch = look(tmp_path / "a", words(), get_peft_model(llama(), config))
+    assert (watch.latest[f"{NAME}/exposed"], watch.failures) == (0, 0)
+    model = model_of()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers" not in name)
+    with pytest.warns(UserWarning, match="not shared in this run"):
+        watch = watched(
+            tmp_path / "b", SubspaceTexts(), model, batches=random_token_loader(**LOADER)
+        )
+    assert watch.latest[f"{TEXTS}/exposed"] == 0
+
+
+def test_rounds_of_sgd_are_read_with_the_decay_of_the_group(tmp_path: Path) -> None:
+    """Another group comes first, with another decay."""
+    model = model_of(lora=LORA)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    first = [p for n, p in named if "layers.0." in n]
+    rest = [p for n, p in named if "layers.0." not in n]
+    groups = [{"params": rest, "weight_decay": 0.0}, {"params": first, "weight_decay": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    watch = look(tmp_path, words(), model, optimizers=[optimizer], local_steps=2)
+    assert watch.latest[f"{NAME}/f1"] > 0.9
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_step_of_adamw_is_read_where_rounds_begin_without_a_state(
+    fresh: bool, tmp_path: Path
+) -> None:
+    model = model_of(lora=LORA)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        if fresh:
+            optimizer.state.clear()
+        return model_loss(model, batch)
+
+    watch = look(tmp_path, words(), model, optimizers=[optimizer], loss=loss, local_steps=1)
+    assert watch.latest[f"{NAME}/f1"] > 0.9 if fresh else math.isnan(watch.latest[f"{NAME}/f1"])
+    assert watch.failures == (0 if fresh else 3), "the first look waits: B is zero"
+
+
+def test_canaries_are_queried_too(tmp_path: Path) -> None:
+    ids = random_token_loader(**LOADER).dataset.columns["input_ids"]
+    items = [{"input_ids": row, "labels": row} for row in ids]
+    train = with_canaries(items[:4], items[4:], seed=2)
+    assert 0 < int(train.canaries.included.sum()) < 4
+    batches = torch.utils.data.DataLoader(train, batch_size=2)
+    attack, games = SubspaceMembership(ids.tolist()), Games(2, canaries=train.canaries)
+    watch = look(tmp_path, attack, model_of(), batches=batches, games=games, optimizer="sgd")
+    assert any(line["unknown"] is None for line in watch.lines("audit/subspace_membership"))
+    games = Games(canaries=train.canaries, score_canaries="max")
+    with pytest.raises(ValueError, match="of its own"):
+        look(tmp_path, attack, model_of(), games=games)
+
+
+@pytest.mark.parametrize("case", ["whole", "lora", "encoder"])
+def test_whole_texts_are_read_while_training(tmp_path: Path, case: str) -> None:
+    lora = {**LORA, "target_modules": ["q_proj", "k_proj", "v_proj"]} if case == "lora" else None
+    rows = {"n": 4, "batch_size": 1} if case == "encoder" else {}
+    batches = random_token_loader(**LOADER | rows)
+    model = model_of(bert if case == "encoder" else llama, lora, dropout=False)
+    watch = look(tmp_path, SubspaceTexts(), model, batches=batches)
+    for metric in ("token_accuracy", "exact_sentences", "certified", "finished", "exposed"):
+        assert watch.latest[f"{TEXTS}/{metric}"] == 1, metric
+
+
+@pytest.mark.parametrize(("texts", "counted"), [(8, 3), (1, 1)])
+def test_tokens_that_no_label_depends_on_do_not_count(
+    tmp_path: Path, texts: int, counted: int
+) -> None:
+    """Row 1 has no labels on its last tokens, row 2 none on its ends of text, row 3 none at all."""
+    ids = torch.randint(5, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[1, -3:] = -100
+    ids[2, 5:], labels[2, 5:], labels[3] = 2, -100, -100
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    settings = {"batches": [batch] * 2, "optimizer": "sgd", "lr": 0.0, "texts": texts}
+    watch = look(tmp_path, SubspaceTexts(), model_of(), **settings)
+    assert watch.failures == 0
+    for line in watch.lines():
+        assert line["n"] == counted
+        assert line["metrics"]["token_accuracy"]["value"] == 1
+        assert line["metrics"]["exact_sentences"]["value"] == 1

@@ -1,0 +1,282 @@
+"""Attacks that can read nothing yet are tried again in the next steps, at little cost."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from torch import nn
+
+from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, SubspaceWords
+from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.engine.channels import WordsChannel
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.results import Results
+from lightning_fedleak.engine.run import Look, Outcome, Series, pending
+from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.trainers import Threshold
+from tests.attacks.row_space.models import VOCABULARY, llama
+from tests.callbacks.runs import Probe
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.loops import assert_same_training, train
+from tests.helpers.models import own_rng
+
+F1 = "leakage/subspace_words/f1"
+WORST = "leakage/worst/words"
+LORA = partial(LoraConfig, r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+
+
+def adapted(config: Any = None, second: bool = False) -> nn.Module:
+    with own_rng(1):
+        model: nn.Module = get_peft_model(llama(), LORA() if config is None else config)
+        if second:
+            model.add_adapter("other", LORA(r=4))  # type: ignore[operator]
+        return model
+
+
+class Counting(SubspaceWords):
+    """Counts its runs."""
+
+    needs_control = False
+
+    def __init__(self) -> None:
+        super().__init__(capacity_seconds=0)
+        self.runs: list[int] = []
+        self.refreshed: list[int] = []
+
+    def refresh(self, anatomy: Any, step: int) -> None:
+        self.refreshed.append(step)
+        super().refresh(anatomy, step)
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        self.runs.append(view.gradients[-1].step)
+        return super().run(view, query)
+
+
+def run(
+    folder: Path | None,
+    attacks: Any,
+    model: nn.Module | None = None,
+    *,
+    zero_steps: int = 1,
+    steps: int = 10,
+    accumulate: int = 1,
+    optimizer: str = "adamw",
+    **settings: Any,
+) -> Any:
+    """Run a loop whose rate is 0 in its first steps, as warm-ups have it."""
+    model = adapted() if model is None else model
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
+    stepper = kind([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    taken: list[int] = []
+
+    def warm_up(model: Any) -> None:
+        stepper.param_groups[0]["lr"] = 1e-2 * max(0, len(taken) - zero_steps + 1) / 4
+        taken.append(1)
+
+    rows = 2 * steps * accumulate
+    data = random_token_loader(n=rows, batch_size=2, length=10, vocab=VOCABULARY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(
+            folder,
+            attacks,
+            model,
+            batches=data,
+            optimizers=[stepper],
+            before_step=warm_up,
+            accumulate=accumulate,
+            **({"every_n_steps": 50} | settings),
+        )
+
+
+SETUPS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "lora within a budget": (adapted, {"max_overhead": 0.005}, 2),
+    "rate 0 in five steps": (adapted, {"zero_steps": 5}, 6),
+    "accumulation": (adapted, {"accumulate": 2}, 2),
+    "rslora": (lambda: adapted(LORA(use_rslora=True)), {}, 2),
+    "two adapters": (partial(adapted, second=True), {}, 2),
+    "rounds": (adapted, {"optimizer": "sgd", "local_steps": 1}, 2),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_words_are_recovered_and_gated_as_soon_as_b_has_moved(setup: str, tmp_path: Path) -> None:
+    make, settings, readable = SETUPS[setup]
+    gate = Threshold(WORST, at_most=0.5)
+    training = run(tmp_path, Counting(), make(), gates=[gate], **settings)
+    assert gate.fired is not None
+    assert (gate.fired.step, training.steps) == (readable, readable + 1)
+    assert gate.fired.value > 0.8
+    assert training.watch.failures == 0
+    assert training.watch.looks == 2, "steps in which nothing can be read yet are no looks"
+
+
+def test_adalora_is_tried_until_it_has_a_result(tmp_path: Path) -> None:
+    """Its regulariser is not in this loss: A has a gradient once the singular values have moved."""
+    config = AdaLoraConfig(
+        init_r=8, target_r=4, total_step=40, tinit=30, tfinal=5, target_modules=["q_proj", "v_proj"]
+    )
+    watch = run(tmp_path, Counting(), adapted(config), steps=5).watch
+    assert not math.isnan(watch.latest[F1])
+    assert watch.engine.results.last_step <= 2
+
+
+def test_trying_again_costs_little_and_does_not_disturb(tmp_path: Path) -> None:
+    attack = Counting()
+    training = run(tmp_path, attack, zero_steps=8, steps=14)
+    assert attack.runs == [0, 9], "in steps 1 to 8 its gradients are zero, which is all it takes"
+    assert attack.refreshed == [0, 9]
+    assert (training.watch.looks, training.watch.engine.results.last_step) == (2, 9)
+    assert training.watch.latest[F1] > 0.9
+    assert_same_training(run(None, None, zero_steps=8, steps=14), training)
+
+
+def test_membership_is_looked_at_while_words_wait(tmp_path: Path) -> None:
+    """B has a gradient while it is zero: what reads it does not wait for A's."""
+    text = PublicText(torch.randint(3, VOCABULARY, (40, 10)).unbind())
+    attacks = [
+        Counting(),
+        GradientMembership(text, public_rows=8, controls=4),
+        SubspaceMembership(text, public_rows=8),
+    ]
+    watch = run(tmp_path, attacks, zero_steps=3, steps=7).watch
+    first: dict[str, int] = {}
+    for line in watch.lines():
+        first.setdefault(line["attack"], line["step"])
+    assert first["gradient_membership"] == 1
+    assert first["subspace_words"] == first["subspace_membership"] == 4
+    assert watch.failures == 0
+
+
+class Loud(Probe):
+    """Names every word of the vocabulary."""
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        gradient = view.gradient(self.role)
+        return WordGuess(torch.arange(VOCABULARY), gradient.new_ones(VOCABULARY))
+
+
+def test_what_one_attack_recovers_is_gated_while_another_waits(tmp_path: Path) -> None:
+    model = adapted()
+    role = next(name for name, _ in model.named_parameters() if "lora_B" in name)
+    gate = Threshold(WORST, at_most=0.05)
+    run(tmp_path, [Counting(), Loud(role=role)], model, zero_steps=4, gates=[gate])
+    assert gate.fired is not None
+    assert (gate.fired.step, gate.fired.metric) == (0, f"{WORST}_at_least")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("waits", [1000, 4])
+def test_a_wait_that_ends_without_a_result_is_unknown(
+    strict: bool, waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with the run, or beyond the largest number of steps."""
+
+    def shorten(watch: Any) -> None:
+        watch.engine.results._most_waited = waits
+
+    gate = Threshold(WORST, at_most=0.5, strict=strict)
+    settings = {"zero_steps": 99, "steps": 9, "gates": [gate], "configure": shorten}
+    training = run(tmp_path, Counting(), **settings)
+    assert math.isnan(training.watch.latest[F1])
+    assert training.watch.failures == 1
+    assert (gate.fired is not None) == strict
+    assert training.steps == (6 if strict and waits == 4 else 9)
+
+
+def test_a_run_that_resumes_goes_on_waiting(tmp_path: Path) -> None:
+    model, gate = adapted(), Threshold(WORST, at_most=0.5)
+    first = run(tmp_path / "a", Counting(), model, zero_steps=99, steps=3).watch
+    state = first.state_dict()
+    run(tmp_path / "b", Counting(), model, zero_steps=2, gates=[gate], state=state)
+    assert gate.fired is not None
+    assert (gate.fired.step, gate.fired.value) == (6, pytest.approx(1, abs=0.1))
+
+
+# ---- calibrations that wait for their turn ------------------------------------------------------
+
+
+def test_a_slow_attack_is_calibrated_behind_the_first_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training does not notice when the rest is calibrated."""
+    prepared: list[int] = []
+    prepare = GradientMembership.prepare
+
+    def counted(self: GradientMembership, anatomy: Any) -> None:
+        prepared.append(1)
+        prepare(self, anatomy)
+
+    monkeypatch.setattr(GradientMembership, "prepare", counted)
+    budget = {"every_n_steps": None, "cache": False}
+    with caplog.at_level("INFO"):
+        training = run(tmp_path, "auto", **budget)
+    assert_same_training(run(None, None), training)
+    assert prepared == [1]
+    first = {
+        name: training.watch.lines(name)[0] for name in ("subspace_words", "gradient_membership")
+    }
+    assert [line["step"] for line in first.values()] == [2, 3]
+    assert "'gradient_membership' is calibrated now" in caplog.text
+    waits = run(tmp_path / "waits", "auto", zero_steps=99, steps=5, **budget).watch
+    assert not math.isnan(waits.latest["leakage/gradient_membership/auc"]), "not for ever"
+    assert math.isnan(waits.latest[F1])
+
+
+@pytest.mark.parametrize("local_steps", [None, 1])
+def test_what_would_take_too_long_is_not_calibrated(
+    local_steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: GradientMembership, anatomy: Any) -> None:
+        raise AssertionError("calibrated, to be dropped then")
+
+    monkeypatch.setattr(GradientMembership, "prepare", refuse)
+    monkeypatch.setattr(GradientMembership, "estimate", lambda *_: 31.0)
+    settings = {"every_n_steps": None, "cache": False, "local_steps": local_steps, "steps": 4}
+    watch = run(tmp_path, "auto", optimizer="sgd", **settings).watch
+    assert not any("gradient_membership" in name for name in watch.latest)
+    [line] = watch.lines("gradient_membership")
+    assert line["unknown"] == "not played: a look takes about 31 s, and look_seconds=30"
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+def results() -> tuple[Results, Series, Series]:
+    attacks = [SubspaceWords(name=name) for name in ("one", "two")]
+    channel = WordsChannel(attacks, Options(texts=1))
+    first, second = (Series.at(Stage.SHARED, name) for name in ("one", "two"))
+    return Results({first: channel, second: channel}), first, second
+
+
+def f1(value: float) -> Outcome:
+    return Outcome({n: Rate(value, value, value) for n in ("precision", "recall", "f1")}, 9)
+
+
+def test_a_wait_is_kept_in_checkpoints_and_ends() -> None:
+    kept, first, second = results()
+    kept.add(Look(3), {first: f1(0.9), second: pending("b", soon=True)}, {})
+    assert WORST not in kept.look_values
+    assert kept.look_values[f"{WORST}_at_least"] == 0.9
+    again, *_ = results()
+    again.load_state_dict(kept.state_dict())
+    assert again.waiting == {second}
+    tried = Look(1004, scope=frozenset({second}))
+    alone = {second: pending("b", soon=True)}
+    assert again.settled(replace(tried, step=1003), alone) is None
+    assert again.settled(tried, None) is None, "nothing was shared in that step"
+    [outcome] = again.add(tried, again.settled(tried, alone), {}).values()
+    assert outcome.unknown == "b, for more than 1000 steps (or rounds)"
+    assert again.waiting == frozenset()
+    kept.add(Look(4, scope=frozenset({second})), {second: f1(0.3)}, {})
+    assert kept.look_values[WORST] == kept.latest[WORST] == 0.9

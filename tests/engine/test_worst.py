@@ -1,0 +1,189 @@
+"""The highest headline of a family, and gates on it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_fedleak import RiskGate
+from lightning_fedleak.engine import GateActions
+from lightning_fedleak.engine.results import Results
+from lightning_fedleak.engine.run import Look, Outcome, Series, not_shared, pending, unknown
+from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.records import Judgement
+
+WORDS = "leakage/worst/words"
+METRICS = ("precision", "recall", "f1")
+A, B = (Series.at(Stage.SHARED, name) for name in "ab")
+LOCAL = Series.at(Stage.LOCAL, "a")
+FAILED, NOT_MADE_FOR_IT = unknown(METRICS, "why"), unknown(METRICS, "why", applies=False)
+UNTESTED = {"words": "'c' is not played: pass public_text="}
+
+
+def read(f1: float, **extra: float) -> Outcome:
+    return replace(Outcome(dict.fromkeys(METRICS, Rate(f1, f1, f1)), 3), extra=extra)
+
+
+def channel_of(family: str) -> Any:
+    """Return what results need of a channel."""
+    return SimpleNamespace(
+        family=family,
+        headline="f1",
+        metrics=METRICS,
+        gives_control=lambda attack: False,
+        tests_looks=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "shared", "untested", "expected"),
+    [
+        ({A: read(0.3), B: read(0.8), LOCAL: read(0.9)}, True, {}, (0.8, None)),
+        ({A: read(0.3), B: not_shared(METRICS)}, True, {}, (0.3, None)),
+        ({A: read(0.3), B: NOT_MADE_FOR_IT}, True, {}, (0.3, None)),
+        ({A: read(0.3), B: FAILED}, True, {}, (math.nan, 0.3)),
+        ({A: FAILED, B: NOT_MADE_FOR_IT}, True, {}, (math.nan, None)),
+        ({A: NOT_MADE_FOR_IT, B: NOT_MADE_FOR_IT}, True, {}, (math.nan, None)),
+        ({A: read(0.3), B: pending("not yet")}, True, {}, (None, 0.3)),
+        ({A: not_shared(METRICS), B: not_shared(METRICS)}, True, {}, (math.nan, None)),
+        ({A: not_shared(METRICS)}, False, {}, (0.0, None)),
+        ({LOCAL: read(0.3)}, True, {}, (None, None)),
+        ({}, True, {}, (None, None)),
+        # One that applies is not run for want of text: unknown, unless another is certain.
+        ({A: read(0.3), B: read(0.7)}, True, UNTESTED, (math.nan, 0.7)),
+        ({A: read(0.3), B: read(1.0)}, True, UNTESTED, (1.0, None)),
+        ({A: read(0.3), B: read(0.9, certified=1.0)}, True, UNTESTED, (0.9, None)),
+        ({A: read(0.3), B: read(0.9, certified=0.5)}, True, UNTESTED, (math.nan, 0.9)),
+        ({A: FAILED}, True, UNTESTED, (math.nan, None)),
+        ({A: read(0.3)}, True, {"texts": "why"}, (0.3, None)),
+    ],
+)
+def test_the_worst_is_the_highest_headline_or_unknown(
+    outcomes: dict[Series, Outcome], shared: bool, untested: dict[str, str], expected: Any
+) -> None:
+    channel = channel_of("words")
+    results = Results({A: channel, B: channel, LOCAL: channel})
+    results.untested = untested
+    results.add(Look(0), outcomes, {}, shared=shared)
+    names = (WORDS, f"{WORDS}_at_least")
+    expected = {n: v for n, v in zip(names, expected, strict=True) if v is not None}
+    for values in (results.latest, results.look_values):
+        logged = {n: v for n, v in values.items() if n.startswith(WORDS)}
+        assert logged == pytest.approx(expected, nan_ok=True)
+
+
+def test_it_stays_where_only_another_family_has_news() -> None:
+    results = Results({A: channel_of("words"), B: channel_of("membership")})
+    results.add(Look(0), {A: read(0.4), B: pending("not yet")}, {})
+    results.add(Look(3), {B: FAILED}, {})
+    assert results.latest[WORDS] == 0.4
+    assert math.isnan(results.latest["leakage/worst/membership"])
+
+
+# ---- gates --------------------------------------------------------------------------------------
+
+
+def values(a: float, b: float, worst: float | None = None, **more: float) -> dict[str, float]:
+    logged = {"leakage/a/f1": a, "leakage/b/f1": b, WORDS: max(a, b) if worst is None else worst}
+    return logged | {f"{WORDS}_{name}": value for name, value in more.items()}
+
+
+def look(gate: RiskGate, logged: dict[str, float], why: str = "") -> None:
+    """Let a gate decide on the values of a look."""
+    engine: Any = SimpleNamespace(
+        results=SimpleNamespace(latest=logged, look_values=logged, last_step=0, trials={}),
+        unread=lambda name: None,
+        untested=lambda name: why,
+        judge_worst=lambda known, at_most: {n: Judgement(value) for n, value in known.items()},
+        record_decision=lambda facts: None,
+        run=SimpleNamespace(rank=0, broadcast=lambda value: value),
+    )
+    gate._watched = ("leakage/a/f1", "leakage/b/f1")
+    if gate._evidence is None:
+        gate._evidence = gate._new_evidence()
+    gate._decide(engine, GateActions(lambda values, step: None, lambda name: None, lambda: None))
+
+
+def gate_on(*looks: dict[str, float], **settings: Any) -> tuple[RiskGate, list[Any]]:
+    events: list[Any] = []
+    gate = RiskGate(WORDS, at_most=0.5, action=events.append, **settings)
+    for logged in looks:
+        look(gate, logged)
+    return gate, events
+
+
+def test_a_gate_names_the_attack_whose_value_it_is() -> None:
+    _, (event,) = gate_on(values(0.2, 0.8))
+    assert (event.value, event.source) == (0.8, "leakage/b/f1")
+    assert not gate_on(values(0.2, 0.4))[1]
+
+
+@pytest.mark.parametrize("bound", ["value", "lower"])
+def test_a_gate_names_the_argument_that_is_missing(bound: str) -> None:
+    gate, events = gate_on(bound=bound)
+    for _ in range(200):
+        look(gate, values(0.1, 0.2, math.nan, at_least=0.2), UNTESTED["words"])
+    assert events
+    assert all(math.isnan(event.value) for event in events)
+    assert "pass public_text=" in str(events[0])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_recovered_at_least_is_a_breach_whatever_else_is_unknown(strict: bool) -> None:
+    _, (event,) = gate_on(values(0.8, math.nan, math.nan, at_least=0.8), strict=strict)
+    assert (event.metric, event.value) == (f"{WORDS}_at_least", 0.8)
+    _, events = gate_on(values(0.2, math.nan, math.nan, at_least=0.2), strict=strict)
+    assert len(events) == strict
+    assert all(math.isnan(event.value) for event in events)
+
+
+def test_lower_splits_its_error_and_stops_on_one_attack() -> None:
+    gate, events = gate_on(*[values(0.0, 0.95)] * 60, bound="lower")
+    assert gate._evidence is not None
+    alphas = {name: evidence.alpha for name, evidence in gate._evidence.items()}
+    assert alphas == {"leakage/a/f1": 0.025, "leakage/b/f1": 0.025}
+    assert events
+    assert gate.verdict is not None
+    assert gate.verdict.evidence > gate.verdict.needed
+    again, _ = gate_on(values(0.0, 0.1), bound="lower")
+    again.load_state_dict(gate.state_dict())
+    assert again._evidence is not None
+    looks = [{n: e.verdict().looks for n, e in g._evidence.items()} for g in (gate, again)]
+    assert looks[0] == looks[1]
+
+
+def test_what_does_not_apply_is_no_evidence_and_what_failed_is_a_breach() -> None:
+    looks = [values(0.2, 0.3), values(0.2, math.nan, 0.2), values(0.2, math.nan, math.nan)]
+    gate, events = gate_on(*looks, bound="lower", patience=1)
+    assert gate._evidence is not None
+    assert [e.verdict().looks for e in gate._evidence.values()] == [3, 1]
+    assert not events
+    look(gate, looks[-1])
+    assert math.isnan(events[0].value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "at_most", "words"),
+    [
+        ("leakage/worst/membership", 0.4, r"the highest auc of several attacks\. 0\.5 is chance"),
+        ("leakage/fc_membership/auc", 0.3, r"0\.5 is chance, so that at_most=0\.3 would be"),
+        ("leakage/subspace_texts/certified", 1.5, "could never be exceeded"),
+        (WORDS, 30, "rates are shares"),
+        ("leakage/fc_membership/auc_low", 0.3, None),
+        ("leakage/fc_membership/auc", -1, None),  # acts at every look: a drill
+        ("leakage/subspace_texts/certified", 0, None),
+    ],
+)
+def test_a_threshold_that_always_or_never_acts_is_refused(
+    metric: str, at_most: float, words: str | None
+) -> None:
+    if words is None:
+        RiskGate(metric, at_most=at_most)
+    else:
+        with pytest.raises(ValueError, match=words):
+            RiskGate(metric, at_most=at_most)

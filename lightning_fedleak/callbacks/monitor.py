@@ -55,15 +55,12 @@ class MonitorSettings(LookSettings):
             ``"rank"``.
         utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>`` at looks,
             and where a validation or an epoch changed them; their best is logged at the end.
-        head_own_part: attack the head's own part of a tied matrix as well, logged as
-            ``leakage_local/<attack>_head_only``: the worst case, which no adversary sees.
         memorization: how the trained weights are tested, see
             :class:`~lightning_fedleak.engine.Memorization`.
     """
 
     client: Literal["rank", "world"] | None = None
     utility: str | Sequence[str] = ("train_loss", "val_loss")
-    head_own_part: bool = False
     memorization: Memorization = field(default_factory=Memorization)
 
 

@@ -86,7 +86,7 @@ class Engine:
         self, selection: Selection, options: Options, origin: Engine | None = None
     ) -> None:
         if origin is None:  # which has been checked; a sum over clients is at another stage
-            check_rounds(options.local_steps, options.stages, head_own_part=options.head_own_part)
+            check_rounds(options.local_steps, options.stages)
         self.selection = selection
         self.options = options
         self._origin = origin

@@ -185,7 +185,7 @@ class Lineup:
         """
         used = {type(attack) for attack in self._attacks}
         run = replace(self._run, assumed=frozenset(Capability))
-        settings = replace(self._channels[0].settings, games=Games(), head_own_part=False)
+        settings = replace(self._channels[0].settings, games=Games())
         written = []
         for attack in every_attack(rounds=self._local_steps is not None):
             kind = family_of(attack)

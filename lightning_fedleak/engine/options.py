@@ -206,7 +206,6 @@ class Options:
         batch_adapter: reads batches of an unknown form, where the step's graph cannot be read.
         utility: names of the user's metrics that are logged beside leakage.
         local_steps: optimizer steps of a round; None for single gradients.
-        head_own_part: attack the head's own part of a tied matrix too.
         tokenizer: decodes what is revealed.
         games: how membership games are played.
         texts: that are reconstructed at a look, at most.
@@ -221,7 +220,6 @@ class Options:
     batch_adapter: BatchAdapter | None = None
     utility: tuple[str, ...] = ()
     local_steps: int | None = None
-    head_own_part: bool = False
     tokenizer: Any | None = None
     games: Games = field(default_factory=Games)
     texts: int = 4
@@ -394,7 +392,7 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
         )
 
 
-def check_rounds(local_steps: int | None, stages: Sequence[Stage], *, head_own_part: bool) -> None:
+def check_rounds(local_steps: int | None, stages: Sequence[Stage]) -> None:
     """Refuse rounds of local steps beside settings that read single gradients.
 
     Raises:
@@ -402,11 +400,10 @@ def check_rounds(local_steps: int | None, stages: Sequence[Stage], *, head_own_p
     """
     if local_steps is None:
         return
-    if local_steps < 1 or tuple(stages) != (Stage.SHARED,) or head_own_part:
+    if local_steps < 1 or tuple(stages) != (Stage.SHARED,):
         raise ValueError(
-            "local_steps must be a positive number with stages=('shared',) and without "
-            f"head_own_part; got local_steps={local_steps}, "
-            f"stages={tuple(str(s) for s in stages)}, head_own_part={head_own_part}"
+            "local_steps must be a positive number with stages=('shared',); got "
+            f"local_steps={local_steps}, stages={tuple(str(s) for s in stages)}"
         )
 
 

@@ -14,7 +14,6 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import (
     LeakageLimitExceeded,
     LeakageMonitor,
-    MonitorSettings,
     RiskGate,
 )
 from tests.callbacks.runs import Probe, fit
@@ -63,9 +62,8 @@ def test_a_fit_that_goes_on_in_the_same_trainer_is_looked_at(tmp_path):
 
 
 def test_after_an_exception_of_the_user_nothing_is_left_behind(tmp_path):
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=MonitorSettings(head_own_part=True))
+    monitor = LeakageMonitor(Probe(), every_n_steps=1)
     module = broken([monitor], tmp_path)
-    assert "forward" not in vars(module.model.lm_head)
     assert "step" not in vars(module.trainer.optimizers[0])
     assert monitor.looks == 2
     module.at = -1

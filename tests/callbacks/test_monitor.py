@@ -427,31 +427,12 @@ def test_one_attack_at_two_stages_by_two_monitors(tmp_path):
     assert [m.looks for m in two] == [1, 1]
 
 
-def test_the_heads_own_part_is_for_attacks_on_the_heads_weight(tmp_path):
-    other = Probe(name="other", role="model.transformer.ln_f.weight")
-    monitor = LeakageMonitor([Probe(), other], settings=MonitorSettings(head_own_part=True))
-    fit([monitor], tmp_path)
-    assert monitor.failures == 0
-    assert "leakage_local/probe_head_only/f1" in monitor.latest
-    assert "leakage_local/other_head_only/f1" not in monitor.latest
-
-
 def test_a_file_that_cannot_be_written_is_said_and_does_not_stop_training(tmp_path):
     (tmp_path / "file").write_text("")
     monitor = LeakageMonitor(Probe(), every_n_steps=1, log_dir=tmp_path / "file" / "in")
     with pytest.warns(UserWarning, match=r"leakage\.jsonl cannot be written"):
         trainer = fit([monitor], tmp_path)
     assert trainer.global_step == monitor.looks == 8
-
-
-def test_head_own_part_is_refused_where_the_head_is_not_tied(tmp_path):
-    module = CausalLMModule(tiny_gpt2(tied=False).train())
-    with pytest.raises(ValueError, match="tied head only"):
-        fit(
-            [LeakageMonitor(Probe(), settings=MonitorSettings(head_own_part=True))],
-            tmp_path,
-            module=module,
-        )
 
 
 # ---- surfaces that are not shared ---------------------------------------------------------------

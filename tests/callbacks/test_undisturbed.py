@@ -211,13 +211,6 @@ def test_games_on_frozen_lower_layers_do_not_disturb(tmp_path):
     assert monitor.failures == 0
 
 
-def test_the_heads_own_part_does_not_disturb_either(plain_run, tmp_path):
-    plain = plain_run()
-    callbacks, monitor = watchers(settings=MonitorSettings(head_own_part=True))
-    assert_same(plain, fit(callbacks, tmp_path / "watched"))
-    assert monitor.latest["leakage_local/probe_head_only/f1"] > 0
-
-
 def test_local_steps_do_not_disturb(plain_run, tmp_path):
     plain = plain_run()
     monitor = LeakageMonitor(Probe(), every_n_steps=2, local_steps=2)
@@ -319,7 +312,7 @@ def test_a_compiled_model_is_watched_and_not_disturbed(plain_run, tmp_path):
     plain = plain_run(compiled, n=12)
     probe = Probe()
     attacks = [probe, PrefixInversion(1, None, language_model=False), FCMembership(layer=1)]
-    monitor = LeakageMonitor(attacks, every_n_steps=1, settings=MonitorSettings(head_own_part=True))
+    monitor = LeakageMonitor(attacks, every_n_steps=1)
     watched = fit([monitor], tmp_path / "watched", module=compiled(), n=12)
     assert_same(plain, watched)
     assert monitor.failures == 0
@@ -343,11 +336,9 @@ def test_between_looks_nothing_of_a_look_is_kept_alive(tmp_path):
 
     kept = []
     stages = ("local", "shared", "aggregate")
-    monitor = LeakageMonitor(
-        Weak(), every_n_steps=1, stages=stages, settings=MonitorSettings(head_own_part=True)
-    )
+    monitor = LeakageMonitor(Weak(), every_n_steps=1, stages=stages)
     fit([After(), monitor], tmp_path)
-    assert len(alive) == 8 * 6
+    assert len(alive) == 8 * 5
     assert kept == [0] * 8
 
 
@@ -355,10 +346,10 @@ def test_between_looks_nothing_of_a_look_is_kept_alive(tmp_path):
     not hasattr(of_lightning, "WeightAveraging"),
     reason="this version of lightning has no WeightAveraging",
 )
-def test_a_head_that_is_watched_can_be_copied_by_an_averaging_callback(tmp_path):
+def test_a_model_that_is_watched_can_be_copied_by_an_averaging_callback(tmp_path):
     def averaged(*callbacks):
         return fit([*callbacks, of_lightning.WeightAveraging()], tmp_path)
 
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=MonitorSettings(head_own_part=True))
+    monitor = LeakageMonitor(Probe(), every_n_steps=1)
     assert_same(averaged(), averaged(monitor))
     assert monitor.failures == 0

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError
 from tests.callbacks.runs import Probe, fit
@@ -179,13 +179,13 @@ def test_validation_inside_a_window_changes_nothing(tmp_path):
         def val_dataloader(self):
             return random_token_loader(8)
 
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=MonitorSettings(head_own_part=True))
+    monitor = LeakageMonitor(Probe(), every_n_steps=1)
     fit(
         [monitor], tmp_path, module=Validating(model()), accumulate_grad_batches=2,
         val_check_interval=1,
     )  # fmt: skip
     b = batches()
-    assert [n for _, n in sizes(monitor)][::2] == [n_types(*b[i : i + 2]) for i in (0, 2, 4, 6)]
+    assert [n for _, n in sizes(monitor)] == [n_types(*b[i : i + 2]) for i in (0, 2, 4, 6)]
     assert monitor.failures == 0
 
 
@@ -266,11 +266,6 @@ def test_an_update_with_several_learning_rates_is_unknown(tmp_path):
     with pytest.warns(UserWarning, match="different learning rates"):
         fit([monitor], tmp_path, module=grouped(0.1, 0.001))
     assert monitor.failures > 0
-
-
-def test_local_steps_with_the_heads_own_part_is_refused():
-    with pytest.raises(ValueError, match="head_own_part"):
-        LeakageMonitor(Probe(), local_steps=2, settings=MonitorSettings(head_own_part=True))
 
 
 @pytest.mark.parametrize("settings", [{}, {"local_steps": 2}])

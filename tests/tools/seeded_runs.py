@@ -139,7 +139,7 @@ def monitor(attacks: Any, **settings: Any) -> Any:
     """A LeakageMonitor, with settings of membership games and rare ones in their groups."""
     names = ("targets", "held_out", "window", "scale", "canaries", "score_canaries")
     games = {name: settings.pop(name) for name in names if name in settings}
-    rare = {name: settings.pop(name) for name in ("texts", "head_own_part") if name in settings}
+    rare = {name: settings.pop(name) for name in ("texts",) if name in settings}
     return fedleak.LeakageMonitor(
         attacks,
         games=fedleak.Games(**games) if games else None,
@@ -495,8 +495,8 @@ RUNS: dict[str, Run] = {
         )
         for name, r in FAMILIES.items()
     },
-    "head's own part, dropout": Run(
-        watched(lambda: [fedleak.FlatChat(public())], head_own_part=True),
+    "a tied head, dropout": Run(
+        watched(lambda: [fedleak.FlatChat(public())]),
         model=lambda: gpt2(dropout=0.1),
     ),
     "local steps": Run(lambda: [monitor(flatchat(), every_n_steps=2, local_steps=2)], model=untied),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -19,7 +19,6 @@ from lightning_fedleak.engine.run import (
     Moment,
     Outcome,
     Pages,
-    Processes,
     Run,
     Series,
     Trials,
@@ -29,16 +28,15 @@ from lightning_fedleak.engine.run import (
 )
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
-from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, matrix_shape
+from lightning_fedleak.model.anatomy import matrix_shape
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
-    Stage,
     UnusableObservation,
     UpdateSnapshot,
 )
-from lightning_fedleak.model.taps import Draw, TiedHeadTap
+from lightning_fedleak.model.taps import Draw
 from lightning_fedleak.records import WORDS
 
 SOFT_LABELS = (
@@ -117,10 +115,7 @@ class WordTruth:
 
 
 class WordsChannel(Channel):
-    """The channel of attacks that name the words of a batch.
-
-    With ``head_own_part`` they also read the head's own part of a tied matrix's gradient.
-    """
+    """The channel of attacks that name the words of a batch."""
 
     guesses = WordGuess
     reads = Attack
@@ -138,54 +133,15 @@ class WordsChannel(Channel):
         super().__init__(attacks, settings)
         if any(attack.sends_values for attack in attacks):  # none is chosen automatically
             self.adversary |= {Capability.CHOOSES_WEIGHTS}
-        self._own_part: TiedHeadTap | None = None
         self._truth: WordTruth | None = None
         self._one_way = False
-        self._own_series: dict[str, Series] = {}
-        if settings.head_own_part:
-            self._own_series = {
-                a.name: Series("leakage_local", f"{a.name}_head_only", a.name, Stage.LOCAL)
-                for a in attacks
-            }
-
-    def further_series(self) -> list[Series]:
-        """Return the series of the head's own part."""
-        return list(self._own_series.values())
 
     # ---- a fit ------------------------------------------------------------------------------
-
-    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:
-        """Record the head's own part of a tied matrix's gradient, if ``head_own_part`` is set.
-
-        Raises:
-            ValueError: the head is not tied, or its batch is spread over processes.
-        """
-        if not self.settings.head_own_part:
-            return
-        if processes.count > 1 and processes.client == "world":
-            raise ValueError(
-                "head_own_part=True is taken inside each process's backward, and with "
-                "client='world' the client's batch is spread over several processes: leave it out, "
-                "or run one process"
-            )
-        model = anatomy()
-        if model.head is None or not model.tied:
-            raise ValueError(
-                "head_own_part=True is for a tied head only; this head has a gradient of its own, "
-                "which is attacked as it is shared"
-            )
-        self._own_part = TiedHeadTap(model.head)
 
     def open(self, run: Run) -> None:
         """Find out whether a classifier's tokens see later ones."""
         super().open(run)
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
-
-    def close(self) -> None:
-        """Restore the head's forward."""
-        if self._own_part is not None:
-            self._own_part.close()
-        self._own_part = None
 
     def plan(self, attack: Attack) -> Plan:
         """Return the plan of an attack. Attacks that send values run in an observer's rounds only.
@@ -204,13 +160,8 @@ class WordsChannel(Channel):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def arm(self) -> None:
-        """Start a look."""
-        if self._own_part is not None:
-            self._own_part.arm()
-
     def at_moment(self, moment: Moment) -> None:
-        """Let the attacks guess from gradients, and at the last stage from the head's own part.
+        """Let the attacks guess from gradients.
 
         Attacks that send values of their own read a round that is played on copies.
         """
@@ -222,25 +173,6 @@ class WordsChannel(Channel):
                 take = partial(attack.play, self.run.anatomy, moment.look.batches, shared)
                 crafted = replace(moment, take=take, _view=None)
             self.read_gradients(crafted, [plan])
-        own_part = self._own_part
-        if own_part is None or Stage.AGGREGATE not in moment.stages:
-            return
-        scale, look = moment.scale, moment.look
-        take = partial(own_part.view, look.step, client=self.run.number, scale=scale)
-        view = replace(moment, take=take, _view=None).gradients()
-        for plan in self.plans:
-            is_due = plan.optimizer in (None, moment.optimizer)
-            if plan.roles == (HEAD_WEIGHT,) and plan.exposed and is_due:
-                series = self._own_series[plan.attack.name]
-                if series not in look.answers:
-                    look.answers[series] = guess(plan, view, self.run)
-
-    def series_of(self, plan: Plan) -> list[Series]:
-        """Return the attack's series at the stages, and its series of the head's own part."""
-        series = super().series_of(plan)
-        if self._own_part is not None and plan.roles == (HEAD_WEIGHT,):
-            series.append(self._own_series[plan.attack.name])
-        return series
 
     def holds_nothing(self, look: Look) -> bool:
         """Return whether the loss was computed on no token."""

@@ -688,7 +688,7 @@ class RoundObserver:
 
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """Return the log names of which ``leakage/worst/<family>`` is the highest."""
-        return self.engine.headlines_of(name)
+        return self.engine.results.headlines_of(name)
 
     def headlines(self) -> list[str]:
         """Return the log names of each family's worst, and of the values it is taken from."""

@@ -58,7 +58,7 @@ class LookEntry:
         engine, outcomes = self.engine, self.outcomes
         if scored:
             outcomes = engine.add(self.look, outcomes, self.utility)
-            values, now = engine.new_values(), dict(engine.results.look_values)
+            values, now = engine.results.new_values(), dict(engine.results.look_values)
         else:
             further = {f"utility/{name}": float(value) for name, value in self.utility.items()}
             values = now = facts(outcomes) | further | {"monitor/seconds": self.look.seconds}

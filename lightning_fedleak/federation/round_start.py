@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import SharedInput, find_linear_maps, input_states
 from lightning_fedleak.engine import Run, announce
-from lightning_fedleak.engine.log import accounting
+from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.federation import inspection
 from lightning_fedleak.federation.inspection import Agreed, Answer, Inspection, LastRound
 from lightning_fedleak.model.anatomy import Anatomy

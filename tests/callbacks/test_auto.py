@@ -83,7 +83,7 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = auto()
-    with caplog.at_level(logging.DEBUG, logger=rank_zero.log.name):
+    with caplog.at_level(logging.INFO, logger=rank_zero.log.name):
         run(tmp_path, monitor, module(gpt2))
     played = {
         "aligned_flatchat",
@@ -106,12 +106,10 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     absent = [line for line in lines(tmp_path) if (line["unknown"] or "").startswith("not played")]
     unread = {"bias_sign", "bag_of_words", "reveal_labels", "combined", "extraction"}
     assert {line["attack"] for line in absent} == unread
-    short, whole = (r.getMessage() for r in caplog.records if "plays these" in r.getMessage())
+    [short] = (r.getMessage() for r in caplog.records if "plays these" in r.getMessage())
     (record,) = tmp_path.rglob("run.jsonl")
     begin = json.loads(record.read_text().splitlines()[0])
     assert f"{len(begin['unread'])} parameters" in short
-    assert re.search(r"Shared, tested by no attack:\s+transformer\.", whole)
-    assert "assume=DISHONEST_SERVER" in whole
 
 
 def test_what_is_said_before_the_first_step_has_at_most_ten_lines() -> None:
@@ -129,8 +127,6 @@ def test_what_is_said_before_the_first_step_has_at_most_ten_lines() -> None:
         assert max(map(len, said)) <= 110
         assert all(any(f"  attack_{i}  " in line for line in said) for i in range(8))
         assert "36 parameters" in said[-1]
-        whole = " ".join(table(rows, names, writes=True, whole=True).split())
-        assert all(" ".join(why.split()) in whole for why in why_not if why is not None)
     few = table([Row(f"attack_{i}", (), why, True, None) for i, why in enumerate(reasons)], ())
     assert "not played, as attack_0" in few
     assert few.count("the argument mend= would do") == 3, "where there is room, nothing is cut"
@@ -203,39 +199,14 @@ def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
 def test_a_head_alone_that_is_frozen_is_no_pass_for_a_strict_gate(tmp_path: Path) -> None:
     monitor = LeakageMonitor(AlignedFlatChat(TEXT, calibration_tokens=200), every_n_steps=1)
     gate = RiskGate("leakage/aligned_flatchat/f1", at_most=0.5)
-    with pytest.raises(
-        ValueError, match=r"an attack that reads it: SubspaceWords\(.*\); or"
-    ) as refused:
+    with pytest.raises(ValueError, match="list an attack that reads it"):
         run(tmp_path, monitor, module(lora=True), gate)
-    for name in ("BagOfWords", "AlignedFlatChat", "Membership", "LeakageMonitor()"):
-        assert name not in str(refused.value).partition("'safe'")[2], (
-            "it reads none of this, or other things"
-        )
     both = LeakageMonitor(
         [AlignedFlatChat(TEXT, calibration_tokens=200), SubspaceWords(capacity_seconds=0)],
         every_n_steps=1,
     )
     trainer = run(tmp_path, both, module(lora=True), gate)
     assert trainer.global_step == 4, "another attack reads what is shared, and is gated or not"
-
-
-def test_a_refusal_names_what_reads_a_classifier_and_is_of_the_gates_own_family(
-    tmp_path: Path,
-) -> None:
-    """Not what is in use: there are no further attacks on words, but some on membership."""
-    made = module(tiny_bert_classifier)
-    for parameter in made.parameters():
-        parameter.requires_grad_(parameter is made.model.classifier.bias)  # type: ignore[union-attr]
-    for family, mend in (
-        ("words", "no other attack reads it; or leave this gate out"),
-        (
-            "membership",
-            "reads it: FCMembership(layer=...) or AttentionMembership(layer=..., public_te",
-        ),
-    ):
-        gate = RiskGate(f"leakage/worst/{family}", at_most=0.6)
-        with pytest.raises(ValueError, match=re.escape(mend)):
-            run(tmp_path / family, auto(public_text=None), made, gate)
 
 
 def test_attacks_whose_look_takes_too_long_are_not_played(
@@ -275,7 +246,7 @@ def test_masked_models_need_text_for_what_calibrates(
     with caplog.at_level(logging.INFO):
         run(tmp_path, monitor, module(bert))
     assert "not played: a masked language model needs mask_token_id: pass its tok" in caplog.text
-    assert "pass its tokenizer=" in monitor.engine.untested(WORST)
+    assert "pass its tokenizer=" in monitor.engine.results.untested["words"]
     assert "Calibrated on text that the model writes itself" not in caplog.text
     assert monitor.latest[WORST] == 1
     assert {"subspace_words", "bias_sign"} <= attacks_in(monitor.latest)
@@ -284,7 +255,7 @@ def test_masked_models_need_text_for_what_calibrates(
 def test_an_encoder_decoder_is_calibrated_on_frequent_tokens(tmp_path: Path) -> None:
     monitor = auto(public_text=None)
     run(tmp_path, monitor, module(t5, optimizer="sgd"))
-    assert not monitor.engine.untested(WORST)
+    assert not monitor.engine.results.untested
     assert monitor.latest["leakage/aligned_flatchat/f1"] >= 0.95
     assert monitor.latest[WORST] >= 0.95
 
@@ -381,7 +352,7 @@ def test_its_cadence_is_a_share_of_the_training_time() -> None:
         ({"attacks": [SubspaceWords()], "public_text": ["a"]}, "give it to the attacks"),
         ({"public_text": ["a text"]}, "there is no tokenizer"),
         ({"look_seconds": 0}, "look_seconds must be a number above 0"),
-        ({"attacks": [SubspaceWords(name="worst")]}, "cannot be named 'worst'"),
+        ({"attacks": [SubspaceWords(name="worst")]}, "'worst', which is the highest"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], match: str) -> None:
@@ -411,7 +382,7 @@ def test_several_monitors_of_one_family_have_no_worst_together(tmp_path: Path) -
 
 
 def test_a_batch_is_not_needed_to_tell_what_a_look_costs() -> None:
-    from lightning_fedleak.engine.channels.base import Plan
+    from lightning_fedleak.engine.channels.plans import Plan
     from lightning_fedleak.engine.choice import look_seconds
     from lightning_fedleak.model.anatomy import find_anatomy
 

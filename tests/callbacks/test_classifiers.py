@@ -281,17 +281,6 @@ def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(
     assert "BagOfWords reads the gradient of the embeddings" in str(refused.value)
 
 
-def test_a_warning_names_attacks_that_read_classifiers(tmp_path: Path) -> None:
-    model = made(lambda: bert(SEQUENCE))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("embeddings" in name)
-    batch = {"input_ids": texts(2), "labels": torch.tensor([0, 1])}
-    monitor = LeakageMonitor(SubspaceWords(), every_n_steps=1)
-    loader = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match=r"BagOfWords\(\) would read some"):
-        fit([monitor], tmp_path, module=CausalLMModule(model.train()), loader=loader)
-
-
 # ---- two vocabularies -----------------------------------------------------------------------
 
 

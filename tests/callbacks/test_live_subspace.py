@@ -306,14 +306,6 @@ def _stacked(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {k: torch.tensor([row[k] for row in rows]) for k in rows[0]}
 
 
-def test_scores_of_all_canaries_are_refused() -> None:
-    items = [{"input_ids": [5, 6, 7 + i]} for i in range(3)]
-    canaries = with_canaries(items[:1], items[1:], seed=1).canaries
-    games = Games(canaries=canaries, score_canaries="max")
-    with pytest.raises(ValueError, match="of its own"):
-        LeakageMonitor([SubspaceMembership([[5, 6, 7]])], every_n_steps=1, games=games)
-
-
 @pytest.mark.parametrize("side", ["whole", "lora"])
 def test_whole_texts_are_read_while_training(tmp_path: Path, side: str) -> None:
     lora = {**LORA, "target_modules": ["q_proj", "k_proj", "v_proj"]} if side == "lora" else None

@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGu
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.engine.choice import listed
-from lightning_fedleak.engine.run import EveryNSteps, MaxOverhead
+from lightning_fedleak.engine.scheduler import EveryNSteps, MaxOverhead
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy

@@ -24,8 +24,10 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.engine.channels import WordsChannel
 from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.outcomes import Outcome, Series, pending
 from lightning_fedleak.engine.results import Results
-from lightning_fedleak.engine.run import Look, MaxOverhead, Outcome, Series, pending
+from lightning_fedleak.engine.run import Look
+from lightning_fedleak.engine.scheduler import MaxOverhead
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.federation import RoundObserver, RoundSettings, trained_state
 from lightning_fedleak.model.snapshots import Observation, Stage

@@ -12,8 +12,9 @@ import pytest
 
 from lightning_fedleak import FCMembership, LeakageMonitor, RiskGate, SubspaceWords
 from lightning_fedleak.engine import GateActions
+from lightning_fedleak.engine.outcomes import Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.engine.results import Results
-from lightning_fedleak.engine.run import Look, Outcome, Series, not_shared, pending, unknown
+from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.records import Judgement
@@ -144,9 +145,10 @@ def engine_of(
     values: dict[str, float], names: tuple[str, ...] = ("a", "b"), why: str = ""
 ) -> SimpleNamespace:
     return SimpleNamespace(
-        results=SimpleNamespace(latest=values, look_values=values, last_step=0, trials={}),
+        results=SimpleNamespace(
+            latest=values, look_values=values, last_step=0, trials={}, untested={"words": why}
+        ),
         unread=lambda name: None,
-        untested=lambda name: why,
         judge_worst=lambda known, at_most: {n: Judgement(value) for n, value in known.items()},
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
@@ -238,9 +240,12 @@ def test_a_share_below_chance_is_refused() -> None:
 def test_names_are_known_before_the_run() -> None:
     monitor = LeakageMonitor([Probe(), SubspaceWords(), FCMembership(layer=1)])
     assert {WORDS, "leakage/worst/membership"} <= set(monitor.metric_names())
-    assert monitor.engine.headlines_of(WORDS) == ("leakage/probe/f1", "leakage/subspace_words/f1")
-    assert monitor.engine.headlines_of("leakage/probe/f1") == ()
-    assert monitor.engine.headlines_of("leakage/worst/texts") == ()
+    assert monitor.engine.results.headlines_of(WORDS) == (
+        "leakage/probe/f1",
+        "leakage/subspace_words/f1",
+    )
+    assert monitor.engine.results.headlines_of("leakage/probe/f1") == ()
+    assert monitor.engine.results.headlines_of("leakage/worst/texts") == ()
 
 
 def test_evidence_of_the_worst_survives_a_checkpoint() -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.pool import NoOthers, collect
+from lightning_fedleak.engine.channels.pool import NoOthers, collect
 from lightning_fedleak.evaluation.canaries import LeftOutRecord, TrainingRows, leave_out
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 
@@ -264,7 +264,7 @@ def test_rows_that_are_not_asked_about_are_searched_for_repeats() -> None:
 
 
 def test_only_so_many_rows_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_fedleak.engine.pool.MOST_ROWS", 400)
+    monkeypatch.setattr("lightning_fedleak.engine.channels.pool.MOST_ROWS", 400)
     pool = collect(loader(rows(2000)), Memorization(max_overhead=0.2), read)
     assert pool.searched == pytest.approx(400 / (2000 - 333))
     assert "(in 24% of the rows)" in pool.cost

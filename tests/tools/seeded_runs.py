@@ -137,7 +137,7 @@ def with_own_canaries() -> Any:
 
 def monitor(attacks: Any, **settings: Any) -> Any:
     """A LeakageMonitor, with settings of membership games and rare ones in their groups."""
-    names = ("targets", "held_out", "window", "scale", "canaries", "score_canaries")
+    names = ("targets", "held_out", "window", "scale", "canaries")
     games = {name: settings.pop(name) for name in names if name in settings}
     rare = {name: settings.pop(name) for name in ("texts",) if name in settings}
     return fedleak.LeakageMonitor(
@@ -347,12 +347,6 @@ def shown_by(run: Run, folder: Path, **how: Any) -> dict[str, list[str]]:
             *leaves(checkpoint.get(CHECKPOINT_KEY, {})),
         ],
         "warnings": [plain(text, folder) for text in own],
-        "canary scores": [
-            f"{name}: {c.canary_scores(name).tolist()}"
-            for c in callbacks
-            if is_monitor(c)
-            for name in (c.state_dict()["canary_scores"] or {"looks": ()})["looks"]
-        ],
         "model": [digest([p.data for p in trainer.lightning_module.parameters()])],
         "random numbers": [digest([torch.get_rng_state()])],
     }
@@ -407,7 +401,7 @@ def watched(attacks: Callable[[], Any], every: int = 3, **more: Any) -> Callable
 
 def own_canaries() -> list[Any]:
     data = with_own_canaries()
-    games = {"canaries": data.canaries, "score_canaries": "max", "targets": 3, "window": 2}
+    games = {"canaries": data.canaries, "targets": 3, "window": 2}
     return [
         monitor(
             fedleak.FCMembership(1), every_n_steps=1, held_out=fedleak.PublicText(HELD_OUT), **games
@@ -577,7 +571,7 @@ def checkpointed() -> list[Any]:
         fedleak.FCMembership(1),
         fedleak.AttentionMembership(1, public()),
     ]
-    games = {"targets": 4, "window": 3, "canaries": data.canaries, "score_canaries": "mean"}
+    games = {"targets": 4, "window": 3, "canaries": data.canaries}
     return [
         monitor(words, every_n_steps=2, stages=("local", "shared")),
         monitor(players, every_n_steps=1, held_out=fedleak.PublicText(HELD_OUT), **games),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,24 +22,27 @@ from lightning_fedleak.attacks.memorization import (
     MemorizationAttack,
     blind_scores,
 )
-from lightning_fedleak.engine.channels.account import BOUND, AccountGame
-from lightning_fedleak.engine.channels.base import Channel, Plan
-from lightning_fedleak.engine.channels.reading import PoolReading, too_few_others
+from lightning_fedleak.engine.channels.account import (
+    BOUND,
+    AccountGame,
+    PoolReading,
+    too_few_others,
+)
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
-from lightning_fedleak.engine.run import (
+from lightning_fedleak.engine.outcomes import (
     CHOOSE,
     Found,
-    Look,
     Outcome,
     Result,
-    Run,
     Series,
     Unknown,
     Waiting,
-    reason,
     unknown,
 )
+from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     TIERS,
@@ -90,7 +93,6 @@ class MemorizationChannel(Channel):
     width = 3 * len(metrics) + len(extras)
     reads_updates = True
     at_weights = True
-    looks_dependent = True
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
     absent: ClassVar[str] = ""
@@ -113,16 +115,18 @@ class MemorizationChannel(Channel):
 
     # ---- names ------------------------------------------------------------------------------
 
-    def series(self, attack: Attack, stage: Stage) -> Series | None:
-        """Return None: what is released has one series, whatever stages are measured."""
-        return None
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """Return none: what is released has one series, whatever stages are measured."""
+        return []
 
-    def further_series(self) -> list[Series]:
-        """Return the series of each attack on the released model."""
-        return self._series_of(self.listed_attacks)
+    def further_series(self, attack: Attack) -> list[Series]:
+        """Return the series of an attack on the released model."""
+        return [Series.at(Stage.RELEASED, attack.name)]
 
-    def _series_of(self, attacks: Sequence[MemorizationAttack]) -> list[Series]:
-        return [Series.at(Stage.RELEASED, attack.name) for attack in attacks]
+    @property
+    def _played(self) -> list[Series]:
+        """The series of the attacks that are played."""
+        return [series for attack in self.attacks for series in self.further_series(attack)]
 
     def charted(self, series: Series) -> tuple[str, ...]:
         """Return the rates of membership, or those of extraction."""
@@ -332,7 +336,7 @@ class MemorizationChannel(Channel):
             look: where the answers go.
             epoch: counted from 0.
         """
-        every = self._series_of(self.attacks)
+        every = self._played
         pool = self._pool
         if pool is None or self._base is None:
             why = "what the base said is not known: the run was resumed without its record"
@@ -407,7 +411,7 @@ class MemorizationChannel(Channel):
 
     def results(self, look: Look) -> dict[Series, Result]:
         """Return what each attack's values are, packed."""
-        return {one: self._packed(look, one) for one in self._series_of(self.attacks)}
+        return {one: self._packed(look, one) for one in self._played}
 
     def _packed(self, look: Look, series: Series) -> Result:
         answer = look.answers.get(series, "the attack was not run")

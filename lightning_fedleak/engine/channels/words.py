@@ -11,21 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, Capability, ThreatModelError, WordGuess
-from lightning_fedleak.engine.channels.base import Channel, Plan, guess, worst_of
+from lightning_fedleak.engine.channels.base import Channel, guess, worst_of
+from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.run import (
-    Look,
-    Moment,
-    Outcome,
-    Pages,
-    Run,
-    Series,
-    Trials,
-    Unknown,
-    Waiting,
-    reason,
-)
+from lightning_fedleak.engine.outcomes import Outcome, Series, Trials, Unknown, Waiting
+from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
+from lightning_fedleak.engine.tensorboard import add_scores
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
 from lightning_fedleak.model.anatomy import matrix_shape
@@ -139,8 +131,11 @@ class WordsChannel(Channel):
     # ---- a fit ------------------------------------------------------------------------------
 
     def open(self, run: Run) -> None:
-        """Find out whether a classifier's tokens see later ones."""
+        """Find out what can be named, and whether a classifier's tokens see later ones."""
         super().open(run)
+        rows = matrix_shape(run.anatomy.embedding)
+        # Rows of the head, or of the embedding if more.
+        self._size = max(run.anatomy.vocab_size, 0 if rows is None else rows[0])
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
 
     def plan(self, attack: Attack) -> Plan:
@@ -232,8 +227,7 @@ class WordsChannel(Channel):
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Count a guess against the words of the look's batches."""
-        if not isinstance(answer, WordGuess):
-            raise TypeError(f"no score is known for a {type(answer).__name__}")
+        assert isinstance(answer, WordGuess)
         assert self._truth is not None
         types = self._truth.types(answer.surface)
         metric = self._metric()
@@ -251,12 +245,6 @@ class WordsChannel(Channel):
     def _metric(self) -> WordRecovery:
         return WordRecovery(self._size, sync_on_compute=False)
 
-    @property
-    def _size(self) -> int:
-        """Number of types that can be named: rows of the head, or of the embedding if more."""
-        rows = matrix_shape(self.run.anatomy.embedding)
-        return max(self.run.anatomy.vocab_size, 0 if rows is None else rows[0])
-
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """Write the revealed words, and draw the scores of used and unused types."""
         for series in (s for s in outcomes if s in look.notes):
@@ -264,7 +252,7 @@ class WordsChannel(Channel):
             if pages.reveal is not None:
                 _reveal(pages.reveal, f"== step {look.step}, {series.log_name}", answer, types)
             if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
-                _add_histograms(pages.boards, series.log_name, answer, types, look.step)
+                add_scores(pages.boards, series.log_name, answer, types, look.step)
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -301,18 +289,3 @@ def _reveal(files: RevealFiles, title: str, answer: WordGuess, truth: Tensor) ->
     kinds = {"recovered": right, "wrong": wrong, "missed": missed}
     lines = [f"{kind} ({len(ids)}): {files.each(ids)}" for kind, ids in kinds.items()]
     files.append("words", [title, *lines])
-
-
-def _add_histograms(
-    boards: Sequence[Any], name: str, guess: WordGuess, truth: Tensor, step: int
-) -> None:
-    """Draw a histogram of the scores of used types, and one of unused types."""
-    if not boards or guess.scores is None:
-        return
-    used = torch.zeros(guess.scores.shape[0], dtype=torch.bool, device=guess.scores.device)
-    used[truth.to(used.device)] = True
-    for board in boards:
-        for label, scores in (("used", guess.scores[used]), ("unused", guess.scores[~used])):
-            finite = scores[scores.isfinite()]
-            if finite.numel():
-                board.add_histogram(f"{name}/score_of_{label}_types", finite, step)

@@ -40,8 +40,8 @@ from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.budget import curve_of
 from lightning_fedleak.defenses.dpsgd import Users
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels import reading
-from lightning_fedleak.engine.pool import collect
+from lightning_fedleak.engine.channels import account
+from lightning_fedleak.engine.channels.pool import collect
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import visible_tpr
@@ -583,7 +583,7 @@ def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_pa
         )
         gate = found[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
         train = leave_out(rows(300), 100, seed=1)[0]
-        with mock.patch("lightning_fedleak.engine.pool.LEAST_POOL", 40):
+        with mock.patch("lightning_fedleak.engine.channels.pool.LEAST_POOL", 40):
             fit([watching, gate], data=train, max_epochs=1)
         assert watching.latest["leakage/combined/auc_provable"] == pytest.approx(0.0125**0.05)
     assert found[0.79].fired is None
@@ -595,9 +595,9 @@ def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_pa
 def test_what_so_few_texts_do_show_counts(tmp_path: Path) -> None:
     """An interval of an AUC below 1 may end above that of an AUC of 1."""
     shown = {"auc": 0.988, "auc_low": 0.953, "auc_high": 0.997, "auc_provable": 0.943}
-    whole = reading.membership_values
+    whole = account.membership_values
     gate = RiskGate("leakage/combined/auc", at_most=0.95, action="warn", strict=False)
-    with mock.patch.object(reading, "membership_values", lambda *a, **k: whole(*a, **k) | shown):
+    with mock.patch.object(account, "membership_values", lambda *a, **k: whole(*a, **k) | shown):
         gated(tmp_path, gate)
     assert gate.fired is not None
     assert gate.fired.value == 0.953

@@ -291,8 +291,6 @@ class LeakageMonitor(EitherCallback):
         self.engine.reset()
         self._check_names(trainer)
         self.client = trainer_facts.resolve_client(self._settings.client, trainer.strategy)
-        processes = trainer_facts.processes_of(trainer, self.client)
-        self.engine.check(processes)
 
     def _check_names(self, trainer: L.Trainer) -> None:
         """Refuses two monitors of one run that log under the same names."""

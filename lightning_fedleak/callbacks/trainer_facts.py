@@ -17,7 +17,6 @@ from lightning_fedleak.attacks import Attack, Capability
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import (
     BeforeDefense,
-    Processes,
     Run,
     StageReached,
     declared,
@@ -211,13 +210,6 @@ def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
 def boards_of(trainer: L.Trainer) -> list[TensorBoardLogger]:
     """Return the TensorBoard loggers of a Trainer."""
     return [one for one in trainer.loggers if isinstance(one, both("loggers.TensorBoardLogger"))]
-
-
-def processes_of(trainer: L.Trainer, client: str) -> Processes:
-    """Return how a Trainer's fit is spread."""
-    strategy = trainer.strategy
-    shards = isinstance(strategy, both("strategies.ModelParallelStrategy"))
-    return Processes(trainer.world_size, client, type(strategy).__name__ if shards else None)
 
 
 def training_of(trainer: L.Trainer) -> dict[str, object]:

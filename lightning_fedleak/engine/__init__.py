@@ -36,7 +36,6 @@ from lightning_fedleak.engine.results import WORST as WORST
 from lightning_fedleak.engine.run import AUTOCAST as AUTOCAST
 from lightning_fedleak.engine.run import BeforeDefense as BeforeDefense
 from lightning_fedleak.engine.run import Look as Look
-from lightning_fedleak.engine.run import Processes as Processes
 from lightning_fedleak.engine.run import Run as Run
 from lightning_fedleak.engine.run import StageReached as StageReached
 from lightning_fedleak.engine.run import contained as contained

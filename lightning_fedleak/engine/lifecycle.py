@@ -22,7 +22,7 @@ from lightning_fedleak.engine.lineup import Lineup, check_tokens
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers, check_rounds
 from lightning_fedleak.engine.outcomes import CHOOSE, Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
-from lightning_fedleak.engine.run import Look, Processes, Refusal, Run, contained, reason
+from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
 from lightning_fedleak.engine.tensorboard import Content, add_pages, add_table
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
@@ -41,7 +41,6 @@ class Engine(StepEngine):
 
         engine = Engine(selected("auto"), Options())
         engine.reset()
-        engine.check(processes)                # before the model is on its device
         engine.open(run)
         engine.begin(run, destination)         # calibrates; raises where an attack does not fit
         for batch in loader:
@@ -207,30 +206,6 @@ class Engine(StepEngine):
             channel.clear()
         self.results.reset_families()
 
-    def check(self, processes: Processes) -> None:
-        """Check what can be checked before the model is on its device.
-
-        Args:
-            processes: how the run is spread.
-
-        Raises:
-            ValueError: an attack that the user listed does not fit the run.
-        """
-        ranks = processes.count > 1 and processes.client == "rank"
-        if self.options.local_steps is not None and ranks:
-            raise ValueError(
-                "local_steps describes one client that trains on its own; DDP averages at every "
-                "step. Use client='world', or run one process."
-            )
-        self._refused = {}
-        for channel in self.channels:
-            try:
-                channel.setup(processes)
-            except ValueError as error:
-                if not self.selection.auto:
-                    raise
-                self._refused |= {attack.name: str(error) for attack in channel.attacks}
-
     def open(self, run: Run) -> None:
         """Open the channels on a run.
 
@@ -238,15 +213,25 @@ class Engine(StepEngine):
             run: the run; what it trains is on its device.
 
         Raises:
-            ValueError: public text of another vocabulary, no optimizer, or a channel that does not
-                fit the run.
+            ValueError: public text of another vocabulary, no optimizer, or an attack that the user
+                listed does not fit the run.
         """
         attacks, options = self.selection.attacks, self.options
+        if options.local_steps is not None and run.processes > 1 and run.client == "rank":
+            raise ValueError(
+                "local_steps describes one client that trains on its own; DDP averages at every "
+                "step. Use client='world', or run one process."
+            )
         check_tokens(attacks, options.games.held_out, options.tokenizer, run.anatomy)
         check_optimizers(run.optimizers, attacks)
-        for channel in self.channels:
-            if channel.attacks:
+        self._refused = {}
+        for channel in (channel for channel in self.channels if channel.attacks):
+            try:
                 channel.open(run)
+            except ValueError as error:
+                if not self.selection.auto:
+                    raise
+                self._refused |= {attack.name: str(error) for attack in channel.attacks}
 
     def begin(self, run: Run, destination: log.Destination) -> None:
         """Calibrate the attacks, install the taps and begin the record.

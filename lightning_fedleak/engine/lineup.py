@@ -87,7 +87,7 @@ class Lineup:
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
         self._calibrations: dict[str, tuple[float, float]] = {}
-        self._is_sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
+        self._is_sharded = run.is_sharded
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:

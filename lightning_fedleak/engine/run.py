@@ -41,21 +41,6 @@ BeforeDefense = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Processes:
-    """How a run is spread.
-
-    Attributes:
-        count: processes that train together.
-        client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
-        sharded_by: what gives each process a part of every layer; None: nothing does.
-    """
-
-    count: int
-    client: str
-    sharded_by: str | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run(ABC):
     """One run, as channels and attacks know it. What never changes in it are fields.
@@ -139,6 +124,11 @@ class Run(ABC):
     def epochs(self) -> int | None:
         """Return the number of epochs that the run is to have; None where it is not known."""
         return None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether each process holds a part of every layer."""
+        return any(hasattr(p, "full_tensor") for p in self.anatomy.root.parameters())
 
     @property
     def number(self) -> int:

@@ -92,7 +92,7 @@ REMOVERS = {
 }
 """What leaves its own hook where it fails."""
 PAGES = {
-    *("WordsChannel.published", "MembershipChannel.published"),
+    *("WordsChannel.published", "Channel.published"),
     *(
         "Engine._write_between_looks",
         "Report.write_between_looks",

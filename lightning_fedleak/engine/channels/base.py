@@ -39,7 +39,7 @@ from lightning_fedleak.engine.outcomes import (
     Unknown,
     Waiting,
 )
-from lightning_fedleak.engine.run import Look, Moment, Pages, Processes, Run, reason
+from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import explain_compression
 from lightning_fedleak.model.snapshots import (
@@ -207,13 +207,6 @@ class Channel(ABC):
         return None
 
     # ---- a fit ------------------------------------------------------------------------------
-
-    def setup(self, processes: Processes) -> None:  # noqa: B027
-        """Refuse what does not fit the run, before the model is on its device.
-
-        Raises:
-            ValueError: says which argument to change.
-        """
 
     def open(self, run: Run) -> None:
         """Begin a fit: insert taps."""

@@ -84,8 +84,7 @@ class Controls:
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
         self.needs: dict[str, float] = {}
-        sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
-        self._together = run.processes > 1 and (run.client == "world" or sharded)
+        self._together = run.processes > 1 and (run.client == "world" or run.is_sharded)
         # Under DP the moments of controls must not depend on the data.
         self._by_cadence = bool(accounting(run.defenses))
 

@@ -45,7 +45,7 @@ from lightning_fedleak.engine.channels.targets import (
 )
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import AUDIT, Outcome, Series, Unknown, Waiting
-from lightning_fedleak.engine.run import Look, Moment, Processes, Run, reason
+from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model.anatomy import without_peft
 from lightning_fedleak.model.batches import TokenBatch
@@ -190,36 +190,12 @@ class MembershipChannel(Channel):
 
     # ---- a fit ------------------------------------------------------------------------------
 
-    def setup(self, processes: Processes) -> None:
-        """Refuse runs in which the client's part of the games is not known.
+    def open(self, run: Run) -> None:
+        """Begin a fit.
 
         Raises:
-            ValueError: says which setting to change.
+            ValueError: the client's part of the games is not known; says which setting to change.
         """
-        if not self.attacks:
-            return
-        games = f"'{self.attacks[0].name}' plays membership games, which"
-        if processes.sharded_by is not None:
-            raise ValueError(
-                f"{games} need whole layers; {processes.sharded_by} shards them. Use DDP with "
-                "client='rank', or one device; attacks on words and texts run under FSDP2 too."
-            )
-        if processes.count == 1:
-            return
-        if processes.client == "world":
-            raise ValueError(
-                f"{games} ask one process's batch; with client='world' the batch is spread over "
-                "several. Use client='rank', or run one process."
-            )
-        if Stage.AGGREGATE in self.settings.stages:
-            raise ValueError(
-                f"{games} ask one client's batch; what remains of it in the mean over clients is "
-                "not computed. Leave 'aggregate' out of stages=, or give these attacks a monitor "
-                "of their own."
-            )
-
-    def open(self, run: Run) -> None:
-        """Begin a fit."""
         super().open(run)
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._sources = Sources(
@@ -231,6 +207,28 @@ class MembershipChannel(Channel):
         self.earlier_batches = EARLIER_BATCHES if self.games.held_out is None else 0
         self._replaced = any(d.acts_on_batches for d in run.defenses)
         self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
+        self._check_processes(run)
+
+    def _check_processes(self, run: Run) -> None:
+        games = f"'{self.attacks[0].name}' plays membership games, which"
+        if run.is_sharded:
+            raise ValueError(
+                f"{games} need whole layers, and this model is sharded. Use DDP with "
+                "client='rank', or one device; attacks on words and texts run under FSDP2 too."
+            )
+        if run.processes == 1:
+            return
+        if run.client == "world":
+            raise ValueError(
+                f"{games} ask one process's batch; with client='world' the batch is spread over "
+                "several. Use client='rank', or run one process."
+            )
+        if Stage.AGGREGATE in self.settings.stages:
+            raise ValueError(
+                f"{games} ask one client's batch; what remains of it in the mean over clients is "
+                "not computed. Leave 'aggregate' out of stages=, or give these attacks a monitor "
+                "of their own."
+            )
 
     def plan(self, attack: Attack) -> Plan:
         """Return a plan without roles, because the server adds the layers that are read.

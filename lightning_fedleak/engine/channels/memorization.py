@@ -71,6 +71,7 @@ class MemorizationChannel(Channel):
 
     Attributes:
         absent: what attacks that choose themselves lack here, where none of them is a candidate.
+        folder: keeps what a resumed run needs.
     """
 
     guesses = Guess
@@ -104,7 +105,7 @@ class MemorizationChannel(Channel):
         self._account: AccountGame | None = None
         self._refusal: str | None = None
         self._base: TokenSnapshot | None = None
-        self._folder = Path()
+        self.folder = Path()
         self._saved: Mapping[str, Any] = {}
         self._looks, self._due = 0, 0
         self._reading_seconds = 0.0
@@ -192,10 +193,6 @@ class MemorizationChannel(Channel):
             chooses=CHOOSE in self.run.watched,
             rounds=self.run.unit == "round",
         )
-
-    def keep_in(self, folder: Path) -> None:
-        """Keep what a resumed run needs in a folder."""
-        self._folder = folder
 
     def plan(self, attack: Attack) -> Plan:
         """Return the plan of an attack on the released model."""
@@ -296,8 +293,7 @@ class MemorizationChannel(Channel):
         Raises:
             UnusableObservation: it cannot be asked, on this process or on another one.
         """
-        sharded = any(hasattr(p, "full_tensor") for p in self.run.anatomy.root.parameters())
-        alone = self.run.processes == 1 or sharded
+        alone = self.run.processes == 1 or self.run.is_sharded
         first, every = (0, 1) if alone else (self.run.rank, self.run.processes)
         rows = list(range(first, len(pool.texts), every))
         failure: Exception | None = None
@@ -340,7 +336,7 @@ class MemorizationChannel(Channel):
         pool = self._pool
         if pool is None or self._base is None:
             why = "what the base said is not known: the run was resumed without its record"
-            look.answers |= dict.fromkeys(every, f"{why} ({self._folder / self.file})")
+            look.answers |= dict.fromkeys(every, f"{why} ({self.folder / self.file})")
             return
         self._newest = None
         counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
@@ -510,7 +506,7 @@ class MemorizationChannel(Channel):
         if self._pool is None or self._base is None:
             return {}
         tensors = self._tensors(self._pool, self._base)
-        file = self._folder / self.file
+        file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
             save_private(file, tensors)
         return {

@@ -48,7 +48,7 @@ class WeightLooks:
         self._run = run
         self._channels = tuple(c for c in channels if isinstance(c, MemorizationChannel))
         for channel in self._channels:
-            channel.keep_in(folder)
+            channel.folder = folder
         self._series = {s: c for s, c in series.items() if c in self._channels}
         self._exchange = Exchange(run, series)
         self.looked_at: int | None = None

@@ -352,25 +352,6 @@ def test_a_batch_of_one_s_own_type_needs_no_adapter(tmp_path):
     assert monitor.latest["leakage/probe/recall"] > 0
 
 
-def test_a_batch_of_one_s_own_type_is_refused_before_anything_is_calibrated(tmp_path):
-    """Where a compiled model shows no graph."""
-    probe, compiled = Probe(), tiny_gpt2().train()
-    compiled.compile(backend="eager")
-    with pytest.raises(BatchError, match=r"takes a Texts(?s:.*)input_ids=batch\.tokens") as refused:
-        fit([LeakageMonitor(probe)], tmp_path, module=Typed(compiled))
-    assert "labels=batch.targets" in str(refused.value)
-    assert probe.prepared == 0
-    loader = loader_of_texts()
-    monitor = LeakageMonitor(
-        probe,
-        settings=MonitorSettings(
-            batch_adapter=lambda batch: TokenBatch(batch.tokens, batch.targets, None, "causal")
-        ),
-    )
-    fit([monitor], tmp_path, module=Typed(tiny_gpt2().train()), loader=loader)
-    assert monitor.failures == 0
-
-
 def test_an_adversary_that_sees_no_bias_is_refused_by_name(tmp_path):
     with pytest.raises(ThreatModelError, match=r"bias_sign.*output head's bias"):
         fit([LeakageMonitor(BiasSign())], tmp_path)

@@ -23,12 +23,6 @@ def is_first_process() -> bool:
     return bool(rank == 0)
 
 
-def rank_zero_debug(text: str) -> None:
-    """Log a text for those who look for details."""
-    if is_first_process():
-        rank_zero.log.debug(text, stacklevel=2)
-
-
 def rank_zero_info(text: str) -> None:
     """Log a text for information."""
     if is_first_process():

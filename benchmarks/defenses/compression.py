@@ -43,7 +43,8 @@ from lightning_fedleak.attacks import (
     UnusableObservation,
 )
 from lightning_fedleak.defenses import GradientCompression
-from lightning_fedleak.engine.channels.base import Plan, find_unreadable
+from lightning_fedleak.engine.channels.base import find_unreadable
+from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.evaluation.metrics import TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import in_true_order
 from lightning_fedleak.model.anatomy import find_anatomy

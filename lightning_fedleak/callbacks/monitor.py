@@ -27,7 +27,6 @@ from lightning_fedleak.engine import (
     selected,
     to_dataframe,
 )
-from lightning_fedleak.engine.truth import why_no_graph
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
@@ -55,15 +54,12 @@ class MonitorSettings(LookSettings):
             ``"rank"``.
         utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>`` at looks,
             and where a validation or an epoch changed them; their best is logged at the end.
-        head_own_part: attack the head's own part of a tied matrix as well, logged as
-            ``leakage_local/<attack>_head_only``: the worst case, which no adversary sees.
         memorization: how the trained weights are tested, see
             :class:`~lightning_fedleak.engine.Memorization`.
     """
 
     client: Literal["rank", "world"] | None = None
     utility: str | Sequence[str] = ("train_loss", "val_loss")
-    head_own_part: bool = False
     memorization: Memorization = field(default_factory=Memorization)
 
 
@@ -276,29 +272,6 @@ class LeakageMonitor(EitherCallback):
         """
         return to_dataframe(self.engine.jsonl)
 
-    def canary_scores(self, attack: str | None = None) -> Tensor:
-        """(m,) one score for each of ``canaries=``, for a one-run audit.
-
-        ::
-
-            games = Games(canaries=train.canaries, score_canaries="max")
-            monitor = LeakageMonitor(attack, games=games)
-            trainer.fit(...)
-            audit_canaries(train.canaries, monitor.canary_scores(), delta=1e-5)
-
-        What is audited is what left the client at the looks, and the bound holds under per-sample
-        clipping (DPSGD): see :class:`~lightning_fedleak.engine.channels.targets.CanaryScores`.
-        Scores show which canaries are in the data as far as the releases do: keep a checkpoint
-        that holds them as you keep the record.
-
-        Args:
-            attack: name of the attack; may be left out where one membership attack is listed.
-
-        Raises:
-            ValueError: no ``score_canaries``, no such attack, or no look has scored them.
-        """
-        return self.engine.canary_scores(attack)
-
     def subscribe(self, listener: Callable[[L.Trainer], None]) -> None:
         """Call ``listener(trainer)`` on every process after each look, until the fit ends."""
 
@@ -318,8 +291,6 @@ class LeakageMonitor(EitherCallback):
         self.engine.reset()
         self._check_names(trainer)
         self.client = trainer_facts.resolve_client(self._settings.client, trainer.strategy)
-        processes = trainer_facts.processes_of(trainer, self.client)
-        self.engine.check(processes, lambda: self._find_anatomy(pl_module))
 
     def _check_names(self, trainer: L.Trainer) -> None:
         """Refuses two monitors of one run that log under the same names."""
@@ -344,8 +315,6 @@ class LeakageMonitor(EitherCallback):
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = self._find_anatomy(pl_module)
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
-        if self.engine.options.batch_adapter is None and why_no_graph(run) is not None:
-            trainer_facts.check_batch_type(pl_module, run.anatomy.kind)
         boards = trainer_facts.boards_of(trainer) if trainer.is_global_zero else []
         destination = Destination(
             self.log_dir or Path(trainer.log_dir or trainer.default_root_dir),

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,15 +17,13 @@ from lightning_fedleak.attacks import Attack, Capability
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import (
     BeforeDefense,
-    Processes,
     Run,
     StageReached,
     declared,
     optimizers_of,
 )
 from lightning_fedleak.lightning_packages import EitherStrategy, both
-from lightning_fedleak.model.anatomy import Anatomy, Kind
-from lightning_fedleak.model.batches import BatchError, adapter_to_copy
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.strategies import DefendedStrategy
 
@@ -183,33 +180,6 @@ def _clip_value(trainer: L.Trainer) -> float | None:
     return value if by_value and not clips_itself else None
 
 
-def check_batch_type(module: Any, kind: Kind) -> None:
-    """Refuse a ``training_step`` that is annotated with a batch of one's own form.
-
-    This is for runs whose steps' graph cannot be read. A batch whose type is not told is read when
-    the first one comes.
-
-    Args:
-        module: the LightningModule.
-        kind: of the model.
-
-    Raises:
-        BatchError: shows a ``batch_adapter`` to copy.
-    """
-    try:
-        hints = get_type_hints(module.training_step)
-        batch = hints.get(next(iter(signature(module.training_step).parameters)))
-    except (AttributeError, NameError, StopIteration, TypeError, ValueError):
-        return  # a type that is imported for checkers only, or none
-    fields = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
-    has_ids = "input_ids" in (fields or ()) or hasattr(batch, "input_ids")
-    if isinstance(batch, type) and fields is not None and not has_ids:
-        raise BatchError(
-            f"training_step takes a {batch.__name__}, which has no 'input_ids', so that it is not "
-            f"known what its fields mean. Say it:\n{adapter_to_copy(batch, kind)}"
-        )
-
-
 def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
     """Return who is a client: as the user says, else as the strategy says, else each rank.
 
@@ -240,13 +210,6 @@ def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
 def boards_of(trainer: L.Trainer) -> list[TensorBoardLogger]:
     """Return the TensorBoard loggers of a Trainer."""
     return [one for one in trainer.loggers if isinstance(one, both("loggers.TensorBoardLogger"))]
-
-
-def processes_of(trainer: L.Trainer, client: str) -> Processes:
-    """Return how a Trainer's fit is spread."""
-    strategy = trainer.strategy
-    shards = isinstance(strategy, both("strategies.ModelParallelStrategy"))
-    return Processes(trainer.world_size, client, type(strategy).__name__ if shards else None)
 
 
 def training_of(trainer: L.Trainer) -> dict[str, object]:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak import attacks
-from lightning_fedleak.engine.channels.base import Plan
+from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.run import reason
-from lightning_fedleak.messages import rank_zero_debug, rank_zero_info
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import context_length
@@ -34,14 +33,8 @@ MOST_LINES = 10
 WIDTH = 110
 """Columns of that table."""
 
-_ELSEWHERE = (
-    "Not among these: FlatChat and RevealLabels (AlignedFlatChat reads the same gradient); whole "
-    "texts, which take seconds a look (list SubspaceTexts()); attacks on hidden states at a split "
-    "(list PrefixInversion(layer=...), say)"
-)
 _WRITTEN = ". Calibrated on text that the model writes itself; public_text= takes yours:"
 _NOTHING = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
-_CRAFTED = "; a server that adds layers of its own (assume=DISHONEST_SERVER)"
 ROWS = 8
 """Texts of the batch that a look is tried on."""
 _LENGTH = 64
@@ -152,61 +145,28 @@ def in_short(attack: str, refusal: str) -> str:
     return first.removesuffix(".").removesuffix(": remove the attack")
 
 
-def show(
-    rows: Sequence[Row],
-    unread: Sequence[str],
-    assumed: Collection[attacks.Capability],
-    *,
-    writes: bool = False,
-    watcher: str = "LeakageMonitor",
-) -> None:
-    """Logs before the first step which attacks are played, and at level DEBUG with every name.
-
-    Args:
-        rows: one for each attack.
-        unread: names of shared parameters that none of them reads.
-        assumed: what the adversary has besides what it sees.
-        writes: they are calibrated on text that the model writes itself.
-        watcher: who plays them.
-    """
-    rank_zero_info(table(rows, unread, writes=writes, watcher=watcher))
-    start = _start([name for row in rows for name in row.reads] + list(unread))
-    lines = [table(rows, unread, writes=writes, watcher=watcher, whole=True)]
-    if start:
-        lines.append(f"  Names begin with {start}")
-    if unread:
-        names = listed([name.removeprefix(start) for name in unread])
-        lines += _wrapped("  Shared, tested by no attack: ", names)
-    crafted = "" if frozenset(assumed) >= attacks.DISHONEST_SERVER else _CRAFTED
-    rank_zero_debug("\n".join([*lines, *_wrapped("  ", f"{_ELSEWHERE}{crafted}.")]))
-
-
 def table(
     rows: Sequence[Row],
     unread: Sequence[str],
     *,
     writes: bool = False,
     watcher: str = "LeakageMonitor",
-    whole: bool = False,
 ) -> str:
     """A line for each attack, or a few where it is not played and there is room for the reason.
 
     Args:
-        rows: as of :func:`show`.
-        unread: as there.
-        writes: as there.
-        watcher: as there.
-        whole: nothing is cut; otherwise there are at most ten lines.
+        rows: one for each attack.
+        unread: names of shared parameters that none of them reads.
+        writes: they are calibrated on text that the model writes itself.
+        watcher: who plays them.
     """
     start = _start([name for row in rows for name in row.reads] + list(unread))
     played = any(row.why_not is None for row in rows)
     does = f"these attacks{_WRITTEN if writes else ':'}" if played else _NOTHING
     lines, ending = [f"{watcher} plays {does}"], []
-    if unread and not whole:
-        ending.append(
-            f"  Shared, tested by no attack: {len(unread)} parameters. "
-            "Their names: run.jsonl, and the log at level DEBUG."
-        )
+    if unread:
+        n = len(unread)
+        ending.append(f"  Shared, tested by no attack: {n} parameters. Their names: run.jsonl.")
     spare = MOST_LINES - len([*lines, *rows, *ending])
     width = max((len(row.attack) for row in rows), default=0)
     first_with: dict[str, str] = {}
@@ -222,14 +182,22 @@ def table(
                 cost = f", calibrated in {seconds:.2g} s{memory}"
             cost += "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
             text = f"played{cost}: reads {reads or 'layers that the server adds'}"
-        elif first_with.setdefault(row.why_not, row.attack) != row.attack and not whole:
+        elif first_with.setdefault(row.why_not, row.attack) != row.attack:
             text = f"not played, as {first_with[row.why_not]}"
         else:
             text = f"not played: {row.why_not}"
         begin = f"  {row.attack:<{width}}  "
-        if row.why_not is None and row.never is None and not whole and len(begin + text) > WIDTH:
+        if row.why_not is None and row.never is None and len(begin + text) > WIDTH:
             text = f"{text[: WIDTH - len(begin) - 4]} ..."  # within a name, where it is long
-        shown = _wrapped(begin, text, None if whole else 1 + max(0, spare))
+        shown = textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent=begin,
+            subsequent_indent=" " * len(begin),
+            break_long_words=False,
+            max_lines=1 + max(0, spare),
+            placeholder=" ...",
+        )
         spare -= len(shown) - 1
         lines += shown
     return "\n".join([*lines, *ending])
@@ -242,18 +210,6 @@ def _start(names: Sequence[str]) -> str:
     while same and any(p[len(same)].isdigit() for p in parts if len(p) > len(same)):
         same.pop()
     return "".join(f"{column[0]}." for column in same)
-
-
-def _wrapped(start: str, text: str, most: int | None = None) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        max_lines=most,
-        placeholder=" ...",
-    )
 
 
 def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.engine import Engine
+from lightning_fedleak.engine.lifecycle import Engine
+from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.results import WORST
-from lightning_fedleak.engine.run import Unknown
 from lightning_fedleak.messages import is_first_process
 from lightning_fedleak.validate import check_number
 
@@ -162,7 +162,7 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
         fresh: clients begin each round with a fresh optimizer.
     """
     root, _, rate = name.rpartition("/")
-    names = engine.headlines_of(name) if root == WORST else (name,)
+    names = engine.results.headlines_of(name) if root == WORST else (name,)
     verdicts = [
         (
             channel.never_judged(one.rpartition("/")[-1]),

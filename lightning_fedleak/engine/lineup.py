@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
-from inspect import signature
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack, Capability, MissingText, PublicText, share_samples
-from lightning_fedleak.engine import choice
+from lightning_fedleak.attacks import Attack, MissingText, PublicText, share_samples
 from lightning_fedleak.engine.cache import CalibrationCache, hash_of_weights
-from lightning_fedleak.engine.channels.base import (
-    HEAD_CAPABILITIES,
-    Channel,
-    Plan,
-    check_forward,
-    family_of,
-)
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
 from lightning_fedleak.engine.choice import (
     ROWS,
     Row,
@@ -28,12 +20,14 @@ from lightning_fedleak.engine.choice import (
     listed,
     look_seconds,
     reads_of,
+    table,
     unread_names,
 )
-from lightning_fedleak.engine.options import Games, Options, Selection, every_attack
-from lightning_fedleak.engine.run import Run, Unknown, reason
+from lightning_fedleak.engine.options import Options, Selection
+from lightning_fedleak.engine.outcomes import Unknown
+from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
-from lightning_fedleak.model.anatomy import Anatomy, matrix_shape, without_peft
+from lightning_fedleak.model.anatomy import Anatomy, matrix_shape
 from lightning_fedleak.model.model_runs import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track, used_bytes
 
@@ -93,7 +87,7 @@ class Lineup:
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
         self._calibrations: dict[str, tuple[float, float]] = {}
-        self._is_sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
+        self._is_sharded = run.is_sharded
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:
@@ -102,7 +96,7 @@ class Lineup:
                     if self._choosing:  # one that is listed may be set so that it needs no text
                         check_forward(attack, run.anatomy)
                     channel.plan(attack)
-                    channel.admit(attack)
+                    admit(attack, channel.sees, run)
             channel.leave_out(self._refused.keys())
 
     @contextmanager
@@ -163,48 +157,16 @@ class Lineup:
             f"{n} trained parameter{'s are' if n > 1 else ' is'}"
         )
 
-    def show(self, assumed: Collection[Capability]) -> None:
-        """Log which attacks are played by an adversary with these capabilities."""
+    def show(self) -> None:
+        """Log which attacks are played, where they choose themselves."""
         if self._choosing:
             watcher = self._run.watcher
-            choice.show(self.rows, self.unread, assumed, writes=self._writes, watcher=watcher)
+            rank_zero_info(table(self.rows, self.unread, writes=self._writes, watcher=watcher))
 
     @property
     def trained(self) -> tuple[str, ...]:
         """Names of the trained parameters."""
         return self._run.anatomy.trainable_names()
-
-    def others_on(self, family: str) -> str:
-        """What else reads this run, as it is written: attacks of a family that are not in use.
-
-        Args:
-            family: its name in the logs.
-
-        Returns:
-            ``"SubspaceWords() or BagOfWords()"``, say; empty where there is none.
-        """
-        used = {type(attack) for attack in self._attacks}
-        run = replace(self._run, assumed=frozenset(Capability))
-        settings = replace(self._channels[0].settings, games=Games(), head_own_part=False)
-        written = []
-        for attack in every_attack(rounds=self._local_steps is not None):
-            kind = family_of(attack)
-            if kind.family != family or type(attack) in used:
-                continue
-            with suppress(Exception):  # what cannot be tried is not named
-                attack.check_device(run.anatomy)
-                check_forward(attack, run.anatomy)
-                channel = kind([attack], settings)
-                channel.open(run)
-                channel.admit(attack)
-                if channel.plan(attack).exposed:
-                    needed = [
-                        f"{name}=..."
-                        for name, parameter in signature(type(attack)).parameters.items()
-                        if parameter.default is parameter.empty or name == "public_text"
-                    ]
-                    written.append(f"{type(attack).__name__}({', '.join(needed)})")
-        return " or ".join(written)
 
     def follow(self) -> bool:
         """Follows what is trained: layers may be frozen and unfrozen while a run goes on.
@@ -232,13 +194,11 @@ class Lineup:
         for plan in self.plans:
             if plan.exposed:
                 continue
-            others = self.others_on(family_of(plan.attack).family)
             rank_zero_warn(
                 f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
                 f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
-                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. {self._what_leaves()}"
-                + f" {others} would read some of this run."
-                * bool(others)
+                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. {self._what_leaves()} "
+                "attacks='auto' takes every attack that reads this run."
             )
 
     def _what_leaves(self) -> str:
@@ -452,7 +412,6 @@ def _follows_model(attack: Attack) -> bool:
 
 _SMALLEST_SHARE = 0.8  # tokens over rows of the embedding; lower: fewer warnings; not tuned
 _LARGEST_SHARE = 1.05  # the same ratio from above; higher: fewer warnings; not tuned
-_DIFFERING_MARKS = 2  # special ids that differ before a warning; higher: fewer warnings; not tuned
 
 
 def check_tokens(
@@ -540,45 +499,18 @@ def warn_of_other_tokenizers(tokenizers: Collection[Any], anatomy: Anatomy) -> N
     """Warn of tokenizers that are hardly the model's own, though their ids fit.
 
     Such a tokenizer has a twentieth more tokens than the embedding has rows, or a fifth fewer:
-    embeddings are padded, and a few tokens added, by less. Another sign is a different size
-    together with two special ids that differ and none that agrees. A tokenizer of the same size is
-    not recognised.
+    embeddings are padded, and a few tokens added, by less. One of a similar size is not recognised.
     """
     rows = matrix_shape(anatomy.embedding)
     if rows is None:
         return
-    config = getattr(without_peft(anatomy.model), "config", None)
     for tokenizer in {id(t): t for t in tokenizers if t is not None}.values():
         size = _size_of(tokenizer)
-        if size is None or size == rows[0]:
+        if size is None or _SMALLEST_SHARE * rows[0] <= size <= _LARGEST_SHARE * rows[0]:
             continue
-        why = f"the embedding '{anatomy.embedding_name}' has {rows[0]} rows"
-        if _SMALLEST_SHARE * rows[0] <= size <= _LARGEST_SHARE * rows[0]:
-            other = _other_marks(tokenizer, config, rows[0])
-            if len(other) < _DIFFERING_MARKS:
-                continue
-            why += f" and the model's config has other ids for {' and '.join(other)}"
         rank_zero_warn(
             f"lightning-fedleak: the tokenizer {_describe(tokenizer)}, is hardly this model's: "
-            f"{why}. Its ids fit, but stand for other words. Give the tokenizer that the "
+            f"the embedding '{anatomy.embedding_name}' has {rows[0]} rows. Its ids fit, but stand "
+            "for other words. Give the tokenizer that the "
             "model was trained with."
         )
-
-
-def _other_marks(tokenizer: Any, config: Any, rows: int) -> list[str]:
-    """Return the special tokens whose ids differ; none where one is the same."""
-    marks = []
-    for mark in ("bos", "eos", "pad"):
-        token_id = getattr(tokenizer, f"{mark}_token_id", None)
-        config_id = getattr(config, f"{mark}_token_id", None)
-        ids = [
-            i
-            for i in (config_id if isinstance(config_id, list) else [config_id])
-            if isinstance(i, int)
-        ]
-        if not isinstance(token_id, int) or not ids or max(ids) >= rows:
-            continue
-        if token_id in ids:
-            return []
-        marks.append(mark)
-    return marks

@@ -6,23 +6,23 @@ and have mode 0600.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fedleak import records
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.defenses import Defense, DefenseError, Privacy
+from lightning_fedleak.defenses import Defense
+from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.choice import Row
-from lightning_fedleak.engine.run import Look, Outcome, Refusal, Run, Series
+from lightning_fedleak.engine.outcomes import Outcome, Series
+from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
+from lightning_fedleak.engine.run import Look, Refusal, Run, reason
 from lightning_fedleak.engine.tensorboard import BoardLogger, Logger, add_frame
 from lightning_fedleak.extras import install
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
@@ -42,11 +42,6 @@ COLUMNS = (
 HISTOGRAM_EVERY_LOOKS = 10
 GAP = "[?]"
 """Stands for tokens that were not guessed."""
-_OF_THIS_FIT = (
-    *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
-)
-"""Fields of the first line that differ between fits of the same settings."""
-LOGGED = ("epsilon", "delta", "noise_multiplier")
 TRAINING_STEPS = 50
 """Steps between two values of a training metric, which changes at each; Lightning's own default.
 
@@ -157,104 +152,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class RunRecord:
-    """Appends to ``run.jsonl``: what the fit was, beside what was read off it.
-
-    One line when a fit begins (model, training, attacks, defences, gates), one for each look
-    (utility, what defences have spent), one where these have changed between looks, one for each
-    decision of a gate, one for a defence of which the first did not know, one when the fit ends.
-    Of several processes the first one writes.
-
-    Args:
-        path: the file; its folder is made when the first line is written.
-        run: the id that the fit's lines in ``leakage.jsonl`` have.
-        warn: is told why a line could not be written; the fit goes on.
-
-    Attributes:
-        ended: the fit's end is written.
-    """
-
-    def __init__(self, path: Path, run: str, warn: Callable[[str], None]) -> None:
-        self.path = path
-        self.run = run
-        self._warn = warn
-        self.ended = False
-
-    def begins(self, line: records.BeginLine) -> None:
-        """Write that a fit begins, with a hash of its settings without where and when it is."""
-        settings = {
-            name: v for name, v in records.as_json(line).items() if name not in _OF_THIS_FIT
-        }
-        text = json.dumps(settings, sort_keys=True)
-        self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
-
-    def ends(self, step: int, outcome: str, defenses: Sequence[Defense]) -> None:
-        """Write that the fit is over.
-
-        Args:
-            step: optimizer steps that were taken in all.
-            outcome: ``"finished"``, or the class of what was raised.
-            defenses: of the run.
-        """
-        self.ended = True
-        privacy = spendings(defenses)
-        self.append(records.EndLine(run="", step=step, outcome=outcome, privacy=privacy))
-
-    def append(self, line: records.RunLine) -> None:
-        """Write a line, with the fit's id and the time."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        try:
-            records.append_line(self.path, replace(line, run=self.run, time=now))
-        except OSError as error:
-            self._warn(f"{self.path} cannot be written: {error.strerror}")
-
-
-def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
-    """Return what each defence that accounts has spent, and on which releases."""
-    costs = [(defense, _cost(defense)) for defense in defenses]
-    return tuple(
-        records.Spending(
-            defense=defense.name,
-            history=_history(defense),
-            sampling=_sampling(defense),
-            **asdict(cost),
-        )
-        for defense, cost in costs
-        if cost is not None
-    )
-
-
-def _cost(defense: Defense) -> Privacy | None:
-    try:
-        return defense.privacy
-    except DefenseError:  # nothing was released yet
-        return None
-
-
-def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
-    """Return the releases of each defence that accounts, for a checkpoint.
-
-    Nothing is composed, as that may take a second.
-    """
-    histories = [(defense.name, _history(defense)) for defense in defenses]
-    return [
-        {"defense": name, "history": [list(row) for row in history]}
-        for name, history in histories
-        if history
-    ]
-
-
-def _history(defense: Defense) -> tuple[records.Releases, ...]:
-    history = getattr(getattr(defense, "accountant", None), "history", ())
-    return tuple(records.Releases(*row) for row in history)
-
-
-def _sampling(defense: Defense) -> str | None:
-    """Return how the releases of a defence are drawn, as the record names it."""
-    sampling = getattr(getattr(defense, "accountant", None), "sampling", None)
-    return sampling if sampling is None or isinstance(sampling, str) else str(sampling.unit)
-
-
 class UserMetrics:
     """The user's metrics as they were last logged, and the best value of each so far.
 
@@ -356,48 +253,129 @@ class RevealFiles:
 
 
 class Report:
-    """Writes what the looks of one run found: to the loggers and ``leakage.jsonl``.
+    """Write what the looks of one run found: to the loggers, ``leakage.jsonl`` and ``run.jsonl``.
 
     Args:
         run: the run.
         destination: where they go.
+        series: the channel of each series.
         attacks: for their settings.
         jsonl: one line for each look, stage and attack; None on processes that write none.
+        record: says what the run was; None on processes that write none.
         reveal: recovered words and texts; None writes none.
         local_steps: optimizer steps of a round; None without rounds.
 
     Attributes:
         looks: written so far.
         boards: TensorBoard's writers on the process that writes; empty elsewhere.
+        record: as above.
     """
 
     def __init__(
         self,
         run: Run,
         destination: Destination,
+        series: Mapping[Series, Channel],
         attacks: Sequence[Attack],
         jsonl: JsonLines | None,
+        record: RunRecord | None,
         reveal: RevealFiles | None,
         local_steps: int | None,
     ) -> None:
+        self._run = run
         self._watcher = run.watcher
         self._rounds = run.unit == "round"
         self._steps_in_round = 1 if self._rounds else local_steps
         pooled = "pooled" if run.processes > 1 and run.client == "rank" else 0
         self._client = pooled if destination.client is None else destination.client
-        self._attacks = attacks
+        self._series = series
+        self._attacks = {attack.name: attack for attack in attacks}
         self._jsonl = jsonl
+        self.record = record
         self.reveal = reveal
         self._loggers = destination.loggers
         self.boards = destination.boards
         self.looks = 0
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
+        self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
 
     def write(
+        self,
+        look: Look,
+        outcomes: Mapping[Series, Outcome],
+        values: Mapping[str, float],
+        utility: Mapping[str, float],
+        defenses: Sequence[Defense],
+        failures: int,
+        client: str | int | None = None,
+    ) -> None:
+        """Write a look.
+
+        Args:
+            look: the look.
+            outcomes: by series.
+            values: by log name.
+            utility: the user's metrics, by name.
+            defenses: those that account for what they release.
+            failures: results that were unknown so far.
+            client: whose round it was; what the defences have spent is written beside it.
+        """
+        if client is not None:
+            values = privacy_values(defenses) | dict(values)
+        for channel in dict.fromkeys(self._series.values()):
+            shown = {s: o for s, o in outcomes.items() if self._series[s] is channel}
+            try:
+                channel.published(look, shown, self)
+            except Exception as error:
+                self.warn_once(f"not all of a look was written: {reason(error)}")
+        self.write_results(look, outcomes, values)
+        if self.record is not None:
+            self.record.describe(defenses)
+            self.record.append(
+                records.LookLine(
+                    run="",
+                    step=look.step,
+                    client=client,
+                    utility=utility,
+                    privacy=spendings(defenses),
+                    seconds=look.seconds,
+                    failures=failures,
+                )
+            )
+
+    def write_between_looks(
+        self,
+        utility: Mapping[str, float],
+        metrics: UserMetrics,
+        defenses: Sequence[Defense],
+        client: str | int | None = None,
+    ) -> dict[str, float]:
+        """Write the user's metrics, and what defences have spent, but nothing twice at a step.
+
+        Returns:
+            What is new, by log name.
+        """
+        step = self._run.step
+        values = {f"utility/{name}": value for name, value in utility.items()}
+        values |= privacy_values(defenses)
+        values = {n: v for n, v in values.items() if self._logged.get(n) != (step, v)}
+        self._logged |= {name: (step, value) for name, value in values.items()}
+        if values:
+            self._run.publish(values)
+            self.log(values, step)
+        if values and self.record is not None:
+            new = {n: v for n, v in metrics.last.items() if f"utility/{n}" in values}
+            spent = spendings(defenses)
+            self.record.append(
+                records.MetricsLine(run="", step=step, client=client, utility=new, privacy=spent)
+            )
+        return values
+
+    def write_results(
         self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
     ) -> None:
-        """Writes one look; says once for each reason why a result is unknown."""
+        """Write the results of a look; say once for each reason why one is unknown."""
         self.looks += 1
         when, goes_on = f"at step {look.step}", "; training goes on"
         if self._rounds:
@@ -503,7 +481,7 @@ class Report:
         """Write the result of an attack that was played to ``leakage.jsonl``, or warn once."""
         if self._jsonl is None:
             return
-        config = next(a.config() for a in self._attacks if a.name == played)
+        config = self._attacks[played].config()
         try:
             self._jsonl.append(records.ResultLine(client=self._client, config=config, **result))
         except OSError as error:
@@ -516,35 +494,3 @@ def _control_of(outcome: Outcome) -> dict[str, float]:
         return {}
     ends = {"_of_control": outcome.control.rates, "_of_a_part": outcome.control.part}
     return {f"{name}{end}": rate for end, rates in ends.items() for name, rate in rates.items()}
-
-
-# ---- what defences say that their releases have cost ----------------------------------------
-
-
-def accounting(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
-    """Return the defences that account for what they release."""
-    return tuple(d for d in defenses if type(d).privacy is not Defense.privacy)
-
-
-def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
-    """Return what the releases of defences that account have cost so far.
-
-    As ``privacy/epsilon``, ``privacy/delta`` and, where there is one, ``privacy/noise_multiplier``,
-    or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
-    leakage themselves, nor what a gate decides in sight of them.
-    """
-    values: dict[str, float] = {}
-    for defense in defenses:
-        cost = _cost(defense)
-        if cost is not None:
-            root = "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
-            known = {name: getattr(cost, name) for name in LOGGED}
-            values |= {f"{root}/{n}": float(v) for n, v in known.items() if v is not None}
-    return values
-
-
-def privacy_tags(defenses: Sequence[Defense]) -> list[str]:
-    """Return the logged names of every epsilon of defences that account."""
-    if len(defenses) == 1:
-        return ["privacy/epsilon"]
-    return [f"privacy/{defense.name}/epsilon" for defense in defenses]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -25,16 +25,15 @@ from lightning_fedleak.attacks import (
     PublicText,
     RevealLabels,
     SubspaceMembership,
-    SubspaceTexts,
     SubspaceWords,
     TextSource,
 )
 from lightning_fedleak.attacks.memorization import Canaries
-from lightning_fedleak.engine.run import Cadence, EveryNSteps, MaxOverhead
+from lightning_fedleak.engine.scheduler import Cadence, EveryNSteps, MaxOverhead
 from lightning_fedleak.evaluation.canaries import CanarySet
 from lightning_fedleak.model.batches import BatchAdapter
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import check_integer, check_number
 
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""
@@ -47,9 +46,6 @@ Without clipping or noise it changes nothing. With them it is the worst case: a 
 whole norm that it is clipped to. No server has to disturb the model for it: a factor that is still
 zero adds nothing to the output, and its gradient can be made as large as the server likes.
 """
-
-
-Reduction = Literal["max", "mean"]
 
 
 @dataclass(frozen=True)
@@ -81,13 +77,9 @@ class Games:
             (:func:`~lightning_fedleak.evaluation.canaries.with_canaries`). At a look at which some
             are in the batch, membership attacks are also asked for these and for as many that were
             left out of the data; logged as ``audit/<attack>``.
-        score_canaries: ``"max"`` or ``"mean"``: at each look every canary is scored, included or
-            not, and one score for each is kept over looks by this rule
-            (:meth:`LeakageMonitor.canary_scores`). One process only; costs a forward of all
-            canaries at each look.
 
     Raises:
-        ValueError: a number out of range, or scores of no canaries.
+        ValueError: a number out of range.
     """
 
     targets: int = 16
@@ -95,7 +87,6 @@ class Games:
     window: int = 100
     scale: float = SCALE
     canaries: CanarySet | None = None
-    score_canaries: Reduction | None = None
 
     def __post_init__(self) -> None:
         check_integer("targets", self.targets)
@@ -106,9 +97,6 @@ class Games:
                 f"{type(self.held_out).__name__}"
             )
         check_number("scale", self.scale, above=0)
-        check_choice("score_canaries", self.score_canaries, get_args(Reduction), optional=True)
-        if self.score_canaries is not None and self.canaries is None:
-            raise ValueError("score_canaries= scores the texts of canaries=: give these too")
 
 
 @dataclass(frozen=True)
@@ -204,7 +192,6 @@ class Options:
         batch_adapter: reads batches of an unknown form, where the step's graph cannot be read.
         utility: names of the user's metrics that are logged beside leakage.
         local_steps: optimizer steps of a round; None for single gradients.
-        head_own_part: attack the head's own part of a tied matrix too.
         tokenizer: decodes what is revealed.
         games: how membership games are played.
         texts: that are reconstructed at a look, at most.
@@ -219,7 +206,6 @@ class Options:
     batch_adapter: BatchAdapter | None = None
     utility: tuple[str, ...] = ()
     local_steps: int | None = None
-    head_own_part: bool = False
     tokenizer: Any | None = None
     games: Games = field(default_factory=Games)
     texts: int = 4
@@ -300,17 +286,6 @@ def candidates(
     return attacks
 
 
-def every_attack(*, rounds: bool) -> list[Attack]:
-    """Return one attack for each known way to read a run, for messages that name them.
-
-    Args:
-        rounds: whether weight changes are shared.
-    """
-    capabilities = DISHONEST_SERVER | ASSUMED
-    every = candidates(capabilities, "sampled", None, rounds=rounds, weights=not rounds)
-    return [*every, SubspaceTexts()]
-
-
 def selected(
     attacks: Sequence[Attack] | Attack | str,
     assume: Collection[Capability] | None = None,
@@ -374,14 +349,10 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
             raise TypeError(
                 f"attacks must be instances of Attack, such as FlatChat(); got {attack!r}"
             )
-        if not re.fullmatch(r"[A-Za-z0-9_.\-]+", attack.name):
+        if not re.fullmatch(r"(?!worst$)[A-Za-z0-9_.\-]+", attack.name):
             raise ValueError(
                 f"the name {attack.name!r} cannot be part of a log name: use letters, digits, "
-                "'_', '-' and '.'"
-            )
-        if attack.name == "worst":
-            raise ValueError(
-                "an attack cannot be named 'worst': leakage/worst/... is the highest of all"
+                "'_', '-' and '.', but not 'worst', which is the highest of all"
             )
     names = [a.name for a in attacks]
     double = sorted({n for n in names if names.count(n) > 1})
@@ -392,7 +363,7 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
         )
 
 
-def check_rounds(local_steps: int | None, stages: Sequence[Stage], *, head_own_part: bool) -> None:
+def check_rounds(local_steps: int | None, stages: Sequence[Stage]) -> None:
     """Refuse rounds of local steps beside settings that read single gradients.
 
     Raises:
@@ -400,11 +371,10 @@ def check_rounds(local_steps: int | None, stages: Sequence[Stage], *, head_own_p
     """
     if local_steps is None:
         return
-    if local_steps < 1 or tuple(stages) != (Stage.SHARED,) or head_own_part:
+    if local_steps < 1 or tuple(stages) != (Stage.SHARED,):
         raise ValueError(
-            "local_steps must be a positive number with stages=('shared',) and without "
-            f"head_own_part; got local_steps={local_steps}, "
-            f"stages={tuple(str(s) for s in stages)}, head_own_part={head_own_part}"
+            "local_steps must be a positive number with stages=('shared',); got "
+            f"local_steps={local_steps}, stages={tuple(str(s) for s in stages)}"
         )
 
 

@@ -1,36 +1,17 @@
-"""Results: of all processes at a look, and of all looks of a run."""
+"""Results of all looks of a run, and what they are worth at a gate's threshold."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from lightning_fedleak import records
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.run import (
-    PREFIX,
-    Control,
-    Found,
-    Look,
-    Outcome,
-    Result,
-    Run,
-    Series,
-    Trials,
-    Unknown,
-    Waiting,
-    not_shared,
-    pending,
-    reason,
-    unknown,
-)
+from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, Trials, unknown
+from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics.within import over_looks
 from lightning_fedleak.model.snapshots import Stage
 
@@ -125,6 +106,57 @@ class Results:
                 names += [f"{entry.log_name}/{name}" for name in ("p_of_this_look", "p_over_looks")]
         worst = [f"{WORST}/{family}" for family in self.families] if series is None else []
         return names + worst
+
+    # ---- what a gate asks -------------------------------------------------------------------
+
+    def channel_of(self, name: str) -> Channel | None:
+        """Return the channel of a logged value, or of a family's worst; None: nobody's."""
+        root, _, family = name.rpartition("/")
+        for series, channel in self._channels.items():
+            if root == series.log_name or (root == WORST and channel.family == family):
+                return channel
+        return None
+
+    def is_looks_dependent(self, name: str) -> bool:
+        """Return whether the looks of a logged value are of the same texts."""
+        channel = self.channel_of(name)
+        return channel is not None and channel.at_weights
+
+    def headlines_of(self, name: str) -> tuple[str, ...]:
+        """Return the log names that ``leakage/worst/<family>`` is the highest of, or none."""
+        root, _, family = name.rpartition("/")
+        if root != WORST or name not in self.names():
+            return ()
+        return self.headlines(family)
+
+    def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
+        """Return what a logged value counts for at a gate's threshold.
+
+        See :func:`~lightning_fedleak.records.judged`.
+
+        Args:
+            name: of the value in the logs.
+            value: at the newest look.
+            at_most: the gate's threshold.
+        """
+        root, _, metric = name.removesuffix("_worst_client").rpartition("/")
+        metric = metric.removesuffix("_low").removesuffix("_high")
+        series = next((s for s in self._channels if s.log_name == root), None)
+        control = None if series is None else self.controls.get(series)
+        if series is None or control is None:
+            return records.Judgement(value)
+        channel = self._channels[series]
+        return records.judged(
+            value,
+            control.rates.get(metric),
+            part=control.part.get(metric, math.nan),
+            at_most=at_most,
+            chance=channel.ranges.get(metric, (0.0, 1.0, 0.0))[2],
+            known=channel.leak.known,
+            failure=control.why,
+        )
+
+    # ---- looks ------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget what belongs to an earlier fit."""
@@ -253,6 +285,18 @@ class Results:
             for name, trials in outcome.trials.items()
         }
         return counted
+
+    def new_values(self) -> dict[str, float]:
+        """Return the newest values by log name, of what the newest look is of."""
+        return {name: value for name, value in self.latest.items() if name in self.look_values}
+
+    def lose_look(self, names: Sequence[str]) -> None:
+        """Count a look whose results could not even be added: values of these names are unknown."""
+        self.latest = dict.fromkeys(names, math.nan)
+        self.failures += len(self.playing)
+        self.latest["monitor/failures"] = float(self.failures)
+        self.look_values = self.latest
+        self.looks += 1
 
     def _controlled(self, series: Series, outcome: Outcome) -> Outcome:
         """Return an outcome with the newest control of its attack."""
@@ -413,190 +457,6 @@ def _worst(
     return at_least if waits else {name: math.nan} | at_least
 
 
-# ---- of all processes -----------------------------------------------------------------------
-
-# The first number of a packed result says what kind of result it is.
-SCORED, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
-OTHER_WAITS = "another client waits"
-
-
-class Exchange:
-    """Exchange counts between the processes of one fit after each look.
-
-    Every process takes part in the same exchanges, whatever failed on it. A client's counts go to
-    process 0 and no further.
-
-    Args:
-        run: the fit.
-        channels: the channel of each series.
-    """
-
-    def __init__(self, run: Run, channels: Mapping[Series, Channel]) -> None:
-        self._run = run
-        self._many = run.processes > 1
-        self._one_client = run.client == "world"
-        self._channels = channels
-
-    def outcomes(
-        self, results: Mapping[Series, Result], exposed: Mapping[Series, bool], next_step: int
-    ) -> tuple[dict[Series, Outcome] | None, int]:
-        """Return the results of all processes together.
-
-        Process 0 gets the rows of all clients and pools them. The others get what came out,
-        without the values of single clients and without the reasons.
-
-        Args:
-            results: this process's, of the same series in the same order on every process.
-            exposed: whether what a series is about leaves the client at all.
-            next_step: to look at, as this process proposes it.
-
-        Returns:
-            The outcomes, None where nothing was shared; and the next step to look at as process 0
-            proposes it.
-        """
-        rows = [_row(result, self._channels[series]) for series, result in results.items()]
-        widths = [len(row) for row in rows]
-        gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
-        pooled: dict[Series, Outcome] | None = None
-        if gathered is not None:
-            ends = list(accumulate(widths))
-            tables = {
-                series: gathered[:, end - width : end]
-                for series, end, width in zip(results, ends, widths, strict=True)
-            }
-            silent = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
-            if not any(silent):
-                pooled = {
-                    series: self._outcome(series, exposed[series], table, results[series])
-                    for series, table in tables.items()
-                }
-        if self._many:
-            joint = pooled and {s: _without_clients(outcome) for s, outcome in pooled.items()}
-            joint, next_step = self._run.broadcast((joint, next_step))
-            if gathered is None:
-                pooled = joint and {s: _with_reason(one, results[s]) for s, one in joint.items()}
-        return pooled, next_step
-
-    def _at_first(self, local: Tensor) -> Tensor | None:
-        """(clients, numbers) of all processes on the first of them, None on the others."""
-        if not self._many:
-            return local[None]
-        local = local.to(_exchange_device(self._run.device))
-        if dist.get_rank() != 0:
-            dist.gather(local, None, dst=0)
-            return None
-        all_rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.gather(local, all_rows, dst=0)
-        return torch.stack(all_rows).cpu()
-
-    def _outcome(self, series: Series, shared: bool, table: Tensor, local: Result) -> Outcome:
-        channel = self._channels[series]
-        if self._one_client and not channel.parted and not _failed(table):
-            table = table[:1]
-        outcome = not_shared(channel.metrics)
-        if shared:
-            outcome = _combined(channel, series, table, local)
-        return replace(outcome, worst={}) if self._one_client else outcome
-
-
-def _exchange_device(device: torch.device) -> torch.device:
-    """Return the device on which the backend gathers: gloo works on the CPU alone."""
-    return torch.device("cpu") if "gloo" in dist.get_backend() else device
-
-
-def _without_clients(outcome: Outcome) -> Outcome:
-    """Return what process 0 tells the others: pooled numbers, and of no client its own or why."""
-    return replace(
-        outcome,
-        worst={},
-        trials={},
-        p_value=math.nan,
-        unknown=None if outcome.unknown is None else "the attack failed on another client",
-        pending=None if outcome.pending is None else OTHER_WAITS,
-        too_few=None,
-        by_position={},
-        pool=None,
-    )
-
-
-def _with_reason(outcome: Outcome, local: Result) -> Outcome:
-    """Return an outcome that process 0 has pooled, with this process's own reason if it has one."""
-    if outcome.unknown is not None and isinstance(local, Unknown):
-        return replace(outcome, unknown=local.why)
-    if outcome.pending is not None and isinstance(local, Waiting):
-        return replace(outcome, pending=local.why)
-    return outcome
-
-
-def _row(result: Result, channel: Channel) -> list[float]:
-    """Return a client's result for the exchange between processes.
-
-    Its kind, the channel's packed numbers, and the rates of the control and of a part of it.
-    """
-    control = None
-    if isinstance(result, Found):
-        numbers, control = [SCORED, *result.numbers], result.control
-    elif isinstance(result, Unknown):
-        numbers = [FAILED if result.applies else INAPPLICABLE]
-    elif isinstance(result, Waiting):
-        numbers = [SOON if result.soon else WAITING]
-    else:
-        numbers = [NOTHING]
-    numbers += [0.0] * (1 + channel.width - len(numbers))
-    if control is None:
-        return [*numbers, *[0.0] * (2 + 2 * len(channel.metrics))]
-    numbers += [1.0, float(bool(control.part))]
-    for rates in (control.rates, control.part):
-        numbers += [rates.get(name, math.nan) for name in channel.metrics]
-    return numbers
-
-
-def _control_of(channel: Channel, rows: Sequence[Sequence[float]], why: str) -> Control | None:
-    """Return the lowest control of the clients that have one, from what :func:`_row` added."""
-    added = [row[1 + channel.width :] for row in rows]
-    whole = [row[2:] for row in added if row[0]]
-    if not whole:
-        return None
-    parted = any(row[1] for row in added if row[0])
-    # NaN is lower than any number: that client's control could not be read.
-    lowest = torch.tensor(whole, dtype=torch.float64).amin(0).tolist()
-    n = len(channel.metrics)
-    rates = dict(zip(channel.metrics, lowest[:n], strict=True))
-    part = dict(zip(channel.metrics, lowest[n:], strict=True)) if parted else {}
-    return Control(rates, part, why)
-
-
-def _failed(rows: Tensor) -> list[int]:
-    """Return the clients whose attack failed or does not apply."""
-    return [i for i, state in enumerate(rows[:, 0].tolist()) if state in (FAILED, INAPPLICABLE)]
-
-
-def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> Outcome:
-    """Pools the clients' rows (clients, width), not all of which are NOTHING.
-
-    Unknown where any client's attack failed: what leaks there is not known to be less. Pending
-    where every client waits that has anything at all.
-    """
-    scored = {i: row for i, row in enumerate(rows.tolist()) if row[0] == SCORED}
-    rows_of_clients = {i: row[1 : 1 + channel.width] for i, row in scored.items()}
-    failed = _failed(rows)
-    if failed:
-        why = (
-            local.why if isinstance(local, Unknown) else f"the attack failed on client {failed[0]}"
-        )
-        applies = bool(rows_of_clients) or bool((rows[:, 0] == FAILED).any())
-        return unknown(channel.metrics, why, applies=applies)
-    if not rows_of_clients:
-        why = local.why if isinstance(local, Waiting) else OTHER_WAITS
-        return pending(why, soon=bool((rows[:, 0] == SOON).any()))
-    why = local.control.why if isinstance(local, Found) and local.control else ""
-    control = _control_of(channel, [*scored.values()], why or "it failed on another client")
-    try:
-        return replace(channel.pooled(series, rows_of_clients), control=control)
-    except Exception as error:
-        return unknown(channel.metrics, reason(error))
-
-
 def series_of(
     attacks: Sequence[Attack], channels: Sequence[Channel], stages: Sequence[Stage]
 ) -> dict[Series, Channel]:
@@ -606,6 +466,6 @@ def series_of(
     for stage in stages:
         for attack in attacks:
             channel = owner[attack.name]
-            if (one := channel.series(attack, stage)) is not None:
-                series[one] = channel
-    return series | {s: channel for channel in channels for s in channel.further_series()}
+            series |= dict.fromkeys(channel.series(attack, (stage,)), channel)
+    further = ((c, s) for c in channels for a in c.listed_attacks for s in c.further_series(a))
+    return series | {one: channel for channel, one in further}

@@ -1,8 +1,7 @@
-"""A run, whoever trains; when it is looked at; and what one look gathers."""
+"""A run, whoever trains, and what one look gathers."""
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_fedleak.attacks import Capability, UnusableObservation
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
-from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage
@@ -40,21 +39,6 @@ BeforeDefense = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None
 """Takes what a defence is about to get."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Processes:
-    """How a run is spread.
-
-    Attributes:
-        count: processes that train together.
-        client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
-        sharded_by: what gives each process a part of every layer; None: nothing does.
-    """
-
-    count: int
-    client: str
-    sharded_by: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +124,11 @@ class Run(ABC):
     def epochs(self) -> int | None:
         """Return the number of epochs that the run is to have; None where it is not known."""
         return None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether each process holds a part of every layer."""
+        return any(hasattr(p, "full_tensor") for p in self.anatomy.root.parameters())
 
     @property
     def number(self) -> int:
@@ -244,348 +233,6 @@ class Run(ABC):
         return next((why for why in whys if why is not None), None)
 
 
-# ---- when to look ------------------------------------------------------------------------------
-
-
-class Cadence(ABC):
-    """Decide at which optimizer steps the engine looks.
-
-    The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
-    look's results and no step needs a message of its own.
-    """
-
-    def __init__(self) -> None:
-        self.next_step = 0
-
-    def due(self, step: int) -> bool:
-        """Return whether optimizer step ``step`` (from 0) is to be looked at."""
-        return step >= self.next_step
-
-    @abstractmethod
-    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
-        """Return the next step to look at, as a proposal.
-
-        Args:
-            step: the step just looked at.
-            look_seconds: what that look cost.
-            step_seconds: what a step without a look costs.
-        """
-
-    def after_try(self, try_seconds: float, step_seconds: float) -> int:
-        """Return the next step to look at, as a proposal, where attacks were tried again.
-
-        Args:
-            try_seconds: what that cost.
-            step_seconds: what a step without a look costs.
-        """
-        return self.next_step
-
-    @property
-    @abstractmethod
-    def argument(self) -> str:
-        """Return the argument that asks for this."""
-
-
-class EveryNSteps(Cadence):
-    """Look at steps 0, n, 2n, ..."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.n = n
-
-    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
-        """Return the next multiple of n after ``step``."""
-        return (step // self.n + 1) * self.n
-
-    @property
-    def argument(self) -> str:
-        """Return ``every_n_steps=50``."""
-        return f"every_n_steps={self.n}"
-
-
-class MaxOverhead(Cadence):
-    """Look so seldom that looks cost at most a share of the time spent training.
-
-    A look of ``c`` seconds is followed by ``c / (share * s)`` steps of ``s`` seconds each.
-    """
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
-        """Return the step at which the look has been paid for."""
-        if step_seconds <= 0:
-            return step + 1
-        return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
-
-    def after_try(self, try_seconds: float, step_seconds: float) -> int:
-        """Return a step so much later."""
-        return self.after_look(self.next_step, try_seconds, step_seconds)
-
-    @property
-    def argument(self) -> str:
-        """Return ``max_overhead=0.005``."""
-        return f"max_overhead={self.share:g}"
-
-
-class StepClock:
-    """What an optimizer step without a look costs, as a running mean.
-
-    Attributes:
-        seconds: of a step; 0 until one is known.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since: tuple[int, float] | None = None
-
-    def starts(self, step: int) -> None:
-        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
-        now = time.perf_counter()
-        if self._since is not None and step > self._since[0]:
-            passed = (now - self._since[1]) / (step - self._since[0])
-            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
-            self._since = None
-        self._since = self._since or (step, now)
-
-    def interrupted(self) -> None:
-        """A look has come between."""
-        self._since = None
-
-
-# ---- a look ------------------------------------------------------------------------------------
-
-
-PREFIX = {
-    Stage.LOCAL: "leakage_local",
-    Stage.SHARED: "leakage",
-    Stage.AGGREGATE: "leakage_aggregate",
-    Stage.RELEASED: "leakage",
-}
-AUDIT = "audit"
-"""The prefix of what is asked about the user's own canaries."""
-CHOOSE = f"{PREFIX[Stage.SHARED]}/choose"
-"""The loss that a checkpoint is chosen by: infinite where the weights give away too much."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """One attack's results at one stage, under one name in the logs.
-
-    Attributes:
-        prefix: the name's first part.
-        name: its second part: the attack's name, or what its channel makes of it.
-        attack: the attack's name.
-        stage: where what it reads was seen.
-    """
-
-    prefix: str
-    name: str
-    attack: str
-    stage: Stage
-
-    @classmethod
-    def at(cls, stage: Stage, attack: str) -> Series:
-        """Return the series of an attack at a stage."""
-        return cls(PREFIX[stage], attack, attack, stage)
-
-    @property
-    def log_name(self) -> str:
-        """Return what the names of its values begin with: ``leakage/flatchat``."""
-        return f"{self.prefix}/{self.name}"
-
-    @property
-    def record_name(self) -> str:
-        """Return what lines of results call it: the attack's name, where that is its alone."""
-        apart = self.prefix not in PREFIX.values() and self.name == self.attack
-        return self.log_name if apart else self.name
-
-
-# ---- of one client --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Control:
-    """What an attack reads where the words are known.
-
-    See :mod:`lightning_fedleak.engine.channels.control`.
-
-    Attributes:
-        rates: by metric; NaN where the control could not be read.
-        part: the same of a part of the batch, where the whole holds more than the attack can tell
-            apart; empty where no part was tried.
-        why: why the control could not be read; empty where it was.
-    """
-
-    rates: Mapping[str, float]
-    part: Mapping[str, float] = field(default_factory=dict)
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What an attack's guess is worth.
-
-    Attributes:
-        numbers: in the order and number that its channel packs them.
-        control: of this look; None where there is none.
-    """
-
-    numbers: Sequence[float]
-    control: Control | None = None
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """There is no result: not safe, unknown.
-
-    Attributes:
-        why: for the logs; holds no private text.
-        applies: whether the attack's method is made for what was shared.
-    """
-
-    why: str
-    applies: bool = True
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """No result yet; not a failure.
-
-    Attributes:
-        why: what is waited for.
-        soon: the next step may bring it, so that the attack is tried again there.
-        zeros: roles whose gradient is zero, as long as which there will be none.
-    """
-
-    why: str
-    soon: bool = True
-    zeros: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class NothingShared:
-    """Nothing left the client in this step."""
-
-
-Result = Found | Unknown | Waiting | NothingShared
-
-
-# ---- over all clients -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trials:
-    """The independent trials of one look that a rate is the mean of.
-
-    Attributes:
-        mean: of the rate over them, on the rate's own scale.
-        number: disjoint pairs of a member and another, or types.
-    """
-
-    mean: float
-    number: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One attack at one stage, over all clients.
-
-    Attributes:
-        rates: by name, pooled over clients (and, where that kind of result does so, over the last
-            looks); NaN where unknown.
-        n: what was counted: true word types added over clients, games, or texts.
-        exposed: whether the attack's surface leaves the client at all.
-        worst: each rate's value at the client where it is highest; empty for one client.
-        extra: numbers that have no interval; NaN where there is none.
-        now: each rate's value at this look alone; None where ``rates`` is of this look alone.
-        trials: of this look alone, by rate, where they are known.
-        p_value: how probable guessing is to do so well at this look alone; NaN where not known.
-        p_over_looks: the lowest so far, corrected for all looks; NaN where not known.
-        over_steps: the rates with intervals that hold over steps and clients, of which these looks
-            are some; ``rates`` has those of these looks as they were.
-        too_few: why this look alone says too little to be judged by; None where it does not.
-        unknown: why there is no value; None where there is one.
-        applies: false where there is none since the method is not made for what was shared.
-        pending: why there is no value *yet*; None otherwise.
-        soon: where it is pending, the next step may bring one.
-        by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
-        pool: names the texts that were compared, where results compare on the same ones only.
-        control: the newest control of the attack, the lowest of all clients; None without one.
-    """
-
-    rates: Mapping[str, Rate]
-    n: int
-    exposed: bool = True
-    worst: Mapping[str, float] = field(default_factory=dict)
-    extra: Mapping[str, float] = field(default_factory=dict)
-    now: Mapping[str, float] | None = None
-    trials: Mapping[str, Trials] = field(default_factory=dict)
-    p_value: float = math.nan
-    p_over_looks: float = math.nan
-    over_steps: Mapping[str, Rate] = field(default_factory=dict)
-    too_few: str | None = None
-    unknown: str | None = None
-    applies: bool = True
-    pending: str | None = None
-    soon: bool = False
-    by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    pool: str | None = None
-    control: Control | None = None
-
-    def values(self, root: str) -> dict[str, float]:
-        """Return the numbers by log name, all beginning with ``root``; none where pending."""
-        if self.pending is not None:
-            return {}
-        out = {f"{root}/exposed": float(self.exposed)}
-        for name, rate in self.rates.items():
-            out[f"{root}/{name}"] = rate.value
-            out[f"{root}/{name}_low"] = rate.low
-            out[f"{root}/{name}_high"] = rate.high
-        for name, rate in self.over_steps.items():
-            out[f"{root}/{name}_over_steps_low"] = rate.low
-            out[f"{root}/{name}_over_steps_high"] = rate.high
-        for name, value in self.worst.items():
-            out[f"{root}/{name}_worst_client"] = value
-        for name, value in self.extra.items():
-            if not math.isnan(value):
-                # What an account allows, and what is told blindly, is of all attacks.
-                shared = name.startswith(("bound/", "blind/"))
-                out[f"{root.partition('/')[0] if shared else root}/{name}"] = value
-        return out | {f"{root}/{name}": value for name, value in self.p_values.items()}
-
-    @property
-    def p_values(self) -> dict[str, float]:
-        """Return how probable guessing is to do so well, by name; none where it is not known."""
-        named = {"p_of_this_look": self.p_value, "p_over_looks": self.p_over_looks}
-        return {name: value for name, value in named.items() if not math.isnan(value)}
-
-    def values_now(self, root: str) -> dict[str, float]:
-        """Return the numbers of this look alone, by log name."""
-        values = self.values(root)
-        if self.now is not None and values:
-            values = {n: v for n, v in values.items() if not n.endswith(("_low", "_high"))}
-            values |= {f"{root}/{name}": value for name, value in self.now.items()}
-        return values
-
-
-def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:
-    """Return an outcome without a value: unknown, which is not safe."""
-    nothing = Rate(math.nan, math.nan, math.nan)
-    return Outcome(dict.fromkeys(metrics, nothing), 0, unknown=why, applies=applies)
-
-
-def not_shared(metrics: Iterable[str]) -> Outcome:
-    """Return the outcome of a surface that does not leave the client: 0, ``exposed`` 0."""
-    return Outcome(dict.fromkeys(metrics, Rate(0.0, 0.0, 0.0)), 0, exposed=False)
-
-
-def pending(why: str, *, soon: bool = False) -> Outcome:
-    """Return an outcome whose value comes at a later look, maybe in the next step."""
-    return Outcome({}, 0, pending=why, soon=soon)
-
-
 # ---- a look ---------------------------------------------------------------------------------
 
 
@@ -621,6 +268,8 @@ class Look:
         processor_seconds: processor time spent so far, of all threads.
         step_seconds: time that the step itself took so far; 0 until it is known.
         learning_rates: of what the attacks read, at each local step.
+        fresh: the optimizer had no state of what the attacks read when its round began.
+        followed: the attacks have followed the model at this look.
         local: what the round is made again from for its control; None where nothing has one.
         noise_std: of what defences have added to each number of this client's update so far; NaN
             where one of them did not say.
@@ -645,6 +294,8 @@ class Look:
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
     learning_rates: list[set[float]] = field(default_factory=list)
+    fresh: bool = True
+    followed: bool = False
     local: LocalRound | None = None
     noise_std: float = 0.0
     compression: str = ""

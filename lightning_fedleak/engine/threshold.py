@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine.engine import Engine
 from lightning_fedleak.engine.gates import (
     GateEvent,
     LeakageLimitExceeded,
@@ -23,8 +22,10 @@ from lightning_fedleak.engine.gates import (
     range_of,
     rate_of,
 )
-from lightning_fedleak.engine.log import accounting
-from lightning_fedleak.engine.run import Trials
+from lightning_fedleak.engine.lifecycle import Engine
+from lightning_fedleak.engine.outcomes import Trials
+from lightning_fedleak.engine.record import accounting
+from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.evaluation.metrics import MeanTest
 from lightning_fedleak.evaluation.metrics.rates import jaccard_of
 from lightning_fedleak.messages import rank_zero_info
@@ -180,8 +181,8 @@ class Threshold:
         hardens = self.action == "harden"
         self._defenses = defenses_to_harden(actions.defenses) if hardens else ()
         self.notches = self._breaches = 0
-        self._watched = engine.headlines_of(self.metric) or (self.metric,)
-        self.on_weights = engine.is_looks_dependent(self.metric)
+        self._watched = engine.results.headlines_of(self.metric) or (self.metric,)
+        self.on_weights = engine.results.is_looks_dependent(self.metric)
         if self.on_weights:
             self._set_bound(engine)
         self._check_looks(engine, actions.processes)
@@ -241,10 +242,9 @@ class Threshold:
         why = engine.unread(self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
-        others = engine.others_on(self.metric)
-        mend = f"list an attack that reads it: {others}" if others else "no other attack reads it"
         raise ValueError(
-            f"{self._subject}: {why}. That is 'unknown', not 'safe': {mend}; or leave this gate out"
+            f"{self._subject}: {why}. That is 'unknown', not 'safe': list an attack that reads it "
+            "(attacks='auto' takes all that do), or leave this gate out"
         )
 
     def _check_private(self, engine: Engine) -> None:
@@ -255,7 +255,7 @@ class Threshold:
                 "epsilon does not cover what a gate decides by it: leave the gate out, or accept "
                 "it by Memorization(outside_epsilon=True)"
             )
-        channel = engine.channel_of(self.metric)
+        channel = engine.results.channel_of(self.metric)
         assert channel is not None
         why = channel.never_known(self.metric.rpartition("/")[2]) if self.strict else None
         if why is not None:
@@ -363,7 +363,7 @@ class Threshold:
         value = next((values[name] for name in names if name in values), math.nan)
         if is_worst(self.metric):
             return self._read_worst(engine, values, value)
-        counted = engine.judge(self.metric, value, self.at_most)
+        counted = engine.results.judge(self.metric, value, self.at_most)
         watched = {self.metric: counted.value}
         return self._event(counted.value, watched, why=counted.why, read=value)
 
@@ -380,7 +380,8 @@ class Threshold:
             if counted := engine.judge_worst(known, self.at_most):
                 return self._worst_of(counted, known)
         source = next((n for n, v in watched.items() if v == value), "")
-        why = engine.untested(self.metric) if math.isnan(value) else ""
+        untested = engine.results.untested
+        why = untested.get(self.metric.removeprefix(f"{WORST}/"), "") if math.isnan(value) else ""
         return self._event(value, watched, metric=metric, source=source, why=why)
 
     def _worst_of(self, counted: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:

@@ -67,7 +67,7 @@ def read_look(
     """
     if scored:
         outcomes = engine.add(look, outcomes, utility)
-        values, now = engine.new_values(), dict(engine.results.look_values)
+        values, now = engine.results.new_values(), dict(engine.results.look_values)
     else:
         further = {f"utility/{name}": float(value) for name, value in utility.items()}
         values = now = _facts(outcomes) | further | {"monitor/seconds": look.seconds}

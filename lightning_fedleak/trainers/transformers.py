@@ -384,7 +384,11 @@ class TransformersWatch(Watch):
             chosen[CHOOSE] = max(gate.choice(loss) for gate in self._on_weights)
         if best is not None and best != CHOOSE:
             weights, step = self.engine.weights, self.engine.run.step
-            old = self.engine.is_looks_dependent(best) and weights and weights.looked_at != step
+            old = (
+                self.engine.results.is_looks_dependent(best)
+                and weights
+                and weights.looked_at != step
+            )
             value = math.nan if old else self.latest.get(best, math.nan)
             chosen[best] = self.engine.run.broadcast(math.inf if math.isnan(value) else value)
         return {f"eval_{name}": value for name, value in chosen.items()}

@@ -27,7 +27,6 @@ from lightning_fedleak.engine import (
     LookSettings,
     Memorization,
     Options,
-    Processes,
     Selection,
     Threshold,
     cadence_of,
@@ -311,7 +310,6 @@ class Watch:
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
         self._run = run = self.run.of_loop(loop, anatomy, settings.client, engine.assume)
         engine.reset()
-        engine.check(Processes(run.processes, run.client, None), lambda: anatomy)
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
         for gate in self.gates:
             log, save, words = self._log, partial(self._save, gate), (self.resume, self.mend)

@@ -329,10 +329,7 @@ def unreadable_on_one(folder: Path) -> dict[str, Any]:
 @case("refused")
 def refused(folder: Path) -> dict[str, Any]:
     said = []
-    for monitor in (
-        LeakageMonitor(FCMembership(layer=1)),
-        LeakageMonitor(FlatChat(n_types=40), settings=MonitorSettings(head_own_part=True)),
-    ):
+    for monitor in (LeakageMonitor(FCMembership(layer=1)),):
         try:
             run(folder, [monitor], [GradientNoise(CLIP, SIGMA)], tied=True)
         except ValueError as error:

@@ -1,10 +1,11 @@
 """Where a live membership game can be played, and what a resumed one goes on with."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership import fc as fc_membership
@@ -12,45 +13,45 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding
 from lightning_fedleak.defenses import Freeze
+from lightning_fedleak.engine import Engine, Options, known_stages, selected
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.trainers.loop import Loop, LoopRun
 from tests.callbacks.runs import Probe, monitor_with
 from tests.helpers.loops import check_undisturbed, watched
 from tests.helpers.models import tiny_gpt2
 
 
-class Two(DDPStrategy):
-    """DDP as it is set up, before any process has started another."""
-
-    world_size = 2
-
-
-def set_up(strategy, attacks=None, **settings):
-    """Return a monitor as the Trainer sets it up on a strategy."""
-    monitor = monitor_with(FCMembership(1) if attacks is None else attacks, **settings)
-    trainer = SimpleNamespace(strategy=strategy, callbacks=[monitor], world_size=2)
-    monitor.setup(trainer, None, "fit")
-    return monitor
+def opened(*attacks, stages=("shared",), **processes):
+    """An engine whose channels are opened on a run of several processes."""
+    model = tiny_gpt2()
+    loop = Loop(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    run = LoopRun.of_loop(loop, find_anatomy(model), "rank", frozenset())
+    engine = Engine(selected(attacks), Options(stages=known_stages(stages)))
+    engine.open(replace(run, processes=2, **processes))
 
 
 def test_each_rank_of_ddp_may_be_a_client_and_nothing_else():
     for stages in (("shared",), ("local", "shared")):
-        assert set_up(Two(), stages=stages).client == "rank"
+        opened(FCMembership(1), stages=stages)
     with pytest.raises(ValueError, match=r"'fc_membership' .* client='world' .* spread over"):
-        set_up(Two(), [Probe(), FCMembership(1)], client="world")
+        opened(Probe(), FCMembership(1), client="world")
     with pytest.raises(ValueError, match="Leave 'aggregate' out of stages"):
-        set_up(Two(), stages=("shared", "aggregate"))
+        opened(FCMembership(1), stages=("shared", "aggregate"))
     # Attacks on words are not concerned.
-    assert set_up(Two(), Probe(), client="world").client == "world"
-    set_up(Two(), Probe(), stages=("shared", "aggregate"))
+    opened(Probe(), client="world")
+    opened(Probe(), stages=("shared", "aggregate"))
 
 
-def test_sharded_models_are_refused():
-    sharded = ModelParallelStrategy()
-    for strategy in (sharded, DefendedStrategy(sharded, [Freeze("head")], client="world")):
-        with pytest.raises(ValueError, match=r"need whole layers; .* shards them"):
-            set_up(strategy, client="world")
-        assert set_up(strategy, Probe(), client="world").client == "world"
+@pytest.mark.parametrize("defended", [True, False])
+def test_sharded_strategies_are_watched_as_one_client(defended):
+    strategy = ModelParallelStrategy()
+    if defended:
+        strategy = DefendedStrategy(strategy, [Freeze("head")], client="world")
+    monitor = monitor_with(Probe(), client="world")
+    trainer = SimpleNamespace(strategy=strategy, callbacks=[monitor], world_size=2)
+    monitor.setup(trainer, None, "fit")
+    assert monitor.client == "world"
 
 
 def test_the_rounding_of_autocast_is_measured_once_and_resumed(tmp_path, monkeypatch):

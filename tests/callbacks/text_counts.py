@@ -13,7 +13,8 @@ from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces
 from lightning_fedleak.engine.channels import Channel
 from lightning_fedleak.engine.channels.base import worst_of
 from lightning_fedleak.engine.log import Report
-from lightning_fedleak.engine.run import Look, Outcome, Series
+from lightning_fedleak.engine.outcomes import Outcome, Series
+from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Counts, Rate, proportion
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Observation

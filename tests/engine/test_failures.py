@@ -74,8 +74,9 @@ THIN = {
     # Hand over what the user's loop calls, and have no more than a line of their own.
     *("Watch.step", "Watch.batch_begins", "Watch.batch_ends", "Watch._backward_begins"),
     *("Watch.optimizer_steps", "Watch.end", "Watch.close"),
-    *("Engine.optimizer_steps", "Engine.batch_ends", "Engine._conclude", "Engine.training_ends"),
-    *("Engine.metrics_changed", "Engine.look_at_end", "Engine.close", "Engine._forget_listeners"),
+    *("StepEngine.optimizer_steps", "StepEngine.batch_ends", "StepEngine._conclude"),
+    *("StepEngine.look_at_end", "Engine.training_ends", "Engine.metrics_changed", "Engine.close"),
+    "Engine._forget_listeners",
     # Catch what is raised below them.
     *("contained.<locals>.run", "raised_when_read.<locals>.run"),
     *("Place.on_states.<locals>.before", "Place.on_states.<locals>.behind"),
@@ -85,17 +86,23 @@ THIN = {
 }
 """What raises in the user's own loop: nothing in it can fail but the next call."""
 REMOVERS = {
-    *("_Chain.remove", "Fit.close", "Fit._each", "MembershipChannel.close", "ActivationTap.close"),
+    *("_Chain.remove", "Fit.close", "Fit.each", "MembershipChannel.close", "ActivationTap.close"),
 }
 """What leaves its own hook where it fails."""
 PAGES = {
-    *("WordsChannel.published", "MembershipChannel.published"),
-    *("Engine._log_between_looks", "UserMetrics.changed", "LoopRun.progress", "is_training"),
+    *("WordsChannel.published", "Channel.published"),
+    *(
+        "Engine._write_between_looks",
+        "Report.write_between_looks",
+        "UserMetrics.changed",
+        "LoopRun.progress",
+        "is_training",
+    ),
 }
 """Show more than numbers: where they fail the result is known, and a warning is given."""
 CONTROL = {
     *("WordsChannel.control_rates", "WordsChannel._rates", "WordsChannel.rates_now"),
-    *("WordRecovery.rates", "Results._controlled", "Engine.judge"),
+    *("WordRecovery.rates", "Results._controlled", "Results.judge"),
 }
 """Are entered for the control of a look alone."""
 FACES = ("callbacks", "engine", "attacks")

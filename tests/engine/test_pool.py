@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.pool import NoOthers, collect
+from lightning_fedleak.engine.channels.pool import NoOthers, collect
 from lightning_fedleak.evaluation.canaries import LeftOutRecord, TrainingRows, leave_out
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 

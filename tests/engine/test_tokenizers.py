@@ -22,10 +22,8 @@ class Words:
 
     name_or_path = "another-model"
 
-    def __init__(self, size: int, **marks: int) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        for mark, number in marks.items():
-            setattr(self, f"{mark}_token_id", number)
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [len(word) for word in text.split()]}

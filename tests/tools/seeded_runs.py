@@ -137,9 +137,9 @@ def with_own_canaries() -> Any:
 
 def monitor(attacks: Any, **settings: Any) -> Any:
     """A LeakageMonitor, with settings of membership games and rare ones in their groups."""
-    names = ("targets", "held_out", "window", "scale", "canaries", "score_canaries")
+    names = ("targets", "held_out", "window", "scale", "canaries")
     games = {name: settings.pop(name) for name in names if name in settings}
-    rare = {name: settings.pop(name) for name in ("texts", "head_own_part") if name in settings}
+    rare = {name: settings.pop(name) for name in ("texts",) if name in settings}
     return fedleak.LeakageMonitor(
         attacks,
         games=fedleak.Games(**games) if games else None,
@@ -347,12 +347,6 @@ def shown_by(run: Run, folder: Path, **how: Any) -> dict[str, list[str]]:
             *leaves(checkpoint.get(CHECKPOINT_KEY, {})),
         ],
         "warnings": [plain(text, folder) for text in own],
-        "canary scores": [
-            f"{name}: {c.canary_scores(name).tolist()}"
-            for c in callbacks
-            if is_monitor(c)
-            for name in (c.state_dict()["canary_scores"] or {"looks": ()})["looks"]
-        ],
         "model": [digest([p.data for p in trainer.lightning_module.parameters()])],
         "random numbers": [digest([torch.get_rng_state()])],
     }
@@ -402,7 +396,7 @@ def watched(attacks: Callable[[], Any], every: int = 3, **more: Any) -> Callable
 
 def own_canaries() -> list[Any]:
     data = with_own_canaries()
-    games = {"canaries": data.canaries, "score_canaries": "max", "targets": 3, "window": 2}
+    games = {"canaries": data.canaries, "targets": 3, "window": 2}
     return [
         monitor(
             fedleak.FCMembership(1), every_n_steps=1, held_out=fedleak.PublicText(HELD_OUT), **games
@@ -490,8 +484,8 @@ RUNS: dict[str, Run] = {
         )
         for name, r in FAMILIES.items()
     },
-    "head's own part, dropout": Run(
-        watched(lambda: [fedleak.FlatChat(public())], head_own_part=True),
+    "a tied head, dropout": Run(
+        watched(lambda: [fedleak.FlatChat(public())]),
         model=lambda: gpt2(dropout=0.1),
     ),
     "local steps": Run(lambda: [monitor(flatchat(), every_n_steps=2, local_steps=2)], model=untied),
@@ -572,7 +566,7 @@ def checkpointed() -> list[Any]:
         fedleak.FCMembership(1),
         fedleak.AttentionMembership(1, public()),
     ]
-    games = {"targets": 4, "window": 3, "canaries": data.canaries, "score_canaries": "mean"}
+    games = {"targets": 4, "window": 3, "canaries": data.canaries}
     return [
         monitor(words, every_n_steps=2, stages=("local", "shared")),
         monitor(players, every_n_steps=1, held_out=fedleak.PublicText(HELD_OUT), **games),

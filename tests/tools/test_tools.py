@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.processes import one_process
-from tests.tools import compare_checkouts, files_entered, lowest_versions, seeded_runs
+from tests.tools import compare_checkouts, lowest_versions, seeded_runs, trips
 
 OLD = {"api": {"a: F": ["def F", "    -> int"], "b: G": ["def G"]}, "fits": {"x: model": ["1"]}}
 
@@ -78,24 +78,15 @@ def test_settings_of_games_and_rare_ones_are_given_in_their_groups():
     assert (options.games.targets, options.games.scale, options.texts) == (3, 2.0, 2)
 
 
-def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer(tmp_path):
+@pytest.mark.parametrize("name", trips.CEILINGS)
+def test_trips_grow_no_longer(name, tmp_path):
     # In processes of their own: hooks on all optimizers that other tests left would count.
-    def entered(*options: str) -> list[str]:
-        said = one_process("tests.tools.files_entered", *options, log=tmp_path / options[0])
-        lines = said.splitlines()
-        files = [line for line in lines if line.endswith(".py")]
-        assert lines[-1] == f"{len(files)} files"
-        return files
-
-    look, step = entered("--look", "words"), entered("--dpsgd")
-    assert look[0] == "callbacks/monitor.py"
-    assert "defenses/dpsgd/dpsgd.py" in step
-    for files in (look, step):
-        assert len(files) == len(set(files))
-        assert all((files_entered.ROOT / name).is_file() for name in files)
-        assert not any(name.startswith(("model/anatomy/", "attacks/")) for name in files)
-    assert len(look) <= 28  # the first look has a control, for which the model runs
-    assert len(step) <= 18
+    output = one_process("tests.tools.trips", name, log=tmp_path / name)
+    pattern = rf"{name}: (\d+) files, (\d+) functions, \d+ moves, depth (\d+)"
+    [numbers] = re.findall(pattern, output)
+    assert all(int(n) <= most for n, most in zip(numbers, trips.CEILINGS[name], strict=True)), (
+        output
+    )
 
 
 def test_the_lowest_versions_are_the_bounds_of_the_extras_named():

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import (
     HONEST_BUT_CURIOUS,
@@ -26,40 +24,24 @@ from lightning_fedleak.attacks import (
     Capability,
     Guess,
     Query,
-    RunFacts,
-    ThreatModelError,
     UnusableObservation,
-    require,
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_uncut, explain_stale_optimizer
 from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.engine.channels.plans import Plan, gradient_plan, no_sum
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.run import (
-    AUTOCAST,
+from lightning_fedleak.engine.outcomes import (
     Found,
-    Look,
-    Moment,
     NothingShared,
     Outcome,
-    Pages,
-    Processes,
     Result,
-    Run,
     Series,
     Unknown,
     Waiting,
-    reason,
 )
-from lightning_fedleak.model.anatomy import (
-    EMBEDDING_WEIGHT,
-    HEAD_BIAS,
-    HEAD_WEIGHT,
-    Anatomy,
-    without_peft,
-)
+from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import explain_compression
-from lightning_fedleak.model.model_runs import why_not_run
 from lightning_fedleak.model.snapshots import (
     MOST_INPUT_NOISE,
     GradientSnapshot,
@@ -73,72 +55,6 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.model.taps import Draw
 from lightning_fedleak.records import Family
-
-SURFACE_CAPABILITIES = {
-    HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
-    HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
-    EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
-}
-_MODEL_CAPABILITIES = frozenset((Capability.KNOWS_MODEL, Capability.KNOWS_BOTTOM_MODEL))
-HEAD_CAPABILITIES = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """An attack in one run.
-
-    Attributes:
-        attack: the attack.
-        roles: whose gradients it reads; none where it reads layers that the server adds itself, or
-            hidden states at the split.
-        exposed: whether all of them are really shared.
-        optimizer: the one that owns these parameters; None where they are not exposed, or no
-            parameters of the client's.
-    """
-
-    attack: Attack
-    roles: tuple[str, ...]
-    exposed: bool
-    optimizer: Optimizer | None
-
-    def facts(self, run: Run, local_steps: int | None, step: int) -> RunFacts:
-        """Return what the attack learns about the run, see :meth:`Attack.meet`.
-
-        Args:
-            run: the run.
-            local_steps: optimizer steps of a round; None for single gradients.
-            step: optimizer step that the run begins at.
-        """
-        compression, defended = None, set[Literal["gradients", "batches", "activations"]]()
-        for defense in run.defenses:
-            compression = compression or (None if defense.defers else defense.compression)
-            if defense.acts_on_gradients:
-                defended.add("gradients")
-            if defense.acts_on_batches:
-                defended.add("batches")
-            if defense.activation_layers:
-                defended.add("activations")
-        return RunFacts(
-            precision=run.precision,
-            autocast=AUTOCAST.get(run.precision),
-            optimizer=None if self.optimizer is None else type(self.optimizer).__name__,
-            optimizer_settings=self._settings(run),
-            local_steps=local_steps,
-            defended=frozenset(defended),
-            step=step,
-            clip_value=run.clip_value,
-            compression=compression,
-        )
-
-    def _settings(self, run: Run) -> Mapping[str, object]:
-        """Return the settings of the parameter group that the attack reads, without tensors."""
-        if self.optimizer is None:
-            return {}
-        read = {id(run.anatomy.parameter(role)) for role in self.roles}
-        groups = self.optimizer.param_groups
-        group = next((g for g in groups if read & {id(p) for p in g["params"]}), groups[0])
-        known = (int, float, bool, str, tuple, type(None))
-        return {name: value for name, value in group.items() if isinstance(value, known)}
 
 
 class Channel(ABC):
@@ -176,8 +92,9 @@ class Channel(ABC):
         adversary: what its adversaries have by default, besides what they see.
         sees: what they see because the monitor shows it to them.
         at_weights: its attacks read the trained weights and nothing of a step, as those of
-            :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do.
-        looks_dependent: looks are of the same texts, so that the intervals of all hold together.
+            :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do; its looks are of
+            the same texts, so that the intervals of all hold together.
+        earlier_batches: number of batches before a look that it is to :meth:`remember`.
         tests_looks: one look is tested by itself, so that each has a p-value.
         controls_states: an attack without gradients of the model's is given a control too, whose
             hidden states the channel takes itself.
@@ -205,10 +122,10 @@ class Channel(ABC):
     adversary: frozenset[Capability] = HONEST_BUT_CURIOUS
     sees: ClassVar[frozenset[Capability]] = frozenset()
     at_weights: ClassVar[bool] = False
-    looks_dependent: ClassVar[bool] = False
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
     controls_states: ClassVar[bool] = False
+    earlier_batches: int = 0
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
@@ -242,16 +159,16 @@ class Channel(ABC):
 
     # ---- names ------------------------------------------------------------------------------
 
-    def series(self, attack: Attack, stage: Stage) -> Series | None:
-        """Return the series of an attack's results at a stage; None where it has none."""
-        return Series.at(stage, attack.name)
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """Return the series of an attack's results at those of the stages where it has one."""
+        return [Series.at(stage, attack.name) for stage in stages]
 
     def charted(self, series: Series) -> tuple[str, ...]:
         """Return the rates of a series that have a chart, the headline first."""
         return (self.headline, *self.charts)
 
-    def further_series(self) -> list[Series]:
-        """Return the series besides those of the attacks at the stages."""
+    def further_series(self, attack: Attack) -> list[Series]:
+        """Return an attack's series besides those at the stages."""
         return []
 
     def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
@@ -291,31 +208,9 @@ class Channel(ABC):
 
     # ---- a fit ------------------------------------------------------------------------------
 
-    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:  # noqa: B027
-        """Refuse what does not fit the run, before the model is on its device.
-
-        Raises:
-            ValueError: says which argument to change.
-        """
-
     def open(self, run: Run) -> None:
         """Begin a fit: insert taps."""
         self.run = run
-
-    def admit(self, attack: Attack) -> None:
-        """Check once in a fit whether an attack can be played at all.
-
-        An adversary who knows the model knows its bottom too.
-
-        Raises:
-            ThreatModelError: names every capability that its adversary lacks.
-        """
-        surfaces, anatomy = SURFACE_CAPABILITIES.items(), self.run.anatomy
-        capabilities = {*self.run.assumed, *self.sees}
-        capabilities.update(c for role, c in surfaces if anatomy.parameter(role) is not None)
-        if Capability.KNOWS_MODEL in capabilities:
-            capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
-        require(attack.name, attack.threat_model, capabilities)
 
     def leave_out(self, names: Collection[str]) -> None:
         """Leave some attacks out of this fit."""
@@ -347,10 +242,6 @@ class Channel(ABC):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def wants_batch(self, steps_to_look: int) -> bool:
-        """Return whether the next look may need a batch that is not looked at."""
-        return False
-
     def remember(self, batch: TokenBatch) -> None:  # noqa: B027
         """Keep a reference to a batch that is not looked at."""
 
@@ -375,7 +266,10 @@ class Channel(ABC):
         return {
             series: self._result(look, plan, series, empty=empty)
             for plan in self.plans
-            for series in self.series_of(plan)
+            for series in (
+                *self.series(plan.attack, self.settings.stages),
+                *self.further_series(plan.attack),
+            )
         }
 
     def _result(self, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
@@ -454,17 +348,6 @@ class Channel(ABC):
             rows: by number of the client; at least one.
         """
 
-    def canary_scores(self, attack: str | None) -> Tensor | None:
-        """Return (m,) one score for each of the user's own canaries; None: none are kept.
-
-        Args:
-            attack: name of the attack; None where one alone scores them.
-
-        Raises:
-            ValueError: no such attack, or no look has scored them.
-        """
-        return None
-
     def clear(self) -> None:  # noqa: B027
         """Forget the looks of an earlier fit."""
 
@@ -484,15 +367,6 @@ class Channel(ABC):
 
     # ---- what channels have in common -------------------------------------------------------
 
-    def series_of(self, plan: Plan) -> list[Series]:
-        """Return the series in which an attack has results in this fit."""
-        return self.series_at(plan.attack, self.settings.stages)
-
-    def series_at(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return the series of an attack at those of the stages where it has one."""
-        names = (self.series(attack, stage) for stage in stages)
-        return [series for series in names if series is not None]
-
     def read_gradients(self, moment: Moment, plans: Sequence[Plan]) -> None:
         """Let each attack guess once from the gradients at the wanted stages."""
         owners = (None, moment.optimizer)
@@ -502,7 +376,7 @@ class Channel(ABC):
             return
         view = moment.gradients()
         for plan in readable:
-            series = self.series_at(plan.attack, moment.wanted)
+            series = self.series(plan.attack, moment.wanted)
             if silent := [s for s in series if s not in moment.look.answers]:
                 moment.look.answers |= dict.fromkeys(silent, guess(plan, view, self.run))
 
@@ -573,18 +447,6 @@ def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
     return Unknown(f"no gradient of {', '.join(absent)} in this step") if absent else None
 
 
-def no_sum(plan: Plan) -> str | None:
-    """Return why an attack on sums of gradients cannot read an optimizer's updates, if so."""
-    optimizer = plan.optimizer
-    adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
-    if not adaptive or plan.attack.reads_adaptive_updates:
-        return None
-    return (
-        f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack reads "
-        "these; AlignedFlatChat and GradientMembership read such updates"
-    )
-
-
 def check_guess(attack: Attack, answer: object, expected: type[Guess]) -> None:
     """Refuse a return value of an attack's ``run`` that is no guess of its family.
 
@@ -603,68 +465,3 @@ def worst_of(clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = clients[0] if len(clients) > 1 else ()
     numbers = {n: [each[n] for each in clients if not math.isnan(each[n])] for n in names}
     return {name: max(values, default=math.nan) for name, values in numbers.items()}
-
-
-# ---- what an attack needs ----------------------------------------------------------------------
-
-
-def check_forward(attack: Attack, anatomy: Anatomy) -> None:
-    """Refuse an attack that runs the model on texts of its own, where that is impossible.
-
-    Raises:
-        ValueError: names the method to give.
-    """
-    why_not = why_not_run(anatomy) if _MODEL_CAPABILITIES & attack.threat_model.needs else None
-    if why_not is not None:
-        raise ValueError(f"attack '{attack.name}' runs the model on texts, and {why_not}")
-
-
-def gradient_plan(attack: Attack, run: Run) -> Plan:
-    """Return the plan of an attack on gradients of the client's own parameters, checked.
-
-    Raises:
-        ThreatModelError: it reads words off a head whose rows are a classifier's outputs.
-        ValueError: the attack reads parameters of several optimizers, or no gradients.
-    """
-    anatomy = run.anatomy
-    _check_head(attack, anatomy)
-    # DDP reduces every trainable parameter, not only those that an optimizer owns.
-    reduces_all = run.under_ddp and run.client == "rank"
-    surfaces = attack.needs(anatomy)
-    roles = surfaces.gradients
-    if not roles or surfaces.layers:
-        raise ValueError(
-            f"attack '{attack.name}' asks for activations or for nothing; a monitor shows "
-            "attacks the gradients of parameters, plays membership games, and shows activations to "
-            "an InversionAttack"
-        )
-    owners: list[Optimizer] = []
-    exposed = True
-    for role in roles:
-        groups = ((o, p) for o in run.optimizers for g in o.param_groups for p in g["params"])
-        owner = next((o for o, p in groups if p is anatomy.parameter(role)), None)
-        exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
-        if owner is not None and all(owner is not o for o in owners):
-            owners.append(owner)
-    if exposed and len(owners) > 1:
-        raise ValueError(
-            f"attack '{attack.name}' reads {', '.join(roles)}, which are stepped by different "
-            "optimizers. Give these parameters to one optimizer, or leave this attack out."
-        )
-    return Plan(attack, roles, exposed, owners[0] if owners else None)
-
-
-def _check_head(attack: Attack, anatomy: Anatomy) -> None:
-    if anatomy.kind != "classifier" or not HEAD_CAPABILITIES & attack.threat_model.needs:
-        return
-    model = type(without_peft(anatomy.model)).__name__
-    n = anatomy.vocab_size
-    head = f"the labels of {model} are classes"
-    if anatomy.head is not None:
-        outputs = "one output" if n == 1 else f"{n} outputs"
-        head = f"the rows of '{anatomy.head_name}' of {model} are its {outputs}"
-    raise ThreatModelError(
-        f"attack '{attack.name}' reads words off an output head with a row for each token, and "
-        f"{head}. Remove the attack; BagOfWords reads the gradient of the embeddings, "
-        "SubspaceWords that of the first block's projections."
-    )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.memorization import Canaries, MemorizationAttack
+from lightning_fedleak.attacks import Attack
+from lightning_fedleak.attacks.memorization import Canaries
+from lightning_fedleak.engine.channels.account import too_few_others
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
-from lightning_fedleak.engine.channels.reading import too_few_others
-from lightning_fedleak.engine.pool import CanaryPool, Pool
-from lightning_fedleak.engine.run import AUDIT, Series, reason
+from lightning_fedleak.engine.channels.pool import CanaryPool, Pool
+from lightning_fedleak.engine.outcomes import AUDIT, Series
+from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics.released import canary_tiers
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.records import CANARIES, PoolLine
@@ -71,10 +73,10 @@ class CanaryChannel(MemorizationChannel):
         """Return the rates of a tier."""
         return ("auc", "exposure", "extracted", "greedy")
 
-    def _series_of(self, attacks: Sequence[MemorizationAttack]) -> list[Series]:
+    def further_series(self, attack: Attack) -> list[Series]:
+        """Return the series of each number of repetitions."""
         return [
             Series(AUDIT, _tier_name(attack, times), attack.name, Stage.RELEASED)
-            for attack in attacks
             for times in self._canaries.record.times
         ]
 
@@ -141,5 +143,5 @@ class CanaryChannel(MemorizationChannel):
         return values
 
 
-def _tier_name(attack: MemorizationAttack, times: int) -> str:
+def _tier_name(attack: Attack, times: int) -> str:
     return f"{attack.name}_x{times}"

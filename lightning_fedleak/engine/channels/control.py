@@ -14,19 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.engine.channels.base import Channel, Plan
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.targets import special_ids
-from lightning_fedleak.engine.log import accounting
-from lightning_fedleak.engine.run import (
-    Control,
-    Look,
-    Moment,
-    Run,
-    Series,
-    Unknown,
-    Waiting,
-    reason,
-)
+from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
+from lightning_fedleak.engine.record import accounting
+from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.model.anatomy import without_peft
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.model.taps import (
@@ -85,13 +78,13 @@ class Controls:
     ) -> None:
         self._run = run
         self._series = series
+        self._channels = {one.attack: channel for one, channel in series.items()}
         self._held_out = held_out
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
         self.needs: dict[str, float] = {}
-        sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
-        self._together = run.processes > 1 and (run.client == "world" or sharded)
+        self._together = run.processes > 1 and (run.client == "world" or run.is_sharded)
         # Under DP the moments of controls must not depend on the data.
         self._by_cadence = bool(accounting(run.defenses))
 
@@ -103,12 +96,10 @@ class Controls:
             plans: of the attacks that read gradients.
         """
         look = moment.look
-        played = [(plan, one) for plan in plans if (one := self._channel(plan)) is not None]
         optimizers = (None, moment.optimizer)  # None: the attack reads no parameter of the model
-        stepped = [p for p in played if moment.optimizer is None or p[0].optimizer in optimizers]
-        due = [
-            plan for plan, channel in stepped if self._anywhere(self._is_due(look, plan, channel))
-        ]
+        stepped = [p for p in plans if moment.optimizer is None or p.optimizer in optimizers]
+        controlled = [plan for plan in stepped if self._may_play(plan)]
+        due = [plan for plan in controlled if self._anywhere(self._is_due(look, plan))]
         if not due:
             return
         try:
@@ -128,19 +119,19 @@ class Controls:
 
     def may_play(self, plans: Sequence[Plan]) -> bool:
         """Return whether one of these attacks is given controls."""
-        return any(self._channel(plan) is not None for plan in plans)
+        return any(self._may_play(plan) for plan in plans)
 
-    def _channel(self, plan: Plan) -> Channel | None:
-        """Return the channel of an attack, if it is given controls."""
-        owners = (c for s, c in self._series.items() if s.attack == plan.attack.name)
-        channel = next(owners, None)
+    def _may_play(self, plan: Plan) -> bool:
+        channel = self._channels.get(plan.attack.name)
         if channel is None or not plan.exposed:
-            return None
-        if not plan.roles and not channel.controls_states:
-            return None
-        return channel if channel.gives_control(plan.attack.name) else None
+            return False
+        reads = bool(plan.roles) or channel.controls_states
+        return reads and channel.gives_control(plan.attack.name)
 
-    def _is_due(self, look: Look, plan: Plan, channel: Channel) -> bool:
+    def _channel(self, plan: Plan) -> Channel:
+        return self._channels[plan.attack.name]
+
+    def _is_due(self, look: Look, plan: Plan) -> bool:
         """Return whether an attack's number of this look needs a control of this look.
 
         The first one does, and one that is lower than it last was, or below :data:`FALL` of the
@@ -151,12 +142,13 @@ class Controls:
             return True
         if self._by_cadence:
             return False
-        number = self._number(look, plan, channel)
+        number = self._number(look, plan)
         last, newest.number = newest.number, number
         return math.isnan(newest.control) or number < last or number < FALL * newest.control
 
-    def _number(self, look: Look, plan: Plan, channel: Channel) -> float:
+    def _number(self, look: Look, plan: Plan) -> float:
         """Return the lowest number of an attack at the stages of this look; 0 without one."""
+        channel = self._channel(plan)
         answers = (look.answers.get(s) for s in self._series if s.attack == plan.attack.name)
         known = [a for a in answers if a is not None and not isinstance(a, Unknown | Waiting)]
         try:
@@ -209,7 +201,6 @@ class Controls:
             if control is not None:
                 self._keep(look, plan, control)
                 channel = self._channel(plan)
-                assert channel is not None
                 is_low = not control.rates.get(channel.headline, math.nan) > self._need(channel)
             if self._anywhere(is_low):
                 low.append(plan)
@@ -219,10 +210,8 @@ class Controls:
     def _rates(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, look: Look
     ) -> Mapping[str, float] | Unknown | Waiting:
-        channel = self._channel(plan)
-        assert channel is not None
         try:
-            return channel.control_rates(plan, view, draw, look.step)
+            return self._channel(plan).control_rates(plan, view, draw, look.step)
         except Exception as error:
             return Unknown(reason(error))
 
@@ -301,7 +290,6 @@ class Controls:
             still = []
             for plan in low:
                 channel, rates = self._channel(plan), self._rates(plan, view, part, look)
-                assert channel is not None
                 need = max(self._need(channel), default_limit(channel.leak.chance))
                 known = rates if isinstance(rates, Mapping) else {}
                 is_read = known.get(channel.headline, math.nan) > need
@@ -313,11 +301,9 @@ class Controls:
             low = still
 
     def _keep(self, look: Look, plan: Plan, control: Control) -> None:
-        channel = self._channel(plan)
-        assert channel is not None
         look.controls[plan.attack.name] = control
-        number = self._number(look, plan, channel)
-        value = control.rates.get(channel.headline, math.nan)
+        number = self._number(look, plan)
+        value = control.rates.get(self._channel(plan).headline, math.nan)
         self._newest[plan.attack.name] = _Newest(value, number)
 
     def _need(self, channel: Channel) -> float:
@@ -325,6 +311,4 @@ class Controls:
         return self.needs.get(channel.family, default_limit(channel.leak.chance))
 
     def _nothing(self, plan: Plan) -> dict[str, float]:
-        channel = self._channel(plan)
-        assert channel is not None
-        return dict.fromkeys(channel.metrics, math.nan)
+        return dict.fromkeys(self._channel(plan).metrics, math.nan)

@@ -10,13 +10,12 @@ without gradient, since a dishonest server sets dropout to 0. Training sees noth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from scipy.stats import mannwhitneyu
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks import (
@@ -31,8 +30,10 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.engine.channels import played
-from lightning_fedleak.engine.channels.base import Channel, Plan, check_guess
+from lightning_fedleak.engine.channels.base import Channel, check_guess
+from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.targets import (
+    EARLIER_BATCHES,
     Rows,
     Sources,
     Targets,
@@ -40,24 +41,14 @@ from lightning_fedleak.engine.channels.targets import (
     draw_targets,
     special_ids,
     with_gradient,
+    with_labels,
 )
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.run import (
-    AUDIT,
-    Look,
-    Moment,
-    Outcome,
-    Pages,
-    Processes,
-    Run,
-    Series,
-    Unknown,
-    Waiting,
-    reason,
-)
+from lightning_fedleak.engine.outcomes import AUDIT, Outcome, Series, Unknown, Waiting
+from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR, RATES
-from lightning_fedleak.model.anatomy import Anatomy, without_peft
-from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.anatomy import without_peft
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.model.taps import (
@@ -70,18 +61,7 @@ from lightning_fedleak.model.taps import (
 )
 from lightning_fedleak.records import MEMBERSHIP
 
-_ALL_CANARIES = "every canary"
 _TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
-
-
-BY_CHANCE = 0.05
-PART_BY_CHANCE = 0.01
-"""Chance of scores that know nothing above which a control, or one of a part, counts as not read.
-
-Of a part it is smaller since some three are tried. Higher: an attack that knows nothing passes as
-one that would have been seen; lower: batches of a few texts have no control. Of two texts no game
-is certain: their control counts as it is.
-"""
 
 
 @dataclass(frozen=True)
@@ -104,12 +84,10 @@ class GameTable:
     Attributes:
         targets: the targets, or why there are none (yet).
         games: games by the attack's name, or why there are none.
-        whole: all targets are asked for, also those that the loss ignores.
     """
 
     targets: Targets | Waiting | Unknown
     games: dict[str, _Games | Unknown] = field(default_factory=dict)
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,13 +135,8 @@ class MembershipChannel(Channel):
         self.games = games = settings.games
         self.width = 1 + 3 * 2 * games.targets
         self._audits: dict[str, Series] = {}
-        self._canary_scores: played.CanaryScores | None = None
         if games.canaries is not None and attacks:
             self._audits = {a.name: Series(AUDIT, a.name, a.name, Stage.SHARED) for a in attacks}
-            if games.score_canaries is not None:
-                self._canary_scores = played.CanaryScores(
-                    games.score_canaries, [a.name for a in attacks]
-                )
         self._windows: dict[Series, played.Window] = {}
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
@@ -186,13 +159,9 @@ class MembershipChannel(Channel):
                 "canaries= are measured on what leaves the client: add 'shared' to stages"
             )
 
-    def canary_scores(self, attack: str | None) -> Tensor | None:
-        """Return (m,) one score for each of the user's own canaries; None: none are kept."""
-        return None if self._canary_scores is None else self._canary_scores.scores_of(attack)
-
-    def further_series(self) -> list[Series]:
+    def further_series(self, attack: Attack) -> list[Series]:
         """Return the series of the user's canaries."""
-        return list(self._audits.values())
+        return [self._audits[attack.name]] if self._audits else []
 
     def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
         """Return the looks that a TPR needs: a small rate of false positives takes many texts."""
@@ -221,28 +190,35 @@ class MembershipChannel(Channel):
 
     # ---- a fit ------------------------------------------------------------------------------
 
-    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:
-        """Refuse runs in which the client's part of the games is not known.
+    def open(self, run: Run) -> None:
+        """Begin a fit.
 
         Raises:
-            ValueError: says which setting to change.
+            ValueError: the client's part of the games is not known; says which setting to change.
         """
-        if self._canary_scores is not None and processes.count > 1:
-            raise ValueError(
-                "score_canaries= needs every release of the run, and each process sees its own "
-                "client's: run one process, or leave score_canaries out"
-            )
-        if not self.attacks:
-            return
+        super().open(run)
+        config = getattr(without_peft(run.anatomy.model), "config", None)
+        self._sources = Sources(
+            self.games,
+            run.number,
+            causal=run.anatomy.kind == "causal",
+            special=special_ids(config, run.tokenizers),
+        )
+        self.earlier_batches = EARLIER_BATCHES if self.games.held_out is None else 0
+        self._replaced = any(d.acts_on_batches for d in run.defenses)
+        self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
+        self._check_processes(run)
+
+    def _check_processes(self, run: Run) -> None:
         games = f"'{self.attacks[0].name}' plays membership games, which"
-        if processes.sharded_by is not None:
+        if run.is_sharded:
             raise ValueError(
-                f"{games} need whole layers; {processes.sharded_by} shards them. Use DDP with "
+                f"{games} need whole layers, and this model is sharded. Use DDP with "
                 "client='rank', or one device; attacks on words and texts run under FSDP2 too."
             )
-        if processes.count == 1:
+        if run.processes == 1:
             return
-        if processes.client == "world":
+        if run.client == "world":
             raise ValueError(
                 f"{games} ask one process's batch; with client='world' the batch is spread over "
                 "several. Use client='rank', or run one process."
@@ -253,19 +229,6 @@ class MembershipChannel(Channel):
                 "not computed. Leave 'aggregate' out of stages=, or give these attacks a monitor "
                 "of their own."
             )
-
-    def open(self, run: Run) -> None:
-        """Begin a fit."""
-        super().open(run)
-        config = getattr(without_peft(run.anatomy.model), "config", None)
-        self._sources = Sources(
-            self.games,
-            run.number,
-            causal=run.anatomy.kind == "causal",
-            special=special_ids(config, run.tokenizers),
-        )
-        self._replaced = any(d.acts_on_batches for d in run.defenses)
-        self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
 
     def plan(self, attack: Attack) -> Plan:
         """Return a plan without roles, because the server adds the layers that are read.
@@ -329,10 +292,6 @@ class MembershipChannel(Channel):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def wants_batch(self, steps_to_look: int) -> bool:
-        """Return whether the next look may need this batch for texts outside its own."""
-        return bool(self.attacks) and self._sources.wants_batch(steps_to_look)
-
     def remember(self, batch: TokenBatch) -> None:
         """Keep a reference to a batch, whose texts are non-members of a later one."""
         if self.attacks:
@@ -376,9 +335,6 @@ class MembershipChannel(Channel):
         )
         if self._audits:
             self._tables[AUDIT] = GameTable(draw_targets(self._sources.canaries, step, batches))
-        if self._canary_scores is not None:
-            every = draw_targets(lambda _, b: self._sources.all_canaries(b), step, batches)
-            self._tables[_ALL_CANARIES] = GameTable(every, whole=True)
         dealt = [t for t in self._tables.values() if isinstance(t.targets, Targets)]
         layers: dict[int, _Layer | Unknown] = {}
         for attack in self.attacks if dealt else ():
@@ -390,7 +346,7 @@ class MembershipChannel(Channel):
                     table.games[attack.name] = (
                         layer
                         if isinstance(layer, Unknown)
-                        else self._games(attack, layer, table.targets, table.whole)
+                        else self._games(attack, layer, table.targets)
                     )
                 except Exception as error:
                     table.games[attack.name] = Unknown(reason(error))
@@ -477,7 +433,6 @@ class MembershipChannel(Channel):
         attack: MembershipAttack,
         layer: _Layer,
         targets: Targets | Waiting | Unknown,
-        whole: bool,
     ) -> _Games:
         assert isinstance(targets, Targets)
         micro_batches = zip(layer.batches, layer.client, layer.gradients, strict=True)
@@ -491,7 +446,7 @@ class MembershipChannel(Channel):
             )
             for batch, hidden, gradient in micro_batches
         ]
-        targets = targets if whole else with_gradient(attack, targets, upstream)
+        targets = with_gradient(attack, targets, upstream)
         parts = [
             targets.select(i)
             for i in torch.split(torch.arange(len(targets.members)), _TEXTS_PER_FORWARD)
@@ -535,15 +490,11 @@ class MembershipChannel(Channel):
         shared = Stage.SHARED in moment.wanted
         for attack in self.attacks if moment.wanted else ():
             answer = self._guess(attack, str(Stage.SHARED), look.step, moment.wanted[0])
-            for series in self.series_at(attack, moment.wanted):
+            for series in self.series(attack, moment.wanted):
                 look.answers.setdefault(series, answer)
             if shared and self._audits:
                 answer = self._guess(attack, AUDIT, look.step, Stage.SHARED)
                 look.answers.setdefault(self._audits[attack.name], answer)
-            if shared and self._canary_scores is not None:
-                answer = self._guess(attack, _ALL_CANARIES, look.step, Stage.SHARED)
-                if isinstance(answer, played.Played):
-                    look.notes.setdefault((self.family, attack.name), answer.scores)
         if Stage.SHARED in moment.stages:
             self._leaving = False
 
@@ -581,15 +532,15 @@ class MembershipChannel(Channel):
         self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
     ) -> Mapping[str, float] | Unknown | Waiting:
         """Return the rates of games about the texts of a control, and others shuffled alike."""
-        batches = [one for batch in draw.batches if (one := _with_labels(batch)) is not None]
+        batches = [one for batch in draw.batches if (one := with_labels(batch)) is not None]
         targets = draw_targets(partial(self._sources.population, shuffled=True), step, batches)
         if not isinstance(targets, Targets):
             return targets
         games = self._control_games(plan, view, draw, targets, step)
         if not isinstance(games, played.Played):
             return games
-        chance, least = chances_of(games)
-        most = PART_BY_CHANCE if draw.is_part else BY_CHANCE
+        chance, least = played.chances_of(games)
+        most = played.PART_BY_CHANCE if draw.is_part else played.BY_CHANCE
         if chance > most and (draw.is_part or least <= most):
             return Unknown(f"scores that know nothing do as well with a chance of {chance:.2f}")
         return played.rates_of(games)
@@ -605,31 +556,17 @@ class MembershipChannel(Channel):
         calls = zip(draw.batches, draw.sizes, strict=True)
         batches = [batch for batch, sizes in calls if bool((sizes != 0).any())]
         layer = self._layer_of(attack.layer, batches, batches, pieces)
-        games = self._games(attack, layer, targets, whole=False)
+        games = self._games(attack, layer, targets)
         shared = {CRAFTED: games.canary.released}
         snapshot = GradientSnapshot(step, Stage.LOCAL, shared, client=self.run.number)
         answer = attack.run(Observation((snapshot,)), games.targets.query())
         check_guess(attack, answer, self.guesses)
         return played.played_games(answer, games.targets.members)
 
-    def series_of(self, plan: Plan) -> list[Series]:
-        """Return the series at the stages, and that of the user's canaries."""
-        audits = [self._audits[plan.attack.name]] if self._audits else []
-        return super().series_of(plan) + audits
-
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Return the packed games of one look."""
-        if not isinstance(answer, played.Played):
-            raise UnusableObservation("the attack guessed something else")
+        assert isinstance(answer, played.Played)
         return answer.pack(self.width)
-
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
-        """Add the scores of the user's canaries."""
-        if self._canary_scores is not None:
-            scores = {name: look.notes.get((self.family, name)) for name in self._audits}
-            self._canary_scores.add(
-                {n: tensor for n, tensor in scores.items() if tensor is not None}
-            )
 
     # ---- over clients and looks -------------------------------------------------------------
 
@@ -641,10 +578,8 @@ class MembershipChannel(Channel):
         return self._windows.setdefault(series, played.Window(self.games.window))
 
     def clear(self) -> None:
-        """Forget earlier games, and the scores of canaries."""
+        """Forget earlier games."""
         self._windows.clear()
-        if self._canary_scores is not None:
-            self._canary_scores.clear()
 
     def series_state(self, series: Series) -> dict[str, Tensor]:
         """Return the games of the window."""
@@ -655,48 +590,16 @@ class MembershipChannel(Channel):
         self._window(series).load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the user's canaries, and their scores over looks."""
-        canaries, scores = self.games.canaries, self._canary_scores
-        return {
-            "canaries": None if canaries is None else canaries.state_dict(),
-            "canary_scores": None if scores is None else scores.state_dict(),
-        }
+        """Return the commitment to the user's canaries."""
+        canaries = self.games.canaries
+        return {"canaries": None if canaries is None else canaries.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the scores; the canaries must be the same.
+        """Check that the canaries are the same.
 
         Raises:
-            ValueError: other canaries, or scores reduced by another rule.
+            ValueError: other canaries.
         """
-        scores = state.get("canary_scores")
-        if self._canary_scores is not None and scores is not None:
-            self._canary_scores.load_state_dict(scores)
         committed = state.get("canaries")
         if self.games.canaries is not None and committed is not None:
             self.games.canaries.load_state_dict(committed)
-
-
-def chances_of(games: played.Played) -> tuple[float, float]:
-    """Return the chance that scores which know nothing do as well (exact), and its least value."""
-    members, others = games.scores[games.members], games.scores[~games.members]
-    if not len(members) or not len(others):
-        return 1.0, 1.0
-    chance = float(mannwhitneyu(members, others, alternative="greater").pvalue)
-    return chance, 1 / math.comb(len(games.scores), len(members))
-
-
-def _with_labels(batch: TokenBatch) -> TokenBatch | None:
-    """Return the texts of a batch that have a label; None where none has."""
-    labels = batch.labels
-    if labels is None:
-        return batch
-    labelled = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels >= 0
-    if not bool(labelled.any()):
-        return None
-    fields = ("input_ids", "labels", "attention_mask", "position_ids", "documents", "live")
-    rows = {
-        name: value[labelled.to(value.device)]
-        for name in fields
-        if (value := getattr(batch, name)) is not None and len(value) == len(labelled)
-    }
-    return replace(batch, **rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,24 +22,27 @@ from lightning_fedleak.attacks.memorization import (
     MemorizationAttack,
     blind_scores,
 )
-from lightning_fedleak.engine.channels.account import BOUND, AccountGame
-from lightning_fedleak.engine.channels.base import Channel, Plan
-from lightning_fedleak.engine.channels.reading import PoolReading, too_few_others
+from lightning_fedleak.engine.channels.account import (
+    BOUND,
+    AccountGame,
+    PoolReading,
+    too_few_others,
+)
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
-from lightning_fedleak.engine.run import (
+from lightning_fedleak.engine.outcomes import (
     CHOOSE,
     Found,
-    Look,
     Outcome,
     Result,
-    Run,
     Series,
     Unknown,
     Waiting,
-    reason,
     unknown,
 )
+from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     TIERS,
@@ -68,6 +71,7 @@ class MemorizationChannel(Channel):
 
     Attributes:
         absent: what attacks that choose themselves lack here, where none of them is a candidate.
+        folder: keeps what a resumed run needs.
     """
 
     guesses = Guess
@@ -90,7 +94,6 @@ class MemorizationChannel(Channel):
     width = 3 * len(metrics) + len(extras)
     reads_updates = True
     at_weights = True
-    looks_dependent = True
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
     absent: ClassVar[str] = ""
@@ -102,7 +105,7 @@ class MemorizationChannel(Channel):
         self._account: AccountGame | None = None
         self._refusal: str | None = None
         self._base: TokenSnapshot | None = None
-        self._folder = Path()
+        self.folder = Path()
         self._saved: Mapping[str, Any] = {}
         self._looks, self._due = 0, 0
         self._reading_seconds = 0.0
@@ -113,16 +116,18 @@ class MemorizationChannel(Channel):
 
     # ---- names ------------------------------------------------------------------------------
 
-    def series(self, attack: Attack, stage: Stage) -> Series | None:
-        """Return None: what is released has one series, whatever stages are measured."""
-        return None
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """Return none: what is released has one series, whatever stages are measured."""
+        return []
 
-    def further_series(self) -> list[Series]:
-        """Return the series of each attack on the released model."""
-        return self._series_of(self.listed_attacks)
+    def further_series(self, attack: Attack) -> list[Series]:
+        """Return the series of an attack on the released model."""
+        return [Series.at(Stage.RELEASED, attack.name)]
 
-    def _series_of(self, attacks: Sequence[MemorizationAttack]) -> list[Series]:
-        return [Series.at(Stage.RELEASED, attack.name) for attack in attacks]
+    @property
+    def _played(self) -> list[Series]:
+        """The series of the attacks that are played."""
+        return [series for attack in self.attacks for series in self.further_series(attack)]
 
     def charted(self, series: Series) -> tuple[str, ...]:
         """Return the rates of membership, or those of extraction."""
@@ -188,10 +193,6 @@ class MemorizationChannel(Channel):
             chooses=CHOOSE in self.run.watched,
             rounds=self.run.unit == "round",
         )
-
-    def keep_in(self, folder: Path) -> None:
-        """Keep what a resumed run needs in a folder."""
-        self._folder = folder
 
     def plan(self, attack: Attack) -> Plan:
         """Return the plan of an attack on the released model."""
@@ -292,8 +293,7 @@ class MemorizationChannel(Channel):
         Raises:
             UnusableObservation: it cannot be asked, on this process or on another one.
         """
-        sharded = any(hasattr(p, "full_tensor") for p in self.run.anatomy.root.parameters())
-        alone = self.run.processes == 1 or sharded
+        alone = self.run.processes == 1 or self.run.is_sharded
         first, every = (0, 1) if alone else (self.run.rank, self.run.processes)
         rows = list(range(first, len(pool.texts), every))
         failure: Exception | None = None
@@ -332,11 +332,11 @@ class MemorizationChannel(Channel):
             look: where the answers go.
             epoch: counted from 0.
         """
-        every = self._series_of(self.attacks)
+        every = self._played
         pool = self._pool
         if pool is None or self._base is None:
             why = "what the base said is not known: the run was resumed without its record"
-            look.answers |= dict.fromkeys(every, f"{why} ({self._folder / self.file})")
+            look.answers |= dict.fromkeys(every, f"{why} ({self.folder / self.file})")
             return
         self._newest = None
         counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
@@ -407,7 +407,7 @@ class MemorizationChannel(Channel):
 
     def results(self, look: Look) -> dict[Series, Result]:
         """Return what each attack's values are, packed."""
-        return {one: self._packed(look, one) for one in self._series_of(self.attacks)}
+        return {one: self._packed(look, one) for one in self._played}
 
     def _packed(self, look: Look, series: Series) -> Result:
         answer = look.answers.get(series, "the attack was not run")
@@ -506,7 +506,7 @@ class MemorizationChannel(Channel):
         if self._pool is None or self._base is None:
             return {}
         tensors = self._tensors(self._pool, self._base)
-        file = self._folder / self.file
+        file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
             save_private(file, tensors)
         return {

@@ -8,11 +8,13 @@ from typing import ClassVar
 import torch
 
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, PassiveMembership
-from lightning_fedleak.engine.channels.base import Plan, gradient_plan, guess
+from lightning_fedleak.engine.channels.base import guess
 from lightning_fedleak.engine.channels.membership import GameTable, MembershipChannel
+from lightning_fedleak.engine.channels.plans import Plan, gradient_plan
 from lightning_fedleak.engine.channels.played import Played, played_games
 from lightning_fedleak.engine.channels.targets import Targets, draw_targets
-from lightning_fedleak.engine.run import AUDIT, Moment, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import AUDIT, Unknown, Waiting
+from lightning_fedleak.engine.run import Moment
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.model.taps import Draw
 
@@ -23,19 +25,6 @@ class PassiveMembershipChannel(MembershipChannel):
     reads = PassiveMembership
     reads_updates: ClassVar[bool] = True
     adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
-
-    def check_settings(self) -> None:
-        """Refuse scores of canaries, which layers of a dishonest server give.
-
-        Raises:
-            ValueError: they are asked for.
-        """
-        super().check_settings()
-        if self.settings.games.score_canaries is not None:
-            raise ValueError(
-                f"score_canaries= scores canaries by layers of a dishonest server, and "
-                f"'{self.attacks[0].name}' adds none: give it a monitor of its own"
-            )
 
     def plan(self, attack: Attack) -> Plan:
         """Return a plan that reads gradients of the client's own parameters.
@@ -67,11 +56,13 @@ class PassiveMembershipChannel(MembershipChannel):
                 self._tables[name] = GameTable(draw_targets(draw, look.step, look.all_batches))
         for plan in self.plans:
             stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
-            silent = any(s not in look.answers for s in self.series_of(plan))
+            expected = self.series(plan.attack, self.settings.stages)
+            expected += self.further_series(plan.attack)
+            silent = any(series not in look.answers for series in expected)
             if not plan.exposed or not stepped or not silent:
                 continue
             answer = self._answer(plan, self._tables[str(Stage.SHARED)].targets, moment)
-            for series in self.series_at(plan.attack, moment.wanted):
+            for series in self.series(plan.attack, moment.wanted):
                 look.answers.setdefault(series, answer)
             if AUDIT in self._tables and Stage.SHARED in moment.wanted:
                 answer = self._answer(plan, self._tables[AUDIT].targets, moment)

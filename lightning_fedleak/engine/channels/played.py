@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.stats import mannwhitneyu
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.engine.channels.base import worst_of
-from lightning_fedleak.engine.options import Reduction
-from lightning_fedleak.engine.run import Outcome, Trials, Unknown, reason
+from lightning_fedleak.engine.outcomes import Outcome, Trials, Unknown
+from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics import MembershipInference, Rate
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
 
@@ -24,6 +26,16 @@ LEAST_MEMBERS = 16
 The standard error of an AUC is at most ``sqrt(.25 / members)`` for any distribution of the scores
 (Van Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of
 few texts can never be judged.
+"""
+
+
+BY_CHANCE = 0.05
+PART_BY_CHANCE = 0.01
+"""Chance of scores that know nothing above which a control, or one of a part, counts as not read.
+
+Of a part it is smaller since some three are tried. Higher: an attack that knows nothing passes as
+one that would have been seen; lower: batches of a few texts have no control. Of two texts no game
+is certain: their control counts as it is.
 """
 
 
@@ -177,72 +189,10 @@ def played_games(guess: Any, members: Tensor) -> Played | Unknown:
     return Played(scores, members, decisions)
 
 
-class CanaryScores:
-    """Reduce the scores of all canaries, included or not, over looks by one rule.
-
-    A look counts for all canaries or for none, so that the coin flips do not decide which canaries
-    are scored. Every canary has layers of its own at every look, and its score depends on no other
-    canary: under per-sample clipping (DPSGD) that is what layers for all canaries at once would
-    give, since a sample is found by its own alone. Where the whole update is clipped
-    (GradientNoise) they would share the clip norm, and the bound of an audit does not hold.
-    Canaries are asked for without padding: a model that counts positions from the first column
-    hides them in batches padded on the left.
-
-    Args:
-        reduction: ``"max"`` or ``"mean"``; settled before the run.
-        attacks: names of the attacks that score them.
-    """
-
-    def __init__(self, reduction: Reduction, attacks: Sequence[str]) -> None:
-        self.reduction = reduction
-        self._attacks = tuple(attacks)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the scores of an earlier fit."""
-        self._looks = dict.fromkeys(self._attacks, 0)
-        self._scores: dict[str, Tensor] = {}
-
-    def add(self, scores: Mapping[str, Tensor]) -> None:
-        """Add the scores of one look, (m,) by the attack's name."""
-        for name, new in scores.items():
-            total = self._scores.get(name)
-            joined = torch.maximum if self.reduction == "max" else torch.add
-            self._scores[name] = new.double() if total is None else joined(total, new.double())
-            self._looks[name] += 1
-
-    def scores_of(self, attack: str | None) -> Tensor:
-        """Return (m,) the scores of one attack; without a name, of the only one.
-
-        Raises:
-            ValueError: no such attack, several and no name, or no look has scored the canaries.
-        """
-        name = self._attacks[0] if attack is None and len(self._attacks) == 1 else attack
-        if name not in self._looks:
-            raise ValueError(f"canary_scores(attack) must name one of {list(self._attacks)}")
-        if not self._looks[name]:
-            raise ValueError(f"'{name}' has scored the canaries at no look so far")
-        total = self._scores[name]
-        return total.clone() if self.reduction == "max" else total / self._looks[name]
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the scores that a resumed run needs."""
-        return {"reduction": self.reduction, "looks": dict(self._looks), "kept": dict(self._scores)}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: the scores were reduced by another rule.
-        """
-        if state["reduction"] != self.reduction:
-            raise ValueError(
-                f"the checkpoint's canary scores were reduced by {state['reduction']!r}, and one "
-                f"rule must hold for the whole run: resume with score_canaries="
-                f"{state['reduction']!r}"
-            )
-        looks, scores = state["looks"], state["kept"]
-        assert isinstance(looks, Mapping)
-        assert isinstance(scores, Mapping)
-        self._looks = {name: int(looks.get(name, 0)) for name in self._attacks}
-        self._scores = {n: scores[n].cpu().double() for n in self._attacks if n in scores}
+def chances_of(games: Played) -> tuple[float, float]:
+    """Return the chance that scores which know nothing do as well (exact), and its least value."""
+    members, others = games.scores[games.members], games.scores[~games.members]
+    if not len(members) or not len(others):
+        return 1.0, 1.0
+    chance = float(mannwhitneyu(members, others, alternative="greater").pvalue)
+    return chance, 1 / math.comb(len(games.scores), len(members))

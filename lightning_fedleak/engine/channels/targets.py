@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from lightning_fedleak import attacks
 from lightning_fedleak.engine.options import Games
-from lightning_fedleak.engine.run import NoTargets, Unknown, Waiting, reason
+from lightning_fedleak.engine.outcomes import Unknown, Waiting
+from lightning_fedleak.engine.run import NoTargets, reason
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_last
 
 SPARE = 4
@@ -243,19 +244,6 @@ class Deal:
         # An order that says nothing of the bits, since an attack sees it.
         return targets.select(torch.randperm(2 * count, generator=generator))
 
-    def take_all(self, rows: Rows, members: Tensor, generator: torch.Generator) -> Targets:
-        """Return all rows as targets, in their order; a causal model needs no random draw.
-
-        Raises:
-            NoTargets: a row holds no token that may be asked for.
-        """
-        askable = rows.askable(self.special, causal=self.causal)
-        short = int((~askable.any(1)).sum())
-        if short:
-            raise NoTargets(f"{short} of {len(rows)} texts hold no token that may be asked for")
-        positions = _choose_token(askable, generator, causal=self.causal)
-        return Targets(rows, positions, members, torch.full((len(rows),), -1))
-
     def draw_texts(
         self, texts: Sequence[Tensor], generator: torch.Generator, *, like: Rows
     ) -> Rows:
@@ -330,10 +318,6 @@ class Sources:
             self._included_texts = {tuple(text.tolist()) for text, included in marked if included}
             self._excluded_texts = [text for text, included in marked if not included]
 
-    def wants_batch(self, steps_to_look: int) -> bool:
-        """Return whether the next look may need a batch that is not looked at."""
-        return self._held_out is None and steps_to_look <= EARLIER_BATCHES
-
     def remember(self, batch: TokenBatch) -> None:
         """Keep a reference to a batch, whose texts are non-members of a later one."""
         if self._held_out is None and batch.input_ids.numel():
@@ -382,19 +366,6 @@ class Sources:
         outside = self._deal.draw_texts(self._excluded_texts, generator, like=inside)
         targets = self._deal.targets(inside, outside, generator, candidates=places)
         return targets or Waiting("every canary that was left out is in the batch", soon=False)
-
-    def all_canaries(self, batches: Sequence[TokenBatch]) -> Targets:
-        """Return all of the user's canaries in order, always with the same token asked for.
-
-        Raises:
-            NoTargets: a canary holds no token that may be asked for.
-        """
-        device = batches[0].input_ids.device
-        texts = [TokenBatch(t.to(device)[None], None, None, "causal") for t in self._canaries]
-        texts = [replace(t, attention_mask=torch.ones_like(t.input_ids)) for t in texts]
-        masked = any(b.attention_mask is not None for b in batches)
-        rows = replace(Rows.from_batches(texts), masked=masked)
-        return self._deal.take_all(rows, self._included, torch.Generator().manual_seed(0))
 
     def _generator(self, step: int) -> torch.Generator:
         """Return a generator that depends on the step and the client alone, so that runs resume."""
@@ -447,3 +418,20 @@ def with_gradient(
             f"{len(gradients)} tokens asked for; a lower layer would be reached"
         )
     return targets.reached(gradients != 0)
+
+
+def with_labels(batch: TokenBatch) -> TokenBatch | None:
+    """Return the texts of a batch that have a label; None where none has."""
+    labels = batch.labels
+    if labels is None:
+        return batch
+    labelled = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels >= 0
+    if not bool(labelled.any()):
+        return None
+    fields = ("input_ids", "labels", "attention_mask", "position_ids", "documents", "live")
+    rows = {
+        name: value[labelled.to(value.device)]
+        for name in fields
+        if (value := getattr(batch, name)) is not None and len(value) == len(labelled)
+    }
+    return replace(batch, **rows)

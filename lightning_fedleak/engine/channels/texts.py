@@ -8,7 +8,7 @@ each look (as often as the attack says).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -23,20 +23,13 @@ from lightning_fedleak.attacks import (
     TextGuess,
     UnusableObservation,
 )
-from lightning_fedleak.engine.channels.base import Channel, Plan, check_guess, guess, worst_of
+from lightning_fedleak.engine.channels.base import Channel, check_guess, guess, worst_of
+from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.run import (
-    Look,
-    Moment,
-    Outcome,
-    Pages,
-    Run,
-    Series,
-    Unknown,
-    Waiting,
-    reason,
-)
+from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
+from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
+from lightning_fedleak.engine.tensorboard import add_places
 from lightning_fedleak.evaluation.metrics import Rate, TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import (
     SentenceScores,
@@ -196,10 +189,11 @@ class TextsChannel(Channel):
         self._tap: SplitTap | None = None
         self._done = False
 
-    def series(self, attack: Attack, stage: Stage) -> Series | None:
-        """No activations are reduced over clients."""
-        reduced = stage not in CROSSING and isinstance(attack, InversionAttack)
-        return None if reduced else super().series(attack, stage)
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """Return the series at these stages; no activations are reduced over clients."""
+        if isinstance(attack, InversionAttack):
+            stages = [stage for stage in stages if stage in CROSSING]
+        return super().series(attack, stages)
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -413,8 +407,7 @@ class TextsChannel(Channel):
         if isinstance(answer, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
             answer = self._matched(answer, attack, look.step, look.batches)
-        if not isinstance(answer, Inverted):
-            raise UnusableObservation("the attack guessed something else")
+        assert isinstance(answer, Inverted)
         look.notes[series] = answer
         return answer.pack(self.settings.texts)
 
@@ -507,7 +500,7 @@ class TextsChannel(Channel):
                 _reveal(pages.reveal, title, look.notes[series])
             if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
                 name, places = series.log_name, outcome.by_position
-                _add_histogram(pages.boards, name, places, look.step)
+                add_places(pages.boards, name, places, look.step)
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -569,35 +562,3 @@ def _reveal(files: RevealFiles, title: str, inverted: Inverted) -> None:
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
     """Return rows (L_i, ...) as one tensor (n, L, ...), padded with zeros."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-def _add_histogram(
-    boards: Sequence[Any], name: str, places: Mapping[str, tuple[int, int]], step: int
-) -> None:
-    """Show at which places of their texts tokens were recovered, as a histogram.
-
-    The height over a range of places is the share of its tokens that were right.
-    """
-    ranges = [key.partition("-") for key in places]
-    if not ranges:
-        return
-    limits = [
-        float(int(low) + 1 if not dash else int(high or 2 * int(low) - 1) + 1)
-        for low, dash, high in ranges
-    ]
-    starts = [float(low) for low, _, _ in ranges]
-    shares = [right / n for right, n in places.values()]
-    counts = [s * (b - a) for s, a, b in zip(shares, starts, limits, strict=True)]
-    middles = [(a + b) / 2 for a, b in zip(starts, limits, strict=True)]
-    for board in boards:
-        board.add_histogram_raw(
-            f"{name}/share_recovered_by_place",
-            min=starts[0],
-            max=limits[-1],
-            num=sum(counts),
-            sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
-            sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
-            bucket_limits=limits,
-            bucket_counts=counts,
-            global_step=step,
-        )

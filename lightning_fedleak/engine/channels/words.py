@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, WordGuess
-from lightning_fedleak.engine.channels.base import Channel, Plan, guess, worst_of
+from lightning_fedleak.engine.channels.base import Channel, guess, worst_of
+from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.run import (
-    Look,
-    Moment,
-    Outcome,
-    Pages,
-    Processes,
-    Run,
-    Series,
-    Trials,
-    Unknown,
-    Waiting,
-    reason,
-)
+from lightning_fedleak.engine.outcomes import Outcome, Series, Trials, Unknown, Waiting
+from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
+from lightning_fedleak.engine.tensorboard import add_scores
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
-from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, matrix_shape
+from lightning_fedleak.model.anatomy import matrix_shape
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
-    Stage,
     UnusableObservation,
 )
-from lightning_fedleak.model.taps import Draw, TiedHeadTap
+from lightning_fedleak.model.taps import Draw
 from lightning_fedleak.records import WORDS
 
 SOFT_LABELS = (
@@ -116,10 +105,7 @@ class WordTruth:
 
 
 class WordsChannel(Channel):
-    """The channel of attacks that name the words of a batch.
-
-    With ``head_own_part`` they also read the head's own part of a tied matrix's gradient.
-    """
+    """The channel of attacks that name the words of a batch."""
 
     guesses = WordGuess
     reads = Attack
@@ -135,84 +121,25 @@ class WordsChannel(Channel):
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self._own_part: TiedHeadTap | None = None
         self._truth: WordTruth | None = None
         self._one_way = False
-        self._own_series: dict[str, Series] = {}
-        if settings.head_own_part:
-            self._own_series = {
-                a.name: Series("leakage_local", f"{a.name}_head_only", a.name, Stage.LOCAL)
-                for a in attacks
-            }
-
-    def further_series(self) -> list[Series]:
-        """Return the series of the head's own part."""
-        return list(self._own_series.values())
 
     # ---- a fit ------------------------------------------------------------------------------
 
-    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:
-        """Record the head's own part of a tied matrix's gradient, if ``head_own_part`` is set.
-
-        Raises:
-            ValueError: the head is not tied, or its batch is spread over processes.
-        """
-        if not self.settings.head_own_part:
-            return
-        if processes.count > 1 and processes.client == "world":
-            raise ValueError(
-                "head_own_part=True is taken inside each process's backward, and with "
-                "client='world' the client's batch is spread over several processes: leave it out, "
-                "or run one process"
-            )
-        model = anatomy()
-        if model.head is None or not model.tied:
-            raise ValueError(
-                "head_own_part=True is for a tied head only; this head has a gradient of its own, "
-                "which is attacked as it is shared"
-            )
-        self._own_part = TiedHeadTap(model.head)
-
     def open(self, run: Run) -> None:
-        """Find out whether a classifier's tokens see later ones."""
+        """Find out what can be named, and whether a classifier's tokens see later ones."""
         super().open(run)
+        rows = matrix_shape(run.anatomy.embedding)
+        # Rows of the head, or of the embedding if more.
+        self._size = max(run.anatomy.vocab_size, 0 if rows is None else rows[0])
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
 
-    def close(self) -> None:
-        """Restore the head's forward."""
-        if self._own_part is not None:
-            self._own_part.close()
-        self._own_part = None
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def arm(self) -> None:
-        """Start a look."""
-        if self._own_part is not None:
-            self._own_part.arm()
-
     def at_moment(self, moment: Moment) -> None:
-        """Let the attacks guess from gradients, and at the last stage from the head's own part."""
+        """Let the attacks guess from gradients."""
         self.read_gradients(moment, self.plans)
-        own_part = self._own_part
-        if own_part is None or Stage.AGGREGATE not in moment.stages:
-            return
-        scale, look = moment.scale, moment.look
-        take = partial(own_part.view, look.step, client=self.run.number, scale=scale)
-        view = replace(moment, take=take, _view=None).gradients()
-        for plan in self.plans:
-            is_due = plan.optimizer in (None, moment.optimizer)
-            if plan.roles == (HEAD_WEIGHT,) and plan.exposed and is_due:
-                series = self._own_series[plan.attack.name]
-                if series not in look.answers:
-                    look.answers[series] = guess(plan, view, self.run)
-
-    def series_of(self, plan: Plan) -> list[Series]:
-        """Return the attack's series at the stages, and its series of the head's own part."""
-        series = super().series_of(plan)
-        if self._own_part is not None and plan.roles == (HEAD_WEIGHT,):
-            series.append(self._own_series[plan.attack.name])
-        return series
 
     def holds_nothing(self, look: Look) -> bool:
         """Return whether the loss was computed on no token."""
@@ -272,8 +199,7 @@ class WordsChannel(Channel):
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Count a guess against the words of the look's batches."""
-        if not isinstance(answer, WordGuess):
-            raise TypeError(f"no score is known for a {type(answer).__name__}")
+        assert isinstance(answer, WordGuess)
         assert self._truth is not None
         types = self._truth.types(answer.surface)
         metric = self._metric()
@@ -291,12 +217,6 @@ class WordsChannel(Channel):
     def _metric(self) -> WordRecovery:
         return WordRecovery(self._size, sync_on_compute=False)
 
-    @property
-    def _size(self) -> int:
-        """Number of types that can be named: rows of the head, or of the embedding if more."""
-        rows = matrix_shape(self.run.anatomy.embedding)
-        return max(self.run.anatomy.vocab_size, 0 if rows is None else rows[0])
-
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """Write the revealed words, and draw the scores of used and unused types."""
         for series in (s for s in outcomes if s in look.notes):
@@ -304,7 +224,7 @@ class WordsChannel(Channel):
             if pages.reveal is not None:
                 _reveal(pages.reveal, f"== step {look.step}, {series.log_name}", answer, types)
             if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
-                _add_histograms(pages.boards, series.log_name, answer, types, look.step)
+                add_scores(pages.boards, series.log_name, answer, types, look.step)
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -341,18 +261,3 @@ def _reveal(files: RevealFiles, title: str, answer: WordGuess, truth: Tensor) ->
     kinds = {"recovered": right, "wrong": wrong, "missed": missed}
     lines = [f"{kind} ({len(ids)}): {files.each(ids)}" for kind, ids in kinds.items()]
     files.append("words", [title, *lines])
-
-
-def _add_histograms(
-    boards: Sequence[Any], name: str, guess: WordGuess, truth: Tensor, step: int
-) -> None:
-    """Draw a histogram of the scores of used types, and one of unused types."""
-    if not boards or guess.scores is None:
-        return
-    used = torch.zeros(guess.scores.shape[0], dtype=torch.bool, device=guess.scores.device)
-    used[truth.to(used.device)] = True
-    for board in boards:
-        for label, scores in (("used", guess.scores[used]), ("unused", guess.scores[~used])):
-            finite = scores[scores.isfinite()]
-            if finite.numel():
-                board.add_histogram(f"{name}/score_of_{label}_types", finite, step)

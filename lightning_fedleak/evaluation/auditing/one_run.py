@@ -298,17 +298,16 @@ def audit_canaries(
     ::
 
         train = with_canaries(train, texts, record="secret/inclusion.json")
-        games = Games(canaries=train.canaries, score_canaries="max")
-        monitor = LeakageMonitor(attack, games=games)
-        ...                                     # one run; an attack scores every canary
-        print(audit_canaries(train.canaries, monitor.canary_scores(), delta=1e-5))
+        scorer = CanaryScorer(train.canaries)
+        ...                                     # one run with this callback
+        print(audit_canaries(train.canaries, scorer.scores(), delta=1e-5))
 
     arXiv 2305.08846 holds for scores that depend on the coins only through what the run released.
     So every canary needs a score, also one that was left out, and all by one rule: at the same
-    steps, reduced over steps alike (``scores.amax(0)``, say). :meth:`LeakageMonitor.canary_scores`
-    returns such scores; its docstring says under which defences they are evidence. Do not pass
-    scores of the steps at which a canary was in the batch against others' at other steps: they show
-    the coins by themselves. The rates that the monitor logs as ``audit/`` are over such games.
+    steps, reduced over steps alike (``scores.amax(0)``, say), as
+    :class:`~lightning_fedleak.callbacks.CanaryScorer` does. Do not pass scores of the steps at
+    which a canary was in the batch against others' at other steps: they show the coins by
+    themselves. The rates that the monitor logs as ``audit/`` are over such games.
 
     A canary that is repeated is no single neighbour. Of ``with_canaries(times=(1, 4, 16))`` those
     that stand in the data once are counted, in or out.

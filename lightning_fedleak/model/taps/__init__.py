@@ -18,7 +18,6 @@ from lightning_fedleak.model.taps.control import is_uneven as is_uneven
 from lightning_fedleak.model.taps.gradients import EmbeddingNoise as EmbeddingNoise
 from lightning_fedleak.model.taps.gradients import GradientTap as GradientTap
 from lightning_fedleak.model.taps.gradients import StepError as StepError
-from lightning_fedleak.model.taps.gradients import TiedHeadTap as TiedHeadTap
 from lightning_fedleak.model.taps.gradients import UpdateError as UpdateError
 from lightning_fedleak.model.taps.gradients import UpdateTap as UpdateTap
 from lightning_fedleak.model.taps.gradients import before_real_step as before_real_step

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn import functional
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -209,76 +208,6 @@ class UpdateTap:
             local_steps=local_steps,
             learning_rate=learning_rate,
         )
-
-
-class TiedHeadTap:
-    """A tap of the head's part of a tied matrix's gradient: a local diagnostic of the worst case.
-
-    No adversary sees it, because the sum with the embedding's part is shared. The head's forward is
-    replaced by the same product on an alias of its weight, and a hook on the alias receives the
-    gradient that autograd computes anyway: no extra product, bit-identical training.
-
-    Args:
-        head: the output head, an ``nn.Linear``.
-
-    Raises:
-        TypeError: the head is no plain ``nn.Linear``, or something else has replaced its forward.
-    """
-
-    def __init__(self, head: nn.Module) -> None:
-        if type(head) is not nn.Linear or "forward" in vars(head):
-            raise TypeError(
-                "the head's own part is taken from a plain nn.Linear whose forward nothing has "
-                f"replaced, not from this {type(head).__name__}"
-            )
-        self._head: nn.Linear = head
-        self._buffer: Tensor | None = None
-        self._filled = False
-        self.armed = False
-        self.error: Exception | None = None
-        head.forward = self._forward  # type: ignore[method-assign,assignment]
-
-    def _forward(self, hidden: Tensor) -> Tensor:
-        weight: Tensor = self._head.weight
-        if self.armed and torch.is_grad_enabled() and weight.requires_grad:
-            weight = weight.view_as(weight)
-            weight.register_hook(self._add)  # type: ignore[no-untyped-call]
-        return functional.linear(hidden, weight, self._head.bias)
-
-    @raised_when_read
-    def _add(self, grad: Tensor) -> None:
-        if self._buffer is None:
-            self._buffer = torch.empty_like(grad)
-        if self._filled:
-            self._buffer.add_(grad)
-        else:
-            self._buffer.copy_(grad)
-            self._filled = True
-
-    def arm(self) -> None:
-        """Start a look; micro-batches add up until :meth:`view`."""
-        self.error = None
-        self._filled = False
-        self.armed = True
-
-    def disarm(self) -> None:
-        """Stop a look."""
-        self.armed = False
-
-    def view(self, step: int, *, client: int = 0, scale: float = 1.0) -> GradientSnapshot:
-        """Return the head's gradient (V, d), stage local; raise what a hook has raised."""
-        raise_kept(self)
-        tensors = {}
-        if self._filled and self._buffer is not None:
-            if scale != 1.0:
-                self._buffer.div_(scale)
-            tensors["head.weight"] = self._buffer
-        return GradientSnapshot(step, Stage.LOCAL, tensors, tied=False, client=client)
-
-    def close(self) -> None:
-        """Restore the head's forward."""
-        self._head.__dict__.pop("forward", None)
-        self._buffer = None
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_fedleak.engine.pool import collect
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
@@ -39,7 +40,6 @@ from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.pool import collect
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import visible_tpr
@@ -443,7 +443,7 @@ def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_pa
         watching = combined(tmp_path, settings)
         gate = gates[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
         train = leave_out(rows(300), 100, seed=1)[0]
-        with mock.patch("lightning_fedleak.engine.pool.LEAST_POOL", 40):
+        with mock.patch("lightning_fedleak.engine.channels.pool.LEAST_POOL", 40):
             fit([watching, gate], data=train, max_epochs=1)
         assert watching.latest["leakage/combined/auc_provable"] == pytest.approx(0.0125**0.05)
     assert gates[0.79].fired is None

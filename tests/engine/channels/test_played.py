@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 
 from lightning_fedleak.engine.channels.played import Played, Window
-from lightning_fedleak.engine.run import Outcome
+from lightning_fedleak.engine.outcomes import Outcome
 
 SHOWN = ("auc", "advantage", "accuracy", "f1")
 

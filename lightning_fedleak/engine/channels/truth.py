@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +31,6 @@ _NO_GRADIENT = (
 )
 
 
-def why_no_graph(run: Run) -> str | None:
-    """Return why a run's batches alone say what its steps read; None: their graph may say it."""
-    replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
-    if replacing is not None:
-        return f"the defence '{replacing}' replaces tokens on their way to the model"
-    return GraphTap(run.anatomy).why_not
-
-
 class StepTruth:
     """Read which ids and labels a step was computed on, and what the step did with them.
 
@@ -56,7 +47,10 @@ class StepTruth:
         self._run = run
         self._adapter = adapter
         self._graph = GraphTap(run.anatomy)
-        self._why_not = why_no_graph(run)
+        replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
+        self._why_not = self._graph.why_not
+        if replacing is not None:
+            self._why_not = f"the defence '{replacing}' replaces tokens on their way to the model"
         self._embeddings = EmbeddingNoise(run.anatomy)
         self._rows: PackedRows | None = None
         self._is_first = True
@@ -167,8 +161,6 @@ class StepTruth:
                 batch = self._rows.with_crossing(one.batch, [one.call.arguments])
                 reads[i] = replace(one, batch=batch)
         self._say("the labels and inputs of a step are read off its own graph")
-        if read is not None:
-            self._compare(read, [one.batch for one in reads])
         [*others, last] = reads
         ids = last.call.ids
         if not others and ids is not None and last.batch.input_ids.shape == ids.shape:
@@ -182,21 +174,6 @@ class StepTruth:
             batch = self._rows.with_crossing(batch)
         look.batch = batch
         return plain_call(self._run.anatomy, batch, AUTOCAST.get(self._run.precision))
-
-    def _compare(self, read: TokenBatch, batches: list[TokenBatch]) -> None:
-        """Say once by how many tokens the labels of the batch differ from those of the graph."""
-        if read.kind == "classifier" or any(batch.soft_labels for batch in batches):
-            return
-        try:
-            of_batch = Counter(read.target_ids().tolist())
-        except BatchError:
-            return
-        of_graph = Counter(t for batch in batches for t in batch.target_ids().tolist())
-        if (n := sum(((of_batch - of_graph) + (of_graph - of_batch)).values())) > 0:
-            self._say(
-                f"the batch shows other labels than the step's graph, which counts: {n} tokens "
-                f"differ of {sum(of_graph.values())} that the loss was computed on"
-            )
 
     def _say(self, sentence: str) -> None:
         """Log a sentence about where the truth comes from, once for each kind of it."""

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
 from lightning_fedleak.engine.choice import Row, in_short
-from lightning_fedleak.engine.log import RunRecord, accounting
-from lightning_fedleak.engine.results import WORST, Exchange
-from lightning_fedleak.engine.run import Look, Outcome, Result, Run, Series, Unknown, reason
+from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown
+from lightning_fedleak.engine.record import RunRecord, accounting
+from lightning_fedleak.engine.results import WORST
+from lightning_fedleak.engine.run import Look, Run, reason
 
 Memory = Mapping[str, Any]
 """What a process needs to know that goes on with looks of another: plain values and tensors."""
@@ -46,7 +48,7 @@ class WeightLooks:
         self._run = run
         self._channels = tuple(c for c in channels if isinstance(c, MemorizationChannel))
         for channel in self._channels:
-            channel.keep_in(folder)
+            channel.folder = folder
         self._series = {s: c for s, c in series.items() if c in self._channels}
         self._exchange = Exchange(run, series)
         self.looked_at: int | None = None

@@ -1,0 +1,182 @@
+"""Plans: whether an attack fits a model and a run, and which gradients it reads there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_fedleak.attacks import Attack, Capability, RunFacts, ThreatModelError, require
+from lightning_fedleak.engine.run import AUTOCAST, Run
+from lightning_fedleak.model.anatomy import (
+    EMBEDDING_WEIGHT,
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    Anatomy,
+    without_peft,
+)
+from lightning_fedleak.model.model_runs import why_not_run
+
+SURFACE_CAPABILITIES = {
+    HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
+    HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
+    EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
+}
+_MODEL_CAPABILITIES = frozenset((Capability.KNOWS_MODEL, Capability.KNOWS_BOTTOM_MODEL))
+HEAD_CAPABILITIES = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An attack in one run.
+
+    Attributes:
+        attack: the attack.
+        roles: whose gradients it reads; none where it reads layers that the server adds itself, or
+            hidden states at the split.
+        exposed: whether all of them are really shared.
+        optimizer: the one that owns these parameters; None where they are not exposed, or no
+            parameters of the client's.
+    """
+
+    attack: Attack
+    roles: tuple[str, ...]
+    exposed: bool
+    optimizer: Optimizer | None
+
+    def facts(self, run: Run, local_steps: int | None, step: int) -> RunFacts:
+        """Return what the attack learns about the run, see :meth:`Attack.meet`.
+
+        Args:
+            run: the run.
+            local_steps: optimizer steps of a round; None for single gradients.
+            step: optimizer step that the run begins at.
+        """
+        compression, defended = None, set[Literal["gradients", "batches", "activations"]]()
+        for defense in run.defenses:
+            compression = compression or (None if defense.defers else defense.compression)
+            if defense.acts_on_gradients:
+                defended.add("gradients")
+            if defense.acts_on_batches:
+                defended.add("batches")
+            if defense.activation_layers:
+                defended.add("activations")
+        return RunFacts(
+            precision=run.precision,
+            autocast=AUTOCAST.get(run.precision),
+            optimizer=None if self.optimizer is None else type(self.optimizer).__name__,
+            optimizer_settings=self._settings(run),
+            local_steps=local_steps,
+            defended=frozenset(defended),
+            step=step,
+            clip_value=run.clip_value,
+            compression=compression,
+        )
+
+    def _settings(self, run: Run) -> Mapping[str, object]:
+        """Return the settings of the parameter group that the attack reads, without tensors."""
+        if self.optimizer is None:
+            return {}
+        read = {id(run.anatomy.parameter(role)) for role in self.roles}
+        groups = self.optimizer.param_groups
+        group = next((g for g in groups if read & {id(p) for p in g["params"]}), groups[0])
+        known = (int, float, bool, str, tuple, type(None))
+        return {name: value for name, value in group.items() if isinstance(value, known)}
+
+
+def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:
+    """Check once in a fit whether an attack can be played at all.
+
+    An adversary who knows the model knows its bottom too.
+
+    Args:
+        attack: the attack.
+        sees: what its adversary sees because the channel shows it.
+        run: the run.
+
+    Raises:
+        ThreatModelError: names every capability that its adversary lacks.
+    """
+    surfaces = SURFACE_CAPABILITIES.items()
+    capabilities = {*run.assumed, *sees}
+    capabilities.update(c for role, c in surfaces if run.anatomy.parameter(role) is not None)
+    if Capability.KNOWS_MODEL in capabilities:
+        capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
+    require(attack.name, attack.threat_model, capabilities)
+
+
+def no_sum(plan: Plan) -> str | None:
+    """Return why an attack on sums of gradients cannot read an optimizer's updates, if so."""
+    optimizer = plan.optimizer
+    adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
+    if not adaptive or plan.attack.reads_adaptive_updates:
+        return None
+    return (
+        f"the update of {type(optimizer).__name__} is no sum of gradients, and this attack reads "
+        "these; AlignedFlatChat and GradientMembership read such updates"
+    )
+
+
+def check_forward(attack: Attack, anatomy: Anatomy) -> None:
+    """Refuse an attack that runs the model on texts of its own, where that is impossible.
+
+    Raises:
+        ValueError: names the method to give.
+    """
+    why_not = why_not_run(anatomy) if _MODEL_CAPABILITIES & attack.threat_model.needs else None
+    if why_not is not None:
+        raise ValueError(f"attack '{attack.name}' runs the model on texts, and {why_not}")
+
+
+def gradient_plan(attack: Attack, run: Run) -> Plan:
+    """Return the plan of an attack on gradients of the client's own parameters, checked.
+
+    Raises:
+        ThreatModelError: it reads words off a head whose rows are a classifier's outputs.
+        ValueError: the attack reads parameters of several optimizers, or no gradients.
+    """
+    anatomy = run.anatomy
+    _check_head(attack, anatomy)
+    # DDP reduces every trainable parameter, not only those that an optimizer owns.
+    reduces_all = run.under_ddp and run.client == "rank"
+    surfaces = attack.needs(anatomy)
+    roles = surfaces.gradients
+    if not roles or surfaces.layers:
+        raise ValueError(
+            f"attack '{attack.name}' asks for activations or for nothing; a monitor shows "
+            "attacks the gradients of parameters, plays membership games, and shows activations to "
+            "an InversionAttack"
+        )
+    owners: list[Optimizer] = []
+    exposed = True
+    for role in roles:
+        groups = ((o, p) for o in run.optimizers for g in o.param_groups for p in g["params"])
+        owner = next((o for o, p in groups if p is anatomy.parameter(role)), None)
+        exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
+        if owner is not None and all(owner is not o for o in owners):
+            owners.append(owner)
+    if exposed and len(owners) > 1:
+        raise ValueError(
+            f"attack '{attack.name}' reads {', '.join(roles)}, which are stepped by different "
+            "optimizers. Give these parameters to one optimizer, or leave this attack out."
+        )
+    return Plan(attack, roles, exposed, owners[0] if owners else None)
+
+
+def _check_head(attack: Attack, anatomy: Anatomy) -> None:
+    if anatomy.kind != "classifier" or not HEAD_CAPABILITIES & attack.threat_model.needs:
+        return
+    model = type(without_peft(anatomy.model)).__name__
+    n = anatomy.vocab_size
+    head = f"the labels of {model} are classes"
+    if anatomy.head is not None:
+        outputs = "one output" if n == 1 else f"{n} outputs"
+        head = f"the rows of '{anatomy.head_name}' of {model} are its {outputs}"
+    raise ThreatModelError(
+        f"attack '{attack.name}' reads words off an output head with a row for each token, and "
+        f"{head}. Remove the attack; BagOfWords reads the gradient of the embeddings, "
+        "SubspaceWords that of the first block's projections."
+    )

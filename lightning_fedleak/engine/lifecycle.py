@@ -1,0 +1,636 @@
+"""The life of an engine: gates, set-up, rounds of a federation, ends and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from lightning_fedleak import records
+from lightning_fedleak.defenses import Defense
+from lightning_fedleak.engine import log, record
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.weights import Memory, WeightLooks
+from lightning_fedleak.engine.engine import StepEngine
+from lightning_fedleak.engine.fit import Fit
+from lightning_fedleak.engine.lineup import Lineup, check_tokens
+from lightning_fedleak.engine.options import Options, Selection, check_optimizers, check_rounds
+from lightning_fedleak.engine.outcomes import CHOOSE, Outcome, Result, Series, Unknown, unknown
+from lightning_fedleak.engine.results import WORST
+from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
+from lightning_fedleak.engine.tensorboard import Content, add_pages, add_table
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
+from lightning_fedleak.model.snapshots import GradientSnapshot
+
+_NOT_SCORED = (
+    "whoever looks here does not hold the client's texts, so that what was read off the update "
+    "cannot be scored"
+)
+_NO_LOSS = "the client's batches hold nothing that a loss was computed on"
+
+
+class Engine(StepEngine):
+    """Watch runs: decide when to look, let attacks guess, score, log and remember.
+
+    A face owns an engine and reports the moments of its training to it::
+
+        engine = Engine(selected("auto"), Options())
+        engine.reset()
+        engine.open(run)
+        engine.begin(run, destination)         # calibrates; raises where an attack does not fit
+        for batch in loader:
+            engine.batch_begins(batch)
+            engine.loss_computed(loss)         # before backward
+            engine.optimizer_steps(optimizer)  # before the step
+            engine.batch_ends(trained=True)    # after it
+        engine.training_ends()
+        engine.end("finished")
+        engine.close()
+
+    Args:
+        selection: the attacks.
+        options: how a run is watched.
+        origin: the engine that calibrates the attacks, if this one is of a client in its rounds.
+
+    Attributes:
+        assume: what the adversary has besides what it sees.
+        jsonl: the results' file of the newest run.
+        record: says what the run was, on the first process; None outside of a run.
+        first_step: optimizer steps that were over when the newest run began.
+
+    Raises:
+        ValueError: contradictory options.
+    """
+
+    def __init__(
+        self, selection: Selection, options: Options, origin: Engine | None = None
+    ) -> None:
+        if origin is None:  # which has been checked; a sum over clients is at another stage
+            check_rounds(options.local_steps, options.stages)
+        super().__init__(selection, options, in_rounds=origin is not None)
+        self._origin = origin
+        adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
+        self.assume = adversaries if selection.assume is None else selection.assume
+        self.jsonl: log.JsonLines | None = None
+        self.record: record.RunRecord | None = None
+        self.first_step = 0
+        self._calibrations: dict[str, object] = {}
+        self._earlier: dict[str, object] = {}
+        self._last: dict[str, object] = {}
+        self._is_over = False
+        self._spent: tuple[str | int | None, tuple[Defense, ...]] = None, ()
+        self._prepared: set[str] = set()
+        self._refused: dict[str, str] = {}
+        self._forget_listeners()
+
+    def _forget_listeners(self) -> None:
+        self._after_look: list[Callable[[], None]] = []
+        self._after_training: list[Callable[[], None]] = []
+        self._before_first: list[Callable[[], None]] = []
+        self._decisions: list[str] = []
+        self._gates: list[Mapping[str, object]] = []
+        self._needs: dict[str, float] = {}
+        self._has_news = False
+
+    # ---- what a gate asks -------------------------------------------------------------------
+
+    def metric_names(self) -> list[str]:
+        """Return the names of the values that are logged at each look."""
+        return ["monitor/failures", "monitor/seconds", *self.results.names()]
+
+    def subscribe(
+        self,
+        after_look: Callable[[], None] | None = None,
+        logs: Sequence[str] = (),
+        *,
+        threshold: tuple[str, float] | None = None,
+        facts: Mapping[str, object] | None = None,
+        before_first: Callable[[], None] | None = None,
+        after_training: Callable[[], None] | None = None,
+    ) -> None:
+        """Call functions of a gate at moments of the run, until it ends; on every process.
+
+        Args:
+            after_look: is called after each look.
+            logs: names of the values that it logs then, for TensorBoard's page.
+            threshold: name of the value that it judges, and what is allowed: controls must exceed
+                it, see :mod:`lightning_fedleak.engine.channels.control`.
+            facts: what ``run.jsonl`` records of the subscriber, a gate.
+            before_first: is called once it is known what is read, before the first step.
+            after_training: is called when training ends, after the last results.
+        """
+        if after_look is not None:
+            self._after_look.append(after_look)
+        self._decisions += [name for name in logs if name not in self._decisions]
+        if facts is not None and facts not in self._gates:
+            self._gates.append(facts)
+        if threshold is not None and (channel := self.results.channel_of(threshold[0])) is not None:
+            family = channel.family
+            self._needs[family] = max(threshold[1], self._needs.get(family, threshold[1]))
+        if before_first is not None:
+            self._before_first.append(before_first)
+        if after_training is not None:
+            self._after_training.append(after_training)
+
+    def unread(self, name: str) -> str | None:
+        """Return why a logged value says nothing of what is shared now; None: it does.
+
+        Nothing is tested of an attack that is not played. One whose surface is not shared reads 0,
+        and where no attack of its family reads anything, that says nothing of what is shared
+        instead.
+
+        Args:
+            name: of the value in the logs.
+        """
+        lineup, root = self._fit.lineup, name.rpartition("/")[0]
+        attack = next((s.attack for s in self.series if s.log_name == root), None)
+        channel = self.results.channel_of(name)
+        if channel is None:
+            return None
+        if self.weights is not None and channel.at_weights:
+            return self.weights.unread(None if attack is None else {attack})
+        if attack is not None and attack not in lineup.playing:
+            why = {row.attack: row.why_not for row in lineup.rows}[attack]
+            return f"'{attack}' is not played in this run: {why}"
+        return lineup.unread_family(channel.family)
+
+    def judge_worst(
+        self, values: Mapping[str, float], at_most: float
+    ) -> dict[str, records.Judgement]:
+        """Return what the headlines of a family count for at a gate's threshold.
+
+        One whose control is low says nothing, and is left out where another attack that reads the
+        same gradients has a control that is not.
+
+        Args:
+            values: the known headlines, by log name.
+            at_most: the gate's threshold.
+        """
+        judgements = {
+            name: self.results.judge(name, value, at_most) for name, value in values.items()
+        }
+        plans = {plan.attack.name: plan for plan in self._fit.lineup.plans}
+        roots = {series.log_name: series.attack for series in self.series}
+
+        def roles(name: str) -> set[str]:
+            plan = plans.get(roots.get(name.rpartition("/")[0], ""))
+            return set() if plan is None else set(plan.roles)
+
+        read: set[str] = set()
+        for name, one in judgements.items():
+            read |= set() if math.isnan(one.value) else roles(name)
+        return {
+            name: one
+            for name, one in judgements.items()
+            if not math.isnan(one.value) or not roles(name) & read
+        }
+
+    def record_decision(self, decision: records.GateDecision) -> None:
+        """Leave a line in ``run.jsonl``, on the first process."""
+        if self.record is not None:
+            self.record.append(records.GateLine(run="", **vars(decision)))
+
+    # ---- a run begins -----------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget the looks of an earlier run."""
+        self.results.clear()
+        self._metrics = log.UserMetrics()
+        for channel in self.channels:
+            channel.attacks = channel.listed_attacks
+            channel.clear()
+        self.results.reset_families()
+
+    def open(self, run: Run) -> None:
+        """Open the channels on a run.
+
+        Args:
+            run: the run; what it trains is on its device.
+
+        Raises:
+            ValueError: public text of another vocabulary, no optimizer, or an attack that the user
+                listed does not fit the run.
+        """
+        attacks, options = self.selection.attacks, self.options
+        if options.local_steps is not None and run.processes > 1 and run.client == "rank":
+            raise ValueError(
+                "local_steps describes one client that trains on its own; DDP averages at every "
+                "step. Use client='world', or run one process."
+            )
+        check_tokens(attacks, options.games.held_out, options.tokenizer, run.anatomy)
+        check_optimizers(run.optimizers, attacks)
+        self._refused = {}
+        for channel in (channel for channel in self.channels if channel.attacks):
+            try:
+                channel.open(run)
+            except ValueError as error:
+                if not self.selection.auto:
+                    raise
+                self._refused |= {attack.name: str(error) for attack in channel.attacks}
+
+    def begin(self, run: Run, destination: log.Destination) -> None:
+        """Calibrate the attacks, install the taps and begin the record.
+
+        Args:
+            run: the run, on which the channels are open.
+            destination: where results go.
+
+        Raises:
+            ValueError: an attack does not fit the model or the run.
+        """
+        options, folder = self.options, destination.folder
+        self.jsonl = log.JsonLines(folder / "leakage.jsonl")
+        self.record = None
+        reveal = log.RevealFiles(folder, run.rank, options.tokenizer)
+        self.report = report = self._new_report(
+            run, destination, reveal if options.reveal else None
+        )
+        lineup = self._line_up(run, destination)
+        self._prepared = lineup.prepared
+        calibrations, self._calibrations = self._calibrations, {}
+        earlier, self._earlier = self._earlier, {}
+        self._fit.calibrate(calibrations, self._stage_reached, self._before_defense)
+        self.results.playing = {s for s in self.series if s.attack in lineup.playing}
+        if self.weights is not None and not self.selection.auto:
+            self.results.playing |= self.weights.series
+        self.results.untested = lineup.untested
+        lineup.show()
+        if self.selection.auto:
+            report.write_not_played(lineup.rows, run.step)
+        self._add_table(destination, self._content(run))
+        for listener in self._before_first:
+            listener()
+        if run.rank:
+            return
+        path, defenses = folder / "run.jsonl", run.defenses
+        self.record = report.record = record.RunRecord(
+            path, self.jsonl.run, report.warn_once, defenses
+        )
+        facts = record.facts_of(
+            run,
+            lineup,
+            self.series,
+            training=destination.training,
+            gates=self._gates,
+            options=options,
+            watch={
+                "attacks": "auto" if self.selection.auto else "listed",
+                **(destination.watch or {"reveal": options.reveal}),
+            },
+            resumed=earlier,
+        )
+        self.record.begins(replace(facts, fit=destination.fit or uuid.uuid4().hex))
+
+    def _new_report(
+        self, run: Run, destination: log.Destination, reveal: log.RevealFiles | None
+    ) -> log.Report:
+        return log.Report(
+            run,
+            destination,
+            self.series,
+            self.selection.attacks,
+            None if run.rank else self.jsonl,
+            self.record,
+            reveal,
+            self.options.local_steps,
+        )
+
+    def _line_up(self, run: Run, destination: log.Destination) -> Lineup:
+        """Begin the fit, and return its line-up: attacks on weights apart from those on steps."""
+        in_steps, series = self._split(run, destination.folder)
+        names = {attack.name for channel in in_steps for attack in channel.attacks}
+        attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
+        selection = replace(self.selection, attacks=attacks)
+        lineup = Lineup(run, selection, self.options, in_steps, self._refused)
+        self.fit = Fit(run, lineup, self.options, series, in_steps)
+        return lineup
+
+    def _split(self, run: Run, folder: Path) -> tuple[list[Channel], dict[Series, Channel]]:
+        """Prepare looks at the weights, and return the other channels with their series."""
+        weights = WeightLooks(run, self.channels, self.series, folder)
+        self.weights = weights if weights.attacks else None
+        series = {s: c for s, c in self.series.items() if not c.at_weights}
+        return [c for c in self.channels if c.attacks and not c.at_weights], series
+
+    def join(
+        self, run: Run, destination: log.Destination, memory: Memory = MappingProxyType({})
+    ) -> None:
+        """Begin the run of one client, whose attacks the origin has calibrated.
+
+        Args:
+            run: the origin's run, as this client.
+            destination: where this client's results go.
+            memory: what :attr:`weights` knew of this client in an earlier round.
+
+        Raises:
+            ValueError: a listed attack on the trained weights cannot be played.
+        """
+        assert self._origin is not None
+        lineup = self._origin._fit.lineup
+        self.jsonl, self.record = self._origin.jsonl, self._origin.record
+        self.report = self._new_report(run, destination, None)
+        plans = {plan.attack.name: plan for plan in lineup.plans}
+        for channel in (channel for channel in self.channels if channel.attacks):
+            channel.open(run)
+            if not channel.at_weights:
+                channel.leave_out({attack.name for attack in channel.attacks} - plans.keys())
+                channel.follow([plans[attack.name] for attack in channel.attacks])
+        in_steps, series = self._split(run, destination.folder / f"client_{destination.client}")
+        self.fit = Fit(run, lineup, self.options, series, in_steps)
+        self.results.playing = {s for s in self.series if s.attack in lineup.playing}
+        self.results.untested = lineup.untested
+        self.results.begin()
+        self._decisions = self._origin._decisions
+        if self.weights is not None:
+            self.weights.remember(memory)
+            self._begin_weights(self.weights)
+        try:
+            self._add_table(destination, content := self._content(run))
+            add_pages(destination.boards, self.options.utility, self._decisions, content)
+        except Exception as error:  # a disk that is full must not end a round
+            self.report.leave_loggers(error)
+
+    def _add_table(self, to: log.Destination, content: Content) -> None:
+        names = [f"utility/{name}" for name in self.options.utility] + [*to.further]
+        add_table(to.boards, names, to.settings, content)
+
+    def _content(self, run: Run) -> Content:
+        """Return what TensorBoard shows, as far as it is known."""
+        series = {s: c for s, c in self.series.items() if s in self.results.playing}
+        families = {channel.family for channel in series.values()}
+        worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
+        return Content(series, record.privacy_tags(record.accounting(run.defenses)), worst)
+
+    def training_begins(self) -> None:
+        """Remember how many looks came before this run, and where it starts."""
+        run = self._fit.run
+        self.results.begin()
+        for channel in self.channels:
+            if run.rank != 0 and not channel.at_weights:  # it has all clients' games
+                channel.clear()
+        self._is_over = False
+        self.first_step = self.options.cadence.next_step = run.step
+        self._names = self.results.names(self.results.playing)
+        self._names += [f"{WORST}/{family}" for family in self.results.families]
+        self._fit.lineup.begin(run.step)
+        self._fit.controls.needs = self._needs
+        if self.weights is not None:
+            self._begin_weights(self.weights)
+        if self.report is not None:
+            boards, content = self.report.boards, self._content(run)
+            add_pages(boards, self.options.utility, self._decisions, content)
+
+    def _begin_weights(self, weights: WeightLooks) -> None:
+        """Find out whom the attacks on the weights compare, and ask the base model."""
+        for sentence in weights.begin(choosing=self.selection.auto):
+            rank_zero_info(f"{self._fit.run.watcher}: {sentence}")
+        self.results.playing |= weights.series
+        if self.record is not None:
+            weights.record_pools(self.record)
+        if self.report is not None:
+            self.report.write_not_played(weights.rows(), self._fit.run.step)
+        for begins in self._before_first:
+            begins()
+
+    # ---- a round ----------------------------------------------------------------------------
+
+    def read_update(
+        self, look: Look, batches: Sequence[Any] | None, take: Callable[[], GradientSnapshot]
+    ) -> dict[Series, Outcome]:
+        """Let the attacks read the update of a client's round, and score what they guess.
+
+        Args:
+            look: the look.
+            batches: what the update was made of; None where whoever looks does not hold it.
+            take: returns the update.
+
+        Returns:
+            The outcomes: where the truth is not known, unknown but for the attacks' certificates.
+        """
+        fit = self._fit
+        played, look.followed = fit.played(), True
+        if batches is None:  # of which texts should a game ask?
+            look.scope = frozenset(s for s in played if not fit.series[s].plays_games)
+        else:
+            fit.read_batches(look, batches)
+        self._arm(look)
+        self._attack(fit.sent_update(look, take))
+        look.stepped.add(0)
+        outcomes = self._round_outcomes(look, played, scored=batches is not None)
+        fit.disarm(look)
+        failure, fit.failure = fit.failure, None
+        if failure is not None or outcomes is None:
+            return {s: unknown(fit.series[s].metrics, failure or "") for s in played}
+        return outcomes
+
+    @contained
+    def _arm(self, look: Look) -> None:
+        for channel in self._fit.channels_in(look):
+            channel.arm()
+
+    @contained
+    def _round_outcomes(
+        self, look: Look, played: Sequence[Series], *, scored: bool
+    ) -> dict[Series, Outcome]:
+        fit, results = self._fit, dict[Series, Result]()
+        if not scored:
+            return {series: self._without_truth(look, series) for series in played}
+        with look.clock(fit.run.device):
+            for channel in fit.channels:
+                results |= channel.results(look)
+        return self._pool(results, look.step)[0] or {
+            series: unknown(fit.series[series].metrics, _NO_LOSS) for series in played
+        }
+
+    def _without_truth(self, look: Look, series: Series) -> Outcome:
+        """Return why a guess has no rate without the truth, and the certificates that it has."""
+        channel, answer = self._fit.series[series], look.answers.get(series)
+        if series.attack not in {plan.attack.name for plan in self._fit.lineup.exposed}:
+            outcome = unknown(channel.metrics, "what it reads is not shared")
+            return replace(outcome, exposed=False)
+        if isinstance(answer, Unknown):
+            return unknown(channel.metrics, answer.why, applies=answer.applies)
+        certificates = channel.without_truth(answer)
+        return replace(unknown(channel.metrics, _NOT_SCORED), extra=certificates)
+
+    def write(
+        self,
+        look: Look,
+        outcomes: Mapping[Series, Outcome],
+        values: Mapping[str, float],
+        utility: Mapping[str, float],
+        defenses: Sequence[Defense],
+        client: str | int,
+    ) -> None:
+        """Write the look of a client's round, see :meth:`Report.write`."""
+        assert self.report is not None
+        self._spent = client, tuple(defenses)
+        failures = self.results.failures
+        self.report.write(look, outcomes, values, utility, defenses, failures, client)
+
+    @contained
+    def rounds_end(self) -> None:
+        """Log what defences have spent in all rounds of this client, its unlooked ones too."""
+        client, defenses = self._spent
+        self._write_between_looks({}, defenses, client)
+
+    # ---- between looks, ends and checkpoints ------------------------------------------------
+
+    def metrics_changed(self, *, epoch_ended: bool | None = False) -> None:
+        """Log the user's metrics where they changed since they were logged, between looks.
+
+        What fails here ends no training and is no failure of a look: a warning is given.
+
+        Args:
+            epoch_ended: log what the defences have spent until now as well; None: where the run's
+                progress says that an epoch has ended.
+        """
+        if self.fit is None or self.report is None:
+            return
+        try:
+            run = self.fit.run
+            if epoch_ended is None:
+                epoch_ended = run.progress is not None and run.progress[1] == 1
+            utility = self._metrics.changed(run.metrics(self.options.utility), run.step)
+            self._write_between_looks(
+                utility, record.accounting(run.defenses) if epoch_ended else ()
+            )
+        except Refusal as refusal:  # the user's own logger
+            raise refusal.error from refusal.error.__cause__
+        except Exception as error:
+            self.report.warn_once(f"metrics between looks were not written: {reason(error)}")
+
+    def _write_between_looks(
+        self,
+        utility: Mapping[str, float],
+        defenses: Sequence[Defense],
+        client: str | int | None = None,
+    ) -> None:
+        if self.report is not None:
+            written = self.report.write_between_looks(utility, self._metrics, defenses, client)
+            self.results.latest |= written
+
+    def training_ends(self) -> None:
+        """Publish *unknown* of a run in which looks were due and none could end."""
+        self.look_at_end()
+        self._publish_rest()
+        if self.fit is not None:
+            self.fit.look = None  # one that has not ended will not
+        self._conclude(None)
+        for listener in self._after_training:
+            listener()
+
+    @contained
+    def _publish_rest(self) -> None:
+        for step, outcomes in () if self.weights is None else self.weights.chosen():
+            self._publish_chosen(step, outcomes)
+        step = self._fit.run.step
+        missing = self.results.missing(due=self.options.cadence.due(step - 1))
+        if missing:
+            self._publish(Look(step), missing)
+        self._metrics.add(self.run.metrics(self.options.utility), step)
+        self._log_last()
+
+    def _log_last(self) -> None:
+        """Log the last and the best of the user's metrics, and what was spent in all, once."""
+        if not self._is_over:
+            self._is_over = True
+            self._write_between_looks(self._metrics.at_end(), record.accounting(self.run.defenses))
+
+    def _publish_chosen(self, step: int, outcomes: Mapping[Series, Outcome]) -> None:
+        """Log what texts that chose nothing show of the weights that were chosen."""
+        values = {n: v for s, o in outcomes.items() for n, v in o.values(s.log_name).items()}
+        self.results.latest |= values
+        self._fit.run.publish(values)
+        assert self.report is not None
+        self.report.write_results(Look(step), outcomes, values)
+        rank_zero_info(f"{self._fit.run.watcher}: {CHOOSE} is lowest at step {step}")
+
+    @contained
+    def end(self, how: str) -> record.RunRecord | None:
+        """End the run's record.
+
+        Args:
+            how: ``"finished"``, or the class of what was raised.
+
+        Returns:
+            The record; None where it has ended before, and on processes that write none.
+        """
+        if self.fit is not None and how != "finished":
+            try:
+                self._log_last()
+            except Exception as error:  # the run ends by an error of its own, which counts
+                assert self.report is not None
+                self.report.warn_once(f"the last numbers were not logged: {reason(error)}")
+        if self.record is None or self.record.ended:
+            return None
+        self._last = self._summary()
+        run = self._fit.run
+        self.record.ends(run.step, how, record.accounting(run.defenses))
+        return self.record
+
+    def close(self) -> None:
+        """Remove every tap, whatever one of them raises; may be called twice."""
+        closers = [] if self.fit is None else [self.fit.close]
+        failure = None
+        for close in [*closers, *(channel.close for channel in self.channels)]:
+            try:
+                close()
+            except Exception as error:
+                failure = reason(error)
+        if failure := failure or (None if self.fit is None else self.fit.failure):
+            with suppress(Exception):  # which warnings may be made
+                rank_zero_warn(f"lightning-fedleak: the end of a run failed: {failure}")
+        self._forget_listeners()
+        self.fit = self.report = self.record = self.weights = None
+
+    def _summary(self) -> dict[str, object]:
+        """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""
+        if self.record is None:
+            return self._last
+        defenses = record.accounting(self._fit.run.defenses)
+        return {"run": self.record.run, "privacy": record.releases_by(defenses)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with: plain numbers, strings and tensors.
+
+        It is empty where that failed: a checkpoint is saved all the same, and one that is resumed
+        from it begins its looks again.
+        """
+        return self._state() or {}
+
+    @contained
+    def _state(self) -> dict[str, Any]:
+        states = [channel.state_dict() for channel in self.channels]
+        return {
+            **self.results.state_dict(),
+            "fit": self._summary(),
+            "utility": self._metrics.state_dict(),
+            **{name: value for state in states for name, value in state.items()},
+            "attacks": {
+                a.name: {
+                    "config": a.fingerprint(),
+                    "tensors": {k: v.detach().cpu() for k, v in a.state_dict().items()},
+                }
+                for a in self.selection.attacks
+                if a.name in self._prepared
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+        if not state:
+            return
+        self.results.load_state_dict(state)
+        for channel in self.channels:
+            channel.load_state_dict(state)
+        self._earlier = state.get("fit") or {}
+        self._metrics.load_state_dict(state.get("utility", {}))
+        self._calibrations = {
+            name: saved for name, saved in state["attacks"].items() if saved["tensors"]
+        }

@@ -1,0 +1,320 @@
+"""``run.jsonl``: what a fit was, what its looks cost, and what its defences have spent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from torch.optim import Optimizer
+
+from lightning_fedleak import records
+from lightning_fedleak.defenses import Defense, DefenseError, Privacy
+from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.choice import reads_of
+from lightning_fedleak.engine.lineup import Lineup
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.outcomes import Series
+from lightning_fedleak.engine.run import Run
+
+PACKAGES = (
+    *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
+    *("opacus", "torchmetrics", "numpy"),
+)
+
+
+_OF_THIS_FIT = (
+    *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
+)
+"""Fields of the first line that differ between fits of the same settings."""
+LOGGED = ("epsilon", "delta", "noise_multiplier")
+
+
+class RunRecord:
+    """Appends to ``run.jsonl``: what the fit was, beside what was read off it.
+
+    One line when a fit begins (model, training, attacks, defences, gates), one for each look
+    (utility, what defences have spent), one where these have changed between looks, one for each
+    decision of a gate, one for a defence of which the first did not know, one when the fit ends.
+    Of several processes the first one writes.
+
+    Args:
+        path: the file; its folder is made when the first line is written.
+        run: the id that the fit's lines in ``leakage.jsonl`` have.
+        warn: is told why a line could not be written; the fit goes on.
+
+        defenses: of which the first line says what they are.
+
+    Attributes:
+        ended: the fit's end is written.
+    """
+
+    def __init__(
+        self, path: Path, run: str, warn: Callable[[str], None], defenses: Sequence[Defense]
+    ) -> None:
+        self.path = path
+        self.run = run
+        self._warn = warn
+        self._described = [*defenses]
+        self.ended = False
+
+    def begins(self, line: records.BeginLine) -> None:
+        """Write that a fit begins, with a hash of its settings without where and when it is."""
+        settings = {
+            name: v for name, v in records.as_json(line).items() if name not in _OF_THIS_FIT
+        }
+        text = json.dumps(settings, sort_keys=True)
+        self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
+
+    def ends(self, step: int, outcome: str, defenses: Sequence[Defense]) -> None:
+        """Write that the fit is over.
+
+        Args:
+            step: optimizer steps that were taken in all.
+            outcome: ``"finished"``, or the class of what was raised.
+            defenses: of the run.
+        """
+        self.ended = True
+        privacy = spendings(defenses)
+        self.append(records.EndLine(run="", step=step, outcome=outcome, privacy=privacy))
+
+    def describe(self, defenses: Sequence[Defense]) -> None:
+        """Write of defences that the record's first line does not have, once."""
+        for defense in defenses:
+            if all(defense is not one for one in self._described):
+                self._described.append(defense)
+                self.append(records.DefenseLine(run="", **vars(defense_facts(defense))))
+
+    def append(self, line: records.RunLine) -> None:
+        """Write a line, with the fit's id and the time."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            records.append_line(self.path, replace(line, run=self.run, time=now))
+        except OSError as error:
+            self._warn(f"{self.path} cannot be written: {error.strerror}")
+
+
+def facts_of(
+    run: Run,
+    lineup: Lineup,
+    series: Mapping[Series, Channel],
+    *,
+    training: records.JsonObject,
+    gates: Sequence[records.JsonObject],
+    options: Options,
+    watch: records.JsonObject,
+    resumed: records.JsonObject,
+) -> records.BeginLine:
+    """Return everything that a fit knows of itself before its first step.
+
+    Args:
+        run: the fit.
+        lineup: its attacks, calibrated.
+        series: the channel of each series, in the order of the logs.
+        training: how the model is trained.
+        gates: what each gate says of itself.
+        options: how it is watched.
+        watch: further settings of what watches it.
+        resumed: the fit whose checkpoint it goes on from: its run id, and what its defences had
+            released; empty where it begins with no checkpoint.
+    """
+    leaks = {one.attack: channel.leak for one, channel in series.items()}
+    plans = list(lineup.plans)
+    for channel in dict.fromkeys(series.values()):
+        if channel.at_weights:  # whom these compare is found out after the line-up
+            plans += [channel.plan(attack) for attack in channel.attacks]
+    played = {plan.attack.name: plan for plan in plans}
+    return records.BeginLine(
+        run="",
+        resumed=_ended_fit(resumed) if resumed else None,
+        versions=versions(),
+        machine={"processor": platform.machine(), "device": run.device.type},
+        model=_model(run, lineup.trained),
+        training=training,
+        monitor=records.MonitorFacts(
+            client=run.client,
+            clients=run.processes if run.client == "rank" else 1,
+            adversary=tuple(sorted(capability.value for capability in run.assumed)),
+            local_steps=options.local_steps,
+            stages=tuple(str(stage) for stage in options.stages),
+            more={"looks": options.cadence.argument, **watch},
+        ),
+        families=tuple({leak.name: leak for leak in leaks.values()}.values()),
+        attacks=tuple(
+            records.AttackFacts(
+                name=name,
+                class_name=type(plan.attack).__name__,
+                family=leaks[name].name,
+                adversary=plan.attack.threat_model.summary,
+                needs=tuple(sorted(c.value for c in plan.attack.threat_model.needs)),
+                reads=tuple(reads_of(plan, run.anatomy)),
+                exposed=plan.exposed,
+                config=plan.attack.config(),
+            )
+            for name, plan in played.items()
+        ),
+        not_played=tuple(
+            records.NotPlayed(name=row.attack, family=leaks[row.attack].name, reason=row.why_not)
+            for row in lineup.rows
+            if row.why_not is not None and row.attack not in played
+        ),
+        unread=lineup.unread,
+        defenses=tuple(defense_facts(defense) for defense in run.defenses),
+        gates=tuple(_gate(gate) for gate in gates),
+    )
+
+
+def _ended_fit(state: records.JsonObject) -> records.EndedFit:
+    """Return what a checkpoint says of the fit that wrote it."""
+    return records.EndedFit(
+        run=state["run"],
+        privacy=tuple(
+            records.ReleasesBefore(
+                defense=one["defense"],
+                history=tuple(records.Releases(*row) for row in one["history"]),
+            )
+            for one in state["privacy"]
+        ),
+    )
+
+
+def _gate(settings: records.JsonObject) -> records.GateFacts:
+    """Return what the record says of a gate; other settings of one's own gate are left out."""
+    names = {one.name for one in fields(records.GateFacts)}
+    return records.GateFacts(**{name: value for name, value in settings.items() if name in names})
+
+
+def defense_facts(defense: Defense) -> records.DefenseFacts:
+    """Return what the record says of a defence."""
+    return records.DefenseFacts(
+        name=defense.name,
+        class_name=type(defense).__name__,
+        guarantee=defense.guarantee,
+        settings=defense.settings(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of the packages that a figure may depend on."""
+    installed = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
+
+
+def _model(run: Run, trained: Sequence[str]) -> records.ModelFacts:
+    anatomy = run.anatomy
+    model = anatomy.model
+    parameters = dict(anatomy.root.named_parameters())
+    configs = (getattr(model, "peft_config", None) or {}).values()
+    kinds = (getattr(config, "peft_type", None) or type(config).__name__ for config in configs)
+    return records.ModelFacts(
+        class_name=type(model).__name__,
+        kind=anatomy.kind,
+        vocabulary=anatomy.vocab_size,
+        parameters=sum(p.numel() for p in parameters.values()),
+        trained_parameters=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        trained=tuple(trained),
+        peft=tuple(sorted(str(getattr(kind, "value", kind)) for kind in kinds)),
+        dtype=str(next(iter(parameters.values())).dtype).removeprefix("torch."),
+    )
+
+
+def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
+    """Classes and settings."""
+    known = (int, float, bool, str, tuple, type(None))
+    return [
+        {
+            "class": type(optimizer).__name__,
+            "groups": [
+                {n: v for n, v in group.items() if isinstance(v, known)}
+                for group in optimizer.param_groups
+            ],
+        }
+        for optimizer in optimizers
+    ]
+
+
+# ---- what defences say that their releases have cost ----------------------------------------
+
+
+def accounting(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
+    """Return the defences that account for what they release."""
+    return tuple(d for d in defenses if type(d).privacy is not Defense.privacy)
+
+
+def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
+    """Return what the releases of defences that account have cost so far.
+
+    As ``privacy/epsilon``, ``privacy/delta`` and, where there is one, ``privacy/noise_multiplier``,
+    or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
+    leakage themselves, nor what a gate decides in sight of them.
+    """
+    values: dict[str, float] = {}
+    for defense in defenses:
+        cost = _cost(defense)
+        if cost is not None:
+            root = "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
+            known = {name: getattr(cost, name) for name in LOGGED}
+            values |= {f"{root}/{n}": float(v) for n, v in known.items() if v is not None}
+    return values
+
+
+def privacy_tags(defenses: Sequence[Defense]) -> list[str]:
+    """Return the logged names of every epsilon of defences that account."""
+    if len(defenses) == 1:
+        return ["privacy/epsilon"]
+    return [f"privacy/{defense.name}/epsilon" for defense in defenses]
+
+
+def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
+    """Return what each defence that accounts has spent, and on which releases."""
+    costs = [(defense, _cost(defense)) for defense in defenses]
+    return tuple(
+        records.Spending(
+            defense=defense.name,
+            history=_history(defense),
+            sampling=_sampling(defense),
+            **asdict(cost),
+        )
+        for defense, cost in costs
+        if cost is not None
+    )
+
+
+def _cost(defense: Defense) -> Privacy | None:
+    try:
+        return defense.privacy
+    except DefenseError:  # nothing was released yet
+        return None
+
+
+def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
+    """Return the releases of each defence that accounts, for a checkpoint.
+
+    Nothing is composed, as that may take a second.
+    """
+    histories = [(defense.name, _history(defense)) for defense in defenses]
+    return [
+        {"defense": name, "history": [list(row) for row in history]}
+        for name, history in histories
+        if history
+    ]
+
+
+def _history(defense: Defense) -> tuple[records.Releases, ...]:
+    history = getattr(getattr(defense, "accountant", None), "history", ())
+    return tuple(records.Releases(*row) for row in history)
+
+
+def _sampling(defense: Defense) -> str | None:
+    """Return how the releases of a defence are drawn, as the record names it."""
+    sampling = getattr(getattr(defense, "accountant", None), "sampling", None)
+    return sampling if sampling is None or isinstance(sampling, str) else str(sampling.unit)

@@ -1,0 +1,264 @@
+"""When a run is looked at: cadence, cost, the turns of calibrations, attacks that wait."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from lightning_fedleak.engine.outcomes import Series, Waiting
+from lightning_fedleak.engine.run import Look, Moment, Run
+from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.model.snapshots import GradientSnapshot
+
+if TYPE_CHECKING:
+    from lightning_fedleak.engine.channels.base import Channel
+    from lightning_fedleak.engine.lineup import Lineup
+
+TURN = 2
+"""Steps that the next attack's calibration waits for while others can read nothing yet.
+
+Behind a warm-up from rate 0 the first words are read two steps after the first look. Larger: what
+is calibrated next looks later, where nothing can be read for long.
+"""
+
+
+class Cadence(ABC):
+    """Decide at which optimizer steps the engine looks.
+
+    The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
+    look's results and no step needs a message of its own.
+    """
+
+    def __init__(self) -> None:
+        self.next_step = 0
+
+    def due(self, step: int) -> bool:
+        """Return whether optimizer step ``step`` (from 0) is to be looked at."""
+        return step >= self.next_step
+
+    @abstractmethod
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the next step to look at, as a proposal.
+
+        Args:
+            step: the step just looked at.
+            look_seconds: what that look cost.
+            step_seconds: what a step without a look costs.
+        """
+
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Return the next step to look at, as a proposal, where attacks were tried again.
+
+        Args:
+            try_seconds: what that cost.
+            step_seconds: what a step without a look costs.
+        """
+        return self.next_step
+
+    @property
+    @abstractmethod
+    def argument(self) -> str:
+        """Return the argument that asks for this."""
+
+
+class EveryNSteps(Cadence):
+    """Look at steps 0, n, 2n, ..."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the next multiple of n after ``step``."""
+        return (step // self.n + 1) * self.n
+
+    @property
+    def argument(self) -> str:
+        """Return ``every_n_steps=50``."""
+        return f"every_n_steps={self.n}"
+
+
+class MaxOverhead(Cadence):
+    """Look so seldom that looks cost at most a share of the time spent training.
+
+    A look of ``c`` seconds is followed by ``c / (share * s)`` steps of ``s`` seconds each.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the step at which the look has been paid for."""
+        if step_seconds <= 0:
+            return step + 1
+        return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Return a step so much later."""
+        return self.after_look(self.next_step, try_seconds, step_seconds)
+
+    @property
+    def argument(self) -> str:
+        """Return ``max_overhead=0.005``."""
+        return f"max_overhead={self.share:g}"
+
+
+class StepClock:
+    """What an optimizer step without a look costs, as a running mean.
+
+    Attributes:
+        seconds: of a step; 0 until one is known.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: tuple[int, float] | None = None
+
+    def starts(self, step: int) -> None:
+        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
+        now = time.perf_counter()
+        if self._since is not None and step > self._since[0]:
+            passed = (now - self._since[1]) / (step - self._since[0])
+            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
+            self._since = None
+        self._since = self._since or (step, now)
+
+    def interrupted(self) -> None:
+        """A look has come between."""
+        self._since = None
+
+
+class Phase(Enum):
+    """Where a run is between two optimizer steps."""
+
+    CLEAR = "no batch has left a gradient since the last step"
+    ACCUMULATING = "batches have left gradients that add up until the next step"
+    STEPPED = "an optimizer stepped, or skipped its step, in the batch at work"
+
+
+class Scheduler:
+    """Decide which steps of a run are looked at, of which series, and keep what looks have cost.
+
+    Args:
+        run: the run.
+        cadence: when looks are due.
+        series: the channel of each series, in the order of the logs.
+        local_steps: optimizer steps of a round; None for single gradients.
+
+    Attributes:
+        cadence: as above.
+        phase: where the run is between two optimizer steps.
+        waiting: the series that are tried again in the next step; set by whoever keeps results.
+        waits: why a series had no result yet at the newest look of it.
+        processor_seconds: processor time of the looks that have ended, of all threads.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        cadence: Cadence,
+        series: Mapping[Series, Channel],
+        local_steps: int | None,
+    ) -> None:
+        self._run = run
+        self.cadence = cadence
+        self._series = series
+        self._local_steps = local_steps
+        self.phase = Phase.CLEAR
+        self.waiting: frozenset[Series] = frozenset()
+        self.waits: dict[Series, Waiting] = {}
+        self.processor_seconds = 0.0
+        self._clock = StepClock()
+        self._unpaid = 0.0
+        self._turn: int | None = None
+
+    def due_look(self, step: int, lineup: Lineup) -> Look | None:
+        """Return the look that begins with a batch of this step; None where none is due.
+
+        None begins between two batches whose gradients add up: the truth would be half of it.
+        """
+        if not self._series:
+            return None
+        self._clock.starts(step)
+        if self.phase is Phase.ACCUMULATING:
+            return None
+        self._take_turn(step, lineup.queue)
+        queued = [series for series in self._series if series.attack in lineup.queue]
+        scope: frozenset[Series] | None = None
+        if not self.cadence.due(step):
+            exposed = {plan.attack.name for plan in lineup.exposed}
+            scope = frozenset(s for s in self.waiting.difference(queued) if s.attack in exposed)
+            if not scope:
+                return None
+        look = Look(step, scope=scope)
+        look.answers |= dict.fromkeys(queued, Waiting("its calibration waits for its turn"))
+        if scope is not None:
+            others = self._series.keys() - scope
+            look.answers |= dict.fromkeys(others, Waiting("not asked in this step"))
+        return look
+
+    def _take_turn(self, step: int, queue: list[str]) -> None:
+        """Let the next attack be calibrated, once the others have a result, or after some steps.
+
+        All processes decide alike.
+        """
+        waiting = {series.attack for series in self.waiting}
+        if queue and queue[0] in waiting:
+            self._turn = step + TURN if self._turn is None else self._turn
+            if waiting <= set(queue) or step >= self._turn:
+                self._turn = None
+                rank_zero_info(f"{self._run.watcher}: '{queue.pop(0)}' is calibrated now")
+
+    def still_waits(self, moment: Moment) -> bool:
+        """Return whether the gradients that a try waits for are still zero, on all processes."""
+        look = moment.look
+        if look.scope is None or self._local_steps is not None:
+            return False
+        zeros = [self.waits[s].zeros if s in self.waits else () for s in look.scope]
+        still = all(zeros)
+        if still and moment.wanted:
+            view, roles = moment.gradients(), {role for each in zeros for role in each}
+            still = isinstance(view, GradientSnapshot) and all(
+                role in view.tensors and not bool(view.tensors[role].any()) for role in roles
+            )
+        still = self._run.on_all_processes(still)
+        for series in look.scope if still else ():
+            if series.stage in moment.wanted:
+                look.answers.setdefault(series, self.waits[series])
+        return still
+
+    def batch_ends(self, trained: bool) -> bool:
+        """End a batch, and return whether an optimizer stepped, or skipped its step, in it."""
+        stepped = self.phase is Phase.STEPPED
+        if stepped:
+            self.phase = Phase.CLEAR
+        elif trained:
+            self.phase = Phase.ACCUMULATING
+        return stepped
+
+    def look_ends(self, look: Look) -> None:
+        """Count what a look took."""
+        self.processor_seconds += look.processor_seconds
+        self._clock.interrupted()
+
+    def next_step(self, look: Look, *, nothing: bool) -> int:
+        """Return the next step to look at, as this process proposes it.
+
+        Args:
+            look: that has ended.
+            nothing: whether it has no result.
+        """
+        step_seconds = self._clock.seconds or look.step_seconds
+        self._unpaid += look.seconds
+        if look.scope is not None and nothing:
+            return self.cadence.next_step
+        cost, self._unpaid = self._unpaid, 0.0
+        if look.scope is None:
+            proposed = self.cadence.after_look(look.step, cost, step_seconds)
+            return max(proposed, look.step + (self._local_steps or 1))
+        return self.cadence.after_try(cost, step_seconds)

@@ -31,7 +31,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak import records
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log
 from lightning_fedleak.engine.channels.base import Channel, channels_of
@@ -56,6 +55,7 @@ from lightning_fedleak.engine.weights import Memory, WeightLooks
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot
+from lightning_fedleak.report import records
 
 
 class Engine:
@@ -219,7 +219,7 @@ class Engine:
     def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
         """Return what a logged value counts for at a gate's threshold.
 
-        See :func:`~lightning_fedleak.records.judged`.
+        See :func:`~lightning_fedleak.report.records.judged`.
 
         Args:
             name: of the value in the logs.

@@ -10,13 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch.optim import Optimizer
 
-from lightning_fedleak import records
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.choice import reads_of
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.run import Run, Series
+from lightning_fedleak.report import records
 
 PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),

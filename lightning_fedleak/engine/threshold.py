@@ -27,7 +27,7 @@ from lightning_fedleak.engine.gates import (
 from lightning_fedleak.engine.log import accounting
 from lightning_fedleak.engine.run import Trials
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.records import GateDecision, Judgement
+from lightning_fedleak.report.records import GateDecision, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from lightning_fedleak.records import (
+from lightning_fedleak.report.logs import FitLog, grouped
+from lightning_fedleak.report.records import (
     CANARIES,
     HIGH,
     MEMORIZATION,
@@ -21,7 +22,6 @@ from lightning_fedleak.records import (
     default_limit,
     judged,
 )
-from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.wording import NOT_RECORDED
 
 SUM = "sum"

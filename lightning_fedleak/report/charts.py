@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
-from lightning_fedleak.records.utility import title_of
 from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary
 from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.records.utility import title_of
 
 Points = Sequence[tuple[float, float | None]]
 Scale = Callable[[float], float]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from lightning_fedleak import records
-from lightning_fedleak.records.utility import best_of, is_training, is_validation
+from lightning_fedleak.report import records
 from lightning_fedleak.report.attacks import (
     RELEASED,
     SUM,
@@ -30,6 +29,7 @@ from lightning_fedleak.report.privacy import (
     trusted_party,
     without_ledger,
 )
+from lightning_fedleak.report.records.utility import best_of, is_training, is_validation
 from lightning_fedleak.report.wording import NOT_RECORDED, digits, first_four
 
 

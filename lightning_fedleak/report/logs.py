@@ -11,9 +11,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from lightning_fedleak import records
-from lightning_fedleak.records.fields import is_number
-from lightning_fedleak.records.files import first_of, short
+from lightning_fedleak.report import records
+from lightning_fedleak.report.records.fields import is_number
+from lightning_fedleak.report.records.files import first_of, short
 from lightning_fedleak.report.wording import NOT_RECORDED
 
 K = TypeVar("K")

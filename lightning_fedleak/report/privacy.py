@@ -12,10 +12,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lightning_fedleak import records
-from lightning_fedleak.records.files import first_of
+from lightning_fedleak.report import records
 from lightning_fedleak.report.attacks import Points
 from lightning_fedleak.report.logs import FitLog, grouped
+from lightning_fedleak.report.records.files import first_of
 from lightning_fedleak.report.wording import (
     NOT_RECORDED,
     TRUST,

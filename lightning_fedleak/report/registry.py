@@ -15,11 +15,11 @@ from datetime import date
 
 import yaml
 
-from lightning_fedleak.records import as_json
 from lightning_fedleak.report.bounds import JointAccount
+from lightning_fedleak.report.content import Findings
 from lightning_fedleak.report.edpb import RELEASE, near_name, release_context
-from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account
+from lightning_fedleak.report.records import as_json
 from lightning_fedleak.report.wording import NOT_RECORDED
 
 PARAMETERS = ("epsilon", "delta", "rho")

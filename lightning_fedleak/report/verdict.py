@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_fedleak.records import HIGH, STANDARD_FAMILIES, Family
 from lightning_fedleak.report.attacks import (
     NEXT_TO_NONE,
     RELEASED,
@@ -18,6 +17,7 @@ from lightning_fedleak.report.bounds import JointAccount
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.logs import grouped
 from lightning_fedleak.report.privacy import Account
+from lightning_fedleak.report.records import HIGH, STANDARD_FAMILIES, Family
 from lightning_fedleak.report.wording import FOR_UNIT, TRUST, digits, percent
 
 _DEFENSE = (

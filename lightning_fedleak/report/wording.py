@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
 from unicodedata import category
 
-from lightning_fedleak.records import MetricValue
+from lightning_fedleak.report.records import MetricValue
 
 NOT_RECORDED = "not recorded"
 

@@ -18,8 +18,8 @@ from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.engine.channels.base import Channel, family_of
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT
-from lightning_fedleak.records import Family
 from lightning_fedleak.report import findings, page, read
+from lightning_fedleak.report.records import Family
 from lightning_fedleak.threats import Capability, ThreatModel
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.text_counts import CountsChannel, TextCount

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.engine.log import COLUMNS
-from lightning_fedleak.records import ResultLine
+from lightning_fedleak.report.records import ResultLine
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.notices import announced
 

@@ -17,7 +17,7 @@ from lightning_fedleak.cli.commands.options import FederateOptions
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.studies.federation import FamilyLeakage, Round, Server
 from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
-from lightning_fedleak.records import MEMBERSHIP, WORDS, Family
+from lightning_fedleak.report.records import MEMBERSHIP, WORDS, Family
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.records import as_json, judged
 from lightning_fedleak.report import findings, model_card, page, read
-from lightning_fedleak.report.findings import Findings
+from lightning_fedleak.report.content import Findings
+from lightning_fedleak.report.records import as_json, judged
 from tests.report.lines import about, begin, result, written
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import dp_tpr, gaussian_auc, gaussian_tpr
-from lightning_fedleak.records import MetricValue, as_json
 from lightning_fedleak.report import entry, findings, page, read
+from lightning_fedleak.report.records import MetricValue, as_json
 from tests.report.lines import (
     OF_MODEL,
     about,

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.records import as_json
 from lightning_fedleak.report import charts, entry, findings, page, read
+from lightning_fedleak.report.records import as_json
 from tests.report.lines import about, begin, decision, dpsgd, look, result, spent, written
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=y>{{7*7}}"

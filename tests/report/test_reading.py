@@ -3,8 +3,8 @@ import json
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.records import MetricValue
 from lightning_fedleak.report import NothingToReport, findings, page, read
+from lightning_fedleak.report.records import MetricValue
 from tests.report.lines import begin, end, look, result, written
 
 

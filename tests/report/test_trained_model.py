@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.records import MetricValue, as_json
 from lightning_fedleak.report import findings, page, read
-from lightning_fedleak.report.page import questions
+from lightning_fedleak.report.html import questions
+from lightning_fedleak.report.records import MetricValue, as_json
 from lightning_fedleak.report.wording import interval
 from tests.report.lines import about, begin, result, written
 

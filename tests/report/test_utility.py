@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.records.utility import best_of, is_training, is_validation, title_of
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.report.fits import last_and_best
-from lightning_fedleak.report.page import model_card
+from lightning_fedleak.report.html import model_card
+from lightning_fedleak.report.records.utility import best_of, is_training, is_validation, title_of
 from tests.report.lines import begin, dpsgd, end, look, result, spent, written
 
 

@@ -6,8 +6,8 @@ import re
 import pytest
 import yaml
 
-from lightning_fedleak.records import as_json
 from lightning_fedleak.report import entry, findings, page, read
+from lightning_fedleak.report.records import as_json
 from tests.report.lines import OF_MODEL, about, begin, dpsgd, end, look, result, spent, written
 
 LITTLE = {"f1": 0.0, "recall": 0.0, "precision": 0.0}

@@ -72,7 +72,7 @@ from lightning_fedleak.model.snapshots import (
     explain_weight_term,
 )
 from lightning_fedleak.model.taps import Draw
-from lightning_fedleak.records import Family
+from lightning_fedleak.report.records import Family
 
 SURFACE_CAPABILITIES = {
     HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,

@@ -39,7 +39,7 @@ from lightning_fedleak.model.snapshots import (
     UpdateSnapshot,
 )
 from lightning_fedleak.model.taps import Draw, TiedHeadTap
-from lightning_fedleak.records import WORDS
+from lightning_fedleak.report.records import WORDS
 
 SOFT_LABELS = (
     "the targets of the loss are no single labels (distillation, mixed labels, or smoothed ones "

@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from lightning_fedleak.records import JsonObject, named
 from lightning_fedleak.report.bounds import JointAccount, joint_accounts
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, Table
+from lightning_fedleak.report.records import JsonObject, named
 from lightning_fedleak.report.verdict import (
     ReportVerdict,
     next_steps,

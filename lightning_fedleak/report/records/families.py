@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from lightning_fedleak.records.fields import Record, Share
+from lightning_fedleak.report.records.fields import Record, Share
 
 
 @dataclass(frozen=True, kw_only=True)

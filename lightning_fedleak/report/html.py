@@ -10,13 +10,13 @@ from importlib.resources import files
 
 import jinja2
 
-from lightning_fedleak.records import MetricValue
-from lightning_fedleak.records.utility import title_of
 from lightning_fedleak.report.charts import pictures
+from lightning_fedleak.report.content import Findings
 from lightning_fedleak.report.edpb import NOT_TRIED, on_model, release_context, tiers
-from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.fits import FitSummary, extent, last_and_best
 from lightning_fedleak.report.privacy import Account
+from lightning_fedleak.report.records import MetricValue
+from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.wording import UNIT_IN_WORDS, in_words, interval, share
 
 _TEMPLATE = "page.html"

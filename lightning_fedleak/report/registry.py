@@ -141,7 +141,7 @@ def entry(findings: Findings) -> str:
         sections |= _privacy(findings, accounts)
     by_runs = {section: set(sections[section]) for section in sections if section not in _PEOPLE}
     sections["administrative"] = {
-        "notes": findings.verdict.sentence,
+        "notes": " ".join(findings.verdict.sentences),
         "registry_authors": [NOT_RECORDED],
     }
     release_context(findings.people)

@@ -403,11 +403,12 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[Fact]:
 
 
 def _defense(fit: FitSummary) -> Fact:
-    if not fit.defenses:
-        recorded = ("None", "updates left as they were")
-        return Fact("Defence", *(("Not recorded",) if fit.defenses is None else recorded))
     names = len(fit.privacy) > 1
     claims = [f"{a.claim_in_short}{f' ({a.defense})' * names}" for a in fit.privacy]
+    if fit.defenses is None:
+        return Fact("Defence", "Not recorded", "; ".join(claims))
+    if not fit.defenses:
+        return Fact("Defence", "None", "updates left as they were")
     detail = "; ".join(claims) or "no differential privacy was accounted"
     refuted = any(a.refuted for a in fit.attacks)
     value = "; ".join(fit.shared.effects)

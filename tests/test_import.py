@@ -16,7 +16,7 @@ import lightning_fedleak.model
 
 WITHOUT = (
     *("attacks", "evaluation.metrics", "evaluation.games", "defenses", "engine"),
-    *("report", "records", "trainers"),
+    *("report.records", "report", "trainers"),
 )
 """Parts that need no Lightning, in the order of what they import."""
 FOLDERS = [lightning_fedleak, lightning_fedleak.cli, lightning_fedleak.evaluation]

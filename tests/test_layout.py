@@ -25,33 +25,33 @@ ALLOWED = {
     "model": SHARED,
     "attacks": MODEL,
     "defenses": MODEL,
-    "records": MODEL,
+    "report.records": MODEL,
     "evaluation": MODEL | {"attacks", "defenses"},
-    "report": MODEL | {"records", "evaluation", "defenses"},
+    "report": MODEL | {"report.records", "evaluation", "defenses"},
     # "" is the package itself, whose version a stored calibration names.
-    "engine": MODEL | {"", "attacks", "defenses", "evaluation", "records"},
+    "engine": MODEL | {"", "attacks", "defenses", "evaluation", "report.records"},
     "strategies": MODEL | {"defenses", "lightning_packages"},
     "callbacks": MODEL
-    | {"attacks", "defenses", "evaluation", "records", "report", "engine", "strategies"}
+    | {"attacks", "defenses", "evaluation", "report.records", "report", "engine", "strategies"}
     | {"lightning_packages"},
     "trainers": MODEL | {"attacks", "defenses", "report", "engine"},
     "federation": MODEL
-    | {"attacks", "defenses", "evaluation", "records", "engine", "lightning_packages"},
+    | {"attacks", "defenses", "evaluation", "report.records", "engine", "lightning_packages"},
     "labs": MODEL | {"attacks", "defenses", "evaluation"},
     "cli.finetuning": MODEL | {"defenses", "lightning_packages"},
     "cli.studies": MODEL | {"attacks", "defenses", "evaluation", "labs"},
     "cli.studies.sweep": MODEL
-    | {"attacks", "defenses", "evaluation", "records", "engine", "callbacks", "strategies"},
+    | {"attacks", "defenses", "evaluation", "report.records", "engine", "callbacks", "strategies"},
     "cli.studies.federation": MODEL
-    | {"attacks", "defenses", "evaluation", "records", "engine", "federation"},
+    | {"attacks", "defenses", "evaluation", "report.records", "engine", "federation"},
 }
 WITHOUT_LIGHTNING = (
     *SHARED,
-    *("model", "attacks", "defenses", "evaluation", "records", "report", "engine", "trainers"),
-    "labs",
+    *("model", "attacks", "defenses", "evaluation", "report.records", "report", "engine"),
+    *("trainers", "labs"),
     "cli.studies",
 )
-ROOMS = ("model", "evaluation", "cli")
+ROOMS = ("model", "evaluation", "report", "cli")
 """Folders whose own folders hand the names on."""
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -69,8 +69,12 @@ def row_of(module: str) -> str:
 
 
 def part_of(module: str) -> str:
-    """First level below the package: ``attacks`` of ``lightning_fedleak.attacks.base``."""
-    return module.split(".")[1] if "." in module else ""
+    """First level below the package: ``attacks`` of ``lightning_fedleak.attacks.base``.
+
+    Records are a part of their own, which may be imported without the pages of ``report``.
+    """
+    parts = module.split(".")[1:3]
+    return ".".join(parts if parts == ["report", "records"] else parts[:1])
 
 
 def face_of(module: str) -> str:
@@ -257,5 +261,8 @@ import {PACKAGE}.engine as engine
 
 for module in pkgutil.walk_packages(engine.__path__, engine.__name__ + "."):
     importlib.import_module(module.name)
+
+pages = [name for name in sys.modules if name.startswith("{PACKAGE}.report.")]
+assert all(name.startswith("{PACKAGE}.report.records") for name in pages), pages
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from lightning_fedleak.records import Judgement, judged
+from lightning_fedleak.report.records import Judgement, judged
 
 LIMIT = 0.5
 """The limit of the README's gate, which the dashed line shows."""

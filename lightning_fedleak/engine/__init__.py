@@ -44,4 +44,4 @@ from lightning_fedleak.engine.tensorboard import BoardLogger as BoardLogger
 from lightning_fedleak.engine.threshold import GateActions as GateActions
 from lightning_fedleak.engine.threshold import Threshold as Threshold
 from lightning_fedleak.engine.threshold import decision_of as decision_of
-from lightning_fedleak.records import GateDecision as GateDecision
+from lightning_fedleak.report.records import GateDecision as GateDecision

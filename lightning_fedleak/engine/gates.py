@@ -243,7 +243,7 @@ class GateEvent:
         metric: the watched name.
         step: optimizer step that was looked at; in a federation the round.
         value: what counted: what was read, as far as its control is high
-            (:func:`~lightning_fedleak.records.judged`); NaN where it is unknown.
+            (:func:`~lightning_fedleak.report.records.judged`); NaN where it is unknown.
         low, high: 95% interval of the value where there is one, else NaN; with ``bound="value"``.
         at_most: the threshold.
         checkpoint: where the run was saved; None where it was not.

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_fedleak import records
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel
@@ -26,6 +25,7 @@ from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
 from lightning_fedleak.engine.tensorboard import Content, add_pages, add_table
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
+from lightning_fedleak.report import records
 
 _NOT_SCORED = (
     "whoever looks here does not hold the client's texts, so that what was read off the update "

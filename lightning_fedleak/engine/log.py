@@ -15,7 +15,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_fedleak import records
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.channels.base import Channel
@@ -26,7 +25,8 @@ from lightning_fedleak.engine.run import Look, Refusal, Run, reason
 from lightning_fedleak.engine.tensorboard import BoardLogger, Logger, add_frame
 from lightning_fedleak.extras import install
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
-from lightning_fedleak.records.utility import best_of, is_training
+from lightning_fedleak.report import records
+from lightning_fedleak.report.records.utility import best_of, is_training
 
 if TYPE_CHECKING:
     import pandas as pd

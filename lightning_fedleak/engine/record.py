@@ -14,7 +14,6 @@ from pathlib import Path
 
 from torch.optim import Optimizer
 
-from lightning_fedleak import records
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.choice import reads_of
@@ -22,6 +21,7 @@ from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.engine.run import Run
+from lightning_fedleak.report import records
 
 PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),

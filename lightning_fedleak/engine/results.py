@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_fedleak import records
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, Trials, unknown
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics.within import over_looks
 from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.report import records
 
 MAX_WAITS = 20
 """Looks (or rounds) that a result may be pending before it is unknown; not tuned."""
@@ -132,7 +132,7 @@ class Results:
     def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
         """Return what a logged value counts for at a gate's threshold.
 
-        See :func:`~lightning_fedleak.records.judged`.
+        See :func:`~lightning_fedleak.report.records.judged`.
 
         Args:
             name: of the value in the logs.

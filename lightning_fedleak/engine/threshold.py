@@ -29,7 +29,7 @@ from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.evaluation.metrics import MeanTest
 from lightning_fedleak.evaluation.metrics.rates import jaccard_of
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.records import GateDecision, Judgement
+from lightning_fedleak.report.records import GateDecision, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
@@ -277,9 +277,7 @@ class Threshold:
                 "bound='value'"
             )
         try:
-            return {
-                name: MeanTest(self.at_most, span=span[:2]) for name in self._watched
-            }
+            return {name: MeanTest(self.at_most, span=span[:2]) for name in self._watched}
         except ValueError as error:
             raise ValueError(f"{self._subject}: {error}") from None
 

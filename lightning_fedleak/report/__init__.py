@@ -1,14 +1,38 @@
-"""What runs showed, for people who decide: one page, one JSON, one entry for a registry."""
+"""What runs record, in ``records``, and what people read of it: one page, one JSON, one YAML.
 
-from lightning_fedleak.report.files import print_card as print_card
-from lightning_fedleak.report.files import write as write
-from lightning_fedleak.report.files import write_at_end as write_at_end
-from lightning_fedleak.report.findings import Findings as Findings
-from lightning_fedleak.report.findings import findings as findings
-from lightning_fedleak.report.logs import Logs as Logs
-from lightning_fedleak.report.logs import NothingToReport as NothingToReport
-from lightning_fedleak.report.logs import ReportError as ReportError
-from lightning_fedleak.report.logs import read as read
-from lightning_fedleak.report.page import model_card as model_card
-from lightning_fedleak.report.page import page as page
-from lightning_fedleak.report.registry import entry as entry
+The names of the pages are loaded when they are first used: who writes records needs none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_fedleak.report.content import Findings as Findings
+    from lightning_fedleak.report.content import findings as findings
+    from lightning_fedleak.report.files import print_card as print_card
+    from lightning_fedleak.report.files import write as write
+    from lightning_fedleak.report.files import write_at_end as write_at_end
+    from lightning_fedleak.report.html import model_card as model_card
+    from lightning_fedleak.report.html import page as page
+    from lightning_fedleak.report.logs import Logs as Logs
+    from lightning_fedleak.report.logs import NothingToReport as NothingToReport
+    from lightning_fedleak.report.logs import ReportError as ReportError
+    from lightning_fedleak.report.logs import read as read
+    from lightning_fedleak.report.registry import entry as entry
+
+_HOMES = {
+    "content": ("Findings", "findings"),
+    "files": ("print_card", "write", "write_at_end"),
+    "html": ("model_card", "page"),
+    "logs": ("Logs", "NothingToReport", "ReportError", "read"),
+    "registry": ("entry",),
+}
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

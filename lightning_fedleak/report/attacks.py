@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import NamedTuple
 
-from lightning_fedleak.records import (
+from lightning_fedleak.report.logs import FitLog, grouped
+from lightning_fedleak.report.records import (
     CANARIES,
     HIGH,
     MEMORIZATION,
@@ -21,7 +23,6 @@ from lightning_fedleak.records import (
     default_limit,
     judged,
 )
-from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.wording import NOT_RECORDED
 
 SUM = "sum"
@@ -45,6 +46,52 @@ NEXT_TO_NONE = 0.1
 """An attack that reads no further above chance read next to nothing. Not tuned."""
 
 Points = list[tuple[int, float | None]]
+
+
+class Point(NamedTuple):
+    """The headline of an attack at one look; values are None where it is unknown.
+
+    Attributes:
+        step: optimizer step or round.
+        client: whose update; empty where results are not told apart by clients.
+        value, low, high: the headline and the ends of its 95% interval.
+        n: how many tokens, texts or games stand behind it.
+        withheld: whether a gate kept the update back.
+    """
+
+    step: int
+    client: str
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int | None
+    withheld: bool = False
+
+    @property
+    def rate(self) -> MetricValue:
+        """The value with its interval."""
+        return MetricValue(self.value, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class QuotedLook:
+    """The look by which a report speaks of an attack.
+
+    Attributes:
+        step: optimizer step or round.
+        n: how many tokens, texts or games stand behind it.
+        rate: the headline.
+        rates: the known values of all metrics.
+        control: the headline of what was read of known words or texts; None without a control.
+        is_latest: whether it is the latest look; else it is the highest one.
+    """
+
+    step: int
+    n: int | None
+    rate: MetricValue
+    rates: Mapping[str, float]
+    control: float | None
+    is_latest: bool
 
 
 @dataclass(frozen=True)
@@ -90,7 +137,6 @@ class AttackSummary:
         last_n: its ``n``.
         last_client: whose it is.
         rates: the latest value of each metric that the family shows.
-        means: the mean of each.
         visible: the smallest rate that the latest look could have seen; None where not recorded.
         pool: names the texts that it compared; results compare on the same ones only.
         allowed: the most that an account of DP allows it at the latest look, by metric; empty where
@@ -111,6 +157,8 @@ class AttackSummary:
         p_value: how probable guessing is to do so well at any look, corrected for all of them;
             None where not recorded.
         conclusive: whether guessing is excluded; None where that does not apply.
+        points: the headline over the looks.
+        quoted: the look by which a report speaks of the attack; None without a result.
     """
 
     name: str
@@ -136,7 +184,6 @@ class AttackSummary:
     last_n: int | None
     last_client: str | None
     rates: Mapping[str, MetricValue | None]
-    means: Mapping[str, float | None]
     visible: float | None
     pool: str | None
     allowed: Mapping[str, float]
@@ -152,6 +199,8 @@ class AttackSummary:
     over_steps: MetricValue | None = None
     p_value: float | None = None
     conclusive: bool | None = None
+    points: Sequence[Point] = ()
+    quoted: QuotedLook | None = None
 
     @property
     def has_control(self) -> bool:
@@ -162,23 +211,6 @@ class AttackSummary:
     def is_blind(self) -> bool:
         """Whether its numbers are low, and one of them says nothing since its control is low."""
         return self.blind > 0 and self.above_chance <= HIGH
-
-
-@dataclass(frozen=True)
-class ClientRow:
-    """A client of a federation, or the sum of all.
-
-    Attributes:
-        client: its name.
-        rounds: how many were measured.
-        decided: rounds by what a gate did in them.
-        attacks: what each attack read of it.
-    """
-
-    client: str
-    rounds: int
-    decided: Mapping[str, Sequence[int]]
-    attacks: Mapping[str, ClientSummary]
 
 
 class FitResults:
@@ -230,8 +262,9 @@ class FitResults:
         """Return an attack's family; where it was not recorded, by the metrics of its lines."""
         begin = self._log.begin
         family = None if begin is None else begin.family_of(self._played(attack))
-        if family is not None:
-            return family
+        if family is not None:  # in this version's words, where they are its own
+            known = {one.name: one for one in (*STANDARD_FAMILIES, CANARIES)}
+            return known.get(family.name, family)
         metrics = {name for line in lines for name in line.metrics}
         if any(line.stage == RELEASED for line in lines):
             return CANARIES if "exposure" in metrics else MEMORIZATION
@@ -289,7 +322,6 @@ class FitResults:
             last_n=None if last is None else last.n,
             last_client=None if last is None or len(clients) < 2 else str(last.client),
             rates={m: last.metric(m) if last else None for m in metrics},
-            means={m: _mean_of(shared, m) for m in metrics},
             visible=None if last is None else last.value("visible"),
             over_steps=None if last is None else last.metric(f"{headline}_over_steps"),
             p_value=_p_value(sent),
@@ -302,6 +334,8 @@ class FitResults:
             stale=_reason(sent[-1], headline)
             if stage == RELEASED and last is not None and not self.several
             else None,
+            points=self._points(lines, headline),
+            quoted=_quoted(shared, last, headline, by_chance=family.chance_of(headline) > 0),
         )
         limit = self._limit(name, family, headline)
         judgements = [_judged(line, family, headline, limit) for line in shared]
@@ -337,39 +371,18 @@ class FitResults:
             last=rates[-1] if rates else None,
         )
 
-    def client_rows(self, attacks: Sequence[AttackSummary]) -> list[ClientRow]:
-        """Return a row for each client of a federation, and one for their sum."""
-        rows = []
-        summed = [SUM] if any(a.stage == "aggregate" for a in attacks) else []
-        for client in [*self.clients, *summed]:
-            rounds = {line.step for line in self._log.results if str(line.client) == client}
-            decided: dict[str, list[int]] = {}
-            for line in self._log.decisions:
-                if str(line.client) == client and line.step not in decided.get(line.did, ()):
-                    decided.setdefault(line.did, []).append(line.step)
-            summaries = {a.name: a.clients[client] for a in attacks if client in a.clients}
-            rows.append(ClientRow(client, len(rounds), decided, summaries))
-        return rows
-
-    def headlines(self) -> dict[str, dict[str, Points]]:
-        """Return the headline of each attack over the steps, by client; None is unknown.
-
-        A single client, at what was shared or released, has the name "". Of several there is a line
-        for each, and for their sum where it was measured; without updates that did not leave.
-        """
-        stages = ("shared", RELEASED, *(["aggregate"] if self.several else []))
-        series: dict[str, dict[str, Points]] = {}
-        for line in self.without_withheld(self.lines):
-            if line.stage in stages:
-                headline = self.family(line.attack, [line]).headline_of(line.metrics)
+    def _points(self, lines: Sequence[ResultLine], headline: str) -> list[Point]:
+        """Return the headline over the looks; of updates that were withheld too."""
+        points = []
+        for line in lines:
+            if line.was_shared:
+                rate = line.metric(headline) or MetricValue()
                 client = str(line.client) if self.several else ""
-                points = series.setdefault(line.attack, {}).setdefault(client, [])
-                points.append((line.step, line.value_of_this_look(headline)))
-        by_attack = {
-            name: {c: line for c, line in lines.items() if any(v is not None for _, v in line)}
-            for name, lines in series.items()
-        }
-        return {name: lines for name, lines in by_attack.items() if lines}
+                withheld = (str(line.client), line.step) in self.withheld
+                points.append(
+                    Point(line.step, client, rate.value, rate.low, rate.high, line.n, withheld)
+                )
+        return sorted(points, key=attrgetter("step"))
 
 
 UNKNOWN_FAMILY = Family(name="unknown")
@@ -379,10 +392,6 @@ UNKNOWN_FAMILY = Family(name="unknown")
 def mean(values: Sequence[float]) -> float | None:
     """Return the mean; None of no values."""
     return math.fsum(values) / len(values) if values else None
-
-
-def _mean_of(lines: Sequence[ResultLine], metric: str) -> float | None:
-    return mean(_numbers(line.value_of_this_look(metric) for line in lines))
 
 
 def _allowed(line: ResultLine) -> dict[str, float]:
@@ -482,6 +491,29 @@ def _last_line(lines: Sequence[ResultLine], headline: str, *, of_worst: bool) ->
         return measured[-1] if measured else None
     newest = {str(line.client): line for line in measured}
     return max(newest.values(), key=lambda line: line.value(headline) or 0.0, default=None)
+
+
+def _quoted(
+    lines: Sequence[ResultLine], last: ResultLine | None, headline: str, *, by_chance: bool
+) -> QuotedLook | None:
+    """Return the latest look, or the highest where neither guessing nor pooling is a question.
+
+    The highest of many games against guessing is high by chance.
+    """
+    measured = [line for line in lines if line.metric(headline) is not None]
+    if last is None or not measured:
+        return None
+    is_latest = by_chance or last.stage == RELEASED or last.is_pooled(headline)
+    line = last if is_latest else max(measured, key=lambda one: one.value(headline) or 0.0)
+    values = {name: line.value(name) for name in line.metrics}
+    return QuotedLook(
+        line.step,
+        line.n,
+        line.metric(headline) or MetricValue(),
+        {name: value for name, value in values.items() if value is not None},
+        line.value(f"{headline}_of_control"),
+        is_latest,
+    )
 
 
 def _is_dishonest(facts: AttackFacts) -> bool | None:

@@ -1,301 +1,545 @@
-"""Pictures of a fit as SVG, drawn here so that the page loads nothing else."""
+"""Charts of a report as SVG and HTML, each with its table; they need no program to be read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
 
-from lightning_fedleak.records.utility import title_of
-from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary
+from lightning_fedleak.report.attacks import AttackSummary, Point, Points
+from lightning_fedleak.report.comparing import Comparison, names_of
 from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.overview import (
+    Overview,
+    best_of_family,
+    limits_of,
+    of_what_left,
+)
+from lightning_fedleak.report.records import MetricValue
+from lightning_fedleak.report.series import (
+    MOST_ROUNDS,
+    Bins,
+    Cell,
+    Curve,
+    Row,
+    Span,
+    before_and_after,
+    curve_of,
+    heat_maps,
+    is_read,
+    knee,
+    utility,
+)
+from lightning_fedleak.report.wording import brief, brief_interval, digits, measure
 
-Points = Sequence[tuple[float, float | None]]
-Scale = Callable[[float], float]
-"""A function that returns the pixel of a value."""
-
-WIDTH = 420
-"""Width of a picture in pixels. The page scales it."""
-MARGIN, RIGHT, TOP, BOTTOM = 46, 14, 10, 28
-"""Margins in pixels, which hold the numbers at the axes."""
-MOST_POINTS = 200
-"""Most points of a line. Longer lines show each part's lowest and highest value. Not tuned."""
-COLOURS = 8
-"""Number of colours in the page's style sheet, and so of lines that can be told apart."""
-LARGEST_DRAWN = 1e300
-"""Larger values are not drawn, because differences of two would be infinite."""
-
-
-def pictures(fit: FitSummary) -> dict[str, Markup]:
-    """Return the pictures of a fit, by their titles."""
-    gate_steps: dict[str, list[float]] = {}
-    for decision in fit.decisions:
-        suffix = "" if decision.client is None else f", client {decision.client}"
-        gate_steps.setdefault(f"{decision.gate} {decision.did}{suffix}", []).append(decision.step)
-    unit = fit.unit
-    marks = "dashed: guessing" + "; ring: its control" * any(a.has_control for a in fit.attacks)
-    titled = {
-        f"Each attack: latest result, 95% interval ({marks})": intervals(
-            fit.attacks, label="attacks with intervals, unknown ones first"
-        )
-    }
-    single = {name: parts[""] for name, parts in fit.headlines.items() if set(parts) == {""}}
-    on_model = {attack.name for attack in fit.attacks if attack.stage == RELEASED}
-    for source in ("of what was shared", "of the trained model"):
-        series = {
-            name: line
-            for name, line in single.items()
-            if (name in on_model) == (source == "of the trained model")
-        }
-        values = (value for line in series.values() for _, value in line)
-        if series:
-            titled[f"Leakage over {unit}s, {source}"] = lines(
-                series,
-                label=f"each attack's headline over {unit}s, {source}",
-                span=(lowest(values), 1.0),
-                marks=gate_steps,
-                unit=unit,
-            )
-    for name, parts in fit.headlines.items():
-        if name not in single:
-            by_client = {c if c == SUM else f"client {c}": line for c, line in parts.items()}
-            headline = next(a.headline for a in fit.attacks if a.name == name)
-            titled[f"{name}, {headline}, by client"] = lines(
-                few(by_client, last=SUM),
-                label=f"{name} over {unit}s, one line for each client",
-                span=(0.0, 1.0),
-                marks=gate_steps,
-                unit=unit,
-            )
-    if fit.utility:
-        titled[f"Utility over {unit}s"] = lines(
-            few({title_of(name): line for name, line in fit.utility.items()}),
-            label=f"utility over {unit}s",
-            marks=gate_steps,
-            unit=unit,
-        )
-    for account in fit.privacy:
-        target = account.target_epsilon
-        protected = {"client": ", for a whole client", "row": ", for a text",
-                     "user": ", for a user"}.get(account.unit, "")  # fmt: skip
-        titled[f"Epsilon spent ({account.defense}{protected})"] = lines(
-            {"epsilon": account.series},
-            label=f"epsilon over {unit}s",
-            level=target if isinstance(target, int | float) else None,
-            unit=unit,
-        )
-    return titled
+DESK, HALF, PHONE = 1064, 510, 354
+"""Widths in pixels: of the page's column, of half of it, and of the column on a phone."""
+MOST_BINS = 120
+"""Most points of a line. Of more looks those side by side share a bin. Not tuned."""
+MOST_DOTS = 48  # bins up to which each has a symbol: more would touch
+QUARTERS = (0, 0.25, 0.5, 0.75, 1)
+SHAPES = {
+    "words": "m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0",
+    "membership": "m-3-3h6v6h-6z",
+    "texts": "m0-4l4 4-4 4-4-4z",
+    "memorization": "m0-4l4 7h-8z",
+}
+"""Paths of the symbols of each kind of leak; others have that of words."""
+Place = tuple[float, float | None]
 
 
-def few(series: Mapping[str, Points], *, last: str = "") -> dict[str, Points]:
-    """Return one line for each colour at most: those with the highest means, and the others' mean.
+@dataclass(frozen=True)
+class Figure:
+    """A chart: title and caption in words, what is drawn, and the table behind it; or heat maps."""
+
+    title: str
+    caption: str
+    drawing: Markup = Markup("")  # noqa: RUF009
+    columns: Sequence[str] = ()
+    rows: Sequence[Row] = ()
+    kind: str = ""
+    heat: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+
+
+class Plot:
+    """A drawing with two axes.
 
     Args:
-        series: as :func:`lines` takes them.
-        last: name of a line that is always drawn.
+        size: width and height in pixels.
+        x, y: lowest and highest value of each axis; of ``x`` the first may be the higher one.
+        margins: left, right, top and bottom in pixels.
     """
-    if len(series) <= COLOURS:
-        return dict(series)
 
-    def mean_value(name: str) -> float:
-        values_of_line = [value for _, value in series[name] if value is not None]
-        return math.fsum(values_of_line) / len(values_of_line) if values_of_line else -math.inf
+    def __init__(self, size: Span, x: Span, y: Span, margins: tuple[int, int, int, int]) -> None:
+        self.width, self.height = size
+        self._x, self._y = x, y if y[1] > y[0] else (y[0] - 0.5, y[0] + 0.5)
+        self.left, right, self.top, bottom = margins
+        self.right, self.bottom = self.width - right, self.height - bottom
+        self.is_narrow = self.width < HALF
+        self._parts: list[str] = []
+        self._labels: list[tuple[float, str, str]] = []
 
-    order = sorted((name for name in series if name != last), key=mean_value, reverse=True)
-    highest = set(order[: COLOURS - 2])
-    others: dict[float, list[float]] = {}
-    for name in order[COLOURS - 2 :]:
-        for step, value in series[name]:
-            others.setdefault(step, []).extend([] if value is None else [value])
-    mean = [(x, math.fsum(v) / len(v) if v else None) for x, v in sorted(others.items())]
-    lines = {name: line for name, line in series.items() if name in highest}
-    lines[f"mean of the {len(order) - len(highest)} others"] = mean
-    return lines | ({last: series[last]} if last in series else {})
+    def x(self, value: float) -> float:
+        """Return the pixel of a value."""
+        low, high = self._x
+        return self.left + (value - low) / (high - low or 1) * (self.right - self.left)
 
+    def y(self, value: float | None) -> float:
+        """Return the pixel of a value; an unknown upper end is the highest value."""
+        low, high = self._y
+        share = 1.0 if value is None else (value - low) / (high - low)
+        return self.bottom - share * (self.bottom - self.top)
 
-def lines(
-    series: Mapping[str, Points],
-    *,
-    label: str,
-    height: int = 190,
-    span: tuple[float, float] | None = None,
-    marks: Mapping[str, Sequence[float]] | None = None,
-    level: float | None = None,
-    unit: str = "step",
-) -> Markup:
-    """Return a picture of lines over steps or rounds, with a legend; gaps are unknown values.
+    def rule(self, kind: str, x: Sequence[float], y: Sequence[float]) -> None:
+        """Draw a line between two pixels."""
+        ends = f'x1="{x[0]:.1f}" x2="{x[-1]:.1f}" y1="{y[0]:.1f}" y2="{y[-1]:.1f}"'
+        self._parts.append(f'<line class="{kind}" {ends}/>')
 
-    Args:
-        series: (step, value) by name; None is unknown.
-        label: description of the picture, for screen readers.
-        height: height in pixels.
-        span: lowest and highest value of the vertical axis; by default those of the lines.
-        marks: steps of events, by the event's name.
-        level: a value that is marked by a dashed line.
-        unit: unit of the horizontal axis.
-    """
-    series = {
-        name: [(x, None if y is None or abs(y) > LARGEST_DRAWN else y) for x, y in line]
-        for name, line in series.items()
-    }
-    points = [p for line in series.values() for p in line]
-    values = [v for _, v in points if v is not None] + ([] if level is None else [level])
-    if not values:
-        return Markup('<p class="unknown">nothing is known</p>')
-    low, high = span or _span(values)
-    first = min(x for x, _ in points)
-    last = max(first + 1, *(x for x, _ in points))
-    x_scale = _scale(first, last, MARGIN, WIDTH - RIGHT)
-    y_scale = _scale(low, high, height - BOTTOM, TOP)
-    parts = [*_axes(height, _ticks(low, high), y_scale, _ticks(first, last), x_scale)]
-    if level is not None:
-        parts.append(_dashed(MARGIN, y_scale(level), WIDTH - RIGHT, y_scale(level), "level"))
-    for event, steps in (marks or {}).items():
+    def level(self, kind: str, value: float, label: str = "") -> None:
+        """Draw a horizontal line at a value, with a label at its right."""
+        self.rule(kind, (self.left, self.right), [self.y(value)])
+        if label:
+            self.label(value, label, "ink" if kind == "gate" else "")
+
+    def text(self, x: float, y: float, text: object, kind: str = "", anchor: str = "start") -> None:
+        """Write a text at a pixel."""
+        style = f' class="{kind}"' if kind else ""
+        end = "" if anchor == "start" else f' text-anchor="{anchor}"'
+        self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{style}{end}>{escape(str(text))}</text>')
+
+    def axes(self, values: Iterable[float], steps: Iterable[float], label: str = "") -> None:
+        """Draw a line for each value, the numbers at both axes, and the name of the lower one."""
+        for value in values:
+            self.level("grid", value)
+            self.text(self.left - 8, self.y(value) + 4, _tick(value), anchor="end")
         for step in steps:
-            x = x_scale(step)
-            title = f"<title>{escape(event)}: {unit} {step:g}</title>"
-            parts.append(f"<g>{title}{_dashed(x, TOP, x, height - BOTTOM, 'mark')}</g>")
-    for number, (name, line) in enumerate(series.items()):
-        parts += _curve(line, name, f"c{number % COLOURS}", x_scale, y_scale)
-    legend = "".join(
-        f'<li><i class="c{number % COLOURS}"></i>{escape(name)}</li>'
-        for number, name in enumerate(series)
-    )
-    picture = _svg(height, label, parts)
-    return Markup(f'<figure>{picture}<ul class="legend">{legend}</ul></figure>')
+            self.text(self.x(step), self.bottom + 16, _tick(step), anchor="middle")
+        if label:
+            self.text((self.left + self.right) / 2, self.bottom + 31, label, anchor="middle")
+
+    def line(self, kind: str, places: Iterable[Place]) -> None:
+        """Draw a line; unknown values are gaps."""
+        path, is_gap = [], True
+        for x, y in places:
+            if y is not None:
+                path.append(f"{'M' if is_gap else 'L'}{self.x(x):.1f} {self.y(y):.1f}")
+            is_gap = y is None
+        self._parts.append(f'<path class="line {kind}" d="{"".join(path)}"/>')
+
+    def band(self, kind: str, points: Sequence[Point]) -> None:
+        """Draw the intervals of points as an area; unknown values are gaps."""
+        runs: list[list[Point]] = [[]]
+        for point in points:
+            if point.value is None or point.low is None:
+                runs.append([])
+            else:
+                runs[-1].append(point)
+        for run in filter(None, runs):
+            if len(run) == 1:
+                ends = self.y(run[0].low), self.y(run[0].high)
+                self.rule(f"whisker {kind}", [self.x(run[0].step)], ends)
+                continue
+            upper = [f"{self.x(p.step):.1f} {self.y(p.high):.1f}" for p in run]
+            lower = [f"{self.x(p.step):.1f} {self.y(p.low):.1f}" for p in reversed(run)]
+            self._parts.append(f'<path class="band {kind}" d="M{"L".join([*upper, *lower])}z"/>')
+
+    def dots(self, kind: str, places: Iterable[Place], family: str = "words") -> None:
+        """Draw a symbol at each place."""
+        shape = SHAPES.get(family, SHAPES["words"])
+        marks = [f"M{self.x(x):.1f} {self.y(y):.1f}{shape}" for x, y in places if y is not None]
+        if marks:
+            self._parts.append(f'<path class="dot {kind}" d="{"".join(marks)}"/>')
+
+    def curve(self, curve: Curve, points: Sequence[Point], most_dots: int = MOST_DOTS) -> None:
+        """Draw a line of leakage with its intervals, and with symbols if there are few."""
+        tone = curve.tone(curve.last)
+        self.band(tone, points)
+        self.line(f"{tone} {curve.dash}".strip(), [(p.step, p.value) for p in points])
+        for kind in ("read", "calm") if len(points) <= most_dots else ():
+            places = [(p.step, p.value) for p in points if curve.tone(p) == kind]
+            self.dots("read" if kind == "read" else "calm hollow", places, curve.family)
+
+    def label(self, value: float, text: str, kind: str) -> None:
+        """Name a value at the right of the drawing."""
+        self._labels.append((self.y(value), text, kind))
+
+    def svg(self, description: str) -> str:
+        """Return the drawing, with its labels one below the other."""
+        heights: list[float] = []
+        labels = sorted(self._labels)
+        for y, _, _ in labels:
+            heights.append(max(y, heights[-1] + 15) if heights else y)
+        over = max(0.0, (heights or [0.0])[-1] - self.bottom)
+        for height, (_, text, kind) in zip(heights, labels, strict=True):
+            self.text(self.right + 10, height - over + 4, text, kind)
+        box = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
+        axis = " ".join(f"{n:g}" for n in (self.left, self.right, *self._x, self.bottom))
+        name = f'role="img" aria-label="{escape(description)}"'
+        return f"<svg {box} data-axis='{axis}' {name}>{''.join(self._parts)}</svg>"
 
 
-def intervals(attacks: Sequence[AttackSummary], *, label: str) -> Markup:
-    """Return a picture of each attack's last value with its interval, on an axis up to 1.
+def _both(draw: Callable[[float], str], desk: float = DESK) -> Markup:
+    """Return a chart as it is drawn for a desk and for a phone, of which the page shows one."""
+    return Markup(f'<div class="desk">{draw(desk)}</div><div class="phone">{draw(PHONE)}</div>')
+
+
+# ---- one run ------------------------------------------------------------------------------------
+
+
+def figures(fit: FitSummary, one: Overview, runs: int = 1) -> list[Figure]:
+    """Return the charts of a run, as far as there is something to draw.
 
     Args:
-        attacks: the attacks, in the order of their lines.
-        label: description of the picture, for screen readers.
+        fit: the run.
+        one: what is said first of it.
+        runs: how many are on the page.
     """
+    most = max(MOST_BINS // runs, MOST_ROUNDS)
+    spendings = [_spending(fit, a.defense, a.series, most) for a in fit.privacy]
+    drawn = [_heat_map(fit), _knee(fit), _over_steps(fit, one, most), _defense(fit),
+             _each_attack(fit), *spendings]  # fmt: skip
+    return [each for each in drawn if each is not None]
+
+
+def _curves(fit: FitSummary, one: Overview) -> list[Curve]:
+    """Return a line for each kind of leak, by the attack that is quoted."""
+    quoted = {r.title.lower(): best_of_family(fit, r.family) for r in one.readings if r.rate}
+    return [curve_of(attack, title) for title, attack in quoted.items() if attack]
+
+
+def _measured(fit: FitSummary) -> list[AttackSummary]:
+    return [attack for attack in of_what_left(fit) if attack.quoted]
+
+
+def _heat_map(fit: FitSummary) -> Figure | None:
+    """Return clients by rounds, as tables whose cells are coloured."""
+    attacks = [a for a in _measured(fit) if len(a.clients) > 1]
     if not attacks:
-        return Markup('<p class="unknown">no attack was played</p>')
-    step = 36
-    height = TOP + step * len(attacks) + BOTTOM
-    ends_of_all = (x for a in attacks if a.last for x in (a.last.low, a.last.value))
-    x_scale = _scale(lowest(ends_of_all), 1.0, RIGHT, WIDTH - RIGHT)
-    parts = []
-    for tick in (0, 0.25, 0.5, 0.75, 1):
-        x = x_scale(tick)
-        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP}" y2="{height - BOTTOM}"/>')
-        parts.append(f'<text x="{x}" y="{height - 10}" text-anchor="middle">{tick:g}</text>')
-    for number, attack in enumerate(attacks):
-        top = TOP + step * number
-        y = top + 25
-        title = f"{attack.name} ({attack.stage}), {attack.headline}"
-        if attack.last_client is not None:
-            title += f", worst client {attack.last_client}"
-        last = attack.last
-        if last is None or last.value is None:
-            unknown = escape(f"{title}: unknown")
-            parts.append(f'<text class="unknown" x="{RIGHT}" y="{top + 13}">{unknown}</text>')
-            continue
-        parts.append(f'<text x="{RIGHT}" y="{top + 13}">{escape(title)}</text>')
-        if last.low is not None and last.high is not None:
-            ends = f'x1="{x_scale(last.low):.1f}" x2="{x_scale(last.high):.1f}"'
-            parts.append(f'<line class="whisker" {ends} y1="{y}" y2="{y}"/>')
-        if attack.chance:
-            x = x_scale(attack.chance)
-            parts.append(_dashed(x, y - 7, x, y + 7, "level"))
-        parts.append(f'<circle class="dot c0" cx="{x_scale(last.value):.1f}" cy="{y}" r="4"/>')
-        if attack.control is not None:
-            title = f"<title>control {attack.control:.3f}</title>"
-            place = f"{x_scale(attack.control):.1f}"
-            parts.append(f'<circle class="ring" cx="{place}" cy="{y}" r="6">{title}</circle>')
-    return Markup(f"<figure>{_svg(height, label, parts)}</figure>")
+        return None
+    bins, tables = heat_maps(fit, attacks)
+    caption = (
+        "Each square is one client's update in one round. Redder is more read; grey is guessing or "
+        "below." + f" A square is the highest of {bins.size} rounds." * (bins.size > 1)
+    )
+    columns = ["round", *bins.names, "mean"]
+    return Figure("Who leaked, and when", caption, columns=columns, heat=tables, kind="heat_map")
 
 
-# ---- parts ------------------------------------------------------------------------------------
+def _over_steps(fit: FitSummary, one: Overview, most: int) -> Figure | None:
+    """Draw leakage above utility, on one axis of steps."""
+    curves, metrics = _curves(fit, one), dict(list(utility(fit).items())[:2])
+    steps = [point.step for curve in curves for point in curve.points]
+    steps += [step for line in metrics.values() for step, _ in line]
+    if not steps:
+        return None
+    bins = Bins(steps, most)
+    shown = {curve: bins.highest(curve.points) for curve in curves}
+    lines = {name: thin for name, line in metrics.items() if (thin := bins.thinned(line))}
+    x = bins.span(fit.length)
+
+    def draw(width: float) -> str:
+        parts = [_leakage(fit, width, x, shown)] if curves else []
+        return "".join([*parts, *([_metrics(fit, width, x, lines)] if lines else [])])
+
+    def cells(number: int) -> list[Cell]:
+        rates = [curve.cell(points.get(number)) for curve, points in shown.items()]
+        values = [line[number][1] if number in line else None for line in lines.values()]
+        return [*rates, *(Cell("" if v is None else f"{v:.3f}", "use") for v in values)]
+
+    caption = f"Band: 95% interval.{bins.caption}"
+    columns = [fit.unit, *(curve.name for curve in curves), *lines]
+    rows = bins.rows(cells)
+    return Figure("Leakage and utility", caption, _both(draw), columns, rows, "over_steps")
 
 
-def _svg(height: float, label: str, parts: Sequence[str]) -> str:
-    box = f'viewBox="0 0 {WIDTH} {height:g}"'
-    return f'<svg {box} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+def _leakage(
+    fit: FitSummary, width: float, x: Span, shown: Mapping[Curve, Mapping[int, Point]]
+) -> str:
+    is_narrow = width < HALF
+    size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
+    plot = Plot(size, x, (_lowest(shown), 1), margins)
+    plot.axes(QUARTERS, _steps(x, is_narrow))
+    if any(curve.chance for curve in shown):
+        plot.level("chance", 0.5, "guessing" if is_narrow else "guessing (AUC)")
+    for limit in limits_of(fit):
+        plot.level("gate", limit, f"gate {brief(limit)}")
+    for curve, points in shown.items():
+        plot.curve(curve, list(points.values()))
+        label = f"{_short(curve.name, 13)} {brief(curve.last.value)}"
+        plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
+    if fit.decisions:
+        first = fit.decisions[0]
+        words = {"warn": "over the gate: warned", "stopped": "stopped by the gate"}
+        at, anchor = plot.x(first.step), "end" if first.step > 0.6 * x[1] else "start"
+        plot.rule("gate", [at], (plot.top, plot.bottom))
+        plot.text(at, 12, words.get(first.did, f"gate: {first.did}"), "ink", anchor)
+    rates = [f"{c.name} {brief(c.last.value)} ({brief_interval(c.last.rate)})" for c in shown]
+    return plot.svg(f"Leakage by {fit.unit}: {'; '.join(rates)}")
 
 
-def _dashed(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f'<line class="{kind}" {ends}/>'
-
-
-def _curve(line: Points, name: str, colour: str, x_scale: Scale, y_scale: Scale) -> Iterator[str]:
-    """Yield the parts of a line between unknown values; a part with one value is a dot."""
-    title = f"<title>{escape(name)}</title>"
-    for run in _known_runs(_thinned(line)):
-        corners = [f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in run]
-        if len(run) > 1:
-            yield f'<polyline class="{colour}" points="{" ".join(corners)}">{title}</polyline>'
-        else:
-            x, y = corners[0].split(",")
-            yield f'<circle class="{colour} dot" cx="{x}" cy="{y}" r="3">{title}</circle>'
-
-
-def _axes(
-    height: int, values: Sequence[float], y_scale: Scale, steps: Sequence[float], x_scale: Scale
-) -> Iterator[str]:
-    """Yield a horizontal line for each value, and the numbers at both axes."""
-    for value in values:
-        y = y_scale(value)
-        yield f'<line class="grid" x1="{MARGIN}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text x="{MARGIN - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>'
-    for step in (one for one in steps if one == int(one)):
-        x = x_scale(step)
-        yield f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle">{step:g}</text>'
-
-
-def lowest(values: Iterable[float | None]) -> float:
+def _lowest(shown: Mapping[Curve, Mapping[int, Point]]) -> float:
     """Return where an axis of rates begins: at 0, or lower if a value is negative."""
-    return max(-1.0, min((value for value in values if value is not None and value < 0), default=0))
+    return min([0.0, *(p.low or 0.0 for points in shown.values() for p in points.values())])
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Scale:
-    high = high if high > low else low + 1.0
-    factor = (end - start) / (high - low)
-    return lambda value: start + factor * (value - low)
+def _metrics(
+    fit: FitSummary, width: float, x: Span, lines: Mapping[str, Mapping[int, tuple[int, float]]]
+) -> str:
+    is_narrow = width < HALF
+    values = [value for line in lines.values() for _, value in line.values()]
+    y = min(values), max(values)
+    plot = Plot((width, 138), x, y, (40, 116 if is_narrow else 150, 12, 36))
+    plot.axes(_ticks(y, 3), _steps(x, is_narrow), fit.unit)
+    for number, (name, line) in enumerate(lines.items()):
+        places = list(line.values())
+        plot.line("use thin" if number else "use", places)
+        if not number and len(places) <= MOST_DOTS:
+            plot.dots("use", places)
+        label = f"{_short(name, 11 if is_narrow else 16)} {places[-1][1]:.2f}"
+        plot.label(places[-1][1], label, "use" if number else "use b")
+    ends = {name: [value for _, value in line.values()] for name, line in lines.items()}
+    words = [f"{name} from {line[0]:.3f} to {line[-1]:.3f}" for name, line in ends.items()]
+    return plot.svg(f"Utility by {fit.unit}: {'; '.join(words)}")
 
 
-def _span(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - room, high + room
+def _knee(fit: FitSummary) -> Figure | None:
+    """Draw the trained model's leakage against utility, look by look."""
+    data = knee(fit)
+    if data is None:
+        return None
+    name, looks, curve, best = data.metric, data.looks, data.curve, data.best
+    losses = [loss for loss, _ in looks]
+    x, y = (max(losses), min(losses)), (min([0.4, *(p.low or 0.4 for _, p in looks)]), 1.0)
+    pad = 0.08 * (x[0] - x[1]) or 0.1
+
+    def draw(width: float) -> str:
+        is_narrow = width < HALF
+        margins = (40, 24 if is_narrow else 150, 22, 40)
+        plot = Plot((width, 320), (x[0] + pad, x[1] - pad), y, margins)
+        plot.axes(_ticks(y, 6), _ticks(x, 4 if is_narrow else 7), f"{name}, better to the right")
+        plot.level("chance", curve.chance, "" if is_narrow else "guessing")
+        for limit in limits_of(fit):
+            plot.level("gate", limit, "" if is_narrow else f"gate {brief(limit)}")
+        at = plot.x(best[0])
+        plot.rule("best", [at], (plot.top, plot.bottom))
+        label = f"best {name}: {fit.unit} {best[1].step}"
+        plot.text(at - 8, plot.bottom - 8, label, "use", "end")
+        plot.line("faint", [(loss, point.value) for loss, point in looks])
+        for loss, point in looks:
+            _whisker(plot, loss, point.rate, curve.tone(point), "whisker")
+        for loss, point in {looks[0], looks[-1], best}:
+            label = f"{fit.unit} {point.step}: {brief(point.value)}"
+            anchor = "end" if plot.x(loss) > 0.7 * plot.right else "start"
+            plot.text(plot.x(loss), plot.y(point.value) + 18, label, "ink b", anchor)
+        return plot.svg(f"{curve.name}, AUC against {name}. {data.sentence}")
+
+    rows = [Row(str(p.step), [curve.cell(p), Cell(f"{loss:.3f}", "use")]) for loss, p in looks]
+    caption = f"Each dot is a look; upwards the trained model tells more. {data.sentence}"
+    columns = [fit.unit, "AUC", name]
+    return Figure("When learning turned into memorizing", caption, _both(draw), columns, rows)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round numbers."""
-    step = 10 ** math.floor(math.log10((high - low) / 4 or 1.0))
-    step = next(step * times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= 5)
-    first = math.ceil(low / step - 1e-9)
-    return [round(step * n, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+def _whisker(plot: Plot, x: float, rate: MetricValue, tone: str, kind: str) -> None:
+    """Draw a value with its interval as a vertical line."""
+    if rate.low is not None:
+        plot.rule(f"{kind} {tone}", [plot.x(x)], (plot.y(rate.low), plot.y(rate.high)))
+    plot.dots(tone, [(x, rate.value)])
 
 
-def _thinned(line: Points) -> list[tuple[float, float | None]]:
-    """Return at most ``MOST_POINTS`` points: each part's lowest and highest value, in order."""
-    if len(line) <= MOST_POINTS:
-        return list(line)
-    size = math.ceil(2 * len(line) / MOST_POINTS)
-    points: list[tuple[float, float | None]] = []
-    for start in range(0, len(line), size):
-        part = line[start : start + size]
-        values_of_line = [(x, y) for x, y in part if y is not None]
-        if not values_of_line:
-            points.append((part[0][0], None))
-            continue
-        ends = {min(values_of_line, key=lambda p: p[1]), max(values_of_line, key=lambda p: p[1])}
-        points += sorted(ends)
-    return points
+def _defense(fit: FitSummary) -> Figure | None:
+    """Draw what each attack read before the defence, and of what left."""
+    pairs = before_and_after(fit)
+    if not pairs:
+        return None
+
+    def draw(width: float) -> str:
+        is_narrow = width < HALF
+        row, margins = (62, (12, 84, 8, 26)) if is_narrow else (54, (200, 100, 8, 26))
+        plot = Plot((width, row * len(pairs) + 36), (0, 1), (0, 1), margins)
+        for tick in QUARTERS:
+            plot.rule("grid", [plot.x(tick)], (plot.top, plot.bottom))
+        plot.axes((), QUARTERS)
+        for number, pair in enumerate(pairs):
+            y = plot.top + row * (number + (0.62 if is_narrow else 0.5))
+            if pair.chance:
+                plot.rule("chance", [plot.x(pair.chance)], (y - 16, y + 16))
+            tone = "read" if is_read(pair.after, pair.chance) else "calm"
+            middle = [plot.x(rate.value or 0.0) for rate in (pair.before, pair.after)]
+            plot.rule("faint", middle, (y - 7, y + 7))
+            for rate, at, kind in ((pair.before, y - 7, "calm"), (pair.after, y + 7, tone)):
+                if rate.low is not None:
+                    ends = plot.x(rate.low), plot.x(1.0 if rate.high is None else rate.high)
+                    plot.rule(f"bar {kind}", ends, [at])
+                height = (plot.bottom - at) / (plot.bottom - plot.top)
+                kind = "ink hollow" if rate is pair.before else kind
+                plot.dots(kind, [(rate.value or 0.0, height)])
+            place = (12, y - 20, "start") if is_narrow else (plot.left - 14, y + 4, "end")
+            plot.text(place[0], place[1], pair.attack, "ink", place[2])
+            change = f"{brief(pair.before.value)} \u2192 {brief(pair.after.value)}"
+            plot.text(plot.right + 10, y + 4, change, "ink")
+        return plot.svg("What each attack read before the defence and after it")
+
+    rows = [
+        Row(p.attack, [Cell(f"{brief(r.value)} ({brief_interval(r)})") for r in p[2:4]])
+        for p in pairs
+    ]
+    caption = (
+        "Each line runs from before the defence (ring) to what left (dot), with 95% intervals."
+    )
+    columns = ["attack", "before", "of what left"]
+    return Figure("What the defence took away", caption, _both(draw), columns, rows)
 
 
-def _known_runs(line: Points) -> list[list[tuple[float, float]]]:
-    """Return the parts of a line between unknown values."""
-    runs: list[list[tuple[float, float]]] = [[]]
-    for x, y in line:
-        if y is None:
-            runs.append([])
-        else:
-            runs[-1].append((x, y))
-    return [run for run in runs if run]
+def _each_attack(fit: FitSummary) -> Figure | None:
+    """Draw a small chart for each attack of what left a client or was released."""
+    attacks = [a for a in _measured(fit) if len(a.clients) < 2]
+    if len(attacks) < 2:
+        return None
+    curves = {curve_of(a, a.name): measure(a.headline) for a in attacks}
+    bins = Bins([p.step for curve in curves for p in curve.points], MOST_DOTS)
+    x = bins.span(fit.length)
+    drawing, rows = Markup(""), []
+    for curve, metric in curves.items():
+        shown = bins.highest(curve.points)
+        last = f"{metric} {brief(curve.last.value)}"
+
+        plot = Plot((240, 118), x, (_lowest({curve: shown}), 1), (28, 8, 8, 20))
+        plot.axes([0, 0.5, 1], _ticks(x, 3))
+        if curve.chance:
+            plot.level("chance", curve.chance)
+        for limit in limits_of(fit, f"/{curve.name}/"):
+            plot.level("gate", limit)
+        plot.curve(curve, list(shown.values()), most_dots=2)
+        title = '<div><p class="t">{}<span class="{}">{}</span></p>{}</div>'
+        svg = Markup(plot.svg(f"{curve.name} at {fit.unit} {curve.last.step}: {last}"))
+        drawing += Markup(title).format(curve.name, curve.tone(curve.last), last, svg)
+        ends = [curve.cell(point) for point in (curve.points[0], curve.last)]
+        rows.append(Row(curve.name, [Cell(metric), *ends]))
+    columns = ["attack", "measure", "first", "last"]
+    drawing = Markup('<div class="grid">{}</div>').format(drawing)
+    return Figure("Each attack", bins.caption.strip(), drawing, columns, rows)
+
+
+def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> Figure | None:
+    """Draw the privacy that a defence has spent."""
+    bins = Bins([step for step, value in series if value is not None], most)
+    if len(bins.steps) < 2:
+        return None
+    kept, x = bins.thinned(series), bins.span(fit.length)
+    last = list(kept.values())[-1][1]
+
+    def draw(width: float) -> str:
+        is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in kept.values()))
+        plot = Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
+        plot.axes(_ticks(y, 4), _steps(x, is_narrow), fit.unit)
+        plot.line("ink", kept.values())
+        if len(kept) <= MOST_DOTS:
+            plot.dots("ink", kept.values())
+        plot.label(last, f"\u03b5 {digits(last)}", "ink b")
+        return plot.svg(f"Epsilon by {fit.unit}: {digits(last)} at the end")
+
+    rows = bins.rows(lambda number: [Cell(digits(kept[number][1]))])
+    caption = f"\u03b5 of {defense} by {fit.unit}, of all releases until then."
+    return Figure("Privacy spent", caption, _both(draw), [fit.unit, "epsilon"], rows)
+
+
+# ---- several runs -------------------------------------------------------------------------------
+
+
+def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[Figure]:
+    """Return the charts of several runs: utility against leakage, unless a gate stopped one, and
+    leakage by step.
+    """
+    best = {name: best_of_family(fit, compared.family)
+            for name, fit in zip(names_of(fits), fits, strict=True)}  # fmt: skip
+    curves = [curve_of(attack, name, f"dash{number % 4}")
+              for number, (name, attack) in enumerate(best.items()) if attack]  # fmt: skip
+    first = None if compared.lengths else _pareto(compared)
+    return [each for each in (first, _overlay(curves, fits[0].unit)) if each is not None]
+
+
+def _pareto(compared: Comparison) -> Figure | None:
+    """Draw the leakage of each run against its utility."""
+    runs = [(n, compared.utilities[n], r) for n, r in compared.readings.items()
+            if n in compared.utilities]  # fmt: skip
+    if len(runs) < 2:
+        return None
+    values = [value for _, value, _ in runs]
+    pad = 0.25 * (max(values) - min(values)) or 0.2
+    x = min(values) - pad, max(values) + pad
+
+    def draw(width: float) -> str:
+        plot = Plot((width, 300), x, (0, 1), (40, 20, 14, 40))
+        plot.axes(QUARTERS, _ticks(x, 4), f"{compared.metric} at step {compared.step}")
+        if runs[0][2].chance:
+            plot.level("chance", runs[0][2].chance)
+        for name, value, reading in runs:
+            rate = reading.rate or MetricValue()
+            tone = "read" if reading.verdict == "read" else "calm"
+            _whisker(plot, value, rate, tone, "bar")
+            low = rate.value or 0.0 if rate.low is None else rate.low
+            high = rate.value if rate.low is None else rate.high
+            y = plot.y(low) + 18 if low > 0.2 else plot.y(high) - 10
+            label = f"{_short(name, 22)}  {reading.answer}"
+            plot.text(plot.x(value), y, label, "ink b", "middle")
+        return plot.svg(f"{compared.family} against {compared.metric}, each run")
+
+    rows = [Row(name, [Cell(reading.answer), Cell(f"{v:.3f}")]) for name, v, reading in runs]
+    columns = ["run", compared.family, compared.metric]
+    caption = "Down is less leakage. Bars: 95% interval."
+    return Figure("Utility against leakage", caption, _both(draw, HALF), columns, rows)
+
+
+def _overlay(curves: Sequence[Curve], unit: str) -> Figure | None:
+    """Draw the leakage of each run by step."""
+    if not curves:
+        return None
+    bins = Bins([p.step for curve in curves for p in curve.points], MOST_DOTS)
+    shown = {curve: bins.highest(curve.points) for curve in curves}
+    x = bins.span(None)
+
+    def draw(width: float) -> str:
+        plot = Plot((width, 300), x, (_lowest(shown), 1), (40, 110, 14, 40))
+        plot.axes(QUARTERS, _steps(x, True), unit)
+        if curves[0].chance:
+            plot.level("chance", curves[0].chance)
+        for curve, points in shown.items():
+            plot.curve(curve, list(points.values()), most_dots=0)
+            plot.dots(curve.tone(curve.last), [(curve.last.step, curve.last.value)])
+            label = _short(curve.name, 14)
+            plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
+        return plot.svg(f"Leakage by {unit}, each run")
+
+    rows = bins.rows(lambda i: [curve.cell(points.get(i)) for curve, points in shown.items()])
+    caption = f"The worst attack of this kind, each run.{bins.caption}"
+    columns = [unit, *(curve.name for curve in curves)]
+    return Figure(f"By {unit}", caption, _both(draw, HALF), columns, rows)
+
+
+# ---- parts --------------------------------------------------------------------------------------
+
+
+def _tick(value: float) -> str:
+    """Return a number at an axis: .5 for 0.5."""
+    text = f"{value:.4g}"
+    return text.replace("0.", ".", 1) if 0 < abs(value) < 1 else text
+
+
+def _short(name: str, most: int) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}\u2026"
+
+
+def _steps(span: Span, is_narrow: bool) -> list[float]:
+    """Return the steps that an axis names: whole numbers."""
+    return [tick for tick in _ticks(span, 4 if is_narrow else 10) if tick == int(tick)]
+
+
+def _ticks(span: Span, most: int) -> list[float]:
+    """Return at most so many round numbers between two, and one more."""
+    low, high = min(span), max(span)
+    unit = 10 ** math.floor(math.log10((high - low) / most or 1.0))
+    step = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(step * number, 12) for number in range(first, last + 1)]

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_fedleak.records import CANARIES
 from lightning_fedleak.report.attacks import RELEASED, AttackSummary
+from lightning_fedleak.report.records import CANARIES
 from lightning_fedleak.report.wording import NOT_RECORDED, interval, share
 
 RELEASE = "release"

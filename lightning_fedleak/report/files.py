@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
-from lightning_fedleak.records import as_json
-from lightning_fedleak.report.findings import findings
+from lightning_fedleak.report.content import findings
+from lightning_fedleak.report.html import model_card, page
 from lightning_fedleak.report.logs import ReportError, read
-from lightning_fedleak.report.page import model_card, page
+from lightning_fedleak.report.records import as_json
 from lightning_fedleak.report.registry import entry
 
 REPORT_TOML = "report.toml"

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from lightning_fedleak import records
-from lightning_fedleak.records.utility import best_of, is_training, is_validation
+from lightning_fedleak.report import records
 from lightning_fedleak.report.attacks import (
     RELEASED,
     SUM,
     AttackSummary,
-    ClientRow,
     FitResults,
     Points,
 )
@@ -30,6 +28,7 @@ from lightning_fedleak.report.privacy import (
     trusted_party,
     without_ledger,
 )
+from lightning_fedleak.report.records.utility import best_of, is_training, is_validation
 from lightning_fedleak.report.wording import NOT_RECORDED, digits, first_four
 
 
@@ -38,18 +37,29 @@ class Shared:
     """What left a client, after which defences, and who could see it.
 
     Attributes:
-        description: in words.
+        update: what it is, in words.
+        size: how many parameters it is of, in words.
+        effects: what each defence did to it, in words.
         seen_by: in words.
         trained: names of the trained parameters; None where they were not recorded.
         unread: those that no attack reads.
         clients: how many there are; None where the run was not recorded.
     """
 
-    description: str = records.named("what")
+    update: str
+    size: str
+    effects: Sequence[str]
     clients: int | None
     seen_by: str
     trained: Sequence[str] | None
     unread: Sequence[str] | None
+
+    @property
+    def description(self) -> str:
+        """All of it in words."""
+        size = f", of {self.size}" if self.size else ""
+        after = self.effects or ([] if self.clients is None else ["without a defence"])
+        return "; ".join([f"{self.update}{size}, {after[0]}" if after else self.update, *after[1:]])
 
 
 @dataclass(frozen=True)
@@ -82,8 +92,6 @@ class FitSummary:
         model, training, versions, machine, monitor, settings_hash: as recorded.
         shared: what left a client.
         attacks: what each read.
-        headlines: of each attack over the steps, by client.
-        clients: rows of a federation.
         updates, withheld: how many there were, and did not leave.
         utility: the user's own metrics over the steps.
         privacy: what defences have spent.
@@ -115,8 +123,6 @@ class FitSummary:
     settings_hash: str
     shared: Shared
     attacks: Sequence[AttackSummary]
-    headlines: Mapping[str, Mapping[str, Points]]
-    clients: Sequence[ClientRow]
     updates: int
     withheld: int
     utility: Mapping[str, Points]
@@ -178,8 +184,6 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         settings_hash=begin.settings_hash or NOT_RECORDED,
         shared=shared,
         attacks=attacks,
-        headlines=results.headlines(),
-        clients=results.client_rows(attacks) if log.is_federation else [],
         updates=len({(line.client, line.step) for line in results.of_clients}),
         withheld=len(results.withheld),
         utility=_utility(log),
@@ -196,18 +200,15 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
 
 
 def _end_in_words(log: FitLog) -> str:
-    if log.begin is None:
-        return f"end {NOT_RECORDED}"
-    if log.end is None:
-        state = "end unknown" if log.is_federation else "was cut off, or still runs"
-        return f"{state}: no end was recorded"
-    stopping = [line.gate for line in log.decisions if line.did == "stopped"]
+    if log.begin is None or log.end is None:
+        return "running, cut off, or its end was not recorded"
+    stopping = [line for line in log.decisions if line.did == "stopped"]
     if log.end.outcome == "finished" and stopping:
-        return f"was stopped by the gate {', '.join(stopping)}"
+        return f"stopped by its gate at step {stopping[-1].step}"
     reasons = {
-        "finished": "finished normally",
-        "KeyboardInterrupt": "was interrupted by hand",
-        "SIGTERMException": "was stopped from outside (SIGTERM)",
+        "finished": "finished",
+        "KeyboardInterrupt": "interrupted by hand",
+        "SIGTERMException": "stopped from outside (SIGTERM)",
     }
     return reasons.get(log.end.outcome, f"ended by an error ({log.end.outcome})")
 
@@ -242,46 +243,38 @@ def last_and_best(utility: Mapping[str, Points]) -> dict[str, tuple[float, float
     }
 
 
-def extent(fit: FitSummary) -> str:
-    """Return how many steps or rounds there were, and how many of them were looked at."""
-    steps = f"an unrecorded number of {fit.unit}s"
-    if fit.length is not None:
-        steps = f"{fit.length:,} {fit.unit}{'s' * (fit.length != 1)}"
-    last = "" if fit.steps is None else f", the last at {fit.unit} {fit.steps:,}"
-    were = "was" if fit.looked_at == 1 else "were"
-    return f"{steps}, of which {fit.looked_at:,} {were} looked at{last}"
-
-
 # ---- what left, and who could see it ------------------------------------------------------------
 
 
 def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[Account]) -> Shared:
     """Return what left a client; ``clients`` is how many are in the lines of the fit."""
     if begin is None:
-        return Shared(
-            description=NOT_RECORDED, clients=None, seen_by=NOT_RECORDED, trained=None, unread=None
-        )
+        return Shared(update=NOT_RECORDED, size="", effects=(), clients=None,
+                      seen_by=NOT_RECORDED, trained=None, unread=None)  # fmt: skip
     monitor, model = begin.monitor or records.MonitorFacts(), begin.model
-    update = "the gradient of every step"
+    update = "The gradient of every step"
     if monitor.local_steps:
-        count = "" if monitor.local_steps == 1 else f"{monitor.local_steps} "
-        steps = "step" if monitor.local_steps == 1 else "steps"
-        update = f"the weights' change after every {count}optimizer {steps}"
+        count = "step" if monitor.local_steps == 1 else f"{monitor.local_steps} steps"
+        update = f"The weights' change after every {count}"
+    size = ""
     if model is not None and model.trained_parameters and model.parameters:
         trained, total = model.trained_parameters, model.parameters
-        update += f", of {'all' if trained == total else f'{trained:,} of'} {total:,} parameters"
-    peft = f" ({', '.join(model.peft)})" if model is not None and model.peft else ""
-    seen_by = "whoever receives a client's update: the server, its staff and storage"
+        size = f"{'all' if trained == total else f'{trained:,} of'} {total:,} parameters"
+    if model is not None and model.peft:
+        size = f"{size} ({', '.join(model.peft)})".strip()
+    seen_by = "The server: whoever receives an update"
     for defense in begin.defenses:
         party = trusted_party(defense)
         if party == "server":
-            seen_by = "each client's update as it is: a server that is trusted with it"
+            seen_by = "A server that is trusted with each client's update"
         elif party == "sum":
-            seen_by = "the sum over clients only, if a secure aggregation really hides the parts"
+            seen_by = "The sum over clients only, if secure aggregation hides the parts"
     by_name = {account.defense: account for account in spendings}
     effects = dict.fromkeys(_effect(one, by_name.get(one.name)) for one in begin.defenses)
     return Shared(
-        description=f"{update}{peft}, {'; '.join(effects) or 'without a defence'}",
+        update=update,
+        size=size,
+        effects=list(effects),
         clients=max(monitor.clients, clients),
         seen_by=seen_by,
         trained=None if model is None else model.trained,

@@ -1,19 +1,17 @@
-"""The logs of runs in folders, fit by fit, and the results of commands beside them."""
+"""The logs of runs in folders, fit by fit."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from lightning_fedleak import records
-from lightning_fedleak.records.fields import is_number
-from lightning_fedleak.records.files import first_of, short
+from lightning_fedleak.report import records
+from lightning_fedleak.report.records.files import short
 from lightning_fedleak.report.wording import NOT_RECORDED
 
 K = TypeVar("K")
@@ -77,33 +75,16 @@ class FitLog:
         return recorded or f"{self.folder}/{self.run}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """The results of a command.
-
-    Attributes:
-        settings: of the command.
-        columns: names.
-        rows: one for each cell of the command; None is empty.
-    """
-
-    settings: records.JsonObject = field(metadata={"key": "about"})
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-
 @dataclass(frozen=True)
 class Logs:
     """The logs that were read.
 
     Attributes:
         fits: in the order in which they began.
-        results: of ``fedleak game``, ``invert`` and ``sweep``, by the file's name.
         problems: what could not be read, each in a sentence.
     """
 
     fits: tuple[FitLog, ...]
-    results: Mapping[str, Table] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
 
@@ -111,8 +92,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     """Return the logs in folders, with all folders below them, and in files.
 
     Args:
-        places: log folders of runs, or files of results. Of a log file its folder is read, without
-            what lies below.
+        places: log folders of runs. Of a log file its folder is read, without what lies below.
         run: id of the fit that is read alone; default all.
 
     Raises:
@@ -120,28 +100,22 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     """
     problems: list[str] = []
     fits: list[FitLog] = []
-    results: dict[str, Table] = {}
     for place in places:
         if not place.exists():
             raise NothingToReport(f"'{place}' does not exist: name the folder of a run's logs")
-        if place.is_file() and place.suffix == ".json":
-            _add_result(place, results, problems, is_named=True)
-            continue
         for folder in [place.parent] if place.is_file() else _folders(place):
             fits += _fits(folder, problems)
-        for path in sorted(place.rglob("*.json")) if place.is_dir() else ():
-            _add_result(path, results, problems, is_named=False)
-    if not fits and not results:
+    if not fits:
         names = ", ".join(f"'{place}'" for place in places)
         raise NothingToReport(
-            f"no {records.RESULTS}, and no results of fedleak game, invert or sweep, in {names}. A "
-            "LeakageMonitor writes its file to the logger's folder (lightning_logs/version_0, say)"
+            f"no {records.RESULTS} in {names}. A LeakageMonitor writes it to the logger's folder "
+            "(lightning_logs/version_0, say)"
         )
     different = {(fit.folder.resolve(), fit.run): fit for fit in fits}
     fits = [fit for fit in different.values() if run is None or fit.run == run]
     fits = _without_copies(fits, problems)
     fits.sort(key=lambda fit: (fit.begin.time if fit.begin else None) or "")
-    return Logs(tuple(fits), results, tuple(problems))
+    return Logs(tuple(fits), tuple(problems))
 
 
 def _folders(place: Path) -> list[Path]:
@@ -211,70 +185,6 @@ def _texts(fit: FitLog) -> set[str]:
     """Return all lines of a fit as text."""
     lines = (*fit.looks, *fit.metrics, *fit.results, *fit.decisions, fit.begin, fit.end)
     return {json.dumps(records.as_json(line), sort_keys=True) for line in lines if line is not None}
-
-
-def _add_result(
-    path: Path, results: dict[str, Table], problems: list[str], *, is_named: bool
-) -> None:
-    """Add a command's file of results; other files are a problem where the user named them."""
-    try:
-        content = records.parse_json(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError):
-        if is_named:
-            problems.append(f"{short(path)} cannot be read as JSON")
-        return
-    has_schema = isinstance(content, dict) and "schema" in content
-    if has_schema and any(isinstance(content.get(name), list) for name in ("results", "cells")):
-        results[str(path)], odd = _table(content)
-        if odd:
-            problems.append(
-                f"{len(odd)} of the results of {path.name} are not as a command writes them: "
-                f"{first_of(odd)}"
-            )
-    elif is_named:
-        problems.append(f"{short(path)} holds no results of fedleak game, invert or sweep")
-
-
-def _table(content: records.JsonObject) -> tuple[Table, list[int]]:
-    """Return a command's results, one row for each cell, and the numbers of rows that are none."""
-    cells = list(content.get("results") or content.get("cells") or ())
-    odd = [number for number, row in enumerate(cells, 1) if not isinstance(row, Mapping)]
-    rows = [_flatten(row) for row in cells if isinstance(row, Mapping)]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    rates = [n for n in names if any(isinstance(row.get(n), records.MetricValue) for row in rows)]
-    columns = list(dict.fromkeys([*names[:2], *rates, *names[2:]]))
-    settings = {name: v for name, v in content.items() if _is_plain(v) and v is not None}
-    return Table(
-        settings=settings,
-        columns=columns,
-        rows=[[row.get(name) for name in columns] for row in rows],
-    ), odd
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a cell of a table can show a value, and strict JSON holds it."""
-    return (
-        value is None
-        or isinstance(value, str | int)
-        or (isinstance(value, float) and math.isfinite(value))
-    )
-
-
-def _flatten(row: records.JsonObject, root: str = "") -> dict[str, object]:
-    """Return numbers and words of nested settings and rates, without lists (of games, say)."""
-    flat: dict[str, object] = {}
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            if {"value", "low", "high"} <= value.keys():
-                ends = (value[end] for end in ("value", "low", "high"))
-                flat[root + name] = records.MetricValue(
-                    *(end if is_number(end) else None for end in ends)
-                )
-            else:
-                flat |= _flatten(value, f"{root}{name}/")
-        elif _is_plain(value):
-            flat[root + name] = value
-    return flat
 
 
 # ---- several monitors of one fit ----------------------------------------------------------------

@@ -12,11 +12,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lightning_fedleak import records
-from lightning_fedleak.records.files import first_of
+from lightning_fedleak.report import records
 from lightning_fedleak.report.attacks import Points
 from lightning_fedleak.report.logs import FitLog, grouped
+from lightning_fedleak.report.records.files import first_of
 from lightning_fedleak.report.wording import (
+    FOR_UNIT,
     NOT_RECORDED,
     TRUST,
     UNIT_IN_WORDS,
@@ -136,6 +137,33 @@ class Account:
         if not self.holds:
             return f"none holds (recorded: {bound})"
         return bound if self.whole else f"{bound}, until the last look alone"
+
+    @property
+    def claim_in_short(self) -> str:
+        """Epsilon at delta, and of how many releases."""
+        if not self.holds:
+            return "no epsilon holds"
+        whole = "" if self.whole else ", until the last look alone"
+        return (
+            f"ε {digits(self.epsilon)} at δ {digits(self.delta)}{FOR_UNIT.get(self.unit, '')}, "
+            f"{self.releases} releases{whole}"
+        )
+
+    @property
+    def unit_in_words(self) -> str:
+        """Whose data one unit of privacy is."""
+        return UNIT_IN_WORDS.get(self.unit, self.unit)
+
+    @property
+    def unsampled(self) -> object:
+        """Epsilon without sampling, or why there is none of its own."""
+        if self.without_sampling is not None:
+            return self.without_sampling
+        if not self.holds:
+            return "none holds"
+        if self.poisson is False:
+            return "the same: sampling counts for nothing"
+        return "not computed: the budget is a filter's" if self.accountant == "filter" else None
 
     @property
     def clip_norm(self) -> object:

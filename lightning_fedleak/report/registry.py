@@ -15,11 +15,11 @@ from datetime import date
 
 import yaml
 
-from lightning_fedleak.records import as_json
 from lightning_fedleak.report.bounds import JointAccount
+from lightning_fedleak.report.content import Findings
 from lightning_fedleak.report.edpb import RELEASE, near_name, release_context
-from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account
+from lightning_fedleak.report.records import as_json
 from lightning_fedleak.report.wording import NOT_RECORDED
 
 PARAMETERS = ("epsilon", "delta", "rho")
@@ -141,7 +141,7 @@ def entry(findings: Findings) -> str:
         sections |= _privacy(findings, accounts)
     by_runs = {section: set(sections[section]) for section in sections if section not in _PEOPLE}
     sections["administrative"] = {
-        "notes": findings.verdict.sentence,
+        "notes": " ".join(findings.verdict.sentences),
         "registry_authors": [NOT_RECORDED],
     }
     release_context(findings.people)

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
 from unicodedata import category
 
-from lightning_fedleak.records import MetricValue
+from lightning_fedleak.report.records import MetricValue
 
 NOT_RECORDED = "not recorded"
 
@@ -88,15 +88,42 @@ def interval(rate: MetricValue | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return a share as a percentage, rounded towards what it is not: 99.6% is no 100%."""
+    """Return a share as a percentage, rounded down: 99.6% is over 99%, and only 1 is all."""
     if value is None:
         return "an unknown share"
-    hundredths = 100 * value
-    if 99 < hundredths < 100:
-        return f"{math.floor(10 * hundredths) / 10:.1f}%"
-    if 0 < hundredths < 1:
-        return "below 1%"
-    return f"{hundredths:.0f}%"
+    if value >= 1:
+        return "all"
+    return "over 99%" if value > 0.99 else f"{math.floor(100 * value + 1e-9)}%"
+
+
+def brief(value: float | None) -> str:
+    """Return a rate with two digits: .58, 1.00, and >.99 where it is not quite 1."""
+    if value is None:
+        return "unknown"
+    text = f"{value:.2f}"
+    if 0 < value < 1 and text.startswith("1"):
+        return ">.99"
+    return text.replace("0.", ".", 1) if abs(value) < 1 else text
+
+
+def brief_interval(rate: MetricValue) -> str:
+    """Return the ends of a 95% interval; empty where none was recorded."""
+    if rate.low is None:
+        return ""
+    if rate.high is None:  # capped by the number of others
+        return f"{brief(rate.low)} or more"
+    low, high = brief(rate.low).replace(">.99", ".99"), brief(rate.high).replace(">.99", "1.00")
+    return f"{low}–{high}"
+
+
+def measure(metric: str) -> str:
+    """Return a metric as people call it."""
+    return {"f1": "F1", "auc": "AUC"}.get(metric, metric.replace("_", " "))
+
+
+def capitalized(text: str) -> str:
+    """Return a text with a capital letter at its beginning."""
+    return text[:1].upper() + text[1:]
 
 
 def rounded_up(bound: float) -> float:

@@ -13,8 +13,8 @@ from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT
-from lightning_fedleak.records import Family
 from lightning_fedleak.report import findings, page, read
+from lightning_fedleak.report.records import Family
 from lightning_fedleak.threats import Capability, ThreatModel
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.text_counts import CountsChannel, TextCount
@@ -52,8 +52,12 @@ def test_the_report_speaks_of_it_in_its_own_words(tmp_path: Path) -> None:
     [attack] = [one for one in report.runs[0].attacks if one.name == "text_count"]
     assert (attack.family.name, attack.headline, attack.mean) == ("counts", "right", 0.0)
     assert report.verdict.worst["counts"] == 0.0
-    sentence = "could count the texts of a batch, right 0% of the time (text_count). Mean of"
-    assert sentence in report.verdict.sentence
+    [reading] = [one for one in report.overviews[0].readings if one.family == "counts"]
+    assert (reading.title, reading.question) == (
+        "Counts of texts",
+        "How many texts are in a batch?",
+    )
+    assert (reading.answer, reading.measure, reading.verdict) == (".00", "right", "little")
     assert "The share of looks at which the count was right." in page(report)
 
 

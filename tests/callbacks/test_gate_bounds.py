@@ -13,7 +13,7 @@ from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
 from lightning_fedleak.engine import GateActions
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.gates import known_ranges
-from lightning_fedleak.records import Judgement
+from lightning_fedleak.report.records import Judgement
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
 from tests.helpers.notices import announced

@@ -241,5 +241,3 @@ def test_layers_behind_rewritten_hidden_states_are_unknown_and_those_below_are_n
     assert monitor.latest["leakage/fc_0/auc"] > 0.8
     assert math.isnan(monitor.latest["leakage/fc_1/auc"])
     assert math.isnan(monitor.latest["leakage/fc_2/auc"])
-
-

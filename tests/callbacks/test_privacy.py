@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_fedleak.attacks import FCMembership
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import DPSGD, GradientNoise, Privacy, TokenLDP
-from lightning_fedleak.records import MetricsLine, read_lines
+from lightning_fedleak.report.records import MetricsLine, read_lines
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import fit
 from tests.helpers.lightning_modules import random_token_loader

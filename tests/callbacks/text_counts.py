@@ -18,7 +18,7 @@ from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Counts, Rate, proportion
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Observation
-from lightning_fedleak.records import Family
+from lightning_fedleak.report.records import Family
 from lightning_fedleak.threats import Capability, ThreatModel
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_fedleak.cli.commands.demo import explain_readings
-from lightning_fedleak.records import MetricValue, ResultLine
+from lightning_fedleak.report.records import MetricValue, ResultLine
 
 
 def reading(

@@ -19,7 +19,7 @@ from lightning_fedleak.cli.studies.federation import (
     Round,
     Server,
 )
-from lightning_fedleak.records import MEMBERSHIP, WORDS, Family
+from lightning_fedleak.report.records import MEMBERSHIP, WORDS, Family
 from tests.helpers.commands import options_of, run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 

@@ -12,7 +12,7 @@ from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.sweep.cell import run_cell
 from lightning_fedleak.cli.studies.sweep.grid import CellResult, GridCell, Setting, _leakage
-from lightning_fedleak.records import MetricValue, ResultLine
+from lightning_fedleak.report.records import MetricValue, ResultLine
 from tests.helpers.commands import options_of, run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 

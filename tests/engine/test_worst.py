@@ -15,7 +15,7 @@ from lightning_fedleak.engine.results import Results
 from lightning_fedleak.engine.run import Look, Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
-from lightning_fedleak.records import Judgement
+from lightning_fedleak.report.records import Judgement
 
 WORDS = "leakage/worst/words"
 METRICS = ("precision", "recall", "f1")

@@ -254,9 +254,9 @@ def test_observers_of_one_federation_are_one_run_of_the_report(tmp_path):
     of.end()
     found = findings(read([tmp_path]))
     [run] = found.runs
-    assert (run.monitors, run.end, run.unit) == (2, "finished normally", "round")
-    assert [row.client for row in run.clients] == ["0", "1"]
-    assert set(run.headlines["probe"]) == {"0", "1"}
+    assert (run.monitors, run.end, run.unit) == (2, "finished", "round")
+    [attack] = [one for one in run.attacks if one.name == "probe"]
+    assert {point.client for point in attack.points} == {"0", "1"}
     assert not found.problems
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_fedleak.report import Findings
+
 OF_MODEL = "whether a given text was trained on, from the trained model alone"
 """What is not tested where no attack reads the trained weights."""
 
@@ -150,3 +152,8 @@ def written(
         if lines:
             (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def sentences_of(found: Findings) -> str:
+    """All that a report says first, as one text."""
+    return " ".join(found.verdict.sentences)

@@ -3,7 +3,6 @@
 import pytest
 
 from lightning_fedleak.report import findings, page, read
-from lightning_fedleak.report.logs import Table
 from tests import browser
 from tests.report.lines import about, begin, decision, dpsgd, end, look, result, spent, written
 
@@ -38,7 +37,6 @@ def everything(tmp_path_factory):
         )
     ]
     found = findings(read([written(folder, lines, record)]))
-    found.results["game.json"] = Table(settings={"n": 1}, columns=["attack"], rows=[["fc"]])
     found.problems.append("a line")
     report = folder / "report.html"
     report.write_text(page(found, {"words": "private"}), encoding="utf-8")

@@ -2,7 +2,6 @@ import json
 import stat
 
 import pytest
-import yaml
 
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.cli import main
@@ -89,28 +88,13 @@ def test_equal_settings_have_equal_hashes_and_a_resumed_fit_names_its_first(tmp_
     assert other[-1]["privacy"][0]["releases"] == 2 * steps
 
 
-def test_monitors_of_one_fit_name_it_alike_and_no_two_fits_do(tmp_path):
-    two = [LeakageMonitor(Probe()), LeakageMonitor(Probe(name="other"))]
-    for name in "ab":
-        trainer = fit(two, tmp_path / name)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(trainer.lightning_module, trainer.train_dataloader)
-    of_a, of_b = (
-        [one["fit"] for one in record_of(tmp_path / name) if "fit" in one] for name in "ab"
-    )
-    assert len(of_a) == 2
-    assert len(of_b) == 4
-    assert len({*of_a, *of_b}) == 3
-    assert len(set(of_a)) == 1
-
-
 def test_the_command_writes_no_entry_where_no_privacy_was(folder, tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 0
     html, found = (tmp_path / "out" / f"report.{end}" for end in ("html", "json"))
     assert capsys.readouterr().out.split() == [str(html), str(found)]
     assert not (tmp_path / "out" / "report.yaml").exists()
     [run] = json.loads(found.read_text())["runs"]
-    assert run["ended"] == "finished normally"
+    assert run["ended"] == "finished"
     assert run["attacks"][0]["looks"] == 3
     assert "probe" in html.read_text()
 
@@ -137,20 +121,12 @@ def test_the_report_of_a_fit_is_of_that_fit_alone_and_never_ends_it(tmp_path):
     assert str(tmp_path) not in (tmp_path / "report.html").read_text()
 
 
-def test_dates_of_toml_are_dates(private_folder, tmp_path, capsys):
-    (tmp_path / "report.toml").write_text("[basic]\npublication_date = 2026-01-31\n")
-    assert main(["report", str(private_folder), "--out", str(tmp_path)]) == 0
-    made = yaml.safe_load((tmp_path / "report.yaml").read_text())
-    assert made["deployment"]["basic"]["publication_date"] == "2026-01-31"
-    capsys.readouterr()
-
-
 def test_a_link_in_the_way_is_replaced_and_not_followed(folder, tmp_path, capsys):
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "report.html").symlink_to(tmp_path / "victim")
     assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "victim").read_text() == "mine"
-    assert "What training gave away" in (tmp_path / "report.html").read_text()
+    assert "<title>What training gave away" in (tmp_path / "report.html").read_text()
     capsys.readouterr()
 
 
@@ -190,28 +166,6 @@ def test_compare_says_how_many_updates_did_not_leave(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "0 of 2" in said
     assert "1 of 2" in said
-
-
-def test_compare_tells_units_looks_and_other_settings(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
-    first, other = result(0, f1=0.5), result(0, run="b", f1=0.2) | {"config": {"seed": 1}}
-    account = look(0, privacy=[spent(2.0, 3, rate=1.0)])
-    written(tmp_path / "a", [first, result(1)], [begin(defenses=[dpsgd(poisson=False)]), account])
-    written(tmp_path / "b", [first, other])
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    for word in ("example", "1e-05", "none accounted", "unknown at", "other settings", "2 runs"):
-        assert word in said
-
-
-def test_compare_tells_runs_of_different_length(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
-    written(tmp_path / "a", [result(0, f1=0.5), result(9, f1=0.5)])
-    written(tmp_path / "b", [result(0, f1=0.5)])
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "Last measured at step 9 and at step 0" in capsys.readouterr().out
-    assert main(["compare", str(tmp_path / "b"), str(tmp_path / "b")]) == 0
-    assert "Last measured" not in capsys.readouterr().out
 
 
 def test_compare_cuts_no_name_at_80_columns(tmp_path, capsys, monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
-from lightning_fedleak.records.fields import Releases
 from lightning_fedleak.report.privacy import Account
+from lightning_fedleak.report.records.fields import Releases
 from lightning_fedleak.report.wording import rounded_up
 from tests.report.lines import begin, dpsgd, end, look, result, spent
 from tests.report.test_findings import found_in

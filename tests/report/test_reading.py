@@ -3,9 +3,8 @@ import json
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.records import MetricValue
 from lightning_fedleak.report import NothingToReport, findings, page, read
-from tests.report.lines import begin, end, look, result, written
+from tests.report.lines import begin, end, result, written
 
 
 def test_a_line_that_cannot_be_read_is_named_and_costs_no_other(tmp_path):
@@ -50,17 +49,7 @@ def test_results_of_the_first_version_are_one_fit(tmp_path):
     [attack] = fit.attacks
     assert (attack.family.name, attack.mean, attack.looks) == ("words", 0.25, 3)
     assert "which shared parameters no attack tests: not recorded" in fit.not_tested
-    assert "a server could find" in found.verdict.sentence
-
-
-def test_fits_of_one_folder_are_told_apart_by_their_ids(tmp_path):
-    lines = [result(0, f1=0.1), result(0, run="b", f1=0.9)]
-    record = [begin("a"), begin("b"), look(0, "a"), look(0, "b"), look(5, "b")]
-    fits = read([written(tmp_path, lines, record)]).fits
-    assert [(fit.run, len(fit.looks), len(fit.results)) for fit in fits] == [
-        ("a", 1, 1),
-        ("b", 2, 1),
-    ]
+    assert found.overviews[0].readings[0].answer == ".25"
 
 
 def test_fits_stand_in_the_order_in_which_they_began(tmp_path):
@@ -70,12 +59,6 @@ def test_fits_stand_in_the_order_in_which_they_began(tmp_path):
     ):
         written(tmp_path / name, [result(0, run=name, f1=0.1)], [begin(name, time=time)])
     assert [fit.folder.name for fit in read([tmp_path]).fits] == ["b_early", "a_late"]
-
-
-def test_folders_are_searched(tmp_path):
-    for name in ("x/version_0", "x/version_1"):
-        written(tmp_path / name, [result(0, run=name, f1=0.1)])
-    assert [fit.folder.name for fit in read([tmp_path]).fits] == ["version_0", "version_1"]
 
 
 def test_a_copy_of_a_run_is_not_counted_again(tmp_path):
@@ -102,28 +85,3 @@ def test_nothing_to_report_is_said(tmp_path, place):
     (tmp_path / "empty").mkdir()
     with pytest.raises(NothingToReport, match=place):
         read([tmp_path / place])
-
-
-def test_results_of_commands_are_tables(tmp_path):
-    rate = {"value": 0.9, "low": 0.8, "high": 1.0}
-    content = {
-        "schema": 1,
-        "model": "embedded",
-        "results": [
-            {"attack": "fc", "seconds": 1.5, "layer": 2, "rates": {"auc": rate}, "games": [1, 2]},
-            {"attack": "x"},
-        ],
-    }
-    file = tmp_path / "game.json"
-    file.write_text(json.dumps(content))
-    found = findings(read([file]))
-    table = found.results["game.json"]
-    assert table.settings == {"schema": 1, "model": "embedded"}
-    assert table.columns == ["attack", "seconds", "rates/auc", "layer"]
-    assert table.rows == [["fc", 1.5, MetricValue(**rate), 2], ["x", None, None, None]]
-    assert found.verdict.sentence.startswith("No training run is in this report")
-    assert "What reviewers ask" not in page(found)
-    other = tmp_path / "other.json"
-    other.write_text("{}")
-    with pytest.raises(NothingToReport):
-        read([other])

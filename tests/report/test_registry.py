@@ -151,11 +151,6 @@ def test_an_epsilon_that_composes_to_no_number_is_not_claimed(tmp_path):
     assert yaml.safe_load(entry(found))["tier"] == 1
 
 
-def test_a_day_that_is_none_is_not_published(tmp_path):
-    found = findings(read([written(tmp_path, [result(0, f1=0.5)], [begin(time="- yes: 1e3")])]))
-    assert yaml.safe_load(entry(found))["deployment"]["basic"]["publication_date"].startswith("20")
-
-
 @pytest.mark.parametrize("run", [private_run, ldp_run, client_run])
 def test_every_value_is_one_that_the_schema_takes(tmp_path, run):
     made = yaml.safe_load(entry(run(tmp_path)))

@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.records.utility import is_training, title_of
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.fits import FitSummary, last_and_best
+from lightning_fedleak.report.records.utility import is_training, title_of
 from lightning_fedleak.report.wording import in_words, interval, share
 
 

@@ -33,8 +33,8 @@ from lightning_fedleak.cli.finetuning import (
 )
 from lightning_fedleak.engine import gates
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.records import ResultLine, read_results
 from lightning_fedleak.report import write
+from lightning_fedleak.report.records import ResultLine, read_results
 
 _NOTICES = (".*does not have many workers", ".*treespec")
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer

@@ -441,12 +441,11 @@ def federate(add: Add) -> None:
 def report(add: Add) -> None:
     """Write what runs showed: a page for people, JSON, an entry for a registry.
 
-    Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), or results of game,
-    invert and sweep, and writes report.html, report.json and, where there was differential
-    privacy, report.yaml.
+    Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), and writes
+    report.html, report.json and, where there was differential privacy, report.yaml.
 
     Options:
-        runs: folder or result file.
+        runs: folder of logs.
         out: folder of the report (default: the first RUN's).
         about: facts that no log holds, in tables named as the registry's sections (default:
             report.toml in --out, where there is one).

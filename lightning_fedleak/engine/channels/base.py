@@ -54,7 +54,7 @@ from lightning_fedleak.model.snapshots import (
     explain_weight_term,
 )
 from lightning_fedleak.model.taps import Draw
-from lightning_fedleak.records import Family
+from lightning_fedleak.report.records import Family
 
 
 class Channel(ABC):

@@ -18,7 +18,7 @@ from lightning_fedleak.engine.outcomes import AUDIT, Series
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics.released import canary_tiers
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.records import CANARIES, PoolLine
+from lightning_fedleak.report.records import CANARIES, PoolLine
 
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 

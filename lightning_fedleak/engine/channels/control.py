@@ -30,7 +30,7 @@ from lightning_fedleak.model.taps import (
     draw_words,
     is_uneven,
 )
-from lightning_fedleak.records import default_limit
+from lightning_fedleak.report.records import default_limit
 
 FALL = 0.9
 """Share of the last control below which a number is controlled again.

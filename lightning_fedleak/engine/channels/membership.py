@@ -59,7 +59,7 @@ from lightning_fedleak.model.taps import (
     join_pieces,
     with_ids,
 )
-from lightning_fedleak.records import MEMBERSHIP
+from lightning_fedleak.report.records import MEMBERSHIP
 
 _TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
 

@@ -54,7 +54,7 @@ from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import ask_tokens, compressed_bytes
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
-from lightning_fedleak.records import MEMORIZATION, PoolLine
+from lightning_fedleak.report.records import MEMORIZATION, PoolLine
 
 BLIND = "blind/auc"
 """The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""

@@ -46,7 +46,7 @@ from lightning_fedleak.model.snapshots import (
     Stage,
 )
 from lightning_fedleak.model.taps import Crossed, Draw, SplitTap, control_crossing
-from lightning_fedleak.records import TEXTS
+from lightning_fedleak.report.records import TEXTS
 from lightning_fedleak.validate import check_integer
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)

@@ -27,7 +27,7 @@ from lightning_fedleak.model.snapshots import (
     UnusableObservation,
 )
 from lightning_fedleak.model.taps import Draw
-from lightning_fedleak.records import WORDS
+from lightning_fedleak.report.records import WORDS
 
 SOFT_LABELS = (
     "the targets of the loss are no single labels (distillation, mixed labels, or smoothed ones "
@@ -133,7 +133,6 @@ class WordsChannel(Channel):
         # Rows of the head, or of the embedding if more.
         self._size = max(run.anatomy.vocab_size, 0 if rows is None else rows[0])
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
-
 
     # ---- a look -----------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_fedleak import records
 from lightning_fedleak.cli.studies.federation.federation import Federation
 from lightning_fedleak.engine import LeakageLimitExceeded
 from lightning_fedleak.federation import (
@@ -26,6 +25,7 @@ from lightning_fedleak.federation import (
     recording,
     trained_state,
 )
+from lightning_fedleak.report import records
 
 
 class Server:

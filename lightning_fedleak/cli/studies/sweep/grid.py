@@ -16,7 +16,7 @@ from scipy import stats
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.cli.studies.defense_specs import DefenseSpec
 from lightning_fedleak.engine import family_of
-from lightning_fedleak.records import ResultLine, read_results
+from lightning_fedleak.report.records import ResultLine, read_results
 
 SCHEMA = 1  # version of the files of results
 

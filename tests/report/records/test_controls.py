@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.records import default_limit, judged
+from lightning_fedleak.report.records import default_limit, judged
 
 NO = math.nan
 SHARES = st.floats(0, 1)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from lightning_fedleak.records.fields import Record, Share
+from lightning_fedleak.report.records.fields import Record, Share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Record):
     """A kind of leak.
 
-    A sentence continues "a server could ..." and may hold metrics in braces: ``{auc}`` is written
-    with two digits, ``{recall%}`` as a percentage. ``{chance}`` is the level of guessing.
+    A sentence continues "one update lets the server ...", or of trained weights "the trained model
+    ...". Metrics stand in braces: ``{auc}`` is written with two digits, ``{recall%}`` as a
+    percentage, ``{surely}`` in words. Other words in braces are set off.
 
     Attributes:
         name: as in ``leakage/worst/<name>``.
@@ -23,9 +24,9 @@ class Family(Record):
         metrics: those that a report shows.
         question: what its attacks try to find out.
         title: what its attacks read, in a word or two.
-        sentences: what an attack could do. The first whose metrics are all known is taken, else
-            the last.
-        little: the sentence where an attack read little; ``{few}`` is "few" or "next to none".
+        sentences: what an attack could do. The first whose metrics are all known is taken; of an
+            attack that has an excess instead of the headline, the last.
+        asks: the question in direct speech.
         untested: what to do where no attack of it was played; ``{watcher}`` is the class that
             would play it.
         terms: what its words and metrics mean.
@@ -39,7 +40,7 @@ class Family(Record):
     question: str = ""
     title: str = ""
     sentences: tuple[str, ...] = ()
-    little: str = ""
+    asks: str = ""
     untested: str = ""
     terms: Mapping[str, str] = field(default_factory=dict)
     excesses: tuple[str, ...] = ()
@@ -86,13 +87,12 @@ WORDS = Family(
     headline="f1",
     metrics=("f1", "recall", "precision"),
     question="which words are in a batch",
+    asks="Which tokens are in a batch?",
     title="words",
     sentences=(
-        "recover {recall%} of a batch's distinct tokens, without their order; {precision%} of "
-        "those it named were correct",
-        "find a batch's distinct tokens with an F1 of {f1}",
+        "name {recall%} of a batch's distinct tokens",
+        "name a batch's distinct tokens with an F1 of {f1}",
     ),
-    little="find {few} of a batch's distinct tokens: F1 {f1}",
     terms={
         "Words": "Tokens, the pieces of text that a model reads: whole words or parts of words. "
         "Which distinct tokens are in a batch is tested. Neither their order nor a text is read.",
@@ -108,10 +108,9 @@ MEMBERSHIP = Family(
     chance=0.5,
     metrics=("auc", "accuracy", "tpr_at_fpr_0.01"),
     question="whether a given text is in a batch",
+    asks="Is a given text in a batch?",
     title="membership",
-    sentences=(
-        "tell texts of the batch from others with an AUC of {auc}, where guessing has {chance}",
-    ),
+    sentences=("tell whether a given text was in a batch {surely}",),
     untested="Test whether a given text is in a batch, which no attack asked: "
     "{watcher}(assume=DISHONEST_SERVER).",
     terms={
@@ -127,11 +126,9 @@ TEXTS = Family(
     headline="token_accuracy",
     metrics=("token_accuracy", "exact_sentences", "rouge_l"),
     question="whole texts",
+    asks="Can a text be written down?",
     title="whole texts",
-    sentences=(
-        "write down {token_accuracy%} of the tokens in their places, and {exact_sentences%} of the "
-        "texts without an error",
-    ),
+    sentences=("write down {token_accuracy%} of a text",),
     untested="Test whole texts, which no attack read: {watcher}(attacks=[SubspaceTexts()]).",
     terms={
         "Token accuracy": "The share of tokens that was written down in the right place. 1 is "
@@ -149,12 +146,11 @@ MEMORIZATION = Family(
         *("greedy_x1", "greedy_x2", "greedy_x5", "greedy_x17"),
     ),
     question="whether a given text was trained on, from the trained model alone",
-    title="the trained model",
+    asks="Was a given text trained on?",
+    title="trained model",
     sentences=(
-        "tell texts that the trained model has seen from others with an AUC of {auc}, where "
-        "guessing has {chance}",
-        "have it write passages of its training texts; of texts that stand in the data equally "
-        "often the share of these lies up to {extracted} above that of texts it never saw",
+        "tells {who was in its training data}",
+        "writes {passages of its training texts}",
     ),
     untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
     terms={
@@ -176,10 +172,6 @@ CANARIES = Family(
     metrics=("exposure", "auc", "greedy", "extracted"),
     question="what the trained model says of planted texts, by how often they were repeated",
     title="canaries",
-    sentences=(
-        "tell planted texts that were trained on from those that were not with an AUC of {auc}, "
-        "where guessing has {chance}",
-    ),
     terms={
         "Exposure": "How far up a planted text ranks among those that were left out, in bits: each "
         "bit halves the share above it. Capped where it ranks above all of them: more texts that "

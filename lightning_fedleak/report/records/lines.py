@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, TypedDict
 
-from lightning_fedleak.records.families import Family, standard_family
-from lightning_fedleak.records.fields import (
+from lightning_fedleak.report.records.families import Family, standard_family
+from lightning_fedleak.report.records.fields import (
     OTHER_KEYS,
     SCHEMA,
     Amount,

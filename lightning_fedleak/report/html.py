@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 
 import jinja2
+from markupsafe import Markup
 
-from lightning_fedleak.records import MetricValue
-from lightning_fedleak.records.utility import title_of
-from lightning_fedleak.report.charts import pictures
+from lightning_fedleak.report.charts import compared_figures, figures
+from lightning_fedleak.report.comparing import names_of
+from lightning_fedleak.report.content import Findings, together
 from lightning_fedleak.report.edpb import NOT_TRIED, on_model, release_context, tiers
-from lightning_fedleak.report.findings import Findings
-from lightning_fedleak.report.fits import FitSummary, extent, last_and_best
-from lightning_fedleak.report.privacy import Account
-from lightning_fedleak.report.wording import UNIT_IN_WORDS, in_words, interval, share
-
-_TEMPLATE = "page.html"
+from lightning_fedleak.report.fits import FitSummary, last_and_best
+from lightning_fedleak.report.records import MetricValue
+from lightning_fedleak.report.records.utility import title_of
+from lightning_fedleak.report.wording import (
+    brief,
+    brief_interval,
+    in_words,
+    interval,
+    share,
+)
 
 
 def page(findings: Findings, revealed: Mapping[str, str] | None = None) -> str:
@@ -39,16 +46,36 @@ def _template() -> jinja2.Template:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
-    environment.filters |= {"rates": _shown_rates, "most": _most}
-    environment.globals |= {"account": account_facts, "pictures": pictures}
+    environment.filters |= {"rates": _shown_rates, "most": _most, "brief": brief, "css": _css}
+    environment.filters |= {"ends_in_words": brief_interval}
+    environment.globals |= {"figures": figures, "names": names_of}
+    environment.globals |= {"compared_figures": compared_figures, "together": together}
+    environment.globals |= {"terms": glossary, "questions": questions, "tiers": tiers}
+    script = _source("page.js")
     environment.globals |= {
-        "extent": extent,
-        "terms": glossary,
-        "questions": questions,
-        "tiers": tiers,
+        "ends": _ends,
+        "style": Markup(_source("page.css")),
+        "script": Markup(script),
+        "script_hash": f"sha256-{b64encode(sha256(script.encode()).digest()).decode()}",
     }
-    source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(source)
+    return environment.from_string(_source("page.html"))
+
+
+def _source(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _css(share: float) -> str:
+    """Return a share of the width of a gauge, which goes from 0 to 1."""
+    return f"{100 * min(1.0, max(0.0, share)):.1f}%"
+
+
+def _ends(rate: MetricValue) -> tuple[float, float]:
+    """Return the ends of an interval on a gauge."""
+    value = rate.value or 0.0
+    low = value if rate.low is None else max(0.0, rate.low)
+    high = rate.high if rate.high is not None else value if rate.low is None else 1.0
+    return low, high
 
 
 def _shown_rates(rates: Mapping[str, MetricValue | None]) -> dict[str, object]:
@@ -61,94 +88,10 @@ def _most(rate: float | None) -> str:
     return share(rate and math.ceil(1e3 * rate - 1e-9) / 1e3)
 
 
-# ---- what is shown of a fit -------------------------------------------------------------------
-
-
-def account_facts(account: Account) -> list[tuple[str, object]]:
-    """Return what stands beside the statement of a defence that accounts."""
-    facts: list[tuple[str, object]] = [
-        ("Epsilon, delta", account.claim),
-        ("Unit of privacy", UNIT_IN_WORDS.get(account.unit, account.unit)),
-    ]
-    settings = account.settings
-    if account.is_of_tokens:
-        facts += [
-            ("Who is trusted", account.trusted),
-            ("Mechanism", settings.get("mechanism")),
-            ("Epsilon of one release", settings.get("epsilon")),
-            ("For each", "token" if settings.get("per") == "token" else "text"),
-            ("Tokens are replaced among", settings.get("domain", "a public set of ids")),
-            ("Labels", settings.get("labels")),
-            ("A text keeps its replacement for the fit", settings.get("memoize")),
-            ("Special tokens stay", settings.get("keep_special")),
-            ("Releases of the text that was released most often", account.releases),
-        ]
-        return facts
-    facts += [
-        ("Without counting on sampling, epsilon", _without_sampling(account)),
-        ("Who is trusted", account.trusted),
-    ]
-    if account.is_of_clients:
-        facts += [
-            ("Clients of the federation, in a round",
-             f"{in_words(settings.get('clients'))}, {in_words(settings.get('per_round'))}"),
-            ("Drawn", settings.get("sampling")),
-        ]  # fmt: skip
-    if account.correlated:
-        facts.append(("Noise correlated over steps", account.correlated))
-    releases = (account.releases, account.noise_multiplier, account.sample_rate)
-    facts += [
-        ("Clip norm", account.clip_norm),
-        ("Target", account.target_epsilon),
-        ("Releases, noise multiplier, sample rate", ", ".join(map(in_words, releases))),
-        ("Accountant", account.accountant),
-        ("Ledger", account.ledger),
-    ]
-    if account.ledger_releases:
-        facts.append(("Releases in the ledger", account.ledger_releases))
-    return facts
-
-
-def _without_sampling(account: Account) -> object:
-    """Return epsilon without sampling, or why there is none of its own."""
-    if account.without_sampling is not None:
-        return account.without_sampling
-    if not account.holds:
-        return "none holds"
-    if account.poisson is False:
-        return "the same: sampling counts for nothing"
-    return "not computed: the budget is a filter's" if account.accountant == "filter" else None
-
-
-_CONTROL = (
-    "Control",
-    "What the same attack reads in the same step where the words are known, like the test button "
-    "of a smoke alarm. A low number counts only as far as its control is high. Where the control "
-    "is low too, more is unknown, unless the control of a part of the batch is high: then the "
-    "number is low by aggregation, since the batch holds more than this attack can tell apart. A "
-    "high control does not say that no other attack reads more.",
-)
-
-
 def glossary(fit: FitSummary) -> list[tuple[str, str]]:
-    """Return what the words and numbers of a run mean."""
+    """Return what the words and numbers of a run's kinds of leak mean."""
     families = {attack.family.name: attack.family for attack in fit.attacks}
-    return [
-        *(term for family in families.values() for term in family.terms.items()),
-        ("n", "How much a number rests on: distinct tokens, texts or tokens that were asked for. A "
-         "small n makes a wide interval."),
-        ("95% interval", "Where the true value lies, in 95 of 100 such measurements. An interval "
-         "that includes guessing shows nothing either way."),
-        *([_CONTROL] if any(a.has_control for a in fit.attacks) else []),
-        ("Over steps", "The interval for other steps like those that were measured: texts of one "
-         "step may be read or missed together, so that few steps make it wide. The interval beside "
-         "the value is of the measured steps alone."),
-        ("Certified", "The share of measurements at which the attack's own check held: what it "
-         "found explains all that was shared, so that the attacker too knows that it is right."),
-        ("Unknown", "An attack that applies gave no result. That is not safe."),
-        ("Not recorded", "Nobody wrote it down. It may have been there. Where a run recorded that "
-         "there was nothing, the page says none."),
-    ]  # fmt: skip
+    return [term for family in families.values() for term in family.terms.items()]
 
 
 Answers = list[tuple[str, object]]
@@ -297,7 +240,8 @@ def _fit_lines(fit: FitSummary) -> list[str]:
     if fit.not_tested:
         lines += ["Not tested:", "", *(f"- {_plain(sentence)}" for sentence in fit.not_tested), ""]
     claims = [f"{account.defense}: {account.claim}" for account in fit.privacy]
-    lines += [f"Length: {extent(fit)}.", ""]
+    steps = "an unrecorded number of" if fit.length is None else f"{fit.length:,}"
+    lines += [f"Length: {steps} {fit.unit}s, looked at {fit.looked_at:,} of them.", ""]
     lines.append(f"Differential privacy (epsilon, delta): {_plain('; '.join(claims) or 'none')}")
     return lines
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lightning_fedleak.records import (
+from lightning_fedleak.report.records import (
     STANDARD_FAMILIES,
     BeginLine,
     DefenseFacts,
@@ -21,7 +21,7 @@ from lightning_fedleak.records import (
     as_json,
     read_lines,
 )
-from lightning_fedleak.records.fields import OddField
+from lightning_fedleak.report.records.fields import OddField
 from tests.report.lines import about, begin, decision, dpsgd, end, look, result, spent
 
 SPENDING = Spending(

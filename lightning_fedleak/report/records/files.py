@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.records.fields import SCHEMA, JsonObject, OddField
-from lightning_fedleak.records.lines import RUN_LINES, ResultLine, RunLine
+from lightning_fedleak.report.records.fields import SCHEMA, JsonObject, OddField
+from lightning_fedleak.report.records.lines import RUN_LINES, ResultLine, RunLine
 
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
 

@@ -1,0 +1,443 @@
+"""What a page says first of a run: one sentence, a reading of each kind of leak, and six facts.
+
+Here are the words and numbers alone, for every form of the report. What is drawn is in ``charts``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSummary
+from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.records import CANARIES, HIGH, STANDARD_FAMILIES, Family, MetricValue
+from lightning_fedleak.report.records.utility import title_of
+from lightning_fedleak.report.series import before_and_after, is_read, knee, utility
+from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
+
+ALMOST_ALWAYS = 0.95  # AUC from which membership is told almost every time; not tuned
+ACTIONS = {"warn": "warned", "stopped": "stopped the run", "withheld": "kept updates back",
+           "hardened": "turned the defence up", "raise": "raised an error"}  # fmt: skip
+"""What a gate did, in words."""
+_METRIC = re.compile(r"\{([^}]+?)(%?)\}")
+_Verdict = Literal["read", "inconclusive", "little", "unknown", "untested"]
+
+
+class Part(NamedTuple):
+    """A part of a sentence; its tone is how the page sets it off."""
+
+    text: str
+    tone: Literal["", "strong", "read"] = ""
+
+
+Sentence = tuple[Part, ...]
+
+
+def plain(sentence: Sentence) -> str:
+    """Return a sentence as text."""
+    return "".join(part.text for part in sentence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What was read of one kind of leak, by the attack that read most of it.
+
+    Attributes:
+        family, title, question: the kind of leak.
+        verdict: ``read`` where the interval leaves guessing out and the value is well above it.
+        answer: the value, or in words why there is none.
+        measure: the metric as people call it; empty without a value.
+        rate: the value with its interval.
+        chance: its value for guessing.
+        gate: the limit of the lowest gate on it; None without one.
+        control: what the same attack read of known words or texts; None without a control.
+        comparisons: what it read before the defence, and of the sum, in words.
+        note: what the value rests on.
+        attack: name of the attack.
+    """
+
+    family: str
+    title: str
+    question: str
+    verdict: _Verdict = "untested"
+    answer: str = "Not tested"
+    measure: str = ""
+    rate: MetricValue | None = None
+    chance: float = 0.0
+    gate: float | None = None
+    control: float | None = None
+    comparisons: Sequence[str] = ()
+    note: str = "Nobody looked. That is not safe."
+    attack: str = ""
+
+    @property
+    def height(self) -> float:
+        """How far above guessing the value is, up to 1; -1 without a value."""
+        value = self.rate.value if self.rate else None
+        return -1.0 if value is None else (value - self.chance) / (1 - self.chance)
+
+
+class Fact(NamedTuple):
+    """A fact of a run: its name, what it is, a detail, and whether its first word alarms."""
+
+    name: str
+    value: str
+    detail: str = ""
+    is_alarming: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """What is said first of a run.
+
+    Attributes:
+        run_line: how long it was, how it ended, how much of it was looked at.
+        sentence: what an adversary could do.
+        warnings: what else must be known to read the numbers, in sentences.
+        readings: of each kind of leak, tested ones first.
+        facts: six of them.
+        knee: what stopping at the best utility would have changed; empty where nobody knows.
+    """
+
+    run_line: str
+    sentence: Sentence = field(metadata={"write": plain})
+    warnings: Sequence[str]
+    readings: Sequence[Reading]
+    facts: Sequence[Fact]
+    knee: str
+
+    @property
+    def sentences(self) -> list[str]:
+        """All of it in sentences."""
+        answers = [f"{one.title}: {one.answer}. {one.note}" for one in self.readings]
+        facts = [f"{one.name}: {one.value}; {one.detail}".strip("; ") for one in self.facts]
+        rest = [*answers, *(f"{one}." for one in facts), self.knee]
+        return [plain(self.sentence), *self.warnings, *filter(None, rest)]
+
+
+def overview(fit: FitSummary) -> Overview:
+    """Return what is said first of a run."""
+    families = {one.name: one for one in STANDARD_FAMILIES}
+    for attack in fit.attacks:
+        if attack.family.headline and attack.family.name != CANARIES.name:
+            families.setdefault(attack.family.name, attack.family)
+    readings = [_reading(fit, family) for family in families.values()]
+    steps = f"until {fit.unit} {fit.steps or 0:,}"
+    if fit.length is not None:
+        steps = f"{fit.length:,} {fit.unit}{'s' * (fit.length != 1)}"
+    return Overview(
+        run_line=f"{steps}, {fit.end}; looked at {fit.looked_at:,} of them; {fit.start[:10]}",
+        sentence=_sentence(fit, readings),
+        warnings=[*_warnings(fit)],
+        readings=sorted(readings, key=lambda one: one.verdict == "untested"),
+        facts=_facts(fit, readings),
+        knee=data.sentence if (data := knee(fit)) else "",
+    )
+
+
+def _warnings(fit: FitSummary) -> Iterator[str]:
+    if any(a.refuted for a in fit.attacks):
+        yield (
+            "The trained model shows more than the account of differential privacy allows. Its "
+            "epsilon does not hold."
+        )
+    elif compared := sorted({a.name for a in fit.attacks if a.refuted is False}):
+        yield (
+            f"The account of differential privacy was not refuted by {', '.join(compared)}. That "
+            "does not confirm it."
+        )
+    if fit.withheld:
+        yield (
+            f"Gates kept back {fit.withheld} of {fit.updates} updates: what those would have given "
+            "away is in no number here."
+        )
+    if any(account.holds and not account.whole for account in fit.privacy):
+        yield (
+            "How the run ended is not recorded: what it released after its last look is not "
+            "counted, so that its epsilon is no bound for the whole run."
+        )
+
+
+# ---- readings -----------------------------------------------------------------------------------
+
+
+def of_what_left(fit: FitSummary, family: str = "") -> list[AttackSummary]:
+    """Return the attacks on what left clients, or on their sum, and on the trained model."""
+    is_shared = any(a.stage == "shared" for a in fit.attacks)
+    stages = ("shared" if is_shared else "aggregate", RELEASED)
+    attacks = [a for a in fit.attacks if a.stage in stages and a.exposed]
+    return [a for a in attacks if not family or a.family.name == family]
+
+
+def _is_read(attack: AttackSummary) -> bool:
+    conclusive = attack.conclusive is not False
+    return attack.quoted is not None and conclusive and is_read(attack.quoted.rate, attack.chance)
+
+
+def _excess(attack: AttackSummary) -> float:
+    """Return how far an attack read above guessing; -1 without a result."""
+    value = attack.quoted.rate.value if attack.quoted else None
+    return -1.0 if value is None else value - attack.chance
+
+
+def best_of_family(fit: FitSummary, family: str) -> AttackSummary | None:
+    """Return the attack that read most, of those that are sure of it if there are any."""
+    measured = [a for a in of_what_left(fit, family) if a.quoted is not None]
+    return max(measured, key=lambda a: (_is_read(a), not a.is_blind, _excess(a)), default=None)
+
+
+def _blind(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
+    """Return the attacks whose low numbers say nothing, since their controls are low too.
+
+    As in a gate, such an attack does not count where another one that reads the same parameters
+    has a control that is high.
+    """
+    if any(a.above_chance > HIGH for a in attacks):
+        return []
+    seeing = [(a.stage, set(a.reads)) for a in attacks if a.looks and not a.is_blind]
+    blind = [a for a in attacks if a.is_blind]
+    return [a for a in blind if not any(s == a.stage and r & {*a.reads} for s, r in seeing)]
+
+
+def _reading(fit: FitSummary, family: Family) -> Reading:
+    tried, attack = of_what_left(fit, family.name), best_of_family(fit, family.name)
+    reading = Reading(
+        family=family.name,
+        title=capitalized(family.short_title),
+        question=family.asks or f"{capitalized(family.tested)}?",
+    )
+    if attack is None or attack.quoted is None:
+        return replace(reading, **_without_value(tried)) if tried else reading
+    verdict: _Verdict = "inconclusive" if _excess(attack) > NEXT_TO_NONE else "little"
+    if _is_read(attack):
+        verdict = "read"
+    elif _blind(tried) or attack.stale:
+        verdict = "unknown"
+    roots = (f"/worst/{family.name}", f"/{attack.name}/{attack.headline}")
+    return replace(
+        reading,
+        verdict=verdict,
+        answer="Unknown" if verdict == "unknown" else brief(attack.quoted.rate.value),
+        measure=measure(attack.headline),
+        rate=attack.quoted.rate,
+        chance=attack.chance,
+        gate=min(limits_of(fit, *roots), default=None),
+        control=attack.quoted.control,
+        comparisons=[*_comparisons(fit, attack)],
+        note=" ".join(filter(None, _notes(fit, attack, tried, verdict))),
+        attack=attack.name,
+    )
+
+
+def _without_value(tried: Sequence[AttackSummary]) -> dict[str, Any]:
+    """Return verdict, answer and note where no attack has a value."""
+    attack = next((a for a in tried if a.certified), tried[0])
+    note = f"{attack.name}: {attack.why_unknown or 'it gave no result'}."
+    if attack.certified:
+        note = (
+            f"Nobody could compare what {attack.name} read with the texts. Its own check held at "
+            f"{percent(attack.certified)} of the looks: what it found explains all that was shared."
+        )
+    if attack.withheld and not attack.unknown:
+        note = f"None of {attack.withheld} updates left: a gate kept them back."
+        return {"verdict": "unknown", "answer": "Withheld", "note": note}
+    return {"verdict": "unknown", "answer": "Unknown", "note": note}
+
+
+def limits_of(fit: FitSummary, *names: str) -> list[float]:
+    """Return the limits of gates that can be drawn from 0 to 1; of some metrics alone."""
+    gates = [g for g in fit.gates or () if not names or any(name in g.metric for name in names)]
+    return sorted({g.at_most for g in gates if g.at_most is not None and g.at_most <= 1})
+
+
+def _comparisons(fit: FitSummary, attack: AttackSummary) -> Iterator[str]:
+    """Yield what the attack read before the defence, and of the sum over clients."""
+    for pair in before_and_after(fit) if attack.stage == "shared" else ():
+        if pair.attack == attack.name:
+            spread = " on average" if pair.is_mean else f" ({brief_interval(pair.before)})"
+            yield f"before the defence {brief(pair.before.value)}{spread}"
+    for other in fit.attacks:
+        if other.name == attack.name and other.stage == "aggregate" != attack.stage:
+            value = other.quoted.rate.value if other.quoted else None
+            yield f"in the sum of {fit.shared.clients} clients {brief(value)}"
+
+
+def _notes(
+    fit: FitSummary, attack: AttackSummary, tried: Sequence[AttackSummary], verdict: str
+) -> Iterator[str]:
+    """Yield what a value rests on."""
+    quoted = attack.quoted
+    assert quoted is not None
+    if verdict == "inconclusive":
+        reason = "the interval still includes guessing"
+        if quoted.rate.low is None:
+            reason = "no interval was recorded"
+        elif is_read(quoted.rate, attack.chance):
+            reason = "over all looks guessing does so well too"
+        yield f"Not conclusive: {reason}."
+    elif verdict == "little":
+        yield "Next to guessing." if attack.chance else "Next to none."
+    elif verdict == "unknown":
+        yield f"It reads {brief(quoted.rate.value)}."
+    if attack.stale:
+        yield f"Of earlier weights. Those at the end are unknown: {attack.stale}."
+    yield from (f"{one.name}: {one.control_note}." for one in _blind(tried))
+    if attack.control_note and not attack.blind:
+        yield f"{capitalized(attack.control_note)}."
+    recall, precision = quoted.rates.get("recall"), quoted.rates.get("precision")
+    if recall and precision and attack.headline == "f1":
+        found = capitalized(percent(recall))
+        yield f"{found} found, {percent(precision)} of what was named was there."
+    interval = brief_interval(quoted.rate)
+    n = "" if quoted.n is None else f"n {quoted.n:,}; "
+    unknown = f"; unknown at {attack.unknown} more" if attack.unknown else ""
+    higher = max(tried, key=_excess)
+    if higher.quoted and _excess(higher) > _excess(attack):
+        unknown += f"; {higher.name} reads {brief(higher.quoted.rate.value)}, not conclusive"
+    yield f"{interval and f'95% {interval}, '}{n}{_source(fit, attack)}{unknown}."
+    if silent := [a.name for a in tried if not a.quoted and a.unknown]:
+        yield f"No result of {', '.join(silent)}: what it would have read is unknown."
+    yield f"{attack.name}."
+
+
+def _source(fit: FitSummary, attack: AttackSummary) -> str:
+    """Return which looks a value is of."""
+    assert attack.quoted is not None
+    which = "last" if attack.quoted.is_latest else "highest"
+    if len(attack.clients) > 1:
+        return f"{which} of {attack.looks} results at {len(attack.clients)} clients"
+    if attack.looks == 1:
+        return f"one look, {fit.unit} {attack.quoted.step}"
+    mean = "" if attack.quoted.is_latest else f"; mean {brief(attack.mean)}"
+    return f"{which} of {attack.looks} looks, {fit.unit} {attack.quoted.step}{mean}"
+
+
+# ---- the sentence -------------------------------------------------------------------------------
+
+
+def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
+    """Return what an adversary could do, by everything that was read."""
+    best = [best_of_family(fit, one.family) for one in readings if one.verdict == "read"]
+    updates = [a for a in best if a and a.stage != RELEASED]
+    models = [a for a in best if a and a.stage == RELEASED]
+    is_dishonest = bool(updates) and all(a.dishonest for a in updates)
+    server = "a server that adds layers of its own" if is_dishonest else "the server"
+    update = "One client's update" if fit.unit == "round" else "One update"
+    if any(a.stage == "aggregate" for a in updates):
+        update = "The sum over clients"
+    parts: list[Part] = []
+    if refuting := sorted({a.name for a in fit.attacks if a.refuted}):
+        by = f" by {', '.join(refuting)}."
+        parts = [Part("The account of differential privacy is "), Part("REFUTED", "read"), Part(by)]
+    for attacks, subject in ((updates, f"{update} lets {server} "), (models, "The trained model ")):
+        for number, attack in enumerate(attacks):
+            parts += [Part(" and " if number else f" {subject}"), *_deed(fit, attack)]
+        parts += [Part(".")] if attacks else []
+    high = [one for one in readings if one.verdict == "inconclusive" and one.height > HIGH]
+    if high:
+        names = " and ".join(one.title.lower() for one in high)
+        parts.append(Part(f" High, but in too few looks to be sure: {names}."))
+    if parts:
+        return (Part(parts[0].text.lstrip()), *parts[1:])
+    if not any(one.verdict in ("little", "inconclusive") for one in readings):
+        return (Part("Nothing was measured. That is unknown, not safe."),)
+    unknown = ", ".join(one.title.lower() for one in readings if one.verdict == "unknown")
+    rest = f"Unknown: {unknown}." if unknown else "Others may read more."
+    return (Part("These attacks read "), Part("little or nothing", "strong"), Part(f". {rest}"))
+
+
+def _deed(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
+    """Yield what an attack could do, in its family's words."""
+    assert attack.quoted is not None
+    values = attack.quoted.rates
+    is_sure = (attack.quoted.rate.value or 0.0) >= ALMOST_ALWAYS
+    words = {"surely": "almost every time" if is_sure else "better than by guessing"}
+    *others, text = attack.family.all_sentences
+    for sentence in reversed(others if attack.headline not in attack.family.excesses else ()):
+        names = [name for name, _ in _METRIC.findall(sentence)]
+        if all(" " in name or name in values or name in words for name in names):
+            text = sentence
+    pieces = _METRIC.split(text.replace("batch", fit.unit) if fit.unit == "round" else text)
+    for before, name, unit in zip(
+        pieces[::3], [*pieces[1::3], ""], [*pieces[2::3], ""], strict=True
+    ):
+        yield Part(before)
+        shown = words.get(name, name) if " " in name or name in words else brief(values.get(name))
+        if name:
+            yield Part(percent(values.get(name)) if unit else shown, "read")
+
+
+# ---- facts --------------------------------------------------------------------------------------
+
+
+def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[Fact]:
+    untested = [one.title.lower() for one in readings if one.verdict == "untested"]
+    tested = {one.family for one in readings if one.verdict != "untested"}
+    shared = fit.shared
+    clients = f"; {shared.clients} clients" if (shared.clients or 1) > 1 else ""
+    unread = f", {len(shared.unread)} parameters unread" if shared.unread else ""
+    is_dishonest = any(a.dishonest for a in fit.attacks)
+    ability = "adds layers of its own" if is_dishonest else "only listens; knows the weights"
+    exposure = [
+        Fact("What left", shared.update, f"{shared.size}{clients}"),
+        Fact("Who could read it", shared.seen_by, ability),
+    ]
+    if tested == {"memorization"}:
+        exposure = [
+            Fact("What left", "The trained model, in the end", f"{shared.size} trained"),
+            Fact("Who could read it", "Whoever gets the trained model", "holds candidate texts"),
+        ]
+    return [
+        *exposure,
+        _defense(fit),
+        _utility_fact(fit),
+        _gate_fact(fit),
+        Fact(
+            "Not tested",
+            capitalized(", ".join(untested)) or "Every kind was tested",
+            f"{len(fit.not_played)} attacks not run{unread}",
+        ),
+    ]
+
+
+def _defense(fit: FitSummary) -> Fact:
+    names = len(fit.privacy) > 1
+    claims = [f"{a.claim_in_short}{f' ({a.defense})' * names}" for a in fit.privacy]
+    if fit.defenses is None:
+        return Fact("Defence", "Not recorded", "; ".join(claims))
+    if not fit.defenses:
+        return Fact("Defence", "None", "updates left as they were")
+    detail = "; ".join(claims) or "no differential privacy was accounted"
+    refuted = any(a.refuted for a in fit.attacks)
+    value = "; ".join(fit.shared.effects)
+    return Fact("Defence", f"REFUTED: {value}" if refuted else capitalized(value), detail, refuted)
+
+
+def _utility_fact(fit: FitSummary) -> Fact:
+    for name, points in utility(fit).items():
+        what = title_of(name).removeprefix(name).strip(" ()")
+        begin = f"from {points[0][1]:.3f}" if len(points) > 1 else "one value"
+        step, last = points[-1]
+        detail = f"{what}{'; ' * bool(what)}{begin}, {fit.unit} {step}"
+        return Fact("Utility", f"{name} {last:.3f}", detail)
+    return Fact("Utility", "Not recorded")
+
+
+def _gate_fact(fit: FitSummary) -> Fact:
+    gates = [f"{g.metric.removeprefix('leakage/')} at most {brief(g.at_most)}"
+             for g in fit.gates or ()]  # fmt: skip
+    if not fit.decisions:
+        if fit.gates:
+            return Fact("Gate", "Held", "; ".join(gates))
+        none = ("None was set", "nothing would have stopped this run")
+        return Fact("Gate", *(("Not recorded",) if fit.gates is None else none))
+    first, more = fit.decisions[0], len(fit.decisions) - 1
+    only = all(one.did == "warn" for one in fit.decisions)
+    again = f" and {more} time{'s' * (more > 1)} more" if more else ""
+    verb, adverb = ("Exceeded", "only ") if only else ("Acted", "")
+    value = (
+        f"{verb} at {fit.unit} {first.step}{again}: it {adverb}{ACTIONS.get(first.did, first.did)}"
+    )
+    return Fact("Gate", value, "; ".join(gates), only)

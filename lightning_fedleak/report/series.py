@@ -1,0 +1,276 @@
+"""The data of the charts: lines of leakage and utility, tables of clients, pairs of stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
+
+from lightning_fedleak.report.attacks import (
+    NEXT_TO_NONE,
+    RELEASED,
+    SUM,
+    AttackSummary,
+    Point,
+    Points,
+)
+from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.logs import grouped
+from lightning_fedleak.report.records import MetricValue
+from lightning_fedleak.report.records.utility import is_training, is_validation
+from lightning_fedleak.report.wording import brief, brief_interval, measure
+
+MOST_ROUNDS, MOST_CLIENTS = 24, 20
+"""Most columns and rows of a heat map, so that its numbers can be read."""
+LARGEST_DRAWN = 1e300  # of larger values differences may be infinite
+Span = tuple[float, float]
+
+
+def is_read(rate: MetricValue, chance: float) -> bool:
+    """Return whether an interval leaves guessing out, and the value is well above it."""
+    if rate.value is None or rate.low is None:
+        return False
+    return rate.low > chance and rate.value - chance > NEXT_TO_NONE
+
+
+class Cell(NamedTuple):
+    """A cell of a table: its text, and how the page sets it off."""
+
+    text: str
+    tone: str = ""
+
+
+class Row(NamedTuple):
+    """A row of a table: its name, its cells, and its place on the axis."""
+
+    name: str
+    cells: Sequence[Cell]
+    place: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """A line of leakage: its name, kind of leak, chance and points."""
+
+    name: str
+    family: str
+    chance: float
+    points: Sequence[Point]
+    conclusive: bool | None = None
+    dash: str = ""
+
+    @property
+    def last(self) -> Point:
+        """The latest point with a value."""
+        return [point for point in self.points if point.value is not None][-1]
+
+    def tone(self, point: Point) -> str:
+        """Return how a point is set off: red only where its interval leaves guessing out."""
+        read = self.conclusive is not False and is_read(point.rate, self.chance)
+        return "read" if read else "calm"
+
+    def cell(self, point: Point | None) -> Cell:
+        """Return a point as a cell of a table."""
+        if point is None or point.value is None:
+            return Cell("" if point is None else "unknown")
+        interval, n = brief_interval(point.rate), "" if point.n is None else f", n {point.n:,}"
+        text = f"{brief(point.value)}{interval and f' ({interval})'}{n}"
+        return Cell(text, "read" if self.tone(point) == "read" else "")
+
+
+def curve_of(attack: AttackSummary, name: str, dash: str = "") -> Curve:
+    """Return the highest value of all clients at each step."""
+    sent = [p for p in attack.points if not p.withheld]
+    by_step = grouped(sent, lambda point: point.step).values()
+    points = [max(each, key=lambda p: -1.0 if p.value is None else p.value) for each in by_step]
+    return Curve(name, attack.family.name, attack.chance, points, attack.conclusive, dash)
+
+
+class Bins:
+    """Steps side by side, of which each bin is shown by its highest value.
+
+    Args:
+        steps: all of them.
+        most: how many bins there may be.
+    """
+
+    def __init__(self, steps: Iterable[int], most: int) -> None:
+        distinct = sorted(set(steps))
+        self.size = max(1, math.ceil(len(distinct) / most))
+        self._bins = {step: number // self.size for number, step in enumerate(distinct)}
+        self.steps = [distinct[i : i + self.size] for i in range(0, len(distinct), self.size)]
+        self.names = [str(p[0]) if len(p) == 1 else f"{p[0]}\u2013{p[-1]}" for p in self.steps]
+
+    def highest(self, points: Iterable[Point]) -> dict[int, Point]:
+        """Return the point with the highest value of each bin; others' steps are left out."""
+        parts = grouped([p for p in points if p.step in self._bins], lambda p: self._bins[p.step])
+        return {
+            number: max(part, key=lambda p: -math.inf if p.value is None else p.value)
+            for number, part in sorted(parts.items())
+        }
+
+    def thinned(self, line: Points) -> dict[int, tuple[int, float]]:
+        """Return the highest value of each bin; of the last bin the last."""
+        known = [(s, v) for s, v in line if v is not None and abs(v) < LARGEST_DRAWN]
+        parts = sorted(grouped(known, lambda p: self._bins[p[0]]).items())
+        kept = {number: max(part, key=lambda p: p[1]) for number, part in parts}
+        return kept | ({parts[-1][0]: parts[-1][1][-1]} if parts else {})
+
+    def rows(self, cells: Callable[[int], Sequence[Cell]]) -> list[Row]:
+        """Return a row of a table for each bin."""
+        return [Row(n, cells(i), self.steps[i][-1]) for i, n in enumerate(self.names)]
+
+    def span(self, length: int | None) -> Span:
+        """Return the first and the last step of an axis."""
+        return 0.0, float(max([length or 0, 1, *(part[-1] for part in self.steps)]))
+
+    @property
+    def caption(self) -> str:
+        """What a bin shows; empty where each step has its own."""
+        return f" Each point is the highest of {self.size} looks." if self.size > 1 else ""
+
+
+def heat_maps(
+    fit: FitSummary, attacks: Sequence[AttackSummary]
+) -> tuple[Bins, dict[str, list[Row]]]:
+    """Return clients by rounds, with their sum as the last row: a table for each attack."""
+    summed = {a.name: list(a.points) for a in fit.attacks if a.stage == "aggregate"}
+    bins = Bins([p.step for a in attacks for p in a.points], MOST_ROUNDS)
+    tables: dict[str, list[Row]] = {}
+    for attack in sorted(attacks, key=lambda a: a.chance - (a.mean or 0.0)):
+        by_client = grouped(attack.points, lambda point: f"client {point.client}")
+        clients = sorted(by_client.items(), key=lambda one: -_mean(one[1]))
+        if rest := clients[MOST_CLIENTS - 1 :] if len(clients) > MOST_CLIENTS else ():
+            points = [point for _, each in rest for point in each]
+            clients[MOST_CLIENTS - 1 :] = [(f"highest of {len(rest)} more", points)]
+        clients += [("their sum", summed[attack.name])] if attack.name in summed else []
+        tables[f"{attack.name}, {measure(attack.headline)}"] = [
+            Row(name, _heat_cells(attack, points, bins)) for name, points in clients
+        ]
+    return bins, tables
+
+
+def _heat_cells(attack: AttackSummary, points: Sequence[Point], bins: Bins) -> list[Cell]:
+    shown, cells = bins.highest(points), []
+    for number in range(len(bins.steps)):
+        point = shown.get(number)
+        if point is None or point.value is None:
+            cells.append(Cell("" if point is None else "?", "" if point is None else "h"))
+            continue
+        above = (point.value - attack.chance) / (1 - attack.chance)
+        text = f"({brief(point.value)})" if point.withheld else brief(point.value)
+        cells.append(Cell(text, f"h{round(10 * min(1.0, max(0.0, above)))}"))
+    return [*cells, Cell(brief(_mean(points)), "b")]
+
+
+def _mean(points: Iterable[Point]) -> float:
+    values = [point.value for point in points if point.value is not None]
+    return fmean(values) if values else -1.0
+
+
+@dataclass(frozen=True)
+class Knee:
+    """The trained model's leakage against utility, look by look.
+
+    Attributes:
+        curve: the leakage.
+        metric: name of the utility.
+        looks: utility and leakage of each.
+        sentence: what stopping at the best utility would have changed.
+    """
+
+    curve: Curve
+    metric: str
+    looks: Sequence[tuple[float, Point]]
+    sentence: str
+
+    @property
+    def best(self) -> tuple[float, Point]:
+        """The look with the best utility."""
+        return min(self.looks, key=lambda one: one[0])
+
+
+def knee(fit: FitSummary) -> Knee | None:
+    """Return the trained model's leakage against validation; None without two such looks."""
+    attacks = [a for a in fit.attacks if a.stage == RELEASED and a.chance and a.quoted]
+    name, line = next(((n, p) for n, p in utility(fit).items() if is_validation(n)), ("", []))
+    if not attacks or not line:
+        return None
+    attack = min(attacks, key=lambda a: (a.family.name != "memorization", -(a.mean or 0.0)))
+    curve, looks = curve_of(attack, attack.name), []
+    for point in curve.points:
+        values = [value for step, value in line if step <= point.step and value is not None]
+        if values and point.value is not None:
+            looks.append((values[-1], point))
+    if len(looks) < 2:
+        return None
+    best, last = min(looks, key=lambda one: one[0])[1], looks[-1][1]
+    at, end = best.value or 0.0, last.value or 0.0
+    sentence = f"{name} was best at {fit.unit} {best.step}, where the AUC was {brief(at)} already."
+    if best.step >= last.step:
+        sentence = f"{name} still improved at the last look: no knee within this run."
+    elif end - at >= 0.01:
+        sentence = (
+            f"Stopping at {fit.unit} {best.step}, the best {name}, would have left an AUC of "
+            f"{brief(at)} instead of {brief(end)}: what came after bought no utility."
+        )
+    return Knee(curve, name, looks, sentence)
+
+
+class Pair(NamedTuple):
+    """What an attack read before a defence and after it; means of the looks that both have."""
+
+    attack: str
+    chance: float
+    before: MetricValue
+    after: MetricValue
+    is_mean: bool
+
+
+def before_and_after(fit: FitSummary) -> list[Pair]:
+    """Return what each attack read before the defence and of what left."""
+    shared = {a.name: a for a in fit.attacks if a.stage == "shared"}
+    pairs = []
+    for local in fit.attacks:
+        after = shared.get(local.name)
+        if local.stage != "local" or not local.quoted or after is None or not after.quoted:
+            continue
+        rates = [local.quoted.rate, after.quoted.rate]
+        if not local.quoted.is_latest:
+            steps = [{p.step for p in a.points if p.value is not None} for a in (local, after)]
+            rates = [_mean_of(a, set.intersection(*steps)) for a in (local, after)]
+        pairs.append(Pair(local.name, local.chance, *rates, not local.quoted.is_latest))
+    return [pair for pair in pairs if pair.before.value is not None]
+
+
+def _mean_of(attack: AttackSummary, steps: set[int]) -> MetricValue:
+    """Return the mean of an attack over some steps, with the lowest and highest ends."""
+    points = [p for p in attack.points if p.step in steps]
+    values, lows, highs = ([v for v in part if v is not None] for part in
+                           zip(*((p.value, p.low, p.high) for p in points), strict=True)
+                           ) if points else ((), (), ())  # fmt: skip
+    mean = fmean(values) if values else None
+    return MetricValue(mean, min(lows, default=None), max(highs, default=None))
+
+
+def utility(fit: FitSummary) -> dict[str, Points]:
+    """Return the user's metrics, validation first; of several clients their mean."""
+    by_name: dict[str, dict[str, Points]] = {}
+    for title, points in fit.utility.items():
+        name, _, client = title.partition(", ")
+        by_name.setdefault(name, {})[client] = points
+    series: dict[str, Points] = {}
+    for name in sorted(by_name, key=lambda name: (is_training(name), not is_validation(name))):
+        lines = by_name[name]
+        steps: dict[int, list[float]] = {}
+        for line in [lines[SUM]] if SUM in lines else lines.values():
+            for step, value in line:
+                steps.setdefault(step, []).extend([] if value is None else [value])
+        points = [(step, fmean(values)) for step, values in sorted(steps.items()) if values]
+        # Looks repeat what was last validated.
+        fresh = [p for i, p in enumerate(points) if not i or p[1] != points[i - 1][1]]
+        if points:
+            series[name] = points if is_training(name) else fresh
+    return series

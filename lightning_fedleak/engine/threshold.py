@@ -221,7 +221,7 @@ class Threshold:
                 "processes: the largest of several clients' values lies above every client's mean, "
                 "so that a run that is really below would be stopped. Watch the pooled value."
             )
-        if (channel := engine.channel_of(name)) is None:
+        if (channel := engine.results.channel_of(name)) is None:
             return
         rate = name.rpartition("/")[2]
         if (requirement := channel.looks_until_known(rate, 1 if worst else clients)) is None:

@@ -82,7 +82,7 @@ class RoundGate(Threshold):
                 f"federation: {why}. It would withhold every one. "
                 + (f"Watch {' or '.join(can)}." if can else "Nor can it by any other value.")
             )
-        self._watched = observer.engine.headlines_of(self.metric) or (self.metric,)
+        self._watched = observer.engine.results.headlines_of(self.metric) or (self.metric,)
 
     def read(self, look: RoundLook) -> GateEvent:
         """Return what counts of a look at an update, and why it is unknown."""

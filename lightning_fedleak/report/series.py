@@ -237,20 +237,21 @@ def before_and_after(fit: FitSummary) -> list[Pair]:
         after = shared.get(local.name)
         if local.stage != "local" or not local.quoted or after is None or not after.quoted:
             continue
-        rates = [local.quoted.rate, after.quoted.rate]
+        before, behind = local.quoted.rate, after.quoted.rate
         if not local.quoted.is_latest:
-            steps = [{p.step for p in a.points if p.value is not None} for a in (local, after)]
-            rates = [_mean_of(a, set.intersection(*steps)) for a in (local, after)]
-        pairs.append(Pair(local.name, local.chance, *rates, not local.quoted.is_latest))
+            steps = {p.step for p in local.points if p.value is not None}
+            steps &= {p.step for p in after.points if p.value is not None}
+            before, behind = _mean_of(local, steps), _mean_of(after, steps)
+        pairs.append(Pair(local.name, local.chance, before, behind, not local.quoted.is_latest))
     return [pair for pair in pairs if pair.before.value is not None]
 
 
 def _mean_of(attack: AttackSummary, steps: set[int]) -> MetricValue:
     """Return the mean of an attack over some steps, with the lowest and highest ends."""
     points = [p for p in attack.points if p.step in steps]
-    values, lows, highs = ([v for v in part if v is not None] for part in
-                           zip(*((p.value, p.low, p.high) for p in points), strict=True)
-                           ) if points else ((), (), ())  # fmt: skip
+    values = [p.value for p in points if p.value is not None]
+    lows = [p.low for p in points if p.low is not None]
+    highs = [p.high for p in points if p.high is not None]
     mean = fmean(values) if values else None
     return MetricValue(mean, min(lows, default=None), max(highs, default=None))
 

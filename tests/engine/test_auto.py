@@ -147,14 +147,14 @@ def test_what_is_unfrozen_on_the_way_is_attacked_from_then_on(tmp_path: Path) ->
 def test_a_masked_model_needs_text_for_what_calibrates(tmp_path: Path) -> None:
     watch = auto(tmp_path, model_of(bert), public_text=None).watch
     assert "a masked language model needs mask_token_id" in str(watch.lines("aligned_flatchat"))
-    assert "pass its tokenizer=" in watch.engine.untested(WORST)
+    assert "pass its tokenizer=" in watch.engine.results.untested["words"]
     assert watch.latest[WORST] == 1
     assert {"subspace_words", "bias_sign"} <= attacks_in(watch.latest)
 
 
 def test_an_encoder_decoder_is_calibrated_on_frequent_tokens(tmp_path: Path) -> None:
     watch = auto(tmp_path, model_of(t5), public_text=None, optimizer="sgd").watch
-    assert not watch.engine.untested(WORST)
+    assert not watch.engine.results.untested["words"]
     assert watch.latest["leakage/aligned_flatchat/f1"] >= 0.95
     assert watch.latest[WORST] >= 0.95
 

@@ -192,7 +192,9 @@ class InversionAttack(TextAttack):
             UnusableObservation: they are not finite.
         """
         snapshot = view.activations[-1]
-        hidden = snapshot.tensors[self._layer_name]
+        tensors = snapshot.tensors
+        alone = len(tensors) == 1 and self._layer_name not in tensors
+        hidden = next(iter(tensors.values())) if alone else tensors[self._layer_name]
         if not bool(torch.isfinite(hidden).all()):
             raise UnusableObservation("the activations are not finite")
         return self.reconstruct(hidden, snapshot.attention_mask, snapshot.position_ids)

@@ -192,9 +192,8 @@ class InversionAttack(TextAttack):
             UnusableObservation: they are not finite.
         """
         snapshot = view.activations[-1]
-        tensors = snapshot.tensors
-        alone = len(tensors) == 1 and self._layer_name not in tensors
-        hidden = next(iter(tensors.values())) if alone else tensors[self._layer_name]
+        by_number = snapshot.tensors.get(f"layer {self.layer}")
+        hidden = snapshot.tensors[self._layer_name] if by_number is None else by_number
         if not bool(torch.isfinite(hidden).all()):
             raise UnusableObservation("the activations are not finite")
         return self.reconstruct(hidden, snapshot.attention_mask, snapshot.position_ids)

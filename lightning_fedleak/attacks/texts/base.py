@@ -192,7 +192,8 @@ class InversionAttack(TextAttack):
             UnusableObservation: they are not finite.
         """
         snapshot = view.activations[-1]
-        hidden = snapshot.tensors[self._layer_name]
+        by_number = snapshot.tensors.get(f"layer {self.layer}")
+        hidden = snapshot.tensors[self._layer_name] if by_number is None else by_number
         if not bool(torch.isfinite(hidden).all()):
             raise UnusableObservation("the activations are not finite")
         return self.reconstruct(hidden, snapshot.attention_mask, snapshot.position_ids)

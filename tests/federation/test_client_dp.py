@@ -173,15 +173,6 @@ def test_a_second_update_of_a_client_and_one_that_was_not_drawn_are_refused():
     assert all(torch.equal(sums.total[n], t) for n, t in total.items())
 
 
-def test_a_correlated_release_is_made_once():
-    defense = dp(sampling="poisson", per_round=2, rounds=4, bands=2)
-    sums = defense.begin(defense.drawn(range(10)), LIKE)
-    sums.end()
-    with pytest.raises(DefenseError, match="its own draw"):
-        sums.end()
-    assert defense.accountant.steps == 1
-
-
 @pytest.mark.parametrize("weights", [[1, 2], [10.0, 10.0, 9.999]])
 def test_other_weights_are_refused(weights):
     defense = dp()

@@ -1,7 +1,6 @@
 """Defences: what changes an update before it leaves the client."""
 
 from lightning_fedleak.defenses.accounting.account import Accountant as Accountant
-from lightning_fedleak.defenses.accounting.account import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import (
     effective_noise_multiplier as effective_noise_multiplier,
@@ -9,6 +8,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
 from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for as noise_multiplier_for,
 )
+from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
 from lightning_fedleak.defenses.accounting.schedules import QuantileClip as QuantileClip
 from lightning_fedleak.defenses.accounting.schedules import Schedule as Schedule

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, DPAdamBC
-from lightning_fedleak.labs.correlated_noise import banded
+from lightning_fedleak.labs.factorization import banded
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, loader, trainer

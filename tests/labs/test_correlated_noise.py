@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, PoissonBatchSampler
 from lightning_fedleak.defenses.noise import noise_key, standard_normal
-from lightning_fedleak.labs.correlated_noise import NoisePlan, banded, banded_inverse
+from lightning_fedleak.labs.correlated_noise import NoisePlan
+from lightning_fedleak.labs.factorization import banded, banded_inverse
 from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, clipped, data, first
 from tests.helpers.dpsgd_settings import grouped
 
@@ -90,7 +91,7 @@ def test_factorizations_are_those_of_dense_matrices(
 ) -> None:
     running = np.tri(steps)
     for long in (512, 0):
-        monkeypatch.setattr("lightning_fedleak.labs.correlated_noise.LONG", long)
+        monkeypatch.setattr("lightning_fedleak.labs.factorization.LONG", long)
         found = banded.__wrapped__(steps, bands)
         matrix = dense(found.rows)
         np.testing.assert_allclose(np.linalg.norm(matrix, axis=0), 1)

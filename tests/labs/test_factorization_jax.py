@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_fedleak.labs.correlated_noise import Factorization, NoisePlan, banded
+from lightning_fedleak.labs.correlated_noise import NoisePlan
+from lightning_fedleak.labs.factorization import Factorization, banded
 
 pytestmark = pytest.mark.slow
 

@@ -1,9 +1,6 @@
 """What releases cost: accountants, filters, budgets, and a ledger on disk."""
 
-from lightning_fedleak.defenses.accounting.account import Account as Account
 from lightning_fedleak.defenses.accounting.account import Accountant as Accountant
-from lightning_fedleak.defenses.accounting.account import Budget as Budget
-from lightning_fedleak.defenses.accounting.account import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.account import Ledger as Ledger
 from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import AccountantKind as AccountantKind
@@ -14,6 +11,9 @@ from lightning_fedleak.defenses.accounting.accounting import (
 from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for as noise_multiplier_for,
 )
+from lightning_fedleak.defenses.accounting.budget import Account as Account
+from lightning_fedleak.defenses.accounting.budget import Budget as Budget
+from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme as SamplingScheme
 from lightning_fedleak.defenses.accounting.renyi import TruncatedPoisson as TruncatedPoisson

@@ -1,14 +1,11 @@
-"""Counts of releases, what they cost, and whether one more fits a budget."""
+"""Counts of releases and what they cost: with noise fixed before the run, or chosen in it."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,40 +14,28 @@ from torch import Tensor
 from lightning_fedleak.defenses.accounting import renyi
 from lightning_fedleak.defenses.accounting.accounting import (
     LEAST_NOISE,
-    MOST_NOISE,
     AccountantKind,
     History,
-    check_delta,
     check_kind,
-    curve_of,
+    check_probability,
     epsilon_of,
-    factor_at,
-    noise_multiplier_for,
 )
-from lightning_fedleak.defenses.accounting.groups import group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import (
     Event,
     LedgerFile,
-    check_count,
     check_release,
-    client_path,
 )
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
     SamplingScheme,
-    TruncatedPoisson,
     check_opacus,
 )
-from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
+from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
 
 CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
-EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
 # Orders without a fixed noise: the usual range of best orders; each more costs log(K). Not tuned
 DEFAULT_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
-_ACCOUNT = "accountant/"
-
-Account = AccountantKind | Literal["filter"]
 
 
 class Ledger:
@@ -233,7 +218,7 @@ class Accountant(Ledger):
         Raises:
             DefenseError: delta or slack out of range.
         """
-        check_delta(delta)
+        check_probability(delta)
         check_number("slack", slack, at_least=0, below=1, error=DefenseError)
         history = self.history
         if self.kind == "rdp" or not history:
@@ -264,7 +249,7 @@ class Accountant(Ledger):
         Raises:
             DefenseError: a value out of range.
         """
-        check_delta(delta)
+        check_probability(delta)
         check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
         others = tuple(row for row in self.history if row[:2] != event)
@@ -460,385 +445,3 @@ def best_order(
             f"{sample_rate!r} fits in (epsilon={epsilon:g}, delta={delta:g}): more noise is needed"
         )
     return renyi.ORDERS[best]
-
-
-AnyAccountant = Accountant | RenyiFilter
-
-
-class BudgetSpent(DefenseError):
-    """One more release would cost more than ``target_epsilon``; it was not made."""
-
-
-@dataclass(eq=False)
-class Budget:
-    """The noise of the next release, the account of all before it, and whether one more fits.
-
-    Attributes:
-        kind: how to account.
-        noise_multiplier: sigma at the beginning; None until it is found from ``target_epsilon``.
-        target_epsilon: what the whole run may cost; None for no limit.
-        target_delta: delta of the guarantee; None for a tenth of one over the examples.
-        seeded: whether the noise can be guessed, so that epsilon is infinite.
-        harden_factor: by which a hardening multiplies the noise.
-        max_hardenings: hardenings that are allowed; None for no limit.
-        sampling: how batches are drawn.
-        owner: class of the defence, for messages.
-        accountant: counts releases.
-        notches: how often the noise was turned up.
-        rate: chance of each example to be in a batch; None until the training data are known.
-        delta: of the guarantee; None until then, unless it was passed.
-        factors: of sigma in equal parts of the run; none where it stays.
-        horizon: releases of the plan that factors are for; 0 until it is known.
-    """
-
-    kind: Account
-    noise_multiplier: float | None
-    target_epsilon: float | None
-    target_delta: float | None
-    _: KW_ONLY
-    seeded: bool
-    harden_factor: float
-    max_hardenings: int | None
-    sampling: SamplingScheme = "poisson"
-    owner: str = "DPSGD"
-
-    def __post_init__(self) -> None:
-        self.notches = 0
-        self.factors: tuple[float, ...] = ()
-        self.horizon = 0
-        self.rate: float | None = None
-        self.delta = self.target_delta
-        self.accountant = self._new_accountant(None)
-        self._calibrates = self.noise_multiplier is None
-        self._calibrated = False
-        self._covered = 0  # releases for which the noise was found, all of its kind
-
-    @property
-    def privacy(self) -> Privacy:
-        """Return epsilon and delta of the releases so far, and the noise of the next.
-
-        Raises:
-            DefenseError: before the training data are known.
-        """
-        if self.rate is None or self.delta is None or self.noise_multiplier is None:
-            raise DefenseError(f"{self.owner}.privacy is known once a fit has begun")
-        account, epsilon = self.accountant, math.inf
-        if isinstance(account, RenyiFilter):
-            epsilon = account.epsilon
-        elif not self.seeded:
-            epsilon = account.epsilon(self.delta, slack=EPSILON_SLACK)
-            if self.target_epsilon is not None and epsilon > self.target_epsilon:
-                epsilon = account.epsilon(self.delta)
-        return Privacy(epsilon, self.delta, self.noise_now, self.rate, account.steps)
-
-    def curve(self) -> Curve:
-        """Return the pairs (epsilon, delta) that hold for the releases so far.
-
-        Raises:
-            DefenseError: before the training data are known.
-        """
-        delta = self.privacy.delta
-        if isinstance(self.accountant, RenyiFilter):
-            return ((self.accountant.epsilon, delta),)
-        if self.seeded:
-            return ()
-        return curve_of(self.accountant.history, self.accountant.kind, self.sampling)
-
-    def group_privacy(self, rows: int, *, independent: bool) -> Privacy:
-        """Return the cost of the releases so far to so many examples, added or removed together.
-
-        Args:
-            rows: of the group.
-            independent: whether the releases' noise is.
-
-        Raises:
-            DefenseError: ``rows`` is below 1, or the training data are not known yet.
-        """
-        check_count(rows, "rows")
-        single = self.privacy
-        if independent and not isinstance(self.accountant, RenyiFilter):
-            epsilon = group_epsilon(self.accountant.history, single.delta, rows)
-            return replace(single, epsilon=max(epsilon, single.epsilon))
-        log_delta = math.log(single.delta * rows) + (rows - 1) * single.epsilon
-        if log_delta >= 0:
-            return replace(single, epsilon=math.inf)
-        return replace(single, epsilon=rows * single.epsilon, delta=math.exp(log_delta))
-
-    @property
-    def noise_now(self) -> float:
-        """Return sigma of the next release, as planned and with all hardenings.
-
-        Raises:
-            DefenseError: before the training data are known, where sigma is found from them.
-        """
-        if self.noise_multiplier is None:
-            raise DefenseError(f"{self.owner}: no training data yet, so the noise is not known")
-        if not self.factors:
-            return self.noise_multiplier * self.harden_factor**self.notches
-        planned = factor_at(self.factors, self.accountant.steps, self.horizon)
-        return self.noise_multiplier * planned * self.harden_factor**self.notches
-
-    @property
-    def planned_noise(self) -> list[float]:
-        """Return sigma of every planned kind of release; 0 where it is guessed, or not found."""
-        sigma = 0.0 if self.seeded else (self.noise_multiplier or 0.0)
-        notched = sigma * self.harden_factor**self.notches
-        return [notched * factor for factor in self.factors or (1.0,)]
-
-    @property
-    def can_harden(self) -> bool:
-        """Return whether noise may be turned up: all but a filter need it fixed before the run."""
-        return self.kind == "filter" and self.max_hardenings != 0
-
-    def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``, from the next release on.
-
-        Returns:
-            What changed, in words; None where the noise may not be larger.
-        """
-        if not self.can_harden or self.notches == self.max_hardenings:
-            return None
-        previous = self.noise_now
-        if previous * self.harden_factor > MOST_NOISE:
-            return None
-        self.notches += 1
-        return f"{self.owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
-
-    def open_ledger(
-        self,
-        path: str | os.PathLike[str],
-        client: int = 0,
-        clients: int = 1,
-        unit: str | None = None,
-    ) -> None:
-        """Record every release in a file from now on, and continue with its releases.
-
-        Args:
-            path: of the file, or with a ``unit`` of the files of all clients.
-            client: whose file it is.
-            clients: how many there are.
-            unit: of privacy, by which files are distinguished; None for the path as it is.
-
-        Raises:
-            DefenseError: the file holds something else, or cannot be written.
-        """
-        if unit is not None:
-            path = client_path(path, client, clients, unit)
-        accountant = self._new_accountant(path)
-        accountant.load_state_dict(self.accountant.state_dict())
-        self.accountant = accountant
-
-    def plan(self, planned_steps: Callable[[], int]) -> None:
-        """Fix the number of releases that factors are for, unless releases were made by it.
-
-        Args:
-            planned_steps: returns how many the run is going to make.
-        """
-        if not (self.horizon and self.accountant.steps):
-            self.horizon = planned_steps()
-
-    def draw_by(self, sampling: SamplingScheme) -> None:
-        """Fix how batches are drawn, now that the training data are known.
-
-        Raises:
-            DefenseError: releases were drawn otherwise.
-        """
-        if sampling == self.sampling:
-            return
-        if self.accountant.steps:
-            raise DefenseError(
-                f"{self.owner}: the {self.accountant.steps} releases before were drawn by "
-                f"{self.sampling}, and this run draws by {sampling}. Go on with the data and the "
-                "truncated_batch_size of those, or begin a new run."
-            )
-        self.sampling = self.accountant.sampling = sampling
-
-    def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
-        """Find the noise, now that the training data are known.
-
-        Noise of an earlier call is found again as long as nothing was released with it, because the
-        data or the number of steps may have changed.
-
-        Args:
-            rate: chance of each example to be in a batch.
-            delta: of the guarantee.
-            planned_steps: returns how many releases the run is going to make; called if needed.
-
-        Raises:
-            DefenseError: no noise fits the target, not one release fits the filter's budget, or
-                noise or rate are not those of earlier releases, which only a filter allows.
-            BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
-        """
-        self.rate, self.delta = rate, delta
-        if self.noise_multiplier is None or (self._calibrated and self.accountant.steps == 0):
-            assert self.target_epsilon is not None
-            steps = planned_steps()
-            kind: AccountantKind = "prv" if self.kind == "prv" else "rdp"
-            parts = range(steps if self.factors else 0)
-            plan = Counter(factor_at(self.factors, n, self.horizon) for n in parts)
-            self.noise_multiplier = noise_multiplier_for(
-                self.target_epsilon, delta, rate, steps, kind, self.sampling, plan
-            )
-            self._covered = steps if self.accountant.steps == 0 else 0
-            self._calibrated = True
-        if isinstance(self.accountant, RenyiFilter):
-            self.accountant.begin(self.noise_multiplier, rate)
-        self.check_not_overdrawn()
-
-    def check_not_overdrawn(self) -> None:
-        """Raise an error where the releases so far cost more than ``target_epsilon``.
-
-        A filter checks that in every release.
-
-        Raises:
-            DefenseError: the earlier releases were made with another noise or rate.
-            BudgetSpent: says by how much.
-        """
-        account = self.accountant
-        self._check_unchanged()
-        if self.target_epsilon is None or self.delta is None or isinstance(account, RenyiFilter):
-            return
-        if account.steps <= self._covered:
-            return
-        epsilon = account.epsilon(self.delta)
-        if epsilon > self.target_epsilon:
-            raise BudgetSpent(
-                f"{self.owner}: the {account.steps} releases of the checkpoint or ledger cost "
-                f"epsilon={epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
-                f"{self.target_epsilon}. Raise target_epsilon, or begin a new run from a model "
-                "that this data did not train."
-            )
-
-    def _check_unchanged(self) -> None:
-        rows = self.accountant.history
-        if isinstance(self.accountant, RenyiFilter) or not rows:
-            return
-        assert self.rate is not None
-        noises, noise = self.planned_noise, 0.0 if self.seeded else self.noise_now
-        if not any(
-            math.isclose(one, sigma, rel_tol=1e-9) and self.rate == rate
-            for sigma, rate, _ in rows
-            for one in noises
-        ):
-            raise DefenseError(
-                f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
-                f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
-                f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
-                "for noise and rate that are fixed before the run: go on with the noise, "
-                "batch_size and data of those, use accountant='filter' from the start, or begin a "
-                "new run."
-            )
-
-    def check_affords_another(self) -> None:
-        """Raise an error for a release that the budget does not cover.
-
-        Raises:
-            BudgetSpent: says how many were made.
-        """
-        if not self.affords_another():
-            raise BudgetSpent(
-                f"{self.owner}: after {self.accountant.steps} releases one more would cost more "
-                f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not "
-                "made; the weights are those of the last one."
-            )
-
-    def affords_another(self) -> bool:
-        """Return whether one more release fits, with the present noise."""
-        if self.target_epsilon is None:
-            return True
-        assert self.rate is not None
-        assert self.delta is not None
-        if isinstance(self.accountant, RenyiFilter):
-            return self.accountant.allows(self.noise_now, self.rate)
-        if self.accountant.steps < self._covered:
-            return True
-        return self.accountant.allows(self.target_epsilon, self.delta, self.noise_now, self.rate)
-
-    def record(self, noise_multiplier: float) -> None:
-        """Count a release that is about to happen; noise that can be guessed counts as 0.
-
-        Raises:
-            DefenseError: the account cannot be written.
-        """
-        assert self.rate is not None
-        more = {"planned": True} if self.factors else {}
-        self.accountant.step(0.0 if self.seeded else noise_multiplier, self.rate, **more)
-
-    def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return what releases were accounted as, the noise, and its hardenings."""
-        state: dict[str, Tensor | int | float | str] = {}
-        if isinstance(self.sampling, TruncatedPoisson):
-            state |= {"truncated_at": self.sampling.most, "examples": self.sampling.examples}
-        if self.rate is not None and self.delta is not None:
-            state["rate"], state["delta"] = self.rate, self.delta
-        if self.notches:
-            state["notches"] = self.notches
-        if self.horizon:
-            state["horizon"], state["factors"] = self.horizon, repr(self.factors)
-        if self.noise_multiplier is not None:
-            state["noise_multiplier"] = self.noise_multiplier
-        for key, value in self.accountant.state_dict().items():
-            state[_ACCOUNT + key] = value
-        return state
-
-    def load_state_dict(self, state: State, releases: int) -> int:
-        """Continue the account, in which no count ever decreases.
-
-        Noise that was found from ``target_epsilon`` stays.
-
-        Args:
-            state: a result of :meth:`state_dict`.
-            releases: how many had been made by then.
-
-        Returns:
-            How many releases the state has accounted; a ledger may hold more.
-
-        Raises:
-            DefenseError: they were made under another kind of accountant or, with a filter, under
-                another budget.
-        """
-        account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
-        filtered = "orders" in account
-        earlier = state.get("factors", repr(()))
-        refusals = {
-            f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
-            f"accountant={self.kind!r}. A budget holds from the first release on: go on with the "
-            "accountant of the checkpoint, or begin a new run.": (
-                filtered != (self.kind == "filter")
-            ),
-            f"made with noise by the factors {earlier}, and this run has {self.factors!r}. Noise "
-            "is fixed before a run: go on with the same schedule, or begin a new run.": (
-                earlier != repr(self.factors)
-            ),
-        }
-        owner = f"{self.owner}: the checkpoint's {releases} releases were "
-        refuse(owner, refusals if releases else {})
-        self.draw_by(self._sampling_in(state) if releases else self.sampling)
-        self.horizon = int(state.get("horizon", 0)) if releases else self.horizon
-        self.notches = max(self.notches, int(state.get("notches", 0)))
-        if self.rate is None and "rate" in state:
-            # Until the data are known, `privacy` needs them.
-            self.rate = float(state["rate"])
-            self.delta = float(state["delta"]) if self.delta is None else self.delta
-        if self._calibrates and "noise_multiplier" in state:
-            self.noise_multiplier = float(state["noise_multiplier"])
-            self._calibrated = True
-        self._covered = 0
-        self.accountant.load_state_dict(account)
-        counted = account.get("releases")
-        return 0 if counted is None else int(torch.as_tensor(counted)[:, 2].sum())
-
-    def _sampling_in(self, state: State) -> SamplingScheme:
-        """Return how the releases of a state were drawn."""
-        if "truncated_at" in state:
-            return TruncatedPoisson(int(state["examples"]), int(state["truncated_at"]))
-        return "poisson" if isinstance(self.sampling, TruncatedPoisson) else self.sampling
-
-    def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> AnyAccountant:
-        if self.kind == "filter":
-            assert self.target_epsilon is not None
-            assert self.target_delta is not None
-            return RenyiFilter(
-                self.target_epsilon, self.target_delta, None, ledger, sampling=self.sampling
-            )
-        return Accountant(self.kind, ledger, sampling=self.sampling)

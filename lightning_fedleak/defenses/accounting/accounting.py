@@ -210,7 +210,7 @@ def epsilon_of(
         DefenseError: a value out of range, or Opacus is missing.
     """
     check_kind(kind, sampling)
-    check_delta(delta)
+    check_probability(delta)
     for row in history:
         ledger.check_release(*row)
     if not history:
@@ -298,7 +298,7 @@ def noise_multiplier_for(
             :data:`MOST_NOISE` or less than :data:`LEAST_NOISE`.
     """
     check_kind(kind, sampling)
-    check_delta(target_delta, "target_delta")
+    check_probability(target_delta, "target_delta")
     ledger.check_release(1.0, sample_rate)
     ledger.check_count(steps, "steps")
     check_number(
@@ -406,7 +406,7 @@ def check_delta_for(delta: float, examples: int) -> None:
     Raises:
         DefenseError: outside (0, 1), or not below ``1 / examples``.
     """
-    check_delta(delta, "target_delta")
+    check_probability(delta, "target_delta")
     ledger.check_count(examples, "examples")
     if delta >= 1 / examples:
         raise DefenseError(
@@ -434,7 +434,7 @@ def check_kind(kind: str, sampling: object = "poisson") -> None:
         check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
 
 
-def check_delta(delta: float, name: str = "delta") -> None:
+def check_probability(delta: float, name: str = "delta") -> None:
     """Raise an error for a delta outside (0, 1)."""
     hint = "well below one over the number of examples"
     check_number(name, delta, above=0, below=1, hint=hint, error=DefenseError)

@@ -396,15 +396,7 @@ class DPSGD(Defense):
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Record the forward pass and check the loss; an empty batch has a loss of zero.
-
-        Of several processes one with an empty batch runs one example without recording it, because
-        forward and backward may be collectives.
-
-        Raises:
-            DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
-                samples are mixed, or a buffer was changed.
-        """
+        """Record the forward pass and check the loss; an empty batch has a loss of zero."""
         return self._fit_step.run(training_step, batch, self.releases, context)
 
     def before_release(self) -> None:

@@ -185,13 +185,14 @@ def check_combination(
     by_user = isinstance(unit, Users)
     if not by_user:
         _check_choice("unit", unit, ("example",), hint="or Users(group_by)")
-    quantile, filtered = clip.quantile is not None, accountant == "filter"
+    filtered = accountant == "filter"
     correlated, truncated = release.mechanism is not None, release.truncated_batch_size is not None
-    scheduled, kinds = clip.schedule is not None, len(set(_factors(release)))
-    planned = bool(kinds) or scheduled or quantile
+    _check_plans(clip, release, accountant, whole=not (by_name or automatic or by_user))
     refusals = {
         "max_grad_norm names layers already; leave per_layer out, which gives each layer an equal "
         "share of one norm": by_name and clip.per_layer,
+        "max_grad_norm='auto' has no clip norm that could change: pass a number, or leave "
+        "schedule= out": automatic and clip.schedule is not None,
         "users are drawn by chance, and poisson_sampling=False takes the loader's batches as they "
         "are: leave it out": by_user and not poisson,
         "truncated_batch_size fixes the rows of a batch, and users have different numbers of "
@@ -204,8 +205,27 @@ def check_combination(
         "loader's as they are: leave one out": correlated and not poisson,
         "mechanism= needs noise that is fixed before the run, and accountant='filter' is there to "
         "turn it up. Use accountant='prv' or 'rdp'.": correlated and filtered,
+    }
+    refuse("DPSGD: ", refusals)
+
+
+def _check_plans(
+    clip: ClipSettings, release: ReleaseSettings, accountant: str, *, whole: bool
+) -> None:
+    """Raise an error for a schedule or a quantile beside what it does not hold with.
+
+    Args:
+        clip: schedule and quantile of the clip norm.
+        release: schedule of the noise.
+        accountant: of the releases.
+        whole: whether examples are clipped at one given norm.
+    """
+    quantile, scheduled = clip.quantile is not None, clip.schedule is not None
+    filtered, kinds = accountant == "filter", len(set(factors_of("", release.noise_schedule)))
+    planned = bool(kinds) or scheduled or quantile
+    refusals: dict[str, object] = {
         "a schedule or quantile changes the noise from step to step, and mechanism= correlates it "
-        "over steps of one clip norm: leave one out": planned and correlated,
+        "over steps of one clip norm: leave one out": planned and release.mechanism is not None,
         "a schedule or quantile follows each client's own count of releases, which a crash may "
         "make differ, and trust='central' adds shares of one noise: leave one out": (
             planned and release.trust != "local"
@@ -217,12 +237,10 @@ def check_combination(
         "ClipSettings(schedule=, quantile=) both change the clip norm: leave one out": (
             quantile and scheduled
         ),
-        "max_grad_norm='auto' has no clip norm that could change: pass a number, or leave "
-        "schedule= and quantile= out": automatic and (quantile or scheduled),
-        "ClipSettings(quantile=) follows the norms of whole gradients: clip all layers together "
-        "(a plain max_grad_norm)": quantile and (clip.per_layer or by_name),
-        "ClipSettings(quantile=) counts examples, with a fixed noise: use unit='example' and "
-        "accountant='prv' or 'rdp'": quantile and (by_user or filtered),
+        "ClipSettings(quantile=) follows the norms of whole gradients of examples, with a fixed "
+        "noise: pass a plain max_grad_norm, unit='example' and accountant='prv' or 'rdp'": (
+            quantile and (not whole or clip.per_layer or filtered)
+        ),
     }
     refuse("DPSGD: ", refusals)
 
@@ -231,10 +249,6 @@ def check_rows(max_physical_batch_size: int | None) -> None:
     """Raise an error for a number of rows out of range."""
     hint = "the rows that are run at once"
     _check_integer("max_physical_batch_size", max_physical_batch_size, optional=True, hint=hint)
-
-
-def _factors(release: ReleaseSettings) -> tuple[float, ...]:
-    return factors_of("noise_schedule", release.noise_schedule)
 
 
 def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fedleak.defenses.accounting.account import Account, Budget, BudgetSpent
+from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetSpent
 from lightning_fedleak.defenses.base import DefenseError
 
 pytest.importorskip("opacus")

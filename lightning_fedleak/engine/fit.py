@@ -175,7 +175,10 @@ class Fit:
 
     def begin_look(self, step: int) -> None:
         """Start a look where one is due: arm the taps, and let its attacks follow the model."""
-        look = None if self.look is not None else self.scheduler.due_look(step, self.lineup)
+        if self.look is not None:
+            return
+        exposed = {plan.attack.name for plan in self.lineup.exposed}
+        look = self.scheduler.due_look(step, self.lineup.queue, exposed)
         if look is None:
             return
         self.look = look

@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from lightning_fedleak.engine.outcomes import Series, Waiting
 from lightning_fedleak.engine.run import Look, Moment, Run
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import GradientSnapshot
-
-if TYPE_CHECKING:
-    from lightning_fedleak.engine.channels.base import Channel
-    from lightning_fedleak.engine.lineup import Lineup
 
 TURN = 2
 """Steps that the next attack's calibration waits for while others can read nothing yet.
@@ -147,7 +142,7 @@ class Scheduler:
     Args:
         run: the run.
         cadence: when looks are due.
-        series: the channel of each series, in the order of the logs.
+        series: in the order of the logs.
         local_steps: optimizer steps of a round; None for single gradients.
 
     Attributes:
@@ -162,12 +157,12 @@ class Scheduler:
         self,
         run: Run,
         cadence: Cadence,
-        series: Mapping[Series, Channel],
+        series: Collection[Series],
         local_steps: int | None,
     ) -> None:
         self._run = run
         self.cadence = cadence
-        self._series = series
+        self._series = tuple(series)
         self._local_steps = local_steps
         self.phase = Phase.CLEAR
         self.waiting: frozenset[Series] = frozenset()
@@ -177,28 +172,33 @@ class Scheduler:
         self._unpaid = 0.0
         self._turn: int | None = None
 
-    def due_look(self, step: int, lineup: Lineup) -> Look | None:
+    def due_look(self, step: int, queue: list[str], exposed: Collection[str]) -> Look | None:
         """Return the look that begins with a batch of this step; None where none is due.
 
         None begins between two batches whose gradients add up: the truth would be half of it.
+
+        Args:
+            step: optimizer steps so far.
+            queue: names of the attacks whose calibration waits for its turn; the next is removed
+                at its turn.
+            exposed: names of the attacks that have something to read.
         """
         if not self._series:
             return None
         self._clock.starts(step)
         if self.phase is Phase.ACCUMULATING:
             return None
-        self._take_turn(step, lineup.queue)
-        queued = [series for series in self._series if series.attack in lineup.queue]
+        self._take_turn(step, queue)
+        queued = [series for series in self._series if series.attack in queue]
         scope: frozenset[Series] | None = None
         if not self.cadence.due(step):
-            exposed = {plan.attack.name for plan in lineup.exposed}
             scope = frozenset(s for s in self.waiting.difference(queued) if s.attack in exposed)
             if not scope:
                 return None
         look = Look(step, scope=scope)
         look.answers |= dict.fromkeys(queued, Waiting("its calibration waits for its turn"))
         if scope is not None:
-            others = self._series.keys() - scope
+            others = set(self._series) - scope
             look.answers |= dict.fromkeys(others, Waiting("not asked in this step"))
         return look
 

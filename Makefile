@@ -33,7 +33,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers lint metrics clean install install-all
+.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers gpu lint metrics clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -51,6 +51,7 @@ help:
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
 	@echo "make papers  every table and figure of the three papers that was not measured yet: ENCODER=DIR STORIES=DIR are models, CAUSAL=DIR adds Figs. 1 and 2 of inversion on a larger one (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
+	@echo "make gpu     print what the monitor and DP-SGD cost on one CUDA card"
 	@echo "make lint    ruff and mypy"
 	@echo "make metrics count lines, imports, arguments, names and docstrings of the package; where they stand: ARGS=\"--list names lightning_fedleak/evaluation/games\""
 	@echo "make clean   remove .venv, .venv-* and caches (fedleak_runs/ stays)"
@@ -118,6 +119,10 @@ papers: $(READY)  # goes on where it was stopped; a table that fails stops none
 	$$run inversion --model $(STORIES) $(CAUSAL) --jobs 2 $(ARGS) || failed=1; \
 	$$run flatchat --model $(STORIES) --jobs 2 $(ARGS) || failed=1; \
 	$$run --docs docs/papers.md $(ARGS) || failed=1; exit $$failed
+
+gpu: $(READY)
+	@$(BIN)/python -m benchmarks.cost.overhead --device cuda --steps 24 $(ARGS)
+	@$(BIN)/python -m benchmarks.cost.dpsgd --device cuda $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

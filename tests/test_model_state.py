@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PublicText
+from lightning_fedleak.attacks.texts import embedding_descent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.embedding_descent import StateReadout
 from lightning_fedleak.evaluation.games.client import autograd_gradient
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
@@ -288,7 +289,8 @@ def calibrated(anatomy: Anatomy, seed: int) -> None:
 
 def inverted(anatomy: Anatomy, seed: int) -> None:
     bottom = BottomModel(anatomy, 2)
-    StateReadout.fit(bottom, bottom.word_embeddings(), texts=2, length=5)
+    with patch.multiple(embedding_descent, TEXTS=2, LENGTH=5):
+        embedding_descent.StateReadout.fit(bottom, bottom.word_embeddings())
 
 
 def told_members(anatomy: Anatomy, seed: int) -> None:

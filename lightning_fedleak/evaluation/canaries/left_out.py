@@ -115,6 +115,12 @@ class TrainingRows(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[self._rows[index]]
 
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several rows, as torch's DataLoader asks, at once where the data can."""
+        rows = [self._rows[index] for index in indices]
+        at_once = getattr(self.dataset, "__getitems__", None)
+        return [self.dataset[row] for row in rows] if at_once is None else list(at_once(rows))
+
     def sources(self) -> list[tuple[Any, int]]:
         """Return where every row of the user's data is, in their order: a data set and its place.
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_fedleak.model.snapshots import Stage
-from lightning_fedleak.model.taps.gradients import GradientTap, TiedHeadTap, UpdateTap
+from lightning_fedleak.model.taps.gradients import GradientTap, UpdateTap
 
 
 def updates_by_hand(kind, gradients, lr):
@@ -133,33 +133,6 @@ class Tied(nn.Module):
 
 def loss_of(model, ids):
     return functional.cross_entropy(model(ids[:-1]), ids[1:])
-
-
-def test_head_own_part_is_the_head_only_gradient_and_training_is_bit_identical():
-    torch.manual_seed(1)
-    plain, tapped = Tied(), Tied()
-    tapped.load_state_dict(plain.state_dict())
-    ids = torch.randint(0, 11, (9,))
-    own = TiedHeadTap(tapped.head)
-    own.arm()
-    for model in (plain, tapped):
-        for _ in range(2):
-            loss_of(model, ids).backward()
-    assert torch.equal(plain.embedding.weight.grad, tapped.embedding.weight.grad)
-
-    with torch.no_grad():
-        hidden = torch.tanh(plain.body(plain.embedding(ids[:-1])))
-        p = torch.softmax(hidden @ plain.head.weight.T, dim=1)
-        p[torch.arange(8), ids[1:]] -= 1
-        expected = 2 * p.T @ hidden / 8
-    torch.testing.assert_close(own.view(0).tensors["head.weight"], expected)
-    own.close()
-    assert "forward" not in vars(tapped.head)
-
-
-def test_head_own_part_refuses_heads_whose_forward_it_does_not_know():
-    with pytest.raises(TypeError, match=r"plain nn\.Linear"):
-        TiedHeadTap(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_sharded_gradients_are_made_whole(tmp_path):

@@ -26,7 +26,7 @@ class RiskGate(Threshold, EitherCallback):
 
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; ``"lower"`` spends one probability of error, ``alpha``, on all looks
-    of a run together, however many (see :class:`~lightning_fedleak.engine.gates.Evidence`):
+    of a run together, however many (see :class:`~lightning_fedleak.evaluation.metrics.MeanTest`):
 
     - ``"value"``: the newest value in the logs is above ``at_most``. No probability is promised.
     - ``"lower"``: one look by itself, or the looks so far together, *show* more than ``at_most``. A

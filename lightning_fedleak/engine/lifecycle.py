@@ -294,7 +294,7 @@ class Engine(StepEngine):
             destination,
             self.series,
             self.selection.attacks,
-            None if run.rank else self.jsonl,
+            None if run.rank and self._origin is None else self.jsonl,
             self.record,
             reveal,
             self.options.local_steps,

@@ -89,8 +89,10 @@ def expect_per_round(sampling: str, per_round: float | None, clients: int) -> fl
         hint = "with sampling='all' each client takes part"
         _choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
         return float(clients)
+    if per_round is None:
+        raise DefenseError(f"ClientDP: sampling={sampling!r} needs per_round=, clients of a round")
     hint = f"sampling={sampling!r} draws so many of the clients"
-    drawn = _number("ClientDP: per_round", per_round or 0, above=0, at_most=clients, hint=hint)
+    drawn = _number("ClientDP: per_round", per_round, above=0, at_most=clients, hint=hint)
     if sampling == "fixed" and drawn % 1:
         raise DefenseError(f"ClientDP: with sampling='fixed' per_round={drawn!r} must be whole")
     return float(drawn)

@@ -151,7 +151,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         ctx: Any,
         *,
         tasks: Sequence[str] = TASKS,
-        **_: object,
+        filter_type: str = FilterType.TASK_RESULT,
     ) -> None:
         """Add the filter to the task results of a job's client. NVFlare calls this method."""
         _exclude_package(job)

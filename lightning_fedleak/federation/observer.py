@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -180,6 +181,7 @@ class RoundObserver:
         self._failures: dict[str, str] = {}
         self._clients: dict[tuple[str | int, Stage], Engine] = {}
         self.took_part: dict[str | int, bool] = {}
+        self._returned: dict[tuple[str | int, Stage], tuple[int, dict[str, int]]] = {}
         self._memories: dict[str | int, Memory] = {}
         self._first_round = 0
         self.round_ = -1
@@ -300,6 +302,7 @@ class RoundObserver:
             learning_rate = batches.learning_rate
 
         def take() -> GradientSnapshot:
+            self._check_new(client, stage, returned)
             if batches and stage is Stage.SHARED:
                 _check_steps(batches, self.local_steps)
             snapshot = updates.observe(
@@ -334,7 +337,7 @@ class RoundObserver:
             if asked is not None:
                 round_look = replace(round_look, seconds=round_look.seconds + asked.seconds)
         except Exception as error:  # of ours, which is to end no round
-            round_look = failed_look(look, engine, client, before, reason(error))
+            round_look = failed_look(look, engine, client, before, reason(error), utility)
         if logged:
             try:
                 if client != SUM:
@@ -414,6 +417,26 @@ class RoundObserver:
         except Exception as error:  # which the client's data or disk may have provoked
             announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
 
+    def _check_new(self, client: str | int, stage: Stage, returned: State) -> None:
+        """Refuse what a client has returned in an earlier round already.
+
+        Raises:
+            UpdateError: names that round.
+        """
+        sums = {
+            name: zlib.crc32(
+                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            )
+            for name, tensor in returned.items()
+        }
+        round_, earlier = self._returned.get((client, stage), (self.round_, {}))
+        if round_ < self.round_ and earlier == sums:
+            raise UpdateError(
+                f"the client returned what it returned in round {round_}, and not what it made of "
+                f"the model of round {self.round_}: an update of an earlier round"
+            )
+        self._returned[client, stage] = (self.round_, sums)
+
     def _recalled(self, client: str | int) -> Engine:
         """Return the engine of a client, with what other processes have noted of it."""
         engine = self._engine_of(client, Stage.SHARED)
@@ -437,12 +460,14 @@ class RoundObserver:
 
     def _recall(self, client: str | int) -> tuple[int, Memory] | None:
         """Return the round that a client wrote last, and its state; None: nothing of this run."""
+        if self.federation is None:
+            return None
         try:
             path = self.folder / f"client_{client}" / MEMORY_FILE
             content = read_secret(path, "the client's memory")
         except FileNotFoundError:
             return None
-        if self.federation is None or content["federation"] != self.federation:
+        if content["federation"] != self.federation:
             return None
         return content["round"], content["state"]
 

@@ -252,7 +252,7 @@ class OutgoingUpdates:
             why = str(error) if isinstance(error, UpdateError) else answer
             trace = "".join(traceback.format_tb(error.__traceback__))
             log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
-            if self.dp is None and not self.zero:
+            if self.dp is None and not (self.zero or self.secure_aggregation):
                 return Leaving(None, True, (), None, answer)
             return self.nothing(round_, sent, why, answer)
         seconds = time.perf_counter() - start

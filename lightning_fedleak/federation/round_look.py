@@ -89,7 +89,12 @@ def read_look(
 
 
 def failed_look(
-    look: Look, engine: Engine, client: str | int, before: Mapping[str, object], why: str
+    look: Look,
+    engine: Engine,
+    client: str | int,
+    before: Mapping[str, object],
+    why: str,
+    utility: Mapping[str, float],
 ) -> RoundLook:
     """Return a look of which every result is unknown, without a function that may have failed."""
     results = engine.results
@@ -100,7 +105,13 @@ def failed_look(
     results.failures += len(names)
     unknown, outcomes = dict.fromkeys(names, why), results.all_unknown(why)
     return RoundLook(
-        look.step, client, values, values, unknown, {}, {}, 0.0, look, engine, outcomes, before
+        *(look.step, client, values, values, unknown, {}, {}),
+        seconds=0.0,
+        look=look,
+        engine=engine,
+        outcomes=outcomes,
+        before=before,
+        utility=utility,
     )
 
 

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import BagOfWords
-from lightning_fedleak.attacks.base import Observation, Query, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.base import (
+    Observation,
+    Query,
+    RunFacts,
+    Surfaces,
+    UnusableObservation,
+)
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.labs.model_copy import ModelCopy, ModelCopyAttack
 from lightning_fedleak.model.anatomy import Anatomy
@@ -97,6 +103,16 @@ class BeamFromWords(ModelCopyAttack):
         """
         super().needs(anatomy)
         return self._words.needs(anatomy)
+
+    def meet(self, facts: RunFacts) -> None:
+        """Note the run, and let the attack on words know it."""
+        super().meet(facts)
+        self._words.meet(facts)
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Follow the model as it is now."""
+        super().refresh(anatomy, step)
+        self._words.refresh(anatomy, step)
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> TextGuess:

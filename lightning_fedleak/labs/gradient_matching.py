@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks import Query, UnusableObservation
+from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts.base import TINY, Deadline, TextGuess
 from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
 from lightning_fedleak.labs.model_copy import ModelCopyAttack
-from lightning_fedleak.model.snapshots import Observation, whole_tensor
+from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.validate import check_choice, check_integer
 
 # None of the values was tuned.
@@ -157,8 +158,21 @@ class GradientMatching(ModelCopyAttack):
             cosine over the next best.
 
         Raises:
-            UnusableObservation: non-finite or zero gradients.
+            UnusableObservation: non-finite or zero gradients, or a round of other than one plain
+                step of SGD.
         """
+        update = view.gradients[-1]
+        if isinstance(update, UpdateSnapshot):
+            steps = LocalSteps.from_facts(self._facts)
+            if (
+                steps is None
+                or update.local_steps != 1
+                or not steps.sums(fresh=update.fresh)
+                or steps.settings.get("nesterov")
+            ):
+                raise UnusableObservation(
+                    "only a gradient, or a round of one plain step of SGD, is matched"
+                )
         deadline = Deadline(self.budget_seconds)
         with self.model.session(), torch.no_grad():
             return Matching(self, view.gradients[-1].tensors).run(deadline)
@@ -196,6 +210,8 @@ class Matching:
             loss = self.copy.loss(ids, labels, dummy["words"])
             gradients = self.copy.gradients(loss, differentiable=differentiable)
             parts = [(gradients[n], g) for n, g in self.target.items() if n in gradients]
+            if not parts:
+                raise UnusableObservation("the loss of a text depends on nothing that is matched")
             if self.choices.distance == "cosine":
                 return _cosine_distance(parts)
             total = torch.stack([(a - b).square().sum() for a, b in parts]).sum()

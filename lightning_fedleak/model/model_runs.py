@@ -339,8 +339,13 @@ def check_text(
     """Raise an error for texts (B, L) that the model cannot read.
 
     Raises:
-        ValueError: a text is empty or too long, or the model takes no positions.
+        ValueError: shapes differ, a text is empty or too long, or the model takes no positions.
     """
+    others = [tensor for tensor in (mask, positions) if tensor is not None]
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(f"texts are (B, L), and not empty; input_ids has {tuple(input_ids.shape)}")
+    if any(tensor.shape != input_ids.shape for tensor in others):
+        raise ValueError("attention_mask and position_ids need the shape of input_ids")
     if mask is not None and not bool((mask != 0).any(1).all()):
         empty = int((mask == 0).all(1).nonzero()[0])
         raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")

@@ -365,7 +365,8 @@ def _defense(fit: FitSummary) -> Figure | None:
             y = plot.top + row * (number + (0.62 if is_narrow else 0.5))
             if pair.chance:
                 plot.rule("chance", [plot.x(pair.chance)], (y - 16, y + 16))
-            tone = "read" if is_read(pair.after, pair.chance) else "calm"
+            is_red = pair.is_conclusive and is_read(pair.after, pair.chance)
+            tone = "read" if is_red else "calm"
             middle = [plot.x(rate.value or 0.0) for rate in (pair.before, pair.after)]
             plot.rule("faint", middle, (y - 7, y + 7))
             for rate, at, kind in ((pair.before, y - 7, "calm"), (pair.after, y + 7, tone)):

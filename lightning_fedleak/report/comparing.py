@@ -112,9 +112,13 @@ def _cell(one: Overview, family: str) -> str:
 
 def _stop(stopped: str, lengths: Mapping[str, int], readings: Mapping[str, Reading]) -> Sentence:
     """Return what a gate that stopped a run kept back, beside the longest run."""
-    longest = max(lengths, key=lambda name: lengths[name])
-    start = (Part("The gate stopped "), Part(stopped, "strong"),
-             Part(f" after {lengths[stopped]} updates. In "), Part(longest, "strong"))  # fmt: skip
+    longest = max((name for name in lengths if name != stopped), key=lambda name: lengths[name])
+    start = (
+        Part("The gate stopped "),
+        Part(stopped, "strong"),
+        Part(f" after {lengths[stopped]} updates. In "),
+        Part(longest, "strong"),
+    )
     reading = readings.get(longest)
     if reading is None or reading.verdict != "read":
         return (*start, Part(f" all {lengths[longest]} left."))

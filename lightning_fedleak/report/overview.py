@@ -210,7 +210,9 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
     )
     if attack is None or attack.quoted is None:
         return replace(reading, **_without_value(tried)) if tried else reading
-    verdict: _Verdict = "inconclusive" if _excess(attack) > NEXT_TO_NONE else "little"
+    counted = 0.0 if attack.chance else attack.above_chance  # beside its control
+    is_little = max(_excess(attack), counted) <= NEXT_TO_NONE
+    verdict: _Verdict = "little" if is_little else "inconclusive"
     if _is_read(attack):
         verdict = "read"
     elif _blind(tried) or attack.stale:
@@ -341,7 +343,13 @@ def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
         parts.append(Part(f" High, but in too few looks to be sure: {names}."))
     if parts:
         return (Part(parts[0].text.lstrip()), *parts[1:])
-    if not any(one.verdict in ("little", "inconclusive") for one in readings):
+    unsure = " and ".join(one.title.lower() for one in readings if one.verdict == "inconclusive")
+    if unsure:
+        return (
+            Part("Not conclusive: ", "strong"),
+            Part(f"{unsure}. More looks or texts would show it."),
+        )
+    if not any(one.verdict == "little" for one in readings):
         return (Part("Nothing was measured. That is unknown, not safe."),)
     unknown = ", ".join(one.title.lower() for one in readings if one.verdict == "unknown")
     rest = f"Unknown: {unknown}." if unknown else "Others may read more."
@@ -426,11 +434,13 @@ def _utility_fact(fit: FitSummary) -> Fact:
 
 
 def _gate_fact(fit: FitSummary) -> Fact:
-    gates = [f"{g.metric.removeprefix('leakage/')} at most {brief(g.at_most)}"
-             for g in fit.gates or ()]  # fmt: skip
+    gates = [
+        f"{gate.metric.removeprefix('leakage/')} at most {brief(gate.at_most)}"
+        for gate in fit.gates or ()
+    ]
     if not fit.decisions:
         if fit.gates:
-            return Fact("Gate", "Held", "; ".join(gates))
+            return Fact("Gate", "Never acted", "; ".join(gates))
         none = ("None was set", "nothing would have stopped this run")
         return Fact("Gate", *(("Not recorded",) if fit.gates is None else none))
     first, more = fit.decisions[0], len(fit.decisions) - 1

@@ -19,7 +19,7 @@ from lightning_fedleak.report.attacks import (
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.logs import grouped
 from lightning_fedleak.report.records import MetricValue
-from lightning_fedleak.report.records.utility import is_training, is_validation
+from lightning_fedleak.report.records.utility import is_lower_better, is_training, is_validation
 from lightning_fedleak.report.wording import brief, brief_interval, measure
 
 MOST_ROUNDS, MOST_CLIENTS = 24, 20
@@ -160,6 +160,8 @@ def _heat_cells(attack: AttackSummary, points: Sequence[Point], bins: Bins) -> l
             cells.append(Cell("" if point is None else "?", "" if point is None else "h"))
             continue
         above = (point.value - attack.chance) / (1 - attack.chance)
+        if attack.conclusive is False or not is_read(point.rate, attack.chance):
+            above = 0.0
         text = f"({brief(point.value)})" if point.withheld else brief(point.value)
         cells.append(Cell(text, f"h{round(10 * min(1.0, max(0.0, above)))}"))
     return [*cells, Cell(brief(_mean(points)), "b")]
@@ -195,7 +197,8 @@ class Knee:
 def knee(fit: FitSummary) -> Knee | None:
     """Return the trained model's leakage against validation; None without two such looks."""
     attacks = [a for a in fit.attacks if a.stage == RELEASED and a.chance and a.quoted]
-    name, line = next(((n, p) for n, p in utility(fit).items() if is_validation(n)), ("", []))
+    metrics = ((n, p) for n, p in utility(fit).items() if is_validation(n) and is_lower_better(n))
+    name, line = next(metrics, ("", []))
     if not attacks or not line:
         return None
     attack = min(attacks, key=lambda a: (a.family.name != "memorization", -(a.mean or 0.0)))
@@ -227,6 +230,7 @@ class Pair(NamedTuple):
     before: MetricValue
     after: MetricValue
     is_mean: bool
+    is_conclusive: bool
 
 
 def before_and_after(fit: FitSummary) -> list[Pair]:
@@ -242,7 +246,8 @@ def before_and_after(fit: FitSummary) -> list[Pair]:
             steps = {p.step for p in local.points if p.value is not None}
             steps &= {p.step for p in after.points if p.value is not None}
             before, behind = _mean_of(local, steps), _mean_of(after, steps)
-        pairs.append(Pair(local.name, local.chance, before, behind, not local.quoted.is_latest))
+        is_mean, is_conclusive = not local.quoted.is_latest, after.conclusive is not False
+        pairs.append(Pair(local.name, local.chance, before, behind, is_mean, is_conclusive))
     return [pair for pair in pairs if pair.before.value is not None]
 
 

@@ -56,6 +56,12 @@ class UpdateRelease:
                 f"DefendedStrategy: defenses={defenses!r} must be a list, even of one: [...]"
             )
         defenses = tuple(defenses)  # once: a generator would be empty the second time
+        for defense in defenses:
+            if not isinstance(defense, Defense) or not (defense.name and defense.guarantee):
+                raise DefenseError(
+                    f"DefendedStrategy: {defense!r} in `defenses` must be an instance of a Defense "
+                    "with the class attributes `name` and `guarantee`"
+                )
         names = [defense.name for defense in defenses]
         if len(set(names)) < len(names):
             raise DefenseError(

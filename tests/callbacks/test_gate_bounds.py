@@ -135,14 +135,16 @@ def test_lower_refuses_the_worst_of_several_clients():
 AUC = "leakage/fc_membership/auc"
 
 
+def judge(name, value, at_most):
+    return Judgement(value)
+
+
 def look(gate, **monitor):
     """One look of a monitor that pools over looks, as the gate sees it."""
     results = {"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor
     engine = SimpleNamespace(
-        results=SimpleNamespace(**({"trials": {}} | results)),
+        results=SimpleNamespace(**({"trials": {}, "untested": {}} | results), judge=judge),
         unread=lambda name: None,
-        untested=lambda name: "",
-        judge=lambda name, value, at_most: Judgement(value),
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )

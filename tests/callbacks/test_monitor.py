@@ -25,7 +25,6 @@ from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import (
     LeakageMonitor,
-    MonitorSettings,
     RiskGate,
 )
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError, GradientNoise
@@ -41,7 +40,6 @@ from tests.helpers.notices import announced
 
 F1 = "leakage/probe/f1"
 STAGES = ("local", "shared", "aggregate")
-HEAD_ONLY = MonitorSettings(head_own_part=True)
 
 
 def module(kind: type[CausalLMModule] = CausalLMModule, **settings: Any) -> CausalLMModule:
@@ -75,19 +73,6 @@ def test_one_attack_may_be_at_two_stages_by_two_monitors_but_not_under_one_name(
     monitors = [LeakageMonitor([Probe(), Probe(name="b")]), LeakageMonitor([Probe(name="b")])]
     with pytest.raises(ValueError, match=r"another LeakageMonitor.*leakage/b"):
         fit([*monitors], tmp_path)
-
-
-def test_the_heads_own_part_is_for_attacks_on_a_tied_heads_weight(tmp_path: Path) -> None:
-    other = Probe(name="other", role="model.transformer.ln_f.weight")
-    monitor = LeakageMonitor([Probe(), other], settings=HEAD_ONLY)
-    fit([monitor], tmp_path, n=4)
-    assert monitor.failures == 0
-    assert "leakage_local/probe_head_only/f1" in monitor.latest
-    assert "leakage_local/other_head_only/f1" not in monitor.latest
-    with pytest.raises(ValueError, match="tied head only"):
-        fit([LeakageMonitor(Probe(), settings=HEAD_ONLY)], tmp_path, module=module(tied=False))
-    with pytest.raises(ValueError, match="head_own_part"):
-        LeakageMonitor(Probe(), local_steps=2, settings=HEAD_ONLY)
 
 
 def test_a_step_that_amp_skipped_shares_nothing_and_the_look_moves_on(tmp_path: Path) -> None:
@@ -447,7 +432,7 @@ class Breaks(CausalLMModule):
 
 def test_each_fit_is_watched_from_its_first_step_also_after_an_exception(tmp_path: Path) -> None:
     probe, events = Probe(k=20), []
-    monitor = LeakageMonitor(probe, every_n_steps=1, settings=HEAD_ONLY)
+    monitor = LeakageMonitor(probe, every_n_steps=1)
     gate = RiskGate(F1, at_most=0.0, action=events.append)
     broken = module(Breaks)
     with pytest.raises(KeyError):

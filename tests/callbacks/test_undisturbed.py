@@ -123,16 +123,15 @@ def test_inversion_neither_disturbs_noised_activations_nor_their_noise(make, tmp
     assert monitor.latest[f"leakage_local/{name}"] > monitor.latest[f"leakage/{name}"]
 
 
-def test_averaging_callbacks_and_the_heads_own_part_do_not_disturb(tmp_path):
+def test_averaging_callbacks_do_not_disturb(tmp_path):
     averaging = getattr(lightning_callbacks, "WeightAveraging", None)  # absent before 2.6
 
     def run(*callbacks):
         return fit([*callbacks, *([averaging()] if averaging else [])], tmp_path)
 
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=MonitorSettings(head_own_part=True))
+    monitor = LeakageMonitor(Probe(), every_n_steps=1)
     assert_same(run(), run(monitor))
     assert monitor.failures == 0
-    assert monitor.latest["leakage_local/probe_head_only/f1"] > 0
 
 
 def test_a_resumed_run_is_bit_identical_and_its_games_go_on(tmp_path):
@@ -178,7 +177,7 @@ def test_a_compiled_model_is_watched_and_not_disturbed(tmp_path):
 
     plain = Kept.of(fit([], tmp_path / "plain", module=compiled(), n=12))
     attacks = [Probe(), PrefixInversion(1, None, language_model=False), FCMembership(layer=1)]
-    monitor = LeakageMonitor(attacks, every_n_steps=1, settings=MonitorSettings(head_own_part=True))
+    monitor = LeakageMonitor(attacks, every_n_steps=1)
     assert_same(plain, fit([monitor], tmp_path / "watched", module=compiled(), n=12))
     assert (monitor.failures, monitor.looks) == (0, 3)
     assert monitor.latest["leakage/prefix_inversion/token_accuracy"] == 1
@@ -198,12 +197,7 @@ def test_between_looks_nothing_of_a_look_is_kept_alive(tmp_path):
         def on_train_batch_start(self, *args):
             alive.append(sum(reference() is not None for reference in references))
 
-    monitor = LeakageMonitor(
-        Weak(),
-        every_n_steps=1,
-        stages=("local", "shared", "aggregate"),
-        settings=MonitorSettings(head_own_part=True),
-    )
+    monitor = LeakageMonitor(Weak(), every_n_steps=1, stages=("local", "shared", "aggregate"))
     fit([Counts(), monitor], tmp_path)
-    assert len(references) == 8 * 6
+    assert len(references) == 8 * 9
     assert alive == [0] * 8

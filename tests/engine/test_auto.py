@@ -114,7 +114,7 @@ def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
 def test_a_frozen_head_alone_is_no_pass_for_a_gate(tmp_path: Path) -> None:
     head = AlignedFlatChat(TEXT, calibration_tokens=200)
     gate = Threshold("leakage/aligned_flatchat/f1", at_most=0.5)
-    with pytest.raises(ValueError, match=r"an attack that reads it: SubspaceWords\(.*\); or"):
+    with pytest.raises(ValueError, match=r"list an attack that reads it"):
         auto(tmp_path, model_of(lora=True), head, gates=[gate])
     both = [head, SubspaceWords(capacity_seconds=0)]
     training = auto(tmp_path, model_of(lora=True), both, gates=[gate])
@@ -154,7 +154,7 @@ def test_a_masked_model_needs_text_for_what_calibrates(tmp_path: Path) -> None:
 
 def test_an_encoder_decoder_is_calibrated_on_frequent_tokens(tmp_path: Path) -> None:
     watch = auto(tmp_path, model_of(t5), public_text=None, optimizer="sgd").watch
-    assert not watch.engine.results.untested["words"]
+    assert not watch.engine.results.untested.get("words")
     assert watch.latest["leakage/aligned_flatchat/f1"] >= 0.95
     assert watch.latest[WORST] >= 0.95
 

@@ -11,9 +11,8 @@ from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
-from lightning_fedleak.attacks.membership.insertion import insert
+from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.engine import Games
-from lightning_fedleak.evaluation.auditing import audit_canaries
 from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_canaries
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
@@ -191,7 +190,7 @@ def test_the_gradient_is_that_of_layers_that_are_really_there(tmp_path, granular
     assert int((shared.abs().sum(1) > 0).sum()) == 2
     for target, game in zip(attack.computed[1][0], shared, strict=True):
         crafted = attack.craft(target)
-        with insert(find_anatomy(model), 1, crafted, scale=scale):
+        with Inserted(find_anatomy(model), 1, crafted, scale=scale):
             (real,) = torch.autograd.grad(model(**batch).loss, [crafted.bias])
         torch.testing.assert_close(game, real, rtol=1e-3, atol=1e-7 * scale)
 
@@ -378,9 +377,9 @@ def planted(seed=3):
     return with_canaries(random_token_loader(24).dataset, rows, seed=seed)
 
 
-def audited(folder, data, rule=None, **settings):
+def audited(folder, data, **settings):
     attack = Recording()
-    games = Games(canaries=data.canaries, score_canaries=rule)
+    games = Games(canaries=data.canaries)
     batches = DataLoader(data, batch_size=4)
     watch = watched(folder, attack, still_gpt2(), batches=batches, lr=0.0, games=games, **settings)
     return watch, attack
@@ -404,30 +403,6 @@ def test_canaries_in_the_batch_are_members_and_those_held_out_are_not(tmp_path):
     assert len(watch.lines("audit/recording")) == len(audits)
     lines = [*watch.lines("recording"), *watch.lines("audit/recording")]
     assert {line["metrics"]["auc"]["value"] for line in lines} == {1.0}
-
-
-def test_all_canaries_are_scored_at_each_look_by_one_rule_over_the_run(tmp_path):
-    data = planted()
-    watch, attack = audited(tmp_path, data, rule="max")
-    texts = [ids.tolist() for ids in data.canaries.token_ids]
-    queries = [(step, s, q) for step, _, s, q in attack.runs if texts_of(q) == texts]
-    assert [step for step, *_ in queries] == list(range(math.ceil(len(data) / 4)))
-    scores = watch.engine.canary_scores(None)
-    assert torch.equal(scores == attack.rungs, data.canaries.included)
-    looks = torch.stack([attack.guess(s.tensors[CRAFTED]).scores for _, s, _ in queries]).double()
-    assert torch.equal(scores, looks.amax(0))
-    assert audit_canaries(data.canaries, scores).epsilon > 0.5
-    mean, _ = audited(tmp_path / "mean", data, rule="mean")
-    torch.testing.assert_close(mean.engine.canary_scores(None), looks.mean(0))
-    with pytest.raises(ValueError, match="resume with score_canaries='max'"):
-        mean.engine.load_state_dict(watch.engine.state_dict())
-    model = still_gpt2()
-    games = Games(canaries=data.canaries, score_canaries="max")
-    resumed = Watch(model, torch.optim.SGD(model.parameters(), 1), Recording(), games=games)
-    with pytest.raises(ValueError, match="at no look"):
-        resumed.engine.canary_scores(None)
-    resumed.engine.load_state_dict(watch.engine.state_dict())
-    assert torch.equal(resumed.engine.canary_scores(None), scores)
 
 
 def test_a_checkpoint_commits_to_the_canaries_and_refuses_others(tmp_path):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
-from lightning_fedleak.engine.run import EveryNSteps, MaxOverhead
+from lightning_fedleak.engine.scheduler import EveryNSteps, MaxOverhead
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.threats import ThreatModelError

@@ -19,8 +19,9 @@ from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.engine.channels import WordsChannel
 from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.outcomes import Outcome, Series, pending
 from lightning_fedleak.engine.results import Results
-from lightning_fedleak.engine.run import Look, Outcome, Series, pending
+from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.trainers import Threshold

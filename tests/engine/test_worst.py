@@ -11,8 +11,9 @@ import pytest
 
 from lightning_fedleak import RiskGate
 from lightning_fedleak.engine import GateActions
+from lightning_fedleak.engine.outcomes import Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.engine.results import Results
-from lightning_fedleak.engine.run import Look, Outcome, Series, not_shared, pending, unknown
+from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.report.records import Judgement

@@ -11,7 +11,7 @@ import torch
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.callbacks import LeakageLimitExceeded
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
-from lightning_fedleak.engine.engine import Engine
+from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,

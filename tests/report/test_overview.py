@@ -229,7 +229,7 @@ def test_the_knee_is_said_in_words(tmp_path):
     [
         ("warn", 3, "Exceeded at step 0 and 2 times more: it only warned"),
         ("stopped", 1, "Acted at step 0: it stopped the run"),
-        ("", 0, "Held"),
+        ("", 0, "Never acted"),
     ],
 )
 def test_a_gate_held_or_acted(tmp_path, did, times, value):

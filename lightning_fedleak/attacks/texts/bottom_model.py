@@ -138,7 +138,10 @@ class BottomModel(CopiedModel):
         self.cache_agrees: bool | None = None
         self._bind(anatomy, step=0)
         shape = matrix_shape(anatomy.embedding)
-        assert shape is not None
+        if shape is None:
+            raise ValueError(
+                "the input embeddings hold no matrix of numbers, which inversion needs"
+            )
         self.vocab_size, self.embedding_width = shape
         self.context = model_runs.context_length(anatomy)
         self._try()

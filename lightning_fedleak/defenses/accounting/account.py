@@ -408,6 +408,10 @@ class RenyiFilter(Ledger):
         return rdp
 
     def _spent(self) -> Floats:
+        if not len(self.orders):
+            raise DefenseError(
+                "RenyiFilter: without orders there is no budget yet; call begin first"
+            )
         spent = np.zeros(len(self.orders))
         for sigma, rate, count in self.history:
             spent = spent + count * self._rdp(sigma, rate)

@@ -145,7 +145,17 @@ def _read(path: Path) -> tuple[dict[Event, int], int, int]:
     """Return counts by event, the file's bytes, and how many of these are half a line at its end.
 
     The release of a line without its end was never made.
+
+    Raises:
+        DefenseError: the file cannot be read.
     """
+    try:
+        return _read_counts(path)
+    except OSError as error:
+        raise DefenseError(f"ledger={str(path)!r} cannot be read ({error})") from error
+
+
+def _read_counts(path: Path) -> tuple[dict[Event, int], int, int]:
     counts: dict[Event, int] = {}
     if not _is_there(path):
         return counts, 0, 0

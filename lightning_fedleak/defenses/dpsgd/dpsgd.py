@@ -281,6 +281,9 @@ class DPSGD(Defense):
             max_rows=self.max_physical_batch_size,
             fill=self.release.truncated_batch_size,
         )
+        if self._sampling is not None:  # set up again: batches are drawn as before
+            self._step.sampling = self._sampling
+            self._set_clip()
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
         """Return a loader of Poisson samples, and fix the noise.
@@ -410,8 +413,8 @@ class DPSGD(Defense):
         """Write the clipped and noised mean into ``p.grad``, and account it.
 
         Raises:
-            DefenseError: a gradient is not that of the layers, the noise is not what is accounted,
-                or weights do not move, or were written to. Nothing is released.
+            DefenseError: a gradient is not that of the layers, or weights were written to.
+                Nothing is released.
         """
         team, step, noise = self._team, self._fit_step, self._noise
         expected, release = step.sampling.expected, self.releases

@@ -91,6 +91,11 @@ class ReleaseSettings:
     def __post_init__(self) -> None:
         factors_of("ReleaseSettings(noise_schedule=)", self.noise_schedule)
         _check_choice("trust", self.trust, ("local", "central"))
+        if self.mechanism is not None and not hasattr(self.mechanism, "noise"):
+            raise DefenseError(
+                f"ReleaseSettings: mechanism={self.mechanism!r} must be None, or for example "
+                "lightning_fedleak.labs.correlated_noise.CorrelatedNoise('banded', bands=4)"
+            )
         _check_choice("on_budget", self.on_budget, ("stop", "raise"))
         _check_number("harden_factor", self.harden_factor, above=1)
         _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -18,6 +19,7 @@ from lightning_fedleak.model.batches import BatchError, read_batch
 from lightning_fedleak.model.model_state import preserve_process
 
 ORDERED = 8  # examples that show whether the collate function keeps their order. Not tuned
+CANDIDATES = 64  # examples these are chosen from, to differ in length where any do. Not tuned
 
 
 def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
@@ -108,9 +110,7 @@ def check_order(loader: DataLoader[Any]) -> None:
         DefenseError: it sorts or shuffles, or makes a row of several examples.
     """
     with preserve_process():
-        dataset: Any = loader.dataset
-        last = len(dataset) - 1
-        places = sorted({last * i // (ORDERED - 1) for i in range(ORDERED)})
+        places = _unlike(loader)
         count = len(places)
         # Sorting, reversing and rotating do not undo this order.
         order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
@@ -173,6 +173,27 @@ def check_documents(loader: DataLoader[Any], *, by_user: bool) -> None:
             "documents give each a row of its own.",
             stacklevel=4,
         )
+
+
+def _unlike(loader: DataLoader[Any]) -> list[int]:
+    """Return places of a few examples, from the shortest to the longest of many."""
+    dataset: Any = loader.dataset
+    last = len(dataset) - 1
+    places = sorted({last * i // (CANDIDATES - 1) for i in range(CANDIDATES)})
+    places.sort(key=lambda place: _length(dataset[place]))
+    ranks = sorted({(len(places) - 1) * i // (ORDERED - 1) for i in range(ORDERED)})
+    return [places[rank] for rank in ranks]
+
+
+def _length(value: Any) -> int:
+    """Return how many letters and nonzero numbers an example has; padding is often zero."""
+    if isinstance(value, Mapping):
+        return sum(map(_length, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_length, value))
+    if isinstance(value, Tensor | np.ndarray):
+        return int((value != 0).sum())
+    return len(value) if isinstance(value, str | bytes) else bool(value)
 
 
 def _collated(loader: DataLoader[Any], places: list[int]) -> list[Tensor]:

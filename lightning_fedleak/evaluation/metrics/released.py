@@ -47,7 +47,7 @@ def spent_at(look: int, alpha: float = 0.05) -> float:
 def others_needed(look: int, alpha: float = 0.05) -> int:
     """Return how many others a look needs before its bound on the TPR can be above 0.
 
-    The highest other leaves an FPR of at most ``fpr`` but for a probability ``(1 - FPR)^n``.
+    The highest other leaves an FPR of at most ``FPR`` but for a probability ``(1 - FPR)^n``.
 
     Examples:
         >>> from lightning_fedleak.evaluation.metrics.released import others_needed
@@ -62,7 +62,7 @@ def shown_tpr(scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 
 
     ``low`` is unknown (NaN) with too few others; ``value`` is ``low``.
 
-    The bar is an other's score, low enough in the order of others that its FPR is at most ``fpr``
+    The bar is an other's score, low enough in the order of others that its FPR is at most ``FPR``
     but for half of the look's alpha: the FPR above the j-th highest of n others has the law
     Beta(j, n - j + 1). Clopper-Pearson's bound on the members above it takes the other half. The
     upper bound mirrors this.

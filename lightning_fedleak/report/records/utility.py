@@ -10,6 +10,11 @@ _TRAINING = re.compile(r"^(train|training)([_/.\- ]|$)|^loss$", re.I)
 _LOWER_IS_BETTER = re.compile(r"loss|perplexity|ppl|error|nll|wer", re.I)
 
 
+def is_lower_better(metric: str) -> bool:
+    """Return whether lower values of a metric are better, by its name."""
+    return bool(_LOWER_IS_BETTER.search(metric))
+
+
 def is_validation(metric: str) -> bool:
     """Return whether a metric is of data that are not trained on, by its name."""
     return bool(_HELD_OUT.search(metric))
@@ -41,4 +46,4 @@ def best_of(metric: str, values: Iterable[float]) -> float:
         metric: its name.
         values: at least one.
     """
-    return (min if _LOWER_IS_BETTER.search(metric) else max)(values)
+    return (min if is_lower_better(metric) else max)(values)

@@ -26,11 +26,11 @@ from lightning_fedleak.defenses.accounting.account import (
     Ledger,
     RenyiFilter,
     best_order,
-    curve_of,
 )
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     LEAST_NOISE,
+    curve_of,
     effective_noise_multiplier,
     epsilon_of,
     noise_multiplier_for,

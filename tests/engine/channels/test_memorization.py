@@ -19,7 +19,6 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning_fedleak.engine.pool import collect
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
@@ -40,6 +39,7 @@ from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
+from lightning_fedleak.engine.channels.pool import collect
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import visible_tpr

@@ -263,8 +263,8 @@ class FitResults:
         begin = self._log.begin
         family = None if begin is None else begin.family_of(self._played(attack))
         if family is not None:  # in this version's words, where they are its own
-            known = {one.name: one for one in (*STANDARD_FAMILIES, CANARIES)}
-            return known.get(family.name, family)
+            known_values = {one.name: one for one in (*STANDARD_FAMILIES, CANARIES)}
+            return known_values.get(family.name, family)
         metrics = {name for line in lines for name in line.metrics}
         if any(line.stage == RELEASED for line in lines):
             return CANARIES if "exposure" in metrics else MEMORIZATION

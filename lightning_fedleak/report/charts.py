@@ -39,7 +39,7 @@ DESK, HALF, PHONE = 1064, 510, 354
 MOST_BINS = 120
 """Most points of a line. Of more looks those side by side share a bin. Not tuned."""
 MOST_DOTS = 48  # bins up to which each has a symbol: more would touch
-QUARTERS = (0, 0.25, 0.5, 0.75, 1)
+QUARTERS = (0, 0.25, 0.5, 0.75, 1)  # ticks of a rate; more ticks crowd a phone's chart
 SHAPES = {
     "words": "m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0",
     "membership": "m-3-3h6v6h-6z",
@@ -198,9 +198,9 @@ def figures(fit: FitSummary, one: Overview, runs: int = 1) -> list[Figure]:
     """
     most = max(MOST_BINS // runs, MOST_ROUNDS)
     spendings = [_spending(fit, a.defense, a.series, most) for a in fit.privacy]
-    drawn = [_heat_map(fit), _knee(fit), _over_steps(fit, one, most), _defense(fit),
+    sections = [_heat_map(fit), _knee(fit), _over_steps(fit, one, most), _defense(fit),
              _each_attack(fit), *spendings]  # fmt: skip
-    return [each for each in drawn if each is not None]
+    return [each for each in sections if each is not None]
 
 
 def _curves(fit: FitSummary, one: Overview) -> list[Curve]:
@@ -235,16 +235,16 @@ def _over_steps(fit: FitSummary, one: Overview, most: int) -> Figure | None:
     if not steps:
         return None
     bins = Bins(steps, most)
-    shown = {curve: bins.highest(curve.points) for curve in curves}
+    visible = {curve: bins.highest(curve.points) for curve in curves}
     lines = {name: thin for name, line in metrics.items() if (thin := bins.thinned(line))}
     x = bins.span(fit.length)
 
     def draw(width: float) -> str:
-        parts = [_leakage(fit, width, x, shown)] if curves else []
+        parts = [_leakage(fit, width, x, visible)] if curves else []
         return "".join([*parts, *([_metrics(fit, width, x, lines)] if lines else [])])
 
     def cells(number: int) -> list[Cell]:
-        rates = [curve.cell(points.get(number)) for curve, points in shown.items()]
+        rates = [curve.cell(points.get(number)) for curve, points in visible.items()]
         values = [line[number][1] if number in line else None for line in lines.values()]
         return [*rates, *(Cell("" if v is None else f"{v:.3f}", "use") for v in values)]
 
@@ -255,17 +255,17 @@ def _over_steps(fit: FitSummary, one: Overview, most: int) -> Figure | None:
 
 
 def _leakage(
-    fit: FitSummary, width: float, x: Span, shown: Mapping[Curve, Mapping[int, Point]]
+    fit: FitSummary, width: float, x: Span, visible: Mapping[Curve, Mapping[int, Point]]
 ) -> str:
     is_narrow = width < HALF
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
-    plot = Plot(size, x, (_lowest(shown), 1), margins)
+    plot = Plot(size, x, (_lowest(visible), 1), margins)
     plot.axes(QUARTERS, _steps(x, is_narrow))
-    if any(curve.chance for curve in shown):
+    if any(curve.chance for curve in visible):
         plot.level("chance", 0.5, "guessing" if is_narrow else "guessing (AUC)")
     for limit in limits_of(fit):
         plot.level("gate", limit, f"gate {brief(limit)}")
-    for curve, points in shown.items():
+    for curve, points in visible.items():
         plot.curve(curve, list(points.values()))
         label = f"{_short(curve.name, 13)} {brief(curve.last.value)}"
         plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
@@ -275,13 +275,13 @@ def _leakage(
         at, anchor = plot.x(first.step), "end" if first.step > 0.6 * x[1] else "start"
         plot.rule("gate", [at], (plot.top, plot.bottom))
         plot.text(at, 12, words.get(first.did, f"gate: {first.did}"), "ink", anchor)
-    rates = [f"{c.name} {brief(c.last.value)} ({brief_interval(c.last.rate)})" for c in shown]
+    rates = [f"{c.name} {brief(c.last.value)} ({brief_interval(c.last.rate)})" for c in visible]
     return plot.svg(f"Leakage by {fit.unit}: {'; '.join(rates)}")
 
 
-def _lowest(shown: Mapping[Curve, Mapping[int, Point]]) -> float:
+def _lowest(visible: Mapping[Curve, Mapping[int, Point]]) -> float:
     """Return where an axis of rates begins: at 0, or lower if a value is negative."""
-    return min([0.0, *(p.low or 0.0 for points in shown.values() for p in points.values())])
+    return min([0.0, *(p.low or 0.0 for points in visible.values() for p in points.values())])
 
 
 def _metrics(
@@ -403,16 +403,16 @@ def _each_attack(fit: FitSummary) -> Figure | None:
     x = bins.span(fit.length)
     drawing, rows = Markup(""), []
     for curve, metric in curves.items():
-        shown = bins.highest(curve.points)
+        visible = bins.highest(curve.points)
         last = f"{metric} {brief(curve.last.value)}"
 
-        plot = Plot((240, 118), x, (_lowest({curve: shown}), 1), (28, 8, 8, 20))
+        plot = Plot((240, 118), x, (_lowest({curve: visible}), 1), (28, 8, 8, 20))
         plot.axes([0, 0.5, 1], _ticks(x, 3))
         if curve.chance:
             plot.level("chance", curve.chance)
         for limit in limits_of(fit, f"/{curve.name}/"):
             plot.level("gate", limit)
-        plot.curve(curve, list(shown.values()), most_dots=2)
+        plot.curve(curve, list(visible.values()), most_dots=2)
         title = '<div><p class="t">{}<span class="{}">{}</span></p>{}</div>'
         svg = Markup(plot.svg(f"{curve.name} at {fit.unit} {curve.last.step}: {last}"))
         drawing += Markup(title).format(curve.name, curve.tone(curve.last), last, svg)
@@ -428,20 +428,20 @@ def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> Figur
     bins = Bins([step for step, value in series if value is not None], most)
     if len(bins.steps) < 2:
         return None
-    kept, x = bins.thinned(series), bins.span(fit.length)
-    last = list(kept.values())[-1][1]
+    remaining, x = bins.thinned(series), bins.span(fit.length)
+    last = list(remaining.values())[-1][1]
 
     def draw(width: float) -> str:
-        is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in kept.values()))
+        is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in remaining.values()))
         plot = Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
         plot.axes(_ticks(y, 4), _steps(x, is_narrow), fit.unit)
-        plot.line("ink", kept.values())
-        if len(kept) <= MOST_DOTS:
-            plot.dots("ink", kept.values())
+        plot.line("ink", remaining.values())
+        if len(remaining) <= MOST_DOTS:
+            plot.dots("ink", remaining.values())
         plot.label(last, f"\u03b5 {digits(last)}", "ink b")
         return plot.svg(f"Epsilon by {fit.unit}: {digits(last)} at the end")
 
-    rows = bins.rows(lambda number: [Cell(digits(kept[number][1]))])
+    rows = bins.rows(lambda number: [Cell(digits(remaining[number][1]))])
     caption = f"\u03b5 of {defense} by {fit.unit}, of all releases until then."
     return Figure("Privacy spent", caption, _both(draw), [fit.unit, "epsilon"], rows)
 
@@ -498,22 +498,22 @@ def _overlay(curves: Sequence[Curve], unit: str) -> Figure | None:
     if not curves:
         return None
     bins = Bins([p.step for curve in curves for p in curve.points], MOST_DOTS)
-    shown = {curve: bins.highest(curve.points) for curve in curves}
+    visible = {curve: bins.highest(curve.points) for curve in curves}
     x = bins.span(None)
 
     def draw(width: float) -> str:
-        plot = Plot((width, 300), x, (_lowest(shown), 1), (40, 110, 14, 40))
+        plot = Plot((width, 300), x, (_lowest(visible), 1), (40, 110, 14, 40))
         plot.axes(QUARTERS, _steps(x, True), unit)
         if curves[0].chance:
             plot.level("chance", curves[0].chance)
-        for curve, points in shown.items():
+        for curve, points in visible.items():
             plot.curve(curve, list(points.values()), most_dots=0)
             plot.dots(curve.tone(curve.last), [(curve.last.step, curve.last.value)])
             label = _short(curve.name, 14)
             plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
         return plot.svg(f"Leakage by {unit}, each run")
 
-    rows = bins.rows(lambda i: [curve.cell(points.get(i)) for curve, points in shown.items()])
+    rows = bins.rows(lambda i: [curve.cell(points.get(i)) for curve, points in visible.items()])
     caption = f"The worst attack of this kind, each run.{bins.caption}"
     columns = [unit, *(curve.name for curve in curves)]
     return Figure(f"By {unit}", caption, _both(draw, HALF), columns, rows)

@@ -231,14 +231,14 @@ def last_and_best(utility: Mapping[str, Points]) -> dict[str, tuple[float, float
 
     Where one is of validation data, those of training batches are left out.
     """
-    known = {
+    reference = {
         name: [value for _, value in points if value is not None]
         for name, points in utility.items()
     }
-    validated = any(is_validation(name) for name, values in known.items() if values)
+    validated = any(is_validation(name) for name, values in reference.items() if values)
     return {
         name: (values[-1], best_of(name, values))
-        for name, values in known.items()
+        for name, values in reference.items()
         if values and not (validated and is_training(name))
     }
 

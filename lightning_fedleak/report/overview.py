@@ -290,8 +290,8 @@ def _notes(
         yield f"{capitalized(attack.control_note)}."
     recall, precision = quoted.rates.get("recall"), quoted.rates.get("precision")
     if recall and precision and attack.headline == "f1":
-        found = capitalized(percent(recall))
-        yield f"{found} found, {percent(precision)} of what was named was there."
+        matches = capitalized(percent(recall))
+        yield f"{matches} found, {percent(precision)} of what was named was there."
     interval = brief_interval(quoted.rate)
     n = "" if quoted.n is None else f"n {quoted.n:,}; "
     unknown = f"; unknown at {attack.unknown} more" if attack.unknown else ""
@@ -372,9 +372,9 @@ def _deed(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
         pieces[::3], [*pieces[1::3], ""], [*pieces[2::3], ""], strict=True
     ):
         yield Part(before)
-        shown = words.get(name, name) if " " in name or name in words else brief(values.get(name))
+        visible = words.get(name, name) if " " in name or name in words else brief(values.get(name))
         if name:
-            yield Part(percent(values.get(name)) if unit else shown, "read")
+            yield Part(percent(values.get(name)) if unit else visible, "read")
 
 
 # ---- facts --------------------------------------------------------------------------------------
@@ -425,10 +425,10 @@ def _defense(fit: FitSummary) -> Fact:
 
 def _utility_fact(fit: FitSummary) -> Fact:
     for name, points in utility(fit).items():
-        what = title_of(name).removeprefix(name).strip(" ()")
+        description = title_of(name).removeprefix(name).strip(" ()")
         begin = f"from {points[0][1]:.3f}" if len(points) > 1 else "one value"
         step, last = points[-1]
-        detail = f"{what}{'; ' * bool(what)}{begin}, {fit.unit} {step}"
+        detail = f"{description}{'; ' * bool(description)}{begin}, {fit.unit} {step}"
         return Fact("Utility", f"{name} {last:.3f}", detail)
     return Fact("Utility", "Not recorded")
 

@@ -113,10 +113,10 @@ class Bins:
 
     def thinned(self, line: Points) -> dict[int, tuple[int, float]]:
         """Return the highest value of each bin; of the last bin the last."""
-        known = [(s, v) for s, v in line if v is not None and abs(v) < LARGEST_DRAWN]
-        parts = sorted(grouped(known, lambda p: self._bins[p[0]]).items())
-        kept = {number: max(part, key=lambda p: p[1]) for number, part in parts}
-        return kept | ({parts[-1][0]: parts[-1][1][-1]} if parts else {})
+        known_values = [(s, v) for s, v in line if v is not None and abs(v) < LARGEST_DRAWN]
+        parts = sorted(grouped(known_values, lambda p: self._bins[p[0]]).items())
+        remaining = {number: max(part, key=lambda p: p[1]) for number, part in parts}
+        return remaining | ({parts[-1][0]: parts[-1][1][-1]} if parts else {})
 
     def rows(self, cells: Callable[[int], Sequence[Cell]]) -> list[Row]:
         """Return a row of a table for each bin."""
@@ -210,14 +210,15 @@ def knee(fit: FitSummary) -> Knee | None:
     if len(looks) < 2:
         return None
     best, last = min(looks, key=lambda one: one[0])[1], looks[-1][1]
-    at, end = best.value or 0.0, last.value or 0.0
-    sentence = f"{name} was best at {fit.unit} {best.step}, where the AUC was {brief(at)} already."
+    auc_at_best, end = best.value or 0.0, last.value or 0.0
+    at_best = f"{name} was best at {fit.unit} {best.step}"
+    sentence = f"{at_best}, where the AUC was {brief(auc_at_best)} already."
     if best.step >= last.step:
         sentence = f"{name} still improved at the last look: no knee within this run."
-    elif end - at >= 0.01:
+    elif end - auc_at_best >= 0.01:
         sentence = (
             f"Stopping at {fit.unit} {best.step}, the best {name}, would have left an AUC of "
-            f"{brief(at)} instead of {brief(end)}: what came after bought no utility."
+            f"{brief(auc_at_best)} instead of {brief(end)}: what came after bought no utility."
         )
     return Knee(curve, name, looks, sentence)
 

@@ -8,24 +8,25 @@ from tests.tools import code_metrics
 # on the trained weights and their report took 1,950 lines of code, whole texts behind crafted
 # bottlenecks 310; the truth off a step's graph, controls, DP optimizers of other libraries, watches
 # that end no training, metrics between looks, intervals of one look and copies of texts 3,300.
+# Each module of a command has its own `run`; the report's page brought functions of many branches.
 CEILINGS = {
-    "code": 52_874,
-    "longest": 900,
-    "long": 12,
-    "imports": 37,
+    "code": 49_600,
+    "longest": 650,
+    "long": 7,
+    "imports": 39,
     "most_imports": 17,
     "callbacks": 0,
     "circles": 0,
-    "parameters": 19,
+    "parameters": 15,
     "most_parameters": 12,
-    "complexity": 11,
-    "public": 4,
-    "private": 3,
+    "complexity": 13,
+    "public": 13,
+    "private": 9,
     "names": 0.005,
     "fragments": 0.005,
     "examples": 0,
     "constants": 5,
-    "any": 81,
+    "any": 71,
 }
 
 

@@ -262,7 +262,7 @@ def passive() -> list[Attack]:
     ("make_attacks", "settings"),
     [
         (crafted, {}),
-        (crafted, {"gradients": "autograd", "forwards": "pooled", "targets_per_batch": 2}),
+        (crafted, {"gradients": "autograd", "targets_per_batch": 2}),
         (passive, {}),
     ],
 )

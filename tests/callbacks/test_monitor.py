@@ -110,7 +110,7 @@ def test_a_batch_of_a_users_own_type_is_read_off_the_graph_or_refused(tmp_path: 
     probe, compiled = Probe(), module(Typed)
     compiled.model.compile(backend="eager")
     with pytest.raises(BatchError, match=r"takes a Texts(?s:.*)def batch_adapter"):
-        fit([LeakageMonitor(probe)], tmp_path, module=compiled)
+        fit([LeakageMonitor(probe)], tmp_path, module=compiled, loader=loader)
     assert probe.prepared == 0
 
 

@@ -269,7 +269,7 @@ class HeadAndBias(Probe):
         (Probe(), {"client": "node"}, ValueError, "client must be"),
         (Probe(), {"local_steps": 2, "stages": ("local",)}, ValueError, "local_steps"),
         (Probe(), {"look_seconds": 0}, ValueError, "look_seconds must be"),
-        (Probe(name="worst"), {}, ValueError, "cannot be named 'worst'"),
+        (Probe(name="worst"), {}, ValueError, "the name 'worst' cannot be"),
         (Probe(), {"public_text": ["a"]}, ValueError, "give it to the attacks"),
         ("auto", {"public_text": ["a"]}, ValueError, "there is no tokenizer"),
         (BiasSign(), {}, ThreatModelError, "bias_sign.*output head's bias"),

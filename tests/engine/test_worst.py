@@ -97,14 +97,15 @@ def values(a: float, b: float, worst: float | None = None, **more: float) -> dic
 def look(gate: RiskGate, logged: dict[str, float], why: str = "") -> None:
     """Let a gate decide on the values of a look."""
     engine: Any = SimpleNamespace(
-        results=SimpleNamespace(latest=logged, look_values=logged, last_step=0, trials={}),
+        results=SimpleNamespace(
+            latest=logged, look_values=logged, last_step=0, trials={}, untested={"words": why}
+        ),
         unread=lambda name: None,
-        untested=lambda name: why,
         judge_worst=lambda known, at_most: {n: Judgement(value) for n, value in known.items()},
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )
-    gate._watched = ("leakage/a/f1", "leakage/b/f1")
+    gate._engine, gate._watched = engine, ("leakage/a/f1", "leakage/b/f1")
     if gate._evidence is None:
         gate._evidence = gate._new_evidence()
     gate._decide(engine, GateActions(lambda values, step: None, lambda name: None, lambda: None))

@@ -581,7 +581,7 @@ def test_counts_that_hold_no_guarantee_are_refused(more, match):
         ({"clip": math.nan}, "clip must be .* got nan"),
         ({"clients": 2.5}, "clients must be .* got 2.5"),
         ({"per_round": 3}, "sampling='all'"),
-        ({"sampling": "poisson"}, "per_round must be"),
+        ({"sampling": "poisson"}, "needs per_round="),
         ({"sampling": "poisson", "per_round": 11}, "of at most 10"),
         ({"sampling": "fixed", "per_round": 2.5}, "must be whole"),
         ({"sampling": "some"}, "sampling must be .* got 'some'"),

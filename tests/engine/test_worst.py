@@ -147,15 +147,14 @@ def test_what_is_recovered_at_least_is_a_breach_whatever_else_is_unknown(strict:
 def test_lower_splits_its_error_and_stops_on_one_attack() -> None:
     gate, events = gate_on(*[values(0.0, 0.95)] * 60, bound="lower")
     assert gate._evidence is not None
-    alphas = {name: evidence.alpha for name, evidence in gate._evidence.items()}
-    assert alphas == {"leakage/a/f1": 0.025, "leakage/b/f1": 0.025}
     assert events
     assert gate.verdict is not None
+    assert gate.verdict.alpha == 0.025  # a half for each attack
     assert gate.verdict.evidence > gate.verdict.needed
     again, _ = gate_on(values(0.0, 0.1), bound="lower")
     again.load_state_dict(gate.state_dict())
     assert again._evidence is not None
-    looks = [{n: e.verdict().looks for n, e in g._evidence.items()} for g in (gate, again)]
+    looks = [{n: e.looks for n, e in g._evidence.items()} for g in (gate, again)]
     assert looks[0] == looks[1]
 
 
@@ -163,7 +162,7 @@ def test_what_does_not_apply_is_no_evidence_and_what_failed_is_a_breach() -> Non
     looks = [values(0.2, 0.3), values(0.2, math.nan, 0.2), values(0.2, math.nan, math.nan)]
     gate, events = gate_on(*looks, bound="lower", patience=1)
     assert gate._evidence is not None
-    assert [e.verdict().looks for e in gate._evidence.values()] == [3, 1]
+    assert [e.looks for e in gate._evidence.values()] == [3, 1]
     assert not events
     look(gate, looks[-1])
     assert math.isnan(events[0].value)

@@ -261,8 +261,8 @@ def _leakage(
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
     plot = Plot(size, x, (_lowest(visible), 1), margins)
     plot.axes(QUARTERS, _steps(x, is_narrow))
-    if any(curve.chance for curve in visible):
-        plot.level("chance", 0.5, "guessing" if is_narrow else "guessing (AUC)")
+    for chance in sorted({curve.chance for curve in visible if curve.chance}):
+        plot.level("chance", chance, "guessing")
     for limit in limits_of(fit):
         plot.level("gate", limit, f"gate {brief(limit)}")
     for curve, points in visible.items():
@@ -473,7 +473,7 @@ def _pareto(compared: Comparison) -> Figure | None:
 
     def draw(width: float) -> str:
         plot = Plot((width, 300), x, (0, 1), (40, 20, 14, 40))
-        plot.axes(QUARTERS, _ticks(x, 4), f"{compared.metric} at step {compared.step}")
+        plot.axes(QUARTERS, _ticks(x, 4), f"{compared.metric} at {compared.unit} {compared.step}")
         if runs[0][2].chance:
             plot.level("chance", runs[0][2].chance)
         for name, value, reading in runs:

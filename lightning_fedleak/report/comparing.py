@@ -21,7 +21,7 @@ class Comparison:
         sentence: what differs.
         family: the kind of leak that is compared.
         metric: the utility that all runs have; empty without one.
-        step: the last step at which all have it; None without one.
+        step, unit: the last step at which all have it; None without one. What is counted.
         lengths: how many steps or rounds each had, where a gate stopped one; else empty.
         columns, rows: a table of them.
         readings: of the family, by the runs' names.
@@ -32,6 +32,7 @@ class Comparison:
     family: str
     metric: str
     step: int | None
+    unit: str
     lengths: Mapping[str, int]
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -64,7 +65,7 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
         for family in STANDARD_FAMILIES
     }
     family = max(readings, key=lambda key: (len(readings[key]), _most(readings[key])))
-    lengths = {n: fit.length or fit.steps or 0 for n, fit in zip(names, fits, strict=True)}
+    lengths = {n: _updates_that_left(fit) for n, fit in zip(names, fits, strict=True)}
     stopped = [n for n, fit in zip(names, fits, strict=True)
                if any(one.did == "stopped" for one in fit.decisions)]  # fmt: skip
     if stopped and len(stopped) < len(fits):
@@ -76,7 +77,7 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     rows = [
         [
             name,
-            f"{fit.length or fit.steps or 0:,}",
+            f"{_updates_that_left(fit):,}",
             ", ".join(one.name for one in fit.defenses or ()) or "none",
             f"{utilities[name]:.3f}" if name in utilities else "not recorded",
             *(_cell(one, key.name) for key in STANDARD_FAMILIES),
@@ -91,12 +92,20 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
         family=family,
         metric=metric,
         step=step,
+        unit=fits[0].unit,
         lengths=lengths,
         columns=["run", "updates that left", "defence", at, *titles, "gate"],
         rows=rows,
         readings=readings[family],
         utilities=utilities,
     )
+
+
+def _updates_that_left(fit: FitSummary) -> int:
+    """Return the updates that no gate kept back; of a Trainer, its steps."""
+    if fit.unit == "round" and fit.updates:
+        return fit.updates - fit.withheld
+    return fit.length or fit.steps or 0
 
 
 def _most(readings: Mapping[str, Reading]) -> float:

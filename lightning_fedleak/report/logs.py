@@ -113,6 +113,8 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
         )
     different = {(fit.folder.resolve(), fit.run): fit for fit in fits}
     fits = [fit for fit in different.values() if run is None or fit.run == run]
+    if not fits:
+        raise NothingToReport(f"no run {run} in {', '.join(map(str, places))}")
     fits = _without_copies(fits, problems)
     fits.sort(key=lambda fit: (fit.begin.time if fit.begin else None) or "")
     return Logs(tuple(fits), tuple(problems))

@@ -165,10 +165,15 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
 
 def of_what_left(fit: FitSummary, family: str = "") -> list[AttackSummary]:
     """Return the attacks on what left clients, or on their sum, and on the trained model."""
-    is_shared = any(a.stage == "shared" for a in fit.attacks)
-    stages = ("shared" if is_shared else "aggregate", RELEASED)
-    attacks = [a for a in fit.attacks if a.stage in stages and a.exposed]
-    return [a for a in attacks if not family or a.family.name == family]
+    shared = {a.family.name for a in fit.attacks if a.stage == "shared"}
+    attacks = [
+        a
+        for a in fit.attacks
+        if a.exposed
+        and a.stage in (RELEASED, "shared" if a.family.name in shared else "aggregate")
+        and (not family or a.family.name == family)
+    ]
+    return attacks
 
 
 def _is_read(attack: AttackSummary) -> bool:

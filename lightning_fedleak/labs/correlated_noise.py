@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +65,7 @@ from lightning_fedleak.validate import check_choice, check_integer
 
 Kind = Literal["banded", "banded_inverse"]
 READ = 16  # examples whose contents show the order of a dataset; more take longer. Not tuned
+HOUR = 3600.0  # seconds after which an unfinished file is no other run's. Not tuned
 PLAN_NUMBERS = ("steps", "groups", "examples")  # fields of a NoisePlan in checkpoints
 
 
@@ -523,6 +525,9 @@ class MatrixNoise(ReleaseNoise):
         Raises:
             DefenseError: it cannot be written.
         """
+        for draft in path.parent.glob(f".{path.name}.*"):  # what a kill left behind
+            if draft.stat().st_mtime < time.time() - HOUR:
+                draft.unlink(missing_ok=True)
         if self.plan is None or not 0 < self.row < self.plan.steps or not self._complete:
             return
         if self._file == path or (self._file is not None and not self._delete()):

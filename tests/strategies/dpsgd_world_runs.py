@@ -285,7 +285,8 @@ class Runs:
     ) -> tuple[LM, L.Trainer, Look]:
         strategy = self.defended(*(defense if isinstance(defense, list) else [defense]))
         precision = settings.get("precision", "32-true")
-        per_layer = any(getattr(d, "per_layer", False) for d in strategy.defenses)
+        clips = [d.clip for d in strategy.defenses if isinstance(d, DPSGD)]
+        per_layer = any(clip.per_layer for clip in clips)
         users = any(getattr(d, "unit", "") == "user" for d in strategy.defenses)
         watch = Look(strategy, twin, precision, per_layer, users)
         run = trainer(

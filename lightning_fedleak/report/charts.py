@@ -198,8 +198,14 @@ def figures(fit: FitSummary, one: Overview, runs: int = 1) -> list[Figure]:
     """
     most = max(MOST_BINS // runs, MOST_ROUNDS)
     spendings = [_spending(fit, a.defense, a.series, most) for a in fit.privacy]
-    sections = [_heat_map(fit), _knee(fit), _over_steps(fit, one, most), _defense(fit),
-             _each_attack(fit), *spendings]  # fmt: skip
+    sections = [
+        _heat_map(fit),
+        _knee(fit),
+        _over_steps(fit, one, most),
+        _defense(fit),
+        _each_attack(fit),
+        *spendings,
+    ]
     return [each for each in sections if each is not None]
 
 
@@ -453,18 +459,26 @@ def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[F
     """Return the charts of several runs: utility against leakage, unless a gate stopped one, and
     leakage by step.
     """
-    best = {name: best_of_family(fit, compared.family)
-            for name, fit in zip(names_of(fits), fits, strict=True)}  # fmt: skip
-    curves = [curve_of(attack, name, f"dash{number % 4}")
-              for number, (name, attack) in enumerate(best.items()) if attack]  # fmt: skip
+    best = {
+        name: best_of_family(fit, compared.family)
+        for name, fit in zip(names_of(fits), fits, strict=True)
+    }
+    curves = [
+        curve_of(attack, name, f"dash{number % 4}")
+        for number, (name, attack) in enumerate(best.items())
+        if attack
+    ]
     first = None if compared.lengths else _pareto(compared)
     return [each for each in (first, _overlay(curves, fits[0].unit)) if each is not None]
 
 
 def _pareto(compared: Comparison) -> Figure | None:
     """Draw the leakage of each run against its utility."""
-    runs = [(n, compared.utilities[n], r) for n, r in compared.readings.items()
-            if n in compared.utilities]  # fmt: skip
+    runs = [
+        (n, compared.utilities[n], r)
+        for n, r in compared.readings.items()
+        if n in compared.utilities
+    ]
     if len(runs) < 2:
         return None
     values = [value for _, value, _ in runs]

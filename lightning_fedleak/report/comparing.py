@@ -66,8 +66,11 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     }
     family = max(readings, key=lambda key: (len(readings[key]), _most(readings[key])))
     lengths = {n: _updates_that_left(fit) for n, fit in zip(names, fits, strict=True)}
-    stopped = [n for n, fit in zip(names, fits, strict=True)
-               if any(one.did == "stopped" for one in fit.decisions)]  # fmt: skip
+    stopped = [
+        n
+        for n, fit in zip(names, fits, strict=True)
+        if any(one.did == "stopped" for one in fit.decisions)
+    ]
     if stopped and len(stopped) < len(fits):
         sentence = _stop(stopped[0], lengths, readings[family])
     else:

@@ -115,8 +115,15 @@ def _verdict(
     readings = [reading for one in overviews for reading in one.readings if reading.rate]
     worst: dict[str, float] = {}
     # Without guessing, a number also counts by what could be read here: by its control.
-    heights = [0.0, *(a.above_chance for fit in fits for a in of_what_left(fit)
-                      if not a.chance and a.conclusive is not False)]  # fmt: skip
+    heights = [
+        0.0,
+        *(
+            a.above_chance
+            for fit in fits
+            for a in of_what_left(fit)
+            if not a.chance and a.conclusive is not False
+        ),
+    ]
     for one in readings:
         value = one.rate.value if one.rate and one.rate.value is not None else one.chance
         worst[one.family] = max(value, worst.get(one.family, value))

@@ -249,8 +249,15 @@ def last_and_best(utility: Mapping[str, Points]) -> dict[str, tuple[float, float
 def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[Account]) -> Shared:
     """Return what left a client; ``clients`` is how many are in the lines of the fit."""
     if begin is None:
-        return Shared(update=NOT_RECORDED, size="", effects=(), clients=None,
-                      seen_by=NOT_RECORDED, trained=None, unread=None)  # fmt: skip
+        return Shared(
+            update=NOT_RECORDED,
+            size="",
+            effects=(),
+            clients=None,
+            seen_by=NOT_RECORDED,
+            trained=None,
+            unread=None,
+        )
     monitor, model = begin.monitor or records.MonitorFacts(), begin.model
     update = "The gradient of every step"
     if monitor.local_steps:

@@ -18,8 +18,13 @@ from lightning_fedleak.report.series import before_and_after, is_read, knee, uti
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
 
 ALMOST_ALWAYS = 0.95  # AUC from which membership is told almost every time; not tuned
-ACTIONS = {"warn": "warned", "stopped": "stopped the run", "withheld": "kept updates back",
-           "hardened": "turned the defence up", "raise": "raised an error"}  # fmt: skip
+ACTIONS = {
+    "warn": "warned",
+    "stopped": "stopped the run",
+    "withheld": "kept updates back",
+    "hardened": "turned the defence up",
+    "raise": "raised an error",
+}
 """What a gate did, in words."""
 _METRIC = re.compile(r"\{([^}]+?)(%?)\}")
 _Verdict = Literal["read", "inconclusive", "little", "unknown", "untested"]

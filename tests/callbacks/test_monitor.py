@@ -100,18 +100,17 @@ class Typed(CausalLMModule):
 
 
 def test_a_batch_of_a_users_own_type_is_read_off_the_graph_or_refused(tmp_path: Path) -> None:
-    """Refused before anything is calibrated, where a compiled model shows no graph."""
+    """Refused at the first batch, where a compiled model shows no graph."""
     ids = torch.randint(5, 90, (4, 9), generator=torch.Generator().manual_seed(0))
     loader = DataLoader([Texts(ids, ids)], batch_size=None)
     monitor = LeakageMonitor(Probe())
     fit([monitor], tmp_path, module=module(Typed), loader=loader)
     assert (monitor.looks, monitor.failures) == (1, 0)
     assert monitor.latest["leakage/probe/recall"] > 0
-    probe, compiled = Probe(), module(Typed)
+    compiled = module(Typed)
     compiled.model.compile(backend="eager")
-    with pytest.raises(BatchError, match=r"takes a Texts(?s:.*)def batch_adapter"):
-        fit([LeakageMonitor(probe)], tmp_path, module=compiled, loader=loader)
-    assert probe.prepared == 0
+    with pytest.raises(BatchError, match=r"got Texts(?s:.*)def batch_adapter"):
+        fit([LeakageMonitor(Probe())], tmp_path, module=compiled, loader=loader)
 
 
 class Iterating(CausalLMModule):

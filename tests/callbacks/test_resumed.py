@@ -100,7 +100,7 @@ def test_what_was_waited_for_and_counted_goes_on(saved, resumed):
     waits = {"audit/fc_membership": SAVED_AT, "audit/attention_membership": SAVED_AT}
     assert was[GAMES]["ledger"]["waits"] == waits
     assert now[GAMES]["ledger"]["waits"] == {}  # the end of the fit is the answer
-    before, after = (state["RiskGate[low]"]["evidence"] for state in (was, now))
+    before, after = (state["RiskGate[low]"]["evidence"]["tests"] for state in (was, now))
     (before,), (after,) = before.values(), after.values()  # by the value that it is on
     assert (before["looks"], after["looks"]) == (3, 6)
     assert [state["RiskGate[flatchat/f1]"]["breaches"] for state in (was, now)] == [3, 6]

@@ -12,7 +12,7 @@ from tests.tools import code_metrics
 CEILINGS = {
     "code": 49_620,
     "longest": 650,
-    "long": 7,
+    "long": 8,
     "imports": 39,
     "most_imports": 17,
     "callbacks": 0,

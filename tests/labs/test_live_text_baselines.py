@@ -13,11 +13,15 @@ from lightning_fedleak.labs.beam_from_words import BeamFromWords
 from lightning_fedleak.labs.gradient_matching import GradientMatching
 from tests.attacks.row_space.models import VOCABULARY
 from tests.callbacks.runs import assert_same, fit
-from tests.callbacks.test_live_subspace import module
-from tests.helpers.lightning_modules import random_token_loader
+from tests.engine.test_row_spaces import model_of
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 
 pytestmark = pytest.mark.slow
 NAMES = ("dlg", "tag", "lamp", "beam_from_words")
+
+
+def module() -> CausalLMModule:
+    return CausalLMModule(model_of().train(), optimizer="adamw")
 
 
 def loader(length: int = 10):

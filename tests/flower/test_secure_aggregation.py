@@ -351,7 +351,7 @@ WELL_SET_UP = {
         (Field.MOD_RANGE, 2, "by numbers below 2,"),
         (Field.CLIPPING_RANGE, 0.01, "clips numbers at 0.01"),
         (Field.CLIPPING_RANGE, float("nan"), "clips numbers at nan"),
-        (Field.MAX_WEIGHT, 1e-6, "may be as large as"),
+        (Field.MAX_WEIGHT, 1e-6, "noise as large as"),
         (Field.TARGET_RANGE, 2**40, "clips numbers at"),
         (Field.SOURCE_LIST, [100, 100], "among 1 clients"),
         (Field.SOURCE_LIST, [], "among 1 clients"),

@@ -201,6 +201,11 @@ class Threshold:
     def _set_bound(self, engine: Engine) -> None:
         """Judge trained weights by the ends of intervals, which hold at all looks together."""
         if self.metric.endswith(("_low", "_high")):
+            if not self._bound_is_default and self.bound != "value":
+                raise ValueError(
+                    f"{self._kind}(bound='{self.bound}') watches '{self.metric}', which is "
+                    "the end of an interval already: leave bound= out"
+                )
             self.bound = "value"
         elif self._bound_is_default:
             self.bound = "lower"

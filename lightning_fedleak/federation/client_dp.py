@@ -83,7 +83,8 @@ class ClientDP(Defense):
         target_epsilon: what all rounds together may cost; a round beyond is refused.
         rounds: that are planned; needed where the noise is to be found.
         accountant: ``"prv"`` (tight, as PLD), ``"rdp"``, or ``"filter"``: noise may be turned up
-            (:meth:`harden`) within (``target_epsilon``, ``target_delta``).
+            (:meth:`harden`, which doubles it, ten times at most) within (``target_epsilon``,
+            ``target_delta``).
         ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
             says what the releases are accounted by. With ``trust="central"`` the server keeps it,
             otherwise each client its own.

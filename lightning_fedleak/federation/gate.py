@@ -31,7 +31,8 @@ class RoundGate(Threshold):
         action: ``"withhold"``: the update does not leave. Under a :class:`ClientDP` whose noise the
             client adds, zero with that noise leaves in its place; under a secure aggregation zero
             does; else nothing does, which *tells one bit*. ``"harden"``: the noise of the client's
-            ClientDP is turned up until the update passes; if it cannot be, the update is withheld.
+            ClientDP is turned up until the update passes. If it cannot be, or the value is
+            unknown, the update is withheld: no noise makes an unknown value known.
             ``"raise"`` raises :class:`~lightning_fedleak.LeakageLimitExceeded`: the client fails,
             which is seen outside, so it is refused beside noise that the client adds. ``"warn"``
             lets it leave.

@@ -69,8 +69,14 @@ class SecAggMessages:
             for record in reply.content.metric_records.values()
             if self._weight in record
         ]
+        [weight, *_] = [*weights, 1]
+        if float(weight) % 1 or set(state) != set(names):
+            raise ValueError(
+                f"SecAggMessages: the metric '{self._weight}' must be a whole number, got "
+                f"{weight}, and the reply must hold the arrays of names=, no others"
+            )
         arrays = ndarrays_to_parameters([state[name].numpy() for name in names])
-        result = FitRes(Status(Code.OK, "Success"), arrays, int([*weights, 1][0]), {})
+        result = FitRes(Status(Code.OK, "Success"), arrays, int(weight), {})
         return Message(compat.fitres_to_recorddict(result, False), reply_to=message)
 
     def _name_arrays(self, message: Message, names: list[str]) -> Message:

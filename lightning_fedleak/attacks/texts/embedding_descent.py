@@ -225,11 +225,11 @@ class EmbeddingDescent(InversionAttack):
         super().prepare(anatomy)
         self._copy_bottom(anatomy)
         start = [self.initial] if isinstance(self.initial, int) else []
-        highest = max([*self.always_try, *start], default=0)
-        if highest >= self.bottom.vocab_size:
+        unknown = [i for i in (*self.always_try, *start) if not 0 <= i < self.bottom.vocab_size]
+        if unknown:
             raise ValueError(
-                f"initial or always_try holds the id {highest}, but the vocabulary ends at "
-                f"{self.bottom.vocab_size - 1}: give ids of this model's tokenizer"
+                f"initial or always_try holds the id {unknown[0]}, but ids of this model are 0 to "
+                f"{self.bottom.vocab_size - 1}: give ids of its tokenizer"
             )
         with torch.inference_mode(False), torch.no_grad():
             self._table = TokenTable.from_embeddings(self.bottom.word_embeddings())

@@ -522,6 +522,10 @@ def mean_of_sample_means(
             f"shape {tuple(logits.shape)}; they must have all its dimensions but the last"
         )
     if causal:
+        if logits.dim() != 3 or logits.shape[1] < 2:
+            raise ValueError(
+                "mean_of_sample_means: causal=True needs logits (B, T, V) of two positions or more"
+            )
         # Labels are shifted, not logits, which would be copied with their gradients.
         labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
     samples = len(labels)

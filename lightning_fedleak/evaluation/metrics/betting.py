@@ -45,10 +45,10 @@ def bet(
 ) -> Floats:
     """Return the log capital after one more value.
 
-    Each gambler stakes a constant share ("diversified Kelly" in the paper). Not
-    all capital is staked from the beginning: ``1 / (j (j + 1))`` of it joins at value j. So a mean
-    that rises late is detected about as fast as one that is high from the start: earlier losses
-    need not be won back first.
+    Each gambler stakes a constant share ("diversified Kelly" in the paper). Not all capital is
+    staked from the first value: ``1 / (j (j + 1))`` of it joins at value j. So a mean that rises
+    late is detected about as fast as one that is high from the start: earlier losses need not be
+    won back first.
 
     A value that is a mean of several trials is bet on trial by trial. For the AUC of n members and
     n others, ``trials=n``, the product of the bets is expected to be at most 1 where each pair of a

@@ -81,7 +81,8 @@ def count_rows(module: nn.Module, argument: str = "part") -> int:
 def path_in(root: nn.Module, module: nn.Module, part: str) -> str:
     """Return the path of ``module``, a ``part`` of the model, in ``root``."""
     path = find_path(root, module)
-    assert path is not None, part
+    if path is None:
+        raise AnatomyError(f"{part}= is not a module of this {type(root).__name__}")
     return path
 
 

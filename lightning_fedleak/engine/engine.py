@@ -199,8 +199,8 @@ class StepEngine:
                     look.answers |= dict.fromkeys(failed, Unknown(reason(error)))
             is_last = self.options.local_steps is None and Stage.AGGREGATE in moment.stages
             if is_last or look.local is not None:
-                asked = {series.attack for series in look.scope or fit.series}
-                plans = [p for p in fit.lineup.exposed if p.attack.name in asked]
+                names = {series.attack for series in look.scope or fit.series}
+                plans = [p for p in fit.lineup.exposed if p.attack.name in names]
                 fit.controls.play(moment, plans)
 
     # ---- score ------------------------------------------------------------------------------

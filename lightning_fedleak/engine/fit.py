@@ -237,14 +237,14 @@ class Fit:
 
         Under DP none does, since the moment would depend on the data.
         """
-        held = self.lineup.held
-        if not held or look.scope is not None or accounting(self.run.defenses):
+        waiting = self.lineup.held
+        if not waiting or look.scope is not None or accounting(self.run.defenses):
             return
         reads = [read for read in (*look.calls, *look.current) if read.placed is not None]
         if self.run.on_any_process(bool(reads) and is_uneven(reads)):
             self.lineup.held = set()
             self.follow()
-            self.lineup.refresh(look.step, held)
+            self.lineup.refresh(look.step, waiting)
 
     def keep_batch(self, batch: Any, step: int) -> None:
         """Read a batch shortly before a look, where a channel wants texts of other batches."""

@@ -294,7 +294,7 @@ class RoundObserver:
         if (sent := self._sent) is None:
             raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
-        asked = None if client == SUM else self.ask(client)
+        weights_look = None if client == SUM else self.ask(client)
         engine = self._engine_of(client, stage)
         look, utility = Look(self.round_), utility or {}
         before: Mapping[str, object] = {}
@@ -334,8 +334,9 @@ class RoundObserver:
             round_look = read_look(
                 look, engine, outcomes, client, before, utility, scored=batches is not None
             )
-            if asked is not None:
-                round_look = replace(round_look, seconds=round_look.seconds + asked.seconds)
+            if weights_look is not None:
+                seconds = round_look.seconds + weights_look.seconds
+                round_look = replace(round_look, seconds=seconds)
         except Exception as error:  # of ours, which is to end no round
             round_look = failed_look(look, engine, client, before, reason(error), utility)
         if logged:
@@ -376,14 +377,14 @@ class RoundObserver:
         if engine.weights is None:
             return None
         try:
-            asked = engine.weights.look_at_end()
+            results = engine.weights.look_at_end()
         except Exception as error:  # of ours, which is to end no round
             unknown = engine.results.all_unknown(reason(error))
             local = {s: o for s, o in unknown.items() if s in engine.weights.series}
-            asked = Look(self.round_), local
-        if asked is None:
+            results = Look(self.round_), local
+        if results is None:
             return None
-        look, outcomes = asked
+        look, outcomes = results
         before = engine.results.state_dict()
         round_look = read_look(look, engine, outcomes, client, before, {}, scored=True)
         self.log(round_look)

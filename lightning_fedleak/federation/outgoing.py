@@ -448,6 +448,6 @@ def _copy_compression(observer: RoundObserver, dp: ClientDP | None) -> GradientC
             f"GradientCompression beside ClientDP(trust='{dp.trust}') would carry what is not "
             "noised into later rounds, which no account covers: use ClientDP(trust='local')"
         )
-    own = copy.copy(compression)
-    own.memory = {}
-    return own
+    fresh = copy.copy(compression)
+    fresh.memory = {}
+    return fresh

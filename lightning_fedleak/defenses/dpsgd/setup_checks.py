@@ -121,15 +121,15 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
         if owns_parameters(module) and trains(module):
             if reason := refusal(name, module):
                 raise DefenseError(f"DPSGD: {reason}")
-            own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
-            matrices = any(p.dim() > 1 for p in own)
+            weights = module._parameters.values()
+            matrices = any(p.dim() > 1 for p in weights if p is not None and p.requires_grad)
             refusals |= {
                 "is in eval mode and trained, as after `from_pretrained`: without dropout, against "
                 "most recipes. Call `model.train()` where you build it, or freeze it.": (
                     not module.training
                 ),
-                "has no rule for clipping='ghost'. Use clipping='auto', which multiplies out what "
-                "has none, or freeze it.": (
+                "has no rule for clip=ClipSettings(form='ghost'). Use form='auto', which multiplies "
+                "out what has none, or freeze it.": (
                     clipping == "ghost" and not has_ghost_rule(module) and matrices
                 ),
             }

@@ -401,7 +401,7 @@ MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}, "DPMultiheadAttention"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, "`max_norm`"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, "`sparse`"),
-    (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"form": "ghost"}, "has no rule for clipping"),
+    (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"form": "ghost"}, "has no rule for clip="),
     (
         lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
         {},

@@ -128,8 +128,8 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
                 "most recipes. Call `model.train()` where you build it, or freeze it.": (
                     not module.training
                 ),
-                "has no rule for clip=ClipSettings(form='ghost'). Use form='auto', which multiplies "
-                "out what has none, or freeze it.": (
+                "has no rule for clip=ClipSettings(form='ghost'). Use form='auto', which "
+                "multiplies out what has none, or freeze it.": (
                     clipping == "ghost" and not has_ghost_rule(module) and matrices
                 ),
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -228,7 +229,13 @@ class Threshold:
             )
         if (channel := engine.results.channel_of(name)) is None:
             return
-        rate = name.rpartition("/")[2]
+        root, _, rate = name.rpartition("/")
+        if rate in channel.own_threshold:
+            warnings.warn(
+                f"{self._subject}, which is of the attack's own threshold, and may be low though "
+                f"the attack orders all texts rightly: watch '{root}/auc'",
+                stacklevel=2,
+            )
         if (requirement := channel.looks_until_known(rate, 1 if worst else clients)) is None:
             return
         looks, why = requirement

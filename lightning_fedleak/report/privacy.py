@@ -72,7 +72,6 @@ class Account:
         largest_tpr, largest_auc: the most that it allows any test of one unit, by all pairs
             (epsilon, delta) that its releases have; None where none holds.
         limit: what that is, in a sentence.
-        limits_little: whether that is little.
         statement: all of it, in sentences.
     """
 
@@ -105,7 +104,6 @@ class Account:
     largest_tpr: float | None = records.named("largest_tpr_at_fpr_0.01", default=None)
     largest_auc: float | None = None
     limit: str | None = None
-    limits_little: bool | None = None
     statement: str = ""
 
     @property
@@ -252,8 +250,7 @@ def _account(
     if account.holds:
         tpr, auc = _most_allowed(account, [one.history or () for _, one in spendings])
         account = replace(account, largest_tpr=tpr, largest_auc=auc)
-    limit, limits_little = _limit(account)
-    account = replace(account, limit=limit, limits_little=limits_little)
+    account = replace(account, limit=_limit(account))
     return replace(account, statement=_statement(account))
 
 
@@ -451,10 +448,10 @@ def _curve(history: tuple[records.Releases, ...], accountant: str, sampling: str
         return ()
 
 
-def _limit(account: Account) -> tuple[str | None, bool | None]:
-    """Return what an account that holds for the whole run limits, and whether that is little."""
+def _limit(account: Account) -> str | None:
+    """Return what an account that holds for the whole run limits."""
     if not (account.holds and account.whole) or account.largest_tpr is None:
-        return None, None
+        return None
     tpr = account.largest_tpr
     most = math.ceil(1e3 * tpr - 1e-9) / 10
     share = f"at most {most:g} in 100" if most < 100 else "up to all"
@@ -471,7 +468,7 @@ def _limit(account: Account) -> tuple[str | None, bool | None]:
             "(guessing: 1)."
         )
     weak = " That is a weak limit." if tpr > WEAK_TPR else ""
-    return f"What this epsilon limits: {text}{weak}", tpr > WEAK_TPR
+    return f"What this epsilon limits: {text}{weak}"
 
 
 def _drawing(account: Account) -> str:

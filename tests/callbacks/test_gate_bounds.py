@@ -220,3 +220,13 @@ def test_every_rate_that_is_logged_has_a_range() -> None:
     names = {metric for channel in ours for metric in channel.metrics}
     assert {"f1", "auc", "rouge_2", "texts_found"} <= names
     assert {n for n in names if not any(n.startswith(known) for known in known_ranges())} == set()
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "advantage", "f1", "auc"])
+def test_a_gate_on_the_attacks_own_threshold_is_warned_of(metric):
+    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=100)
+    gate = RiskGate(f"leakage/fc_membership/{metric}", at_most=0.9)
+    trainer = SimpleNamespace(callbacks=[gate, monitor], world_size=1, min_epochs=0, min_steps=0)
+    warned = pytest.warns(UserWarning, match="watch 'leakage/fc_membership/auc'")
+    with warned if metric != "auc" else nullcontext():
+        gate.setup(trainer, None, "fit")

@@ -59,7 +59,6 @@ def test_the_limit_is_googles_trade_off_where_one_pair_allows_nearly_all(tmp_pat
     assert dp_tpr(0.01, *account.bound) > 0.9
     assert exact * 0.995 <= account.largest_tpr <= exact * 1.05
     assert account.largest_tpr < 0.2
-    assert not account.limits_little
     assert "weak limit" not in account.limit
 
 

@@ -32,7 +32,7 @@ def write(
     """Write ``report.html``, ``report.json``, and with differential privacy ``report.yaml``.
 
     Args:
-        runs: log folders, or files of results.
+        runs: log folders, or log files in them.
         out: folder to write to; made where it is not there. Default: the first run's.
         about: what only people know, in TOML; by default ``report.toml`` in ``out``.
         reveal: local reveal files, whose private text the page then holds.
@@ -91,7 +91,7 @@ def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
     """Print a block for a model card, and write nothing.
 
     Args:
-        runs: log folders, or files of results.
+        runs: log folders, or log files in them.
         about: as for :func:`write`; by default ``report.toml`` in the first run's folder.
 
     Raises:

@@ -23,7 +23,7 @@ class ReportError(ValueError):
 
 
 class NothingToReport(ReportError):
-    """No file of a run, or of a command's results, is where a report was asked for."""
+    """No file of a run is where a report was asked for."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     for place in places:
         if not place.exists():
             raise NothingToReport(f"'{place}' does not exist: name the folder of a run's logs")
+        if place.is_file() and place.name not in (records.RESULTS, records.RECORD):
+            raise NothingToReport(f"'{place}' is no log of a run: name the folder of its logs")
         for folder in [place.parent] if place.is_file() else _folders(place):
             fits += _fits(folder, problems)
     if not fits:

@@ -110,8 +110,8 @@ def test_whatever_a_client_returns_no_round_hangs_and_no_release_is_forgotten(
         round_: [x["unknown"] for x in lines(tmp_path / "server") if x["round"] == round_]
         for round_ in range(1, len(FAULTS) + 2)
     }
-    words = {"last": "in round 1", "nan": "NaN", "shapes": "shape", "other": "lacks",
-             "nothing": "lacks"}  # fmt: skip
+    words = {"last": "in round 1", "nan": "NaN", "shapes": "shape", "other": "only one of both has",
+             "nothing": "only one of both has"}  # fmt: skip
     for round_, fault in enumerate(FAULTS, 1):
         assert len(said[round_]) == (2 if fault == "raises" else 3)  # two clients, and their mean
         assert fault not in words or any(words[fault] in why for why in said[round_]), fault

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses import DPSGD
 from tests.strategies.dpsgd_runs import CLIP
-from tests.strategies.dpsgd_world_runs import BREAKS, LM, MODELS, Found, Own, Runs
+from tests.strategies.dpsgd_world_runs import BREAKS, LM, MODELS, Found, Own, Runs, gpt2
 
 
 class Sharded(LM):
@@ -72,6 +72,12 @@ def fsdp2(**sizes: int) -> ModelParallelStrategy:
     return ModelParallelStrategy(**{"data_parallel_size": 2, "tensor_parallel_size": 1, **sizes})
 
 
+def checkpointed() -> nn.Module:
+    model = gpt2()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 def refusals() -> Found:
     tensor_parallel = Runs(lambda: fsdp2(data_parallel_size=1, tensor_parallel_size=2), Sharded)
     return {
@@ -88,25 +94,37 @@ HALF = Runs(fsdp2, lambda *a, **k: Sharded(*a, **k, mp_policy=BF16))
 
 CASES = {
     **{f"exact {name}": lambda name=name: RUNS.exact(name) for name in MODELS},
-    "bf16-mixed lora": lambda: RUNS.exact("lora", precision="bf16-mixed", max_steps=2),
+    **{
+        f"bf16-mixed {name}": lambda name=name: RUNS.exact(
+            name, precision="bf16-mixed", max_steps=2
+        )
+        for name in ("gpt2 tied", "lora")
+    },
     "exact MixedPrecisionPolicy": lambda: HALF.exact("gpt2 tied"),
     "exact replicated": lambda: REPLICATED.exact("gpt2 tied"),
     "exact own model": lambda: RUNS.exact("", build=Own, twin=Own),
     "exact whole module": lambda: WHOLE.exact("gpt2 untied"),
     "exact leaves": lambda: LEAVES.exact("gpt2 tied"),
+    "exact checkpointed": lambda: RUNS.exact("gpt2 tied", build=checkpointed),
+    "exact one by one": RUNS.one_by_one,
     "pieces gpt2 tied": lambda: RUNS.exact("gpt2 tied", most=2),
     "filled gpt2 tied": lambda: RUNS.exact("gpt2 tied", most=4, fill=6, max_steps=2),
     "pieces lora": lambda: RUNS.exact("lora", most=2, max_steps=2),
     "pieces replicated": lambda: REPLICATED.exact(
         "gpt2 untied", most=2, max_steps=2, per_layer=True
     ),
+    "checked": RUNS.checked_like_trusted,
     "no stand-in": RUNS.no_stand_in,
+    "broken stand-in": RUNS.broken_stand_in,
     "changed": RUNS.changed,
+    "mixed": RUNS.mixed,
     "noise": RUNS.noise,
     "noise replicated": REPLICATED.noise,
     "rare": RUNS.rare,
     "rare pieces": lambda: RUNS.rare(most=1),
+    "budget": RUNS.budget,
     "resume": lambda: RUNS.resume(Path(sys.argv[1])),
+    "hardened": RUNS.hardened,
     "users": RUNS.users,
     "refusals": refusals,
     **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},

@@ -19,17 +19,19 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses import DPSGD, ReleaseSettings
 from lightning_fedleak.defenses.accounting.account import Ledger
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, loader, trainer
 
 LIVES, NUMBERS, SAVED_EVERY = 10, 256, 3
+EPOCHS, FACTORS = 50, [0.9**epoch for epoch in range(50)]
+"""Of a run with a plan; factors of the plan's noise, one for each epoch."""
 NOISE = 50.0
 """So much that the clipped sums beside it are nothing: two releases alike would be noise alike."""
 
 
-def defense(folder: Path) -> DPSGD:
+def defense(folder: Path, **settings: Any) -> DPSGD:
     return DPSGD(
         CLIP,
         noise_multiplier=NOISE,
@@ -37,6 +39,7 @@ def defense(folder: Path) -> DPSGD:
         accountant="rdp",
         ledger=folder / "ledger",
         max_physical_batch_size=2,
+        **settings,
     )
 
 
@@ -56,13 +59,18 @@ class Save(Callback):
 def live(
     folder: Path,
     pipe: int | None,
+    most: int | None = None,
+    planned: bool = False,
     **limits: Any,
 ) -> DPSGD:
     """Trains; of every release the step's number and the first coordinates go into the pipe."""
-    own, checkpoint = defense(folder), folder / "last.ckpt"
-    strategy = DefendedStrategy("auto", [own])
+    plan = FACTORS if planned else None
+    release = ReleaseSettings(truncated_batch_size=most, noise_schedule=plan)
+    dpsgd, checkpoint = defense(folder, release=release), folder / "last.ckpt"
+    strategy = DefendedStrategy("auto", [dpsgd])
     saves = Save(checkpoint)
-    run = trainer(strategy, callbacks=[saves], **{"max_epochs": 10**6, **limits})
+    epochs = EPOCHS if planned else 10**6
+    run = trainer(strategy, callbacks=[saves], **{"max_epochs": epochs, **limits})
 
     def tell(stage: str, optimizer: Any) -> None:
         if stage == "shared" and pipe is not None:
@@ -72,7 +80,7 @@ def live(
 
     strategy.add_tap(tell)
     run.fit(CausalLM(lr=1e-6), loader(), ckpt_path=str(checkpoint) if checkpoint.exists() else None)
-    return own
+    return dpsgd
 
 
 def read(pipe: int) -> np.ndarray | None:
@@ -88,6 +96,8 @@ def read(pipe: int) -> np.ndarray | None:
 
 def main() -> None:
     folder, lives_to_live = Path(sys.argv[1]), int(sys.argv[2])
+    most = int(sys.argv[3]) or None if len(sys.argv) > 3 else None
+    planned = len(sys.argv) > 4
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     releases: list[np.ndarray] = []
@@ -100,7 +110,7 @@ def main() -> None:
         if child == 0:
             os.close(reader)
             try:
-                live(folder, writer)
+                live(folder, writer, most, planned)
             except BaseException:
                 traceback.print_exc()
             sys.stderr.flush()

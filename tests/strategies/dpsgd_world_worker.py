@@ -15,19 +15,31 @@ STATIC = Runs(lambda: DDPStrategy(static_graph=True))
 
 CASES = {
     **{f"exact {name}": lambda name=name: RUNS.exact(name) for name in MODELS},
-    "bf16-mixed lora": lambda: RUNS.exact("lora", precision="bf16-mixed", max_steps=2),
+    **{
+        f"bf16-mixed {name}": lambda name=name: RUNS.exact(
+            name, precision="bf16-mixed", max_steps=2
+        )
+        for name in ("gpt2 tied", "lora")
+    },
     "exact static_graph": lambda: STATIC.exact("gpt2 tied"),
+    "exact one by one": RUNS.one_by_one,
     "pieces gpt2 tied": lambda: RUNS.exact("gpt2 tied", most=2),
     "filled gpt2 tied": lambda: RUNS.exact("gpt2 tied", most=4, fill=6, max_steps=2),
     "pieces lora": lambda: RUNS.exact("lora", most=2, max_steps=2),
     "pieces static_graph": lambda: STATIC.exact("gpt2 untied", most=2, max_steps=2, per_layer=True),
+    "checked": RUNS.checked_like_trusted,
     "no stand-in": RUNS.no_stand_in,
+    "broken stand-in": RUNS.broken_stand_in,
     "changed": RUNS.changed,
+    "mixed": RUNS.mixed,
     "noise": RUNS.noise,
     "rare": RUNS.rare,
     "rare pieces": lambda: RUNS.rare(most=1),
+    "budget": RUNS.budget,
     "resume": lambda: RUNS.resume(Path(sys.argv[1])),
+    "hardened": RUNS.hardened,
     "users": RUNS.users,
+    "hardened apart": RUNS.hardened_apart,
     "shares": RUNS.shares,
     **{f"refused {name}": lambda b=b: RUNS.refused(b) for name, b in BREAKS.items()},
 }

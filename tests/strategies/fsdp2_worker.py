@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_fedleak.defenses import (
     Defense,
     DefenseError,
     GradientNoise,
 )
-from lightning_fedleak.defenses.processes import local_part
+from lightning_fedleak.defenses.processes import global_norm, local_part, shard_number
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
@@ -207,6 +209,18 @@ CASES["noise alone"] = noised(None)
 CASES["noise accumulated"] = noised(CLIP, accumulate=2)
 
 
+@case("clip binds the joint norm")
+def clip_binds(_: Path) -> dict[str, Any]:
+    tap = Recorder()
+    strategy = defended(GradientNoise(CLIP, 0.0))
+    strategy.add_tap(tap)
+    fit(strategy, sgd, devices=2)
+    return {
+        "before": min(float(g.norm()) for g in tap.whole[Stage.LOCAL]),
+        "after": [float(g.norm()) / CLIP for g in tap.whole[Stage.SHARED]],
+    }
+
+
 @case("resume")
 def resume(folder: Path) -> dict[str, Any]:
     folder = Path(gathered(str(folder))[0])
@@ -283,6 +297,28 @@ def refused(_: Path) -> dict[str, Any]:
 
 
 # ----- the arithmetic of shards ----------------------------------------------------------------
+
+
+@case("shards")
+def shards(_: Path) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    full = [torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), (4, 2))]
+    mesh = init_device_mesh("cpu", (2,))
+    grid = init_device_mesh("cpu", (2, 1))
+    spread = [
+        distribute_tensor(full[0], mesh, [Shard(0)]),
+        distribute_tensor(full[1], mesh, [Replicate()]),
+        full[2].clone(),
+    ]
+    return {
+        "norm": global_norm(spread) / float(flat(full).norm()),
+        "numbers": [shard_number(tensor) for tensor in spread],
+        "grid": [
+            shard_number(distribute_tensor(full[0], grid, places))
+            for places in ([Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(1), Shard(0)])
+        ],
+        "rank": dist.get_rank(),
+    }
 
 
 def main(folder: Path, rank: int) -> None:

@@ -8,7 +8,9 @@ import sys
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -149,6 +151,27 @@ def test_a_used_instance_is_refused() -> None:
     trainer(inner).fit(ToyLM(), loader())
     with pytest.raises(DefenseError, match="has been used by a Trainer"):
         DefendedStrategy(inner)
+
+
+def run_as_rank(strategy: DefendedStrategy, model: ToyLM, **settings) -> None:
+    """Checks that setup makes before any process is needed."""
+    run = trainer(strategy, devices=2, **settings)
+    strategy._check_model(model)
+    del run
+
+
+def test_refusals_when_the_model_is_known() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    fp16 = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    with pytest.raises(DefenseError, match=r"16-mixed.*bf16-mixed"):
+        run_as_rank(DefendedStrategy("ddp", NOISE), ToyLM(), **fp16)
+    run_as_rank(DefendedStrategy("ddp", NOISE, "world"), ToyLM(), **fp16)
+    run_as_rank(DefendedStrategy("ddp"), ToyLM(), **fp16)
+    with pytest.raises(DefenseError, match="sync_batchnorm=False"):
+        run_as_rank(DefendedStrategy("ddp", NOISE), ToyLM(), sync_batchnorm=True)
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(ToyLM(norm=True))
+    with pytest.raises(DefenseError, match="sync_batchnorm=False"):
+        run_as_rank(DefendedStrategy("ddp", NOISE), model)
 
 
 class Data(L.LightningDataModule):

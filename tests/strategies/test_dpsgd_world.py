@@ -16,6 +16,7 @@ ONLY_FSDP2 = (
     "own model",
     "whole module",
     "leaves",
+    "checkpointed",
     "replicated",
 )
 
@@ -65,14 +66,15 @@ def check_exact(found: dict[str, Any], most: float, releases: int = 3) -> None:
         assert found[fact], fact
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "one by one"])
 def test_the_client_shares_the_clipped_sum_over_all_processes(ranks, name: str) -> None:
     for found in of(ranks, f"exact {name}"):
         check_exact(found, 1e-6)
 
 
-def test_the_same_in_bf16_mixed(ranks) -> None:
-    for found in of(ranks, "bf16-mixed lora"):
+@pytest.mark.parametrize("name", ["gpt2 tied", "lora"])
+def test_the_same_in_bf16_mixed(ranks, name: str) -> None:
+    for found in of(ranks, f"bf16-mixed {name}"):
         check_exact(found, 2e-2, releases=2)
 
 
@@ -139,6 +141,12 @@ def test_the_same_under_a_policy_of_mixed_precision(fsdp2) -> None:
         check_exact(found, 2e-2)
 
 
+def test_looking_through_the_graph_leaves_training_as_it_is(ranks) -> None:
+    for facts in of(ranks, "checked"):
+        assert facts["same"]
+        assert facts["looks"] >= 1
+
+
 @pytest.mark.parametrize(
     ("strategy", "name", "shards"),
     [("ddp", "noise", 1.0), ("fsdp2", "noise", 0.0), ("fsdp2", "noise replicated", 1.0)],
@@ -168,9 +176,21 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(ranks) -> None:
 
 
 def test_what_stands_in_for_an_empty_batch_goes_the_way_of_every_batch(ranks) -> None:
+    broken = of(ranks, "broken stand-in")
+    assert [size for facts in broken for size in facts["ran"]]
+    for facts in broken:
+        assert facts["distance"] < 1e-6
+        assert facts["releases"] == 6
     first, second = of(ranks, "no stand-in")
     assert first["message"] == "process 1 of this client refused: the file is gone"
     assert second["message"] == "the file is gone"
+
+
+def test_the_budget_ends_the_run_on_all_ranks(ranks) -> None:
+    for facts in of(ranks, "budget"):
+        assert facts["epsilon"][0] == facts["epsilon"][1] == pytest.approx(5.0, rel=0.01)
+        assert "after 6 releases one more would cost more" in facts["message"]
+        assert facts["releases"] == 6
 
 
 def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> None:
@@ -181,6 +201,14 @@ def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> N
         assert found["alike"] < 0.1
         assert found["epsilon"][0] == found["epsilon"][1]
         assert found["agree"]
+
+
+def test_noise_is_turned_up_on_all_ranks(ranks) -> None:
+    for facts in of(ranks, "hardened"):
+        assert facts["std"] == pytest.approx([20.0, 40.0], rel=0.05)
+        assert facts["history"] == [[20.0, 1 / 3, 1], [40.0, 1 / 3, 1]]
+        assert facts["spent"][0] == facts["spent"][1] > 0
+        assert facts["agree"]
 
 
 REFUSED = {
@@ -207,9 +235,11 @@ def test_samples_of_one_rank_without_a_finite_gradient_stop_none(ranks) -> None:
         assert found["finite"]
 
 
-def test_gradients_that_one_rank_changes_are_refused(ranks) -> None:
+def test_gradients_that_one_rank_changes_and_samples_that_mix_are_refused(ranks) -> None:
     for found in of(ranks, "changed"):
         assert "is not the sum of what its layer was seen to add" in found["message"]
+    for facts in of(ranks, "mixed"):
+        assert "that belong to other samples of the batch" in facts["message"]
 
 
 def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
@@ -221,6 +251,12 @@ def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
         assert "hold other examples at the same places" in found["shuffled"]
         assert "different values of the sampler's seed, from 0.0 to 1.0" in found["seeds"]
         assert found["same seeds"] == "nothing was refused"
+
+
+def test_noise_that_one_process_alone_turns_up_is_refused(ddp) -> None:
+    for facts in of(ddp, "hardened apart"):
+        assert "different values of noise_multiplier, from 20.0 to 40.0" in facts["message"]
+        assert facts["releases"] == 1
 
 
 def test_tensor_parallelism_is_refused(fsdp2) -> None:

@@ -58,6 +58,13 @@ def test_one_client_shares_the_reduced_gradient_with_noise_of_every_shards_own(
 
 
 @pytest.mark.ddp
+def test_the_clip_bounds_the_norm_over_all_shards(ranks) -> None:
+    for facts in of(ranks, "clip binds the joint norm"):
+        assert facts["before"] > 0.06
+        assert facts["after"] == pytest.approx([1.0] * 3, rel=1e-6)
+
+
+@pytest.mark.ddp
 def test_resume_restores_defences_and_making_optimizer_state_is_no_release(ranks) -> None:
     expected: dict[str, Any] = {
         "saved": {"gradient_noise": {"releases": 3, "spent": math.inf}},
@@ -79,6 +86,14 @@ def test_refusals_when_the_model_is_known(ranks) -> None:
         assert "was not released" in found["nan"]
     assert "in another process's shard" in first["nan"]
     assert "infinity in head.weight" in second["nan"]
+
+
+@pytest.mark.ddp
+def test_norm_and_numbers_of_shards(ranks) -> None:
+    first, second = of(ranks, "shards")
+    assert first["norm"] == second["norm"] == pytest.approx(1.0, rel=1e-6)
+    assert (first["numbers"], second["numbers"]) == ([0, 0, 0], [1, 0, 0])
+    assert (first["grid"], second["grid"]) == ([0, 0, 0], [1, 0, 1])
 
 
 class WholeOnly(Defense):

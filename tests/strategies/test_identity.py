@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_fedleak.defenses import Freeze
@@ -22,6 +23,10 @@ CASES = {
 }
 
 
+def fp16() -> list[MixedPrecision]:
+    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_defenses_is_the_plain_strategy(name: str) -> None:
     plain = state_of(*fit("auto", **CASES[name]))
@@ -37,6 +42,20 @@ def test_no_defenses_is_the_plain_strategy(name: str) -> None:
 def test_manual_optimization_is_the_plain_one() -> None:
     plain = state_of(*fit("auto", ManualLM))
     assert same(plain, state_of(*fit(DefendedStrategy(), ManualLM)))
+
+
+def test_a_skipping_grad_scaler_is_the_plain_one() -> None:
+    class Bursting(ToyLM):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 2 else loss
+
+    stages: list[object] = []
+    plain = state_of(*fit("auto", Bursting, plugins=fp16()))
+    strategy = DefendedStrategy()
+    strategy.add_tap(lambda stage, _: stages.append(stage))
+    assert same(plain, state_of(*fit(strategy, Bursting, plugins=fp16())))
+    assert len(stages) == 5 * 3
 
 
 def test_validation_without_a_fit_is_the_plain_one() -> None:

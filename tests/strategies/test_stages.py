@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Freeze, GradientNoise
 from lightning_fedleak.model.snapshots import Stage
@@ -141,6 +142,19 @@ def test_an_optimizer_stepped_around_lightning_is_defended_too() -> None:
     noise = GradientNoise(clip=1e-3, sigma=0.0)
     fit(DefendedStrategy("auto", [noise]), Around)
     assert noise.releases == 2 * 6
+
+
+def test_a_skipped_amp_step_releases_nothing() -> None:
+    class Bursting(ToyLM):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 2 else loss
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    noise = GradientNoise(clip=1.0, sigma=1.0)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    fit(DefendedStrategy("auto", [noise]), Bursting, plugins=plugins)
+    assert noise.releases == 5
 
 
 def test_an_empty_update_is_noised_too() -> None:

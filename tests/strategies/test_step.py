@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fedleak.model.taps.gradients import before_real_step
+from lightning_fedleak.model.taps.gradients import StepError, before_real_step, check_optimizer
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -103,6 +103,25 @@ def test_learning_rate_schedulers_keep_their_own_patch(scheduler_first: bool) ->
     assert optimizer.step._wrapped_by_lr_sched
 
 
+def test_a_grad_scaler_unscales_first_and_skips_without_a_call() -> None:
+    model, x = problem()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    gradients: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    before_real_step(optimizer, lambda: gradients.append(model.weight.grad.clone()))
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        expected.append(torch.autograd.grad(loss, model.weight, retain_graph=True)[0])
+        scaler.scale(loss * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(gradients) == 1
+    torch.testing.assert_close(gradients[0], expected[0])
+    assert scaler.get_scale() == 512.0
+
+
 def test_what_raises_stops_the_update() -> None:
     model, x = problem()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -115,3 +134,33 @@ def test_what_raises_stops_the_update() -> None:
     with pytest.raises(ValueError, match="no"):
         optimizer.step(closure_of(model, optimizer, x))
     assert torch.equal(model.weight, before)
+
+
+def test_optimizers_without_one_moment_are_refused() -> None:
+    model, x = problem()
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            return super().step(closure)
+
+    class Never(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step()
+
+    with pytest.raises(StepError, match=r"LBFGS.*AdamW"):
+        before_real_step(torch.optim.LBFGS(model.parameters()), lambda: None)
+    for kind, message in ((Twice, "twice"), (Never, "did not run")):
+        optimizer = kind(model.parameters(), 0.1)
+        before_real_step(optimizer, lambda: None)
+        with pytest.raises(StepError, match=message):
+            optimizer.step(closure_of(model, optimizer, x))
+    fused = torch.optim.Adam(model.parameters(), fused=True)
+    check_optimizer(fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(StepError, match="fused=False"):
+        check_optimizer(fused, scaler)
+    before_real_step(fused, lambda: None)
+    scaler.scale(model(x).square().mean()).backward()
+    with pytest.raises(StepError, match="fused=False"):
+        scaler.step(fused)

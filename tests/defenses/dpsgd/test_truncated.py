@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -187,6 +188,21 @@ def test_a_resumed_run_draws_as_before_or_is_refused(tmp_path: Path) -> None:
     mixed.load_state_dict(plain.state_dict())
     with pytest.raises(DefenseError, match="drawn by"):
         Pieces(mixed)
+
+
+def test_a_ledger_is_of_one_way_to_draw(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    settings = {"noise_multiplier": 1.0, "accountant": "rdp", "ledger": ledger}
+    Pieces(truncated(**settings)).step(first(6))
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.at-most-14-of-41"]
+    again = Pieces(truncated(**settings))
+    assert again.defense.accountant.steps == 1
+    assert again.defense.privacy.epsilon > 0
+    with pytest.raises(DefenseError, match="batches drawn otherwise"):
+        Pieces(DPSGD(CLIP, 1.0, ledger=ledger))
+    fewer = DataLoader(Subset(data(), range(20)), batch_size=4)
+    with pytest.raises(DefenseError, match="batches drawn otherwise"):
+        Pieces(truncated(**settings), loader=fewer)
 
 
 def test_fewer_rows_than_are_expected_are_refused() -> None:

@@ -30,6 +30,7 @@ from tests.defenses.token_ldp.ldpy_clients import reference_sample
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import (
     VOCAB,
+    tiny_bert_classifier,
     tiny_bert_mlm,
     tiny_gpt2,
     tiny_t5,
@@ -159,6 +160,13 @@ def test_it_draws_from_the_law_of_the_reference(gpt2: nn.Module) -> None:
             assert torch.equal(defense.on_batch(ids, context(gpt2)), drawn)
 
 
+def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:
+    defense = TokenLDP("grr", 4.0, seed=0)
+    defended(defense, gpt2, rows(2, 5))
+    assert defense.guarantee.startswith("none")
+    assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
+
+
 def test_special_tokens_stay_and_none_comes_in(gpt2: nn.Module) -> None:
     ids = rows(300, 8)
     ids[:, 0], ids[:, -1] = 1, 2
@@ -245,6 +253,16 @@ def test_whatever_the_batch_holds(
     assert new["input_ids"].dtype == new["labels"].dtype == dtype
 
 
+def test_original_labels_are_warned_about(gpt2: nn.Module) -> None:
+    ids = rows(4, 6)
+    with pytest.warns(UserWarning, match="voids the guarantee"):
+        defense = TokenLDP("grr", 1.0, labels="original")
+    new = defended(defense, gpt2, {"input_ids": ids, "labels": ids})
+    assert new["labels"] is ids
+    assert defense.guarantee.startswith("none")
+    assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
+
+
 def test_masked_words_have_one_replacement() -> None:
     ids = rows(400, 8, seed=2).clamp(min=5)
     chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.4
@@ -289,6 +307,18 @@ def test_both_texts_of_an_encoder_decoder() -> None:
         defense.on_batch({**batch, "decoder_input_ids": target}, context(tiny_t5()))
 
 
+def test_classes_are_not_covered_as_the_guarantee_says() -> None:
+    ids, classes = rows(5, 6), torch.tensor([0, 1, 2, 0, 1])
+    model = tiny_bert_classifier()
+    with pytest.raises(DefenseError, match="special_ids must be given for a classifier"):
+        defended(TokenLDP("grr", 1.0), model, {"input_ids": ids, "labels": classes})
+    defense = TokenLDP("grr", 1.0, special_ids=[])
+    new = defended(defense, model, {"input_ids": ids, "labels": classes})
+    assert new["labels"] is classes
+    assert not torch.equal(new["input_ids"], ids)
+    assert "Not covered: labels of a classifier" in defense.guarantee
+
+
 def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
     ids = rows(6, 8)
     where = context(gpt2)
@@ -307,6 +337,58 @@ def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
         assert not torch.equal(defense.on_batch(ids, context(gpt2, **fields)), first)
     assert defense.releases_per_example == 1
     assert defense.epsilon_spent == defense.epsilon_per_sequence == 40.0
+
+
+def test_equal_rows_are_told_apart_by_example_ids(gpt2: nn.Module) -> None:
+    ids = rows(1, 40).expand(2, 40)
+    assert torch.equal(*defended(TokenLDP("grr", 40.0), gpt2, ids))
+    defense = TokenLDP("grr", 40.0, form=BatchForm(example_ids="idx"))
+    batch = {"input_ids": ids, "idx": torch.tensor([5, 6])}
+    new = defended(defense, gpt2, batch)
+    assert not torch.equal(*new["input_ids"])
+    swapped = {"input_ids": ids, "idx": torch.tensor([6, 5])}
+    again = defense.on_batch(swapped, context(gpt2))
+    assert torch.equal(again["input_ids"], new["input_ids"].flip(0))
+    with pytest.raises(DefenseError, match="must name a field with one integer for each of"):
+        defense.on_batch({"input_ids": ids, "idx": torch.tensor([5])}, context(gpt2))
+
+
+def test_without_memoisation_releases_are_counted(gpt2: nn.Module) -> None:
+    ids, where = rows(4, 10), context(gpt2)
+    defense = TokenLDP("grr", 3.0, "token", memoize=False)
+    defense.before_setup(where)
+    assert defense.epsilon_spent == 0.0
+    draws = [defense.on_batch(ids, where) for _ in range(3)]
+    draws.append(defense.on_batch(ids[:1], where))
+    assert not torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[1], draws[2])
+    assert defense.releases_per_example == 4
+    assert defense.longest == 10
+    assert defense.epsilon_per_sequence == 30.0
+    assert defense.epsilon_spent == 120.0
+    assert "epsilons add up" in defense.guarantee
+
+
+def test_a_resumed_fit_neither_replays_nor_forgets(gpt2: nn.Module) -> None:
+    ids = rows(4, 10)
+    for memoize in (True, False):
+        first = TokenLDP("grr", 30.0, memoize=memoize)
+        before = defended(first, gpt2, ids)
+        state = first.state_dict()
+        assert all(isinstance(v, int | float) for v in state.values())
+        second = TokenLDP("grr", 30.0, memoize=memoize)
+        second.load_state_dict(state)
+        after = defended(second, gpt2, ids, entropy=b"g" * 32)
+        assert not torch.equal(before, after)
+        assert second.releases_per_example == 2
+        assert second.batches == 2
+        # In one process, with or without a checkpoint.
+        first.teardown()
+        first.teardown()
+        first.load_state_dict(state)
+        defended(first, gpt2, ids, entropy=b"h" * 32)
+        assert first.releases_per_example == 2
+        assert first.epsilon_spent == 60.0
 
 
 def test_processes_of_one_client_draw_apart_unless_they_share_data(gpt2: nn.Module) -> None:

@@ -59,6 +59,21 @@ def spent(releases: int) -> DPSGD:
     return run.defense
 
 
+def test_a_lower_target_on_resume_is_held_from_its_own_count() -> None:
+    state = spent(1).state_dict()
+    lower = targeted(6.0)
+    run = resumed(lower, state)
+    most = 1
+    while lower.accountant.allows(6.0, 1e-3, lower.noise_multiplier, 0.2, most):
+        most += 1
+    assert 2 <= most <= 9
+    for _ in range(most - 1):
+        run.step(first(3))
+    with pytest.raises(BudgetSpent, match=f"after {most} releases one more would cost"):
+        run.step(first(3))
+    assert lower.privacy.epsilon <= 6.0
+
+
 @pytest.mark.parametrize(
     "other", [lambda: targeted(4.0), lambda: targeted(8.0, 1e-6)], ids=["epsilon", "delta"]
 )

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fedleak.defenses import DefenseContext, DefenseError, GradientNoise
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
-from lightning_fedleak.defenses.noise import gaussian_epsilon
+from lightning_fedleak.defenses.noise import gaussian_epsilon, standard_normal
 
 SHAPES = [(40, 30), (30,), (7, 3, 5)]
 
@@ -112,6 +112,13 @@ def test_noise_differs_by_client_release_parameter_and_base() -> None:
             assert float(torch.isin(first, second).double().mean()) < 0.02
 
 
+def test_the_cpu_stream_is_not_cut_to_32_bits() -> None:
+    shape, device = torch.Size([8]), torch.device("cpu")
+    keys = [i.to_bytes(16, "big") + bytes(16) for i in (5, 5 + 2**32, 5 + 2**64, 5 + 2**100)]
+    draws = [standard_normal(key, shape, device, torch.float32) for key in keys]
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
+
+
 def test_a_resumed_run_goes_on_in_the_stream() -> None:
     whole = GradientNoise(1.0, 1.0, seed=5)
     uninterrupted = [noise_of(whole, context(entropy=b"x" * 32)) for _ in range(6)]
@@ -199,6 +206,13 @@ def test_gaussian_epsilon_is_googles(ratio: float, log_delta: float) -> None:
     assert gaussian_epsilon(sigma=1 / ratio, delta=delta) == pytest.approx(
         expected, rel=1e-6, abs=1e-9
     )
+
+
+def test_it_leaves_the_global_generator_alone() -> None:
+    where = context()
+    before = torch.get_rng_state()
+    noise_of(GradientNoise(1.0, 1.0), where)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("kind", [GradientNoise, ActivationNoise])

@@ -19,16 +19,18 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import lightning_fedleak
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.engine import Games
+from lightning_fedleak.engine import Games, contained
+from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.trainers import Threshold, Watch
+from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 
@@ -325,16 +327,18 @@ class Ends(L.Callback):
 
 
 def fit(
-    folder: Path, callbacks: list[Callable[[CodeType], None]], *, watch: bool
+    folder: Path, callbacks: list[Callable[[CodeType], None]], *, watch: bool, defended: bool
 ) -> tuple[dict[str, Tensor], Injects, Ends]:
     """Return the weights of a fit in which each step has a profile of its own."""
     torch.manual_seed(7)
     module = CausalLMModule(tiny_gpt2(tied=False, dropout=0.1))
-    stages = ("local", "shared")
-    monitor = LeakageMonitor([BagOfWords()], every_n_steps=1, stages=stages, log_dir=folder)
+    attacks = [BagOfWords(), *([] if defended else [FCMembership(1)])]
+    stages = ("local", "shared") if defended else ("shared",)
+    games = Games(targets=2)
+    monitor = LeakageMonitor(attacks, every_n_steps=1, stages=stages, log_dir=folder, games=games)
     injects = Injects(callbacks)
     ends = Ends(injects, monitor if watch else None)
-    strategy = DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3, seed=1)])
+    strategy = DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3, seed=1)]) if defended else "auto"
     trainer = L.Trainer(
         max_steps=len(callbacks), max_epochs=-1, accelerator="cpu", strategy=strategy,
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -350,11 +354,12 @@ def fit(
     return module.state_dict(), injects, ends
 
 
-def test_nor_does_it_end_a_fit_or_take_a_defence_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("defended", [False, True], ids=["plain", "defended"])
+def test_nor_does_it_end_a_fit_or_take_a_defence_away(tmp_path: Path, defended: bool) -> None:
     """Noise is drawn in each step as in the fit without a monitor: the weights say so."""
 
     def plain(note: Callable[[CodeType], None]) -> object:
-        return fit(tmp_path / "plain", [nothing, note, note], watch=True)
+        return fit(tmp_path / "plain", [nothing, note, note], watch=True, defended=defended)
 
     targets = [
         code
@@ -364,8 +369,8 @@ def test_nor_does_it_end_a_fit_or_take_a_defence_away(tmp_path: Path) -> None:
     ]
     assert len(targets) > 100
     callbacks = [nothing, *map(raises, targets), nothing]
-    expected, unwatched, _ = fit(tmp_path / "unwatched", callbacks, watch=False)
-    weights, injects, ends = fit(tmp_path / "failing", callbacks, watch=True)
+    expected, unwatched, _ = fit(tmp_path / "unwatched", callbacks, watch=False, defended=defended)
+    weights, injects, ends = fit(tmp_path / "failing", callbacks, watch=True, defended=defended)
     assert injects.losses == unwatched.losses
     assert same(weights, expected)
     check_logged(tmp_path / "failing", targets, ends.latest)
@@ -411,3 +416,37 @@ def test_a_strict_gate_decides_where_every_look_fails(
             if watch.should_stop:
                 break
     assert (step, gate.fired is not None) == (1, True)
+
+
+def test_a_transformers_trainer_trains_on_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(callback: bool) -> tuple[dict[str, Tensor], Any]:
+        torch.manual_seed(7)
+        rows = [{name: value[0] for name, value in batch_of(n).items()} for n in range(6)]
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, report_to=[], use_cpu=True, save_strategy="no",
+            per_device_train_batch_size=2, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(tiny_gpt2(tied=False), arguments, train_dataset=rows)
+        if not callback:
+            trainer.train()
+            return trainer.model.state_dict(), None
+        watch = LeakageCallback(trainer, [BagOfWords()], folder=tmp_path / "l", every_n_steps=1)
+        trainer.add_callback(watch)
+        with quiet():
+            trainer.train()
+        return trainer.model.state_dict(), watch
+
+    expected, _ = train(False)
+
+    @contained
+    def fails(self: StepEngine, *_: object, **__: object) -> None:
+        raise Injected
+
+    for name in ("loss_computed", "_note_step", "_attack", "_end_batch", "_take_batch"):
+        with monkeypatch.context() as patch:
+            patch.setattr(StepEngine, name, fails)
+            weights, watch = train(True)
+        assert same(weights, expected), name
+        assert math.isnan(watch.latest[F1]), name

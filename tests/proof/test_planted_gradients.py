@@ -175,6 +175,25 @@ def test_nor_where_users_are_drawn_by_chance() -> None:
     assert power > 0.15
 
 
+def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is clipped, and all of a user's are added."""
+    right = ClippedSum.__init__
+
+    def by_rows(self: ClippedSum, *given: Any, **named: Any) -> None:
+        right(self, *given, **{**named, "users": None})
+
+    monkeypatch.setattr(ClippedSum, "__init__", by_rows)
+
+
+def test_users_whose_rows_are_clipped_by_themselves_are_refuted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows_by_themselves(monkeypatch)
+    count, power = audited(of_users(1.0), 20, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
+    assert count.refuted > 15
+    assert power > 1
+
+
 def half_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     right = noise._fill
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fedleak.defenses.accounting.account import Ledger
 from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetSpent
 from lightning_fedleak.defenses.base import DefenseError
 
@@ -48,6 +49,20 @@ def test_noise_is_found_anew_as_long_as_nothing_was_released(kind: Account, save
     assert own.privacy.epsilon <= TARGET
 
 
+def test_noise_found_for_a_smaller_sample_rate_covers_nothing_at_a_larger(tmp_path: Path) -> None:
+    """A checkpoint of before the first release, and a ledger with releases at another rate."""
+    first = budget()
+    first.settle(0.05, DELTA, lambda: STEPS)
+    Ledger(tmp_path / "ledger").record(first.noise_now, 0.2)
+    later = budget()
+    later.open_ledger(tmp_path / "ledger")
+    later.load_state_dict(first.state_dict(), 0)
+    later.settle(0.2, DELTA, lambda: STEPS)
+    assert later.noise_now == first.noise_now
+    assert 0 < spend(later, STEPS) < STEPS / 2
+    assert later.privacy.epsilon <= TARGET
+
+
 @pytest.mark.parametrize("through", ["checkpoint", "ledger"])
 def test_releases_with_noise_that_can_be_guessed_stay_infinite(
     tmp_path: Path, through: str
@@ -86,3 +101,17 @@ def test_another_noise_or_rate_than_before_is_refused_at_setup(noise: float, rat
     other.load_state_dict(first.state_dict(), 3)
     with pytest.raises(DefenseError, match="batch_size"):
         other.check_not_overdrawn()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_at_the_same_rate_it_covers_the_planned_steps(saved: bool) -> None:
+    plan = budget()
+    plan.settle(0.05, DELTA, lambda: STEPS)
+    assert spend(plan, 30) == 30
+    if saved:
+        state, plan = plan.state_dict(), budget()
+        plan.load_state_dict(state, 30)
+    plan.settle(0.05, DELTA, lambda: STEPS)
+    assert spend(plan, STEPS) == STEPS - 30
+    assert plan.privacy.epsilon == pytest.approx(TARGET, rel=0.01)
+    assert plan.privacy.epsilon <= TARGET

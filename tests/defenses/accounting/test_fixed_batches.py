@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.fft import irfft, rfft
+from scipy.special import logsumexp
 from scipy.stats import binom, norm
 
 from lightning_fedleak.defenses.accounting import Accountant, RenyiFilter
-from lightning_fedleak.defenses.accounting.accounting import epsilon_of, noise_multiplier_for
+from lightning_fedleak.defenses.accounting.accounting import (
+    curve_of,
+    epsilon_of,
+    noise_multiplier_for,
+)
 from lightning_fedleak.defenses.accounting.renyi import (
     ORDERS,
     TruncatedPoisson,
@@ -117,6 +124,34 @@ def test_epsilon_lies_between_one_direction_and_renyi(
     assert epsilon_of([cell], DELTA, "prv") == pytest.approx(floor, rel=0.01)  # of one direction
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 0.5])
+def test_no_rounds_on_real_data_tell_neighbours_apart_by_more(scale: float) -> None:
+    """A batch of 2 of 20 numbers, summed with noise, in 20 rounds; all but one are ``scale``."""
+    rounds, sigma, rate, runs = 20, 1.0, 0.1, 40_000
+    generator = np.random.default_rng(0)
+
+    def density(sums: NDArray[np.float64], number: float) -> NDArray[np.float64]:
+        parts = [norm.logpdf(sums, 2 * scale, sigma), norm.logpdf(sums, scale + number, sigma)]
+        weights = np.log([1 - rate, rate])[:, None, None]
+        return np.asarray(logsumexp(np.stack(parts) + weights, 0)).sum(1)
+
+    allowed = dict(curve_of([(sigma, rate, rounds)], "prv", FIXED))
+    share = 0.0
+    for number in (-0.5, 0.5):
+        inside = generator.random((runs, rounds)) < rate
+        sums = np.where(inside, scale + number, 2 * scale) + sigma * generator.normal(
+            size=(runs, rounds)
+        )
+        losses = density(sums, number) - density(sums, -number)
+        for epsilon, most in allowed.items():
+            lost = np.maximum(-np.expm1(epsilon - losses), 0.0)
+            error = 4 * float(lost.std()) / math.sqrt(runs)
+            assert float(lost.mean()) <= most + error
+            if most > 0.01:
+                share = max(share, float(lost.mean()) / most)
+    assert share > (0.3 if scale == 0 else 0.7)  # the bound is not far above
+
+
 @pytest.mark.parametrize(
     ("sigma", "rate", "order"), [(1.0, 0.1, 2.0), (0.6, 0.3, 5.5), (8, 0.01, 32)]
 )
@@ -161,6 +196,33 @@ TRUNCATED = [  # sigma, rate, rounds, examples, the most in a batch
 ]
 
 
+@pytest.mark.parametrize(("examples", "most"), [(5, 2), (6, 1), (4, 3), (5, 5)])
+def test_a_full_batch_is_uniform_and_gives_a_place_no_more_often_than_accounted(
+    examples: int, most: int
+) -> None:
+    """By all draws of all examples; number 0 is there or not."""
+    rate = Fraction(1, 3)
+    full, places = Fraction(0), Fraction(0)
+    batches: dict[tuple[int, ...], Fraction] = {}
+    for drawn in itertools.product((False, True), repeat=examples):
+        count = sum(drawn)
+        chance = rate**count * (1 - rate) ** (examples - count)
+        rest = [i for i in range(1, examples) if drawn[i]]
+        if len(rest) < most:
+            continue
+        full += chance
+        subsets = [*itertools.combinations(([0] if drawn[0] else []) + rest, most)]
+        places += chance * Fraction(sum(0 in batch for batch in subsets), len(subsets))
+        without = [*itertools.combinations(rest, most)]
+        for batch in without:
+            batches[batch] = batches.get(batch, Fraction(0)) + chance / len(without)
+    assert len(set(batches.values())) <= 1  # whatever the number of those drawn
+    assert places <= full * rate
+    parts = TruncatedPoisson(examples, most).parts(1.5, float(rate))
+    assert parts[0] == (pytest.approx(float(1 - full)), 1.5)
+    assert parts[1:] == ([(pytest.approx(float(full)), 0.75)] if full else [])
+
+
 def of_pairs(
     cell: tuple[float, float, int, int, int], *, up: bool, removed: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -193,6 +255,46 @@ def test_epsilon_of_truncated_samples_is_that_of_a_mesh(
     assert found > epsilon_of([(sigma, rate, rounds)], DELTA, "prv")
     larger = epsilon_of([(sigma, rate, rounds)], DELTA, "prv", TruncatedPoisson(examples + 1, most))
     assert larger >= found * (1 - 1e-6)  # so a bound on the number of examples is enough
+
+
+@pytest.mark.parametrize(
+    ("cell", "rest", "number"),
+    [
+        (TRUNCATED[0], -1.0, 1.0),
+        (TRUNCATED[1], 0.0, 1.0),
+        (TRUNCATED[2], 1.0, 1.0),
+        (TRUNCATED[3], 1.0, -1.0),
+        (TRUNCATED[4], 1.0, 1.0),
+    ],
+)
+def test_no_numbers_are_told_apart_by_more_than_accounted(
+    cell: tuple[float, float, int, int, int], rest: float, number: float
+) -> None:
+    """The law of the noised sum itself, over all numbers that may be drawn, composed."""
+    sigma, rate, rounds, examples, most = cell
+    ks = np.arange(examples)
+    chances = binom.pmf(ks, examples - 1, rate)
+    sums = np.minimum(ks, most) * rest
+    stays = np.minimum(1.0, most / (ks + 1))
+    ends = np.linspace(-most - 10 * sigma, most + 10 * sigma, 12_001)
+
+    def law(weights: NDArray[np.float64], means: NDArray[np.float64]) -> NDArray[np.float64]:
+        means, places = np.unique(means, return_inverse=True)
+        weights = np.bincount(places, weights)
+        kept = weights > 1e-18
+        terms = norm.cdf(ends[:, None], means[kept], sigma) @ weights[kept]
+        return np.asarray(np.diff(terms))
+
+    joined = np.minimum(ks, most - 1) * rest + number
+    absent = law(chances, sums)
+    there = (1 - rate) * absent + rate * (law(chances * stays, joined))
+    there = there + rate * law(chances * (1 - stays), sums)
+    both = (there > 1e-300) & (absent > 1e-300)
+    scheme = TruncatedPoisson(examples, most)
+    most_epsilon = epsilon_of([(sigma, rate, rounds)], DELTA, "prv", scheme)
+    for p, q in ((there[both], absent[both]), (absent[both], there[both])):
+        composed_law = summed(p, np.log(p / q), rounds, up=False, width=4e-4)
+        assert epsilon_at(*composed_law) <= most_epsilon
 
 
 def test_the_account_of_truncated_samples_is_near_dp_accountings() -> None:

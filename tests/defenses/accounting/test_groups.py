@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import binom, norm
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, group_epsilon
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
@@ -55,6 +55,17 @@ def test_it_is_an_upper_bound_and_near_a_tight_one(
     assert tight < found < 1.25 * tight
     single = epsilon_of([(sigma, rate, releases)], 1e-5, "rdp")
     assert found > rows * single
+
+
+def test_no_event_is_told_better_than_it_says() -> None:
+    sigma, rate, rows, delta = 0.8, 0.2, 3, 1e-3
+    epsilon = group_epsilon([(sigma, rate, 1)], delta, rows)
+    chances = binom.pmf(range(rows + 1), rows, rate)
+    for threshold in np.linspace(-6, 8, 50):
+        inside = float(chances @ norm.sf((threshold - np.arange(rows + 1)) / sigma))
+        outside = float(norm.sf(threshold / sigma))
+        assert inside - math.exp(epsilon) * outside <= delta
+        assert (1 - outside) - math.exp(epsilon) * (1 - inside) <= delta
 
 
 def test_large_groups_and_little_noise_are_told_or_infinite() -> None:

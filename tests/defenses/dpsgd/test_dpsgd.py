@@ -319,6 +319,19 @@ def test_each_client_has_a_ledger_and_their_number_stays(tmp_path) -> None:
             begun(ledger, 0, clients)
 
 
+def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> None:
+    def made(trust: Any) -> DPSGD:
+        return DPSGD(CLIP, noise_multiplier=1.0, release=ReleaseSettings(trust=trust))
+
+    central, local = made("central"), made("local")
+    Run(central, clients=4).step(first(0))
+    Run(local, clients=4).step(first(0))
+    with pytest.raises(DefenseError, match="under trust='central'"):
+        made("local").load_state_dict(central.state_dict())
+    made("central").load_state_dict(central.state_dict())
+    made("central").load_state_dict(local.state_dict())
+
+
 # ---- sampling --------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, default_collate
 from transformers import DataCollatorWithFlattening
 
-from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, Users
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, ReleaseSettings, Users
 from lightning_fedleak.defenses.dpsgd import step as step_checks
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, data, first, trainer
 
@@ -57,6 +57,21 @@ def spent(releases: int) -> DPSGD:
     for _ in range(releases):
         run.step(first(3))
     return run.defense
+
+
+def test_a_lower_target_on_resume_is_held_from_its_own_count() -> None:
+    state = spent(1).state_dict()
+    lower = targeted(6.0)
+    run = resumed(lower, state)
+    most = 1
+    while lower.accountant.allows(6.0, 1e-3, lower.noise_multiplier, 0.2, most):
+        most += 1
+    assert 2 <= most <= 9
+    for _ in range(most - 1):
+        run.step(first(3))
+    with pytest.raises(BudgetSpent, match=f"after {most} releases one more would cost"):
+        run.step(first(3))
+    assert lower.privacy.epsilon <= 6.0
 
 
 @pytest.mark.parametrize(
@@ -225,6 +240,32 @@ def test_a_batch_is_released_once() -> None:
 def sharded(client: int, n: int = 5, batch_size: int = 2) -> DataLoader[Any]:
     sampler = DistributedSampler(data(n), num_replicas=2, rank=client)
     return DataLoader(sampler.dataset, batch_size=batch_size, sampler=sampler)
+
+
+def test_under_central_trust_all_clients_divide_alike() -> None:
+    """Else the sample on the larger share's client weighs more than the noise was made for."""
+    released = []
+    for client in range(2):
+        defense = DPSGD(
+            CLIP, noise_multiplier=0.0, target_delta=1e-3, release=ReleaseSettings(trust="central")
+        )
+        run = Run(defense, loader=sharded(client), client=client, clients=2)
+        assert len(run.loader.batch_sampler.shard) == 3 - client
+        released.append(run.step(first(1)))
+    assert torch.equal(released[0], released[1])
+    assert float(released[0].norm()) == pytest.approx(CLIP / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_clients_that_may_share_examples_are_warned(poisson: bool) -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson)
+    assert "If several clients hold an example, add their epsilons." in defense.guarantee
+    with pytest.warns(UserWarning, match="2 clients, and no DistributedSampler splits"):
+        Run(defense, clients=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Run(defense, loader=sharded(0), clients=2)
+        Run(defense)
 
 
 # ---- what leaves without noise ---------------------------------------------------------------

@@ -19,8 +19,10 @@ from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import (
     DPSGD,
     BudgetSpent,
+    CanaryGradient,
     DefenseError,
     RenyiFilter,
+    noise,
 )
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe
@@ -101,6 +103,53 @@ def test_the_first_release_after_a_notch_is_measured_against_the_new_noise() -> 
     run.step(first(0))
     assert defense.measured_noise_multiplier == pytest.approx(12.0, rel=0.4)
     assert old == pytest.approx(6.0, rel=0.4)
+
+
+def test_noise_that_did_not_follow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    defense = filtered(harden_factor=8.0)
+    run = Run(defense)
+    run.step(first(0))
+    assert defense.harden() is not None
+    add = noise.add_standard_normal
+    weak: Any = lambda key, onto, scale: add(key, onto, scale / 8)  # noqa: E731
+    monkeypatch.setattr(noise, "add_standard_normal", weak)
+    with pytest.raises(DefenseError, match="the noise measured has a standard deviation of 0"):
+        run.step(first(0))
+
+
+def test_each_client_turns_up_its_share_of_the_noise() -> None:
+    alone, shared = filtered(), filtered(trust="central")
+    updates = []
+    for defense, clients in ((alone, 1), (shared, 4)):
+        run = Run(defense, clients=clients)
+        assert defense.harden() is not None
+        updates.append(run.step(first(0)) * run.defense._sampling.expected)
+    torch.testing.assert_close(updates[1] * 2, updates[0], rtol=1e-5, atol=1e-6)
+    assert alone.accountant.history[0][0] == shared.accountant.history[0][0] == 12.0
+
+
+def test_a_canary_gets_the_noise_that_the_update_gets() -> None:
+    def noised(notches: int) -> torch.Tensor:
+        defense = filtered()
+        run = Run(defense)
+        run.backward(first(0))
+        for _ in range(notches):
+            assert defense.harden() is not None
+        canary = CanaryGradient(torch.zeros(0, 2, 50))
+        return defense.on_canary(canary, run.parameters, run.context).released
+
+    torch.testing.assert_close(noised(2), 4 * noised(0), rtol=1e-6, atol=0.0)
+
+
+def test_it_is_as_strong_as_it_gets() -> None:
+    defense = filtered(max_hardenings=2)
+    Run(defense)
+    assert [defense.harden() is None for _ in range(4)] == [False, False, True, True]
+    assert defense.noise_multiplier_now == 24.0
+    assert not filtered(max_hardenings=0).can_harden
+    endless = filtered(harden_factor=1e3)
+    Run(endless)
+    assert [endless.harden() is None for _ in range(3)] == [False, True, True]
 
 
 # ---- the budget ------------------------------------------------------------------------------
@@ -217,6 +266,24 @@ def test_a_resumed_run_stays_hardened_and_forgets_nothing() -> None:
     assert (resumed.notches, resumed.accountant.steps, resumed.releases) == (1, 3, 3)
 
 
+def test_a_ledger_remembers_each_release_with_its_noise(tmp_path: Path) -> None:
+    ledger = tmp_path / "releases"
+    defense = filtered(ledger=ledger)
+    run = Run(defense)
+    run.step(first(0))
+    checkpoint = through_a_file(defense)
+    assert defense.harden() is not None
+    run.step(first(0))
+    again = filtered(ledger=ledger)
+    again.load_state_dict(checkpoint)
+    Run(again)
+    assert again.share_spent == defense.share_spent
+    without_checkpoint = filtered(sigma=50.0, ledger=ledger)
+    Run(without_checkpoint)
+    assert without_checkpoint.accountant.history == ((6.0, 0.2, 1), (12.0, 0.2, 1))
+    assert order_of(without_checkpoint) == order_of(defense)
+
+
 def test_a_budget_that_changes_is_refused() -> None:
     defense = filtered()
     Run(defense).step(first(0))
@@ -228,6 +295,18 @@ def test_a_budget_that_changes_is_refused() -> None:
     Run(plain).step(first(0))
     with pytest.raises(DefenseError, match="not made under accountant='filter'"):
         filtered().load_state_dict(through_a_file(plain))
+
+
+def test_orders_that_change_are_refused() -> None:
+    account = RenyiFilter(EPSILON, DELTA, (4.0, 8.0))
+    with pytest.raises(DefenseError, match="differ from those of the checkpoint"):
+        RenyiFilter(EPSILON, DELTA, (4.0,)).load_state_dict(account.state_dict())
+    unfixed = RenyiFilter(EPSILON, DELTA, None)
+    with pytest.raises(DefenseError, match="call begin first"):
+        unfixed.allows(6.0, 0.2)
+    unfixed.load_state_dict(account.state_dict())
+    unfixed.begin(6.0, 0.2)
+    assert unfixed.orders == (4.0, 8.0)
 
 
 # ---- what is refused -------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fedleak.defenses import mean_of_sample_means
+from lightning_fedleak.defenses import DPSGD, ClipSettings, Users, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Dense,
     EmbeddingRows,
@@ -24,6 +25,8 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     weighted_sum,
 )
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
+from tests.defenses.dpsgd.test_dpsgd import data
+from tests.defenses.dpsgd.test_logical import Pieces
 from tests.helpers.models import (
     own_rng,
     tiny_bert_classifier,
@@ -279,6 +282,15 @@ def test_every_form_says_the_same(
     assert all(isinstance(p, Dense) for p in ghost) == ("dense" in kinds)
 
 
+def test_a_norm_that_rounding_could_hide_is_not_underestimated() -> None:
+    output = torch.full((1, 2, 4), 1e4)
+    inputs = torch.ones(1, 2, 3)
+    inputs[:, 1] = -1 + 1e-7
+    square = float(squared_norms([Outer(output, inputs)]))
+    true = float(in_full([Outer(output.double(), inputs.double())], torch.Size([4, 3])).norm())
+    assert square**0.5 >= true
+
+
 @pytest.mark.parametrize("kind", ["outer", "rows", "tied"])
 @pytest.mark.parametrize(("size", "positions"), [(4, 2), (64, 2), (64, 8), (200, 4)])
 def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
@@ -312,6 +324,78 @@ def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
         true = in_full(exact, torch.Size([size, size])).flatten(1).norm(dim=1)
         excess.append(float((true / squared_norms(parts).sqrt() - 1).max()))
     assert max(excess) < 1e-6
+
+
+class Products(TorchDispatchMode):
+    """In which precision matrices are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.precisions: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            self.precisions.append(torch.get_float32_matmul_precision())
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def reduced() -> Iterator[Callable[[], None]]:
+    """TF32, as Lightning recommends on GPUs; gives a check that it is still set."""
+    products = torch.backends.cuda.matmul
+    backend = getattr(products, "fp32_precision", None)
+    torch.set_float32_matmul_precision("high")
+
+    def check() -> None:
+        assert torch.get_float32_matmul_precision() == "high"
+        assert products.allow_tf32
+        if backend is not None:
+            assert products.fp32_precision == "tf32"
+
+    yield check
+    torch.set_float32_matmul_precision("highest")
+    if backend is not None:
+        products.fp32_precision = backend
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_norms_and_sums_are_not_computed_in_tf32(
+    clipping: Any, unit: Any, reduced: Callable[[], None]
+) -> None:
+    group_by = {} if unit == "example" else {"unit": Users([i // 2 for i in range(40)])}
+    run = Pieces(DPSGD(1.0, noise_multiplier=1.0, clip=ClipSettings(form=clipping), **group_by))
+    sampler: Any = run.loader.batch_sampler
+    rows = next(iter(sampler))
+    batch = [value[rows] for value in data().tensors]
+    with Products() as training:
+        run.backward(batch)
+    reduced()
+    with Products() as release:
+        run.release()
+    reduced()
+    assert set(training.precisions) == {"high"}
+    assert set(release.precisions) == {"highest"}
+    part = Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+    with pytest.raises(RuntimeError):
+        weighted_sum([part], torch.ones(2), torch.Size([3, 3]))
+    reduced()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9"
+)
+def test_precision_that_a_backend_alone_is_set_to_comes_back() -> None:
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    part = Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+    try:
+        for precision in ("tf32", "ieee", before):
+            products.fp32_precision = precision
+            squared_norms([part])
+            assert products.fp32_precision == precision
+    finally:
+        products.fp32_precision = before
 
 
 def test_hooks_leave_model_and_training_as_they_are() -> None:

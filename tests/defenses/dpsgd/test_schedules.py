@@ -78,6 +78,17 @@ def test_a_target_is_met_by_the_whole_plan(accountant: str) -> None:
     assert defense.privacy.epsilon == pytest.approx(epsilon, rel=1e-6)
 
 
+def test_the_noise_that_is_added_is_the_planned_one() -> None:
+    defense = scheduled([1.0, 3.0])
+    run = run_of(defense, 2)
+    sizes = []
+    for _ in range(2):
+        run.backward(first(1))
+        exact = clipped(run.one_by_one(first(1))).sum(0) / 8
+        sizes.append(float((run.release() - exact).std()) * 8 / CLIP)
+    assert sizes == pytest.approx([1.0, 3.0], rel=0.25)  # of 83 numbers
+
+
 def test_the_clip_norm_follows_its_plan_at_no_cost() -> None:
     plan = [1.0, 0.5, 0.1]
     defense = scheduled(clip=plan, noise_multiplier=0.0)

@@ -99,6 +99,13 @@ def test_an_example_that_takes_a_place_moves_the_sum_by_twice_the_clip() -> None
     assert CLIP < float(8 * (a - b).norm()) <= 2 * CLIP * (1 + 1e-6)
 
 
+def test_the_noise_is_the_same_and_an_empty_batch_is_a_release() -> None:
+    run = Pieces(truncated(noise_multiplier=2.0))
+    noise = torch.cat([run.step(emptied(), lr=0.0) for _ in range(40)])
+    assert float(noise.std()) * 8 / CLIP == pytest.approx(2.0, rel=0.05)
+    assert run.sizes == [MOST] * 40
+
+
 def test_the_count_below_the_clip_norm_is_of_real_rows() -> None:
     halves = []
     for samples in (6, 7, 0):

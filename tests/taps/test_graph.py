@@ -385,6 +385,16 @@ def test_a_classifier_of_texts(classes: int) -> None:
     assert batch.context_mask().any(1).tolist() == [True, True, False, True]
 
 
+def test_nothing_is_recorded_without_a_backward() -> None:
+    model = llama()
+    tap = GraphTap(find_anatomy(model))
+    tap.arm()
+    with torch.no_grad():
+        model(input_ids=IDS)
+    model(input_ids=IDS)
+    assert tap.take() == []
+
+
 # ---- rows of a gradient, drawn -----------------------------------------------------------------
 
 

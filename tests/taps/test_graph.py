@@ -439,6 +439,17 @@ def test_rows_of_any_loss(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     assert torch.equal(rows.sizes[sure].abs(), size[sure])
 
 
+def test_blocks_of_rows_are_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 20, generator=generator)
+    gradient = logits.softmax(1) - functional.one_hot(torch.arange(9), 20)
+    whole = read_rows(gradient, logits)
+    monkeypatch.setattr("lightning_fedleak.model.taps.graph.ENTRIES_AT_ONCE", 45)
+    parts = read_rows(gradient, logits)
+    assert torch.equal(whole.labels, parts.labels)
+    assert torch.equal(whole.labels, torch.arange(9))
+
+
 def test_smoothed_rows_past_their_target_need_labels() -> None:
     logits = torch.tensor([[8.0, 0.5, 0.0, -1.0]]).requires_grad_()
     loss = functional.cross_entropy(logits, torch.tensor([0]), label_smoothing=0.1)

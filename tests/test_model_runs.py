@@ -14,7 +14,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import states_out, text_blocks, with_states_out
-from lightning_fedleak.model.model_runs import call_with, context_length, hidden_states
+from lightning_fedleak.model.model_runs import call_with, context_length, hidden_states, undisturbed
 from tests.helpers.models import (
     DIM,
     POSITIONS,
@@ -215,6 +215,19 @@ def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
     assert kinds == {"forward", "pre", "backward", "global"}
     changing.remove()
     assert torch.equal(hidden_states(anatomy, 2, ids, mask), clean)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_pack_their_weights_in_eval_mode_do_not(training: bool) -> None:
+    """As those of bitsandbytes in four bits are marked; packed, they have no backward."""
+    model = tiny_gpt2(layers=2).train(training)
+    layer = model.transformer.h[0].mlp
+    layer.support_avx512bf16_for_cpu = True
+    with undisturbed(find_anatomy(model)), undisturbed(find_anatomy(model)):
+        assert not layer.support_avx512bf16_for_cpu
+        assert not any(m.training for m in model.modules())
+    assert layer.support_avx512bf16_for_cpu
+    assert all(m.training == training for m in model.modules())
 
 
 def test_hooks_that_the_model_needs_still_run() -> None:

@@ -208,6 +208,16 @@ def test_order_of_games_and_names_of_clusters_do_not_matter() -> None:
             assert getattr(again[name], end) == expected
 
 
+def test_no_global_random_numbers() -> None:
+    before, torch_before = np.random.get_state()[1].copy(), torch.get_rng_state()
+    scores, members = games(100)
+    steps = torch.arange(100) // 5  # the bootstrap draws these; of single games nothing is drawn
+    first, second = (membership_rates(scores, members, steps)["auc"] for _ in range(2))
+    assert first == second != membership_rates(scores, members, steps, seed=1)["auc"]
+    assert (np.random.get_state()[1] == before).all()
+    assert torch.equal(torch.get_rng_state(), torch_before)
+
+
 # ---- the Metric -----------------------------------------------------------------------------
 
 

@@ -662,6 +662,17 @@ def test_undisturbed_restores_modes_and_rng(fails: bool, compiled: bool) -> None
         assert torch.equal(value, weights[name])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_undisturbed_restores_the_generator_of_the_models_device() -> None:
+    anatomy = find_anatomy(tiny_gpt2().cuda())
+    assert anatomy.device.type == "cuda"
+    torch.rand(3, device="cuda")
+    state = torch.cuda.get_rng_state()
+    with undisturbed(anatomy):
+        torch.rand(3, device="cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
 def test_finding_disturbs_nothing() -> None:
     root = CausalLMModule(tiny_bert_mlm())
     weights = copy.deepcopy(root.state_dict())

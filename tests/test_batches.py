@@ -99,6 +99,15 @@ def test_a_written_copy_reads_back_and_leaves_the_batch_alone(form: str) -> None
     assert other_fields(written) == other_fields(batch) == other_fields(before)
 
 
+def test_the_text_beside_the_tensors_is_not_copied() -> None:
+    batch = BatchEncoding(
+        {"input_ids": IDS}, encoding=[SimpleNamespace(tokens=["secret"], n_sequences=1)]
+    )
+    written = write_batch(batch, TokenBatch(NEW_IDS, None, None, "causal"))
+    assert batch.tokens(0) == ["secret"]
+    assert written.encodings is None
+
+
 class Shared(UserDict):
     def __copy__(self) -> Shared:
         return self

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 from transformers import BartConfig, BartForConditionalGeneration
 
+from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import states_out, text_blocks, with_states_out
-from lightning_fedleak.model.model_runs import call_with, context_length, hidden_states
+from lightning_fedleak.model.model_runs import call_with, context_length, hidden_states, undisturbed
 from tests.helpers.models import (
     DIM,
     POSITIONS,
@@ -106,12 +107,42 @@ def test_as_hugging_face_gives_them(name: str, padding: str) -> None:
         assert torch.equal(got, expected[layer]), layer
 
 
+@pytest.mark.parametrize("at_once", [1, 20, 1000])
+def test_chunks_of_rows_give_the_same(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runs, "TOKENS_AT_ONCE", at_once)
+    model = tiny_gpt2(layers=3).double()
+    ids, mask = text(7)
+    calls: list[int] = []
+    model.transformer.wte.forward = _noting(model.transformer.wte.forward, lambda: calls.append(1))
+    got = hidden_states(find_anatomy(model), 2, ids, mask)
+    assert len(calls) == {1: 7, 20: 4, 1000: 1}[at_once]
+    torch.testing.assert_close(got, by_hugging_face(model, ids, mask)[2], rtol=1e-12, atol=1e-12)
+
+
 def _noting(forward: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
         note()
         return forward(*args, **kwargs)
 
     return noting
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_no_work_above_the_layer(name: str) -> None:
+    model = MODELS[name]()
+    anatomy = find_anatomy(model)
+    ids, mask = text()
+    for layer in range(3):
+        calls: list[list[int]] = [[] for _ in text_blocks(anatomy)]
+        head: list[int] = []
+        for (_, block), runs in zip(text_blocks(anatomy), calls, strict=True):
+            plain = type(block).forward.__get__(block)
+            block.forward = _noting(plain, lambda s=runs: s.append(1))
+        plain = type(anatomy.head).forward.__get__(anatomy.head)
+        anatomy.head.forward = _noting(plain, lambda s=head: s.append(1))
+        hidden_states(anatomy, layer, ids, mask)
+        assert [len(c) for c in calls] == [1] * layer + [0] * (3 - layer)
+        assert head == []
 
 
 def test_nothing_is_left_behind() -> None:
@@ -186,6 +217,19 @@ def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
     assert torch.equal(hidden_states(anatomy, 2, ids, mask), clean)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_pack_their_weights_in_eval_mode_do_not(training: bool) -> None:
+    """As those of bitsandbytes in four bits are marked; packed, they have no backward."""
+    model = tiny_gpt2(layers=2).train(training)
+    layer = model.transformer.h[0].mlp
+    layer.support_avx512bf16_for_cpu = True
+    with undisturbed(find_anatomy(model)), undisturbed(find_anatomy(model)):
+        assert not layer.support_avx512bf16_for_cpu
+        assert not any(m.training for m in model.modules())
+    assert layer.support_avx512bf16_for_cpu
+    assert all(m.training == training for m in model.modules())
+
+
 def test_hooks_that_the_model_needs_still_run() -> None:
     model = tiny_bert_mlm(layers=3, dropout=0.0)
     with pytest.warns(FutureWarning):
@@ -200,6 +244,27 @@ def test_hooks_that_the_model_needs_still_run() -> None:
     assert torch.equal(got, expected.hidden_states[2])
     norm = layer.weight.norm(dim=1, keepdim=True)
     torch.testing.assert_close(norm, layer.weight_g)
+
+
+def test_capturing_hooks_that_transformers_installs_meanwhile_stay() -> None:
+    model = tiny_bert_mlm()
+    model.config.output_hidden_states = True
+    model.register_forward_hook(lambda *_: None)
+    ids, mask = text()
+    got = hidden_states(find_anatomy(model), 1, ids, mask)
+    model.eval()
+    out = model(input_ids=ids, attention_mask=mask)
+    assert len(out.hidden_states) == 3
+    assert torch.equal(out.hidden_states[1], got)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_gradient_checkpointing(reentrant: bool) -> None:
+    model = tiny_gpt2(layers=3).train()
+    ids, mask = text()
+    expected = by_hugging_face(model, ids, mask)[2]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert torch.equal(hidden_states(find_anatomy(model), 2, ids, mask), expected)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -259,6 +324,20 @@ def test_under_peft(kind: str) -> None:
     plain = by_hugging_face(tiny_gpt2(layers=3), ids, mask)[2]
     assert (got - plain).abs().max() > 1e-4
     assert context_length(anatomy) == (POSITIONS if kind == "lora" else POSITIONS - 4)
+
+
+def test_autocast_and_a_model_in_bf16() -> None:
+    ids, mask = text()
+    model = tiny_gpt2(layers=3).train()
+    anatomy = find_anatomy(model)
+    full = hidden_states(anatomy, 2, ids, mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = hidden_states(anatomy, 2, ids, mask)
+        expected = by_hugging_face(model, ids, mask)[2]
+    assert torch.equal(mixed, expected)
+    assert 0 < (mixed - full).abs().max() < 0.1
+    half = hidden_states(find_anatomy(tiny_gpt2(layers=3).bfloat16()), 2, ids, mask)
+    assert half.dtype == torch.bfloat16
 
 
 def test_weights_cast_for_it_are_not_kept_for_the_training_step() -> None:

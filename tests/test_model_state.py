@@ -334,6 +334,19 @@ def test_a_failed_run_leaves_no_trace() -> None:
     assert held
 
 
+def test_a_graph_of_before_has_its_backward() -> None:
+    anatomy = text_model(KINDS.index("average"))
+    writes = anatomy.root["model"].layers[0][1]
+    leaf = torch.ones(DIM, requires_grad=True)
+    loss = (leaf * writes.mean).sum()
+    mean = writes.mean.clone()
+    with undisturbed(anatomy) as model, torch.no_grad():
+        model(input_ids=torch.arange(4)[None])
+        assert not torch.equal(writes.mean, mean)
+    loss.backward()
+    assert torch.equal(leaf.grad, mean)
+
+
 def test_what_forward_writes_to_the_process_is_put_back() -> None:
     anatomy = find_anatomy(tiny_gpt2())
     with undisturbed(anatomy):
@@ -365,3 +378,12 @@ def test_large_tensors_are_copied_only_when_written() -> None:
     with preserve_model(model):
         model.large[3] = 1.0
     assert not model.large.any()
+
+
+def test_under_inference_mode_and_nested() -> None:
+    anatomy = text_model(KINDS.index("average"))
+    before, held = picture(anatomy.root)
+    with torch.inference_mode(), undisturbed(anatomy), undisturbed(anatomy) as model:
+        model(input_ids=torch.arange(4)[None])
+    assert picture(anatomy.root)[0] == before
+    assert held

@@ -20,6 +20,9 @@ from lightning_fedleak.attacks import (
     FlatChat,
     GradientMembership,
     PublicText,
+    RevealLabels,
+    SubspaceMembership,
+    SubspaceTexts,
     SubspaceWords,
 )
 from lightning_fedleak.attacks.base import RunFacts
@@ -123,11 +126,14 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Attack]]] = {
     "head": (llama, aligned),
     "sign": (llama, lambda: aligned(readout="sign")),
     "flattened": (llama, lambda: FlatChat(PublicText(TEXT), shapes=((1, 10), (2, 10), (4, 10)))),
+    "programs": (llama, RevealLabels),
     "bias": (bert, BiasSign),
     "rows": (lambda: gpt2(tie_word_embeddings=False), BagOfWords),
     "whole": (gpt2, lambda: SubspaceWords(capacity_seconds=0)),
     "lora": (lora, lambda: SubspaceWords(capacity_seconds=0)),
+    "texts": (lora, lambda: SubspaceTexts(budget_seconds=20)),
     "own gradient": (lora, lambda: GradientMembership(PublicText(TEXT))),
+    "row spaces": (lora, lambda: SubspaceMembership(PublicText(TEXT))),
 }
 READS = {"head", "bias", "rows", "own gradient"}
 """Those that read what was cut at .01."""
@@ -168,12 +174,14 @@ def headline(values: dict[str, float]) -> float:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", [0.01, 0.0001])
 @pytest.mark.parametrize("case", WORDS)
-def test_what_is_cut_is_read_or_unknown(tmp_path: Path, case: str) -> None:
-    clipped = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+def test_what_is_cut_is_read_or_unknown(tmp_path: Path, case: str, size: float) -> None:
+    clipped = {"gradient_clip_val": size, "gradient_clip_algorithm": "value"}
     value = headline(looked(tmp_path, case, **clipped))
     assert math.isnan(value) or value > 0.85
-    assert math.isnan(value) == (case not in READS)
+    if size == 0.01:
+        assert math.isnan(value) == (case not in READS)
 
 
 @pytest.mark.filterwarnings("ignore")

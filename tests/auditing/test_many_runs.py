@@ -116,6 +116,42 @@ def test_a_fixed_threshold_gives_what_jax_privacy_gives(n, delta, published) -> 
     assert bound.epsilon == pytest.approx(published, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("n", "delta", "published"),
+    [(100, 0.0, 0.185354), (1000, 0.0, 1.049722), (10_000, 0.0, 1.787192), (10_000, 0.1, 0.911402)],
+)
+def test_the_union_is_tighter_than_jax_privacys_bonferroni(n, delta, published) -> None:
+    """The same version's default, which pays for every score as a threshold."""
+    bound = audit_scores(*quantile_scores(n), delta=delta).epsilon
+    assert published < bound < 1.2 * published + 0.01
+
+
+def of_counts(tp: int, positives: int, fp: int, negatives: int, delta: float = 0.0) -> float:
+    """Return the bound of so many right guesses and so many false alarms."""
+    scores = torch.cat([torch.arange(positives) < tp, torch.arange(negatives) < fp]).double()
+    members = torch.arange(positives + negatives) < positives
+    return audit_scores(scores, members, delta=delta, threshold=0.5).epsilon
+
+
+def test_counts_by_the_definition() -> None:
+    """Both directions, with scipy's Clopper-Pearson, one-sided at alpha / 2 each."""
+    for tp, fp in ((90, 3), (40, 0), (100, 60), (50, 50)):
+        tpr, tnr = (
+            binomtest(k, 100, alternative="greater").proportion_ci(0.975, "exact").low
+            for k in (tp, 100 - fp)
+        )
+        ways = [(tpr - 0.01) / (1 - tnr), (tnr - 0.01) / (1 - tpr)]
+        expected = max([0.0] + [math.log(w) for w in ways if w > 1])
+        bound = of_counts(tp, 100, fp, 100, delta=0.01)
+        assert bound == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_other_direction_counts() -> None:
+    """A test that is only sure of who is *not* in."""
+    assert of_counts(1000, 1000, 500, 1000) > 4
+    assert of_counts(500, 1000, 0, 1000) > 4
+
+
 # ---- relations ------------------------------------------------------------------------------
 
 

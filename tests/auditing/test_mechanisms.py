@@ -8,7 +8,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
-from scipy.integrate import trapezoid
+from scipy.integrate import quad, trapezoid
 from scipy.stats import norm
 
 from lightning_fedleak.evaluation.auditing import (
@@ -23,6 +23,18 @@ from lightning_fedleak.evaluation.auditing import (
 from tests.helpers.gaussian import gaussian_delta
 
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize("sigma", SIGMAS)
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0])
+def test_gaussian_delta_is_the_integral_of_its_definition(sigma: float, epsilon: float) -> None:
+    def excess(x: float) -> float:
+        gain = norm.pdf(x, 1 / sigma) - math.exp(epsilon) * norm.pdf(x)
+        return max(0.0, gain)
+
+    break_even = epsilon * sigma + 1 / (2 * sigma)
+    integral, _ = quad(excess, break_even, break_even + 12 + 2 / sigma, limit=200)
+    assert gaussian_delta(epsilon, sigma) == pytest.approx(integral, rel=1e-7, abs=1e-13)
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)

@@ -109,6 +109,12 @@ def test_without_delta_epsilon_is_the_binomials() -> None:
     assert binom.sf(149, 200, 1 / (1 + math.exp(-epsilon))) == pytest.approx(0.05, rel=1e-6)
 
 
+@pytest.mark.parametrize("delta", [0.0, 1e-5, 1e-3])
+def test_p_value_grows_with_epsilon_so_that_the_bound_is_well_defined(delta) -> None:
+    values = [one_run_p_value(300, 100, 80, e, delta) for e in np.linspace(0, 12, 300)]
+    assert (np.diff(values) >= -1e-12).all()
+
+
 @pytest.mark.parametrize("epsilon", [0.0, 1.0])
 @pytest.mark.parametrize("delta", [1e-4, 1e-2])
 def test_p_value_covers_a_mechanism_that_may_tell_everything(epsilon, delta) -> None:

@@ -176,6 +176,21 @@ def test_what_a_loader_does_to_an_item_does_not_reach_the_canary() -> None:
     assert torch.equal(dataset[at]["input_ids"], row(FIRST))
 
 
+class Augmented(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return row(index) + torch.randint(2, (4,)) + np.random.randint(2)
+
+
+def test_building_it_leaves_the_users_random_numbers_alone() -> None:
+    state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    with_canaries(Augmented(), texts(3))
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (np.random.get_state()[1] == state[1]).all()
+
+
 # What a canary is
 
 

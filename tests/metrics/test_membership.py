@@ -77,6 +77,16 @@ def test_thresholds_come_from_other_games_than_those_scored() -> None:
     assert np.mean(tpr) == pytest.approx(0.01, abs=0.0015)
 
 
+def test_a_cluster_is_never_judged_by_its_own_threshold() -> None:
+    """Each step has its own offset and decides perfectly by itself, which the rest do not know."""
+    members = torch.tensor([True, False]).repeat(20)
+    clusters = torch.arange(20).repeat_interleave(2)
+    scores = members.double() + 10.0 * clusters * (-1) ** clusters
+    rates = membership_rates(scores, members, clusters)
+    assert rates["accuracy"].value < 0.6
+    assert membership_rates(scores[:2], members[:2])["accuracy"].value != 1.0
+
+
 @pytest.mark.parametrize("fpr", [0.01, 0.001])
 def test_tpr_at_fpr_is_unknown_below_ten_expected_false_alarms(fpr: float) -> None:
     n = round(10 / fpr)
@@ -96,6 +106,18 @@ def test_tpr_at_fpr_is_that_of_the_normal_law() -> None:
         assert rate.low < truth < rate.high
         assert rate.value == pytest.approx(truth, abs=0.06)
         assert rate.high - rate.low < 0.15
+
+
+def test_perfect_games_leave_room_below_one() -> None:
+    members = torch.arange(1000) % 2 == 0
+    rates = membership_rates(members.double(), members)
+    for name in ("accuracy", "f1", "auc", "advantage"):
+        assert rates[name].value == rates[name].high == 1.0
+        assert 0.98 < rates[name].low < 1.0
+    assert rates["auc"].low == pytest.approx(0.025 ** (1 / 500))
+    reverse = membership_rates(-members.double(), members)["auc"]
+    assert reverse.value == reverse.low == 0
+    assert reverse.high == pytest.approx(1 - 0.025 ** (1 / 500))
 
 
 def test_the_bound_for_perfect_steps_is_exact_where_steps_fail_whole() -> None:
@@ -155,6 +177,16 @@ def test_tpr_intervals_cover_the_truth() -> None:
     assert covered >= reps * 0.95 - 3 * math.sqrt(reps * 0.05)
 
 
+def test_clustered_intervals_are_wider_than_those_of_games_taken_as_independent() -> None:
+    scores, members, clusters = steps(20, 16, 1.0, 0.5, 3)
+    apart = membership_rates(scores, members, decisions=scores > 0.5)
+    together = membership_rates(scores, members, clusters, scores > 0.5)
+    for name in ("accuracy", "advantage", "auc", "f1"):
+        assert together[name].value == apart[name].value
+        wide, narrow = (r[name].high - r[name].low for r in (together, apart))
+        assert wide > 1.3 * narrow
+
+
 @pytest.mark.parametrize("decimals", [15, 0])
 def test_blocks_of_clusters_are_drawn_like_their_games(monkeypatch, decimals: int) -> None:
     """The two ways to compute a bootstrap, and one by scikit-learn on the games drawn."""
@@ -208,6 +240,16 @@ def test_order_of_games_and_names_of_clusters_do_not_matter() -> None:
             assert getattr(again[name], end) == expected
 
 
+def test_no_global_random_numbers() -> None:
+    before, torch_before = np.random.get_state()[1].copy(), torch.get_rng_state()
+    scores, members = games(100)
+    steps = torch.arange(100) // 5  # the bootstrap draws these; of single games nothing is drawn
+    first, second = (membership_rates(scores, members, steps)["auc"] for _ in range(2))
+    assert first == second != membership_rates(scores, members, steps, seed=1)["auc"]
+    assert (np.random.get_state()[1] == before).all()
+    assert torch.equal(torch.get_rng_state(), torch_before)
+
+
 # ---- the Metric -----------------------------------------------------------------------------
 
 
@@ -251,3 +293,13 @@ def test_processes_pool_their_games_even_if_one_saw_none(tmp_path) -> None:
     for rank in range(2):
         values = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(values, expected, equal_nan=True)
+
+
+def test_state_survives_a_checkpoint() -> None:
+    metric = filled(steps(6, 5, 1.0, 0.2, 0))
+    metric.persistent(True)
+    other = MembershipInference(resamples=100)
+    other.persistent(True)
+    other.load_state_dict(metric.state_dict())
+    other._update_count = 1
+    torch.testing.assert_close(other.compute(), metric.compute(), equal_nan=True)

@@ -136,6 +136,17 @@ def test_the_visible_excess_is_seen_in_four_of_five_pools(others_hits: int) -> N
     assert visible_excess(2, 3, 0, alpha=alpha) == visible_excess(0, 3, 0, alpha=alpha) == 1.0
 
 
+def test_one_member_that_ranks_low_hides_no_other() -> None:
+    scores = torch.cat([torch.linspace(1, 2, 200), torch.linspace(-2, -1, 200)])
+    scores[0] = -9.0
+    values = membership_values(scores, torch.arange(400) < 200, look=5)
+    assert values["auc"] == pytest.approx(0.995)
+    means = np.linspace(0.5, 0.995, 100_000)[:-1]
+    apart = 0.995 * np.log(0.995 / means) + 0.005 * np.log(0.005 / (1 - means))
+    rarer = np.exp(-200 * apart) < spent_at(5) / 2  # Hoeffding's bound, by its definition
+    assert values["auc_low"] == pytest.approx(means[~rarer].min(), abs=1e-4)
+
+
 @pytest.mark.parametrize("few", [0.005, 0.02, 0.1])
 def test_the_interval_of_an_auc_holds_where_few_texts_decide(few: float) -> None:
     """A member ranks below all others with a small probability, so that the AUC is 1 minus it."""

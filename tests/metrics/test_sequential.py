@@ -148,6 +148,29 @@ def test_state_survives_as_plain_numbers() -> None:
     assert math.isnan(MeanTest(0.3).mean)
 
 
+def test_very_long_runs_stay_finite() -> None:
+    low, high = MeanTest(0.5), MeanTest(0.5)
+    for _ in range(5_000):
+        low.update(0.0)
+        high.update(1.0)
+    assert -20 < low.log_evidence < 0
+    assert 2_500 < high.log_evidence < math.inf
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda: MeanTest(0.0), "strictly between 0 and 1"),
+        (lambda: MeanTest(1.0, span=(-1, 1)), "strictly between -1 and 1"),
+        (lambda: MeanTest(0.5).update(1.1), "outside the span"),
+        (lambda: MeanTest(0.5).update(math.nan), "outside the span"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(act, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        act()
+
+
 # ---- values that are means of trials ------------------------------------------------------------
 
 
@@ -170,6 +193,19 @@ def test_a_bet_on_an_auc_gains_nothing_on_average_over_all_ways_to_guess(members
         for chosen in itertools.combinations(range(n), members):
             member = np.isin(np.arange(n), chosen)
             pairs = [(x > y) + (x == y) / 2 for x in score[member] for y in score[~member]]
-            capital = bet(start(), 0, float(np.mean(pairs)), 0.5, trials=min(members, others))
+            value, late = float(np.mean(pairs)), 10**9  # so late next to no capital joins
+            capital = bet(np.zeros(8), late, value, 0.5, trials=min(members, others))
             gains.append(np.exp(capital))
         assert (np.mean(gains, axis=0) <= 1 + 1e-12).all()
+
+
+def test_trials_on_another_scale() -> None:
+    test = MeanTest(0.2, span=(-1.0, 1.0))
+    test.update(1.0, (1.0, 0.2, 16))
+    assert test.log_evidence == pytest.approx(_of_sixteen(0.6))
+
+
+def _of_sixteen(m: float) -> float:
+    whole = log_evidence(bet(start(), 0, 1.0, m), 1)
+    parts = log_evidence(bet(start(), 0, 1.0, m, trials=16), 1)
+    return float(np.logaddexp(whole, parts)) - math.log(2)

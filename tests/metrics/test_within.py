@@ -71,6 +71,13 @@ def test_the_rank_test_of_decisions_is_fishers() -> None:
         assert blind == pytest.approx(value, rel=1e-12)
 
 
+def test_without_members_or_used_types_there_is_no_p_value() -> None:
+    assert math.isnan(rank_p_value(np.array([1.0, 2.0]), np.array([True, True])))
+    assert math.isnan(rank_p_value(np.array([1.0, np.nan]), np.array([True, False])))
+    assert math.isnan(naming_p_value(0, 3, 0, 10))
+    assert naming_p_value(0, 0, 3, 10) == 1.0
+
+
 def test_many_games_get_a_bound_above_the_exact_value() -> None:
     n = math.isqrt(MAX_PAIRS) + 1
     rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import text_blocks
-from lightning_fedleak.model.taps.activations import ActivationTap
+from lightning_fedleak.model.taps.activations import ActivationTap, ChangedInPlace
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import (
@@ -145,6 +145,64 @@ def test_one_record_a_micro_batch_under_checkpointing(reentrant: bool, inside: b
         for k, (states, gradient) in enumerate(micro_batches):
             torch.testing.assert_close(tap.states(layer)[k], states, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(tap.gradients(layer)[k], gradient, rtol=1e-4, atol=1e-8)
+
+
+def test_forwards_without_gradient_leave_no_record() -> None:
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [1])
+    tap.arm()
+    with torch.no_grad():
+        model(**batch())
+    with torch.inference_mode():
+        model(**batch())
+    assert tap.states(1) == ()
+    step(model, batch())
+    assert len(tap.states(1)) == 1
+
+
+def test_a_look_ends_and_the_next_begins_empty() -> None:
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [1])
+    tap.arm()
+    loss = model(**batch()).loss
+    tap.arm()
+    loss.backward()
+    assert tap.states(1) == tap.gradients(1) == ()
+    step(model, batch())
+    tap.disarm()
+    assert tap.states(1) == tap.gradients(1) == ()
+    step(model, batch())
+    assert tap.states(1) == ()
+    tap.arm()
+    tap.close()
+    assert not tap.armed
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_what_was_overwritten_is_refused() -> None:
+    def overwritten(block: nn.Module, args: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            args[0].mul_(2.0)
+
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [1])
+    model.transformer.h[1].register_forward_pre_hook(overwritten)
+    tap.arm()
+    with own_rng(5):
+        model(**batch())
+    with pytest.raises(ChangedInPlace, match=r"overwrote hidden states at layer 1 in place"):
+        tap.states(1)
+
+
+def test_a_gradient_that_was_overwritten_is_refused() -> None:
+    model = tiny_gpt2().train()
+    tap = ActivationTap(find_anatomy(model), [1])
+    tap.arm()
+    step(model, batch())
+    [gradient] = tap.gradients(1)
+    gradient.mul_(2.0)
+    with pytest.raises(ChangedInPlace, match=r"overwrote the gradient at layer 1 in place"):
+        tap.gradients(1)
 
 
 def test_bf16_mixed_and_the_loss_scale() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
@@ -34,6 +35,7 @@ from lightning_fedleak.model.taps import (
     draw_texts,
     draw_words,
 )
+from lightning_fedleak.model.taps.control import is_uneven
 from lightning_fedleak.model.taps.graph import GraphTap, plain_call, read_call
 from tests.taps.test_graph import (
     ANSWER_LABELS,
@@ -44,6 +46,7 @@ from tests.taps.test_graph import (
     PADDED,
     SMALL,
     VOCABULARY,
+    HeadOnPrefixes,
     bert,
     llama,
 )
@@ -181,6 +184,23 @@ def test_the_update_of_the_same_words_is_that_of_the_round(kind: str, cut: float
     torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
 
+def test_a_mean_over_clients_begins_each_with_the_same_weights() -> None:
+    model = CAUSAL["llama"]().train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    reads = [read_step(model, HARD[loss][0])[0] for loss in ("plain", "answers")]
+    model.zero_grad()
+    local = replace(LocalRound.begin([*model.parameters()]), clients=2)
+    for n_calls in (1, 2):
+        local.add_step(optimizer, n_calls)
+    anatomy, roles = find_anatomy(model), [n for n, p in model.named_parameters()]
+    mean = control_update(anatomy, same_words(reads), roles, local, step=0)
+    assert mean.local_steps == 1
+    views = [control_gradient(anatomy, same_words([read]), roles, step=0) for read in reads]
+    for role, change in mean.tensors.items():
+        both = (views[0].tensors[role] + views[1].tensors[role]) / 2
+        assert torch.allclose(change, both, atol=1e-4), role
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("family", ["llama", "llama, LoRA", "gpt2, LoRA, checkpointing"])
 def test_the_gradients_of_hidden_states_are_those_of_the_step(family: str, layer: int) -> None:
@@ -234,6 +254,11 @@ def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
         update(OfOneArgument(model))
 
 
+def test_in_half_precision() -> None:
+    model = CAUSAL["llama, bf16, tied"]().train()
+    check_gradient(model, read_step(model, HARD["plain"][0]), tolerance=0.02)
+
+
 def test_under_autocast() -> None:
     model = llama().train()
 
@@ -281,6 +306,23 @@ def test_of_a_classifier(classes: int) -> None:
         return model(input_ids=PADDED, attention_mask=MASK, labels=labels).loss
 
     check_gradient(model, read_step(model, loss))
+
+
+def test_behind_virtual_tokens() -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(llama(), config).train()
+    labels = PADDED.masked_fill(MASK == 0, -100)
+    loss = lambda m: m(input_ids=PADDED, attention_mask=MASK, labels=labels).loss  # noqa: E731
+    reads = read_step(model, loss)
+    # The last virtual token predicts a text's first.
+    truth = sorted(labels[labels >= 0].tolist())
+    assert sorted(reads[0].batch.target_ids().tolist()) == truth
+    check_gradient(model, reads)
+
+
+def test_of_a_head_that_is_called_in_chunks() -> None:
+    model = HeadOnPrefixes(3)
+    check_gradient(model, read_step(model, lambda m: m(IDS)))
 
 
 def test_a_plain_call_is_that_of_the_model_s_own_loss() -> None:
@@ -372,3 +414,21 @@ def test_texts_in_a_row_are_shuffled_within_themselves() -> None:
         for row in range(len(IDS)):
             new, old = batch.input_ids[row, part], IDS[row, part]
             assert sorted(new.tolist()) == sorted(old.tolist())
+
+
+def test_a_part_has_the_first_labels_alone() -> None:
+    read = causal_call(IDS, torch.ones(IDS.shape[0], IDS.shape[1] - 1))
+    draw = draw_words([read], frozenset(), torch.Generator().manual_seed(0))
+    part = draw.first(14)
+    [batch] = part.batches
+    assert int((part.sizes[0] != 0).sum()) == 14
+    assert sorted(batch.target_ids().tolist()) == sorted(draw.batches[0].target_ids()[:14].tolist())
+    kept = batch.context_mask()
+    assert kept[0].tolist() == [True] * 11 + [False]
+    assert kept[1].tolist() == [True] * 3 + [False] * 9
+    assert not bool(kept[2:].any())
+
+
+def test_sizes_of_classes_are_uneven_and_those_of_a_first_step_are_not() -> None:
+    assert not is_uneven(read_step(llama().train(), HARD["plain"][0]))
+    assert is_uneven(read_step(llama().train(), HARD["class weights"][0]))

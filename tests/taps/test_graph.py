@@ -385,6 +385,16 @@ def test_a_classifier_of_texts(classes: int) -> None:
     assert batch.context_mask().any(1).tolist() == [True, True, False, True]
 
 
+def test_nothing_is_recorded_without_a_backward() -> None:
+    model = llama()
+    tap = GraphTap(find_anatomy(model))
+    tap.arm()
+    with torch.no_grad():
+        model(input_ids=IDS)
+    model(input_ids=IDS)
+    assert tap.take() == []
+
+
 # ---- rows of a gradient, drawn -----------------------------------------------------------------
 
 
@@ -427,6 +437,17 @@ def test_rows_of_any_loss(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     assert bool((rows.sizes[sure].sign() == weights[sure].sign()).all())
     size = gradient.gather(1, labels[:, None])[:, 0].abs()
     assert torch.equal(rows.sizes[sure].abs(), size[sure])
+
+
+def test_blocks_of_rows_are_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 20, generator=generator)
+    gradient = logits.softmax(1) - functional.one_hot(torch.arange(9), 20)
+    whole = read_rows(gradient, logits)
+    monkeypatch.setattr("lightning_fedleak.model.taps.graph.ENTRIES_AT_ONCE", 45)
+    parts = read_rows(gradient, logits)
+    assert torch.equal(whole.labels, parts.labels)
+    assert torch.equal(whole.labels, torch.arange(9))
 
 
 def test_smoothed_rows_past_their_target_need_labels() -> None:

@@ -19,6 +19,7 @@ trained, W_2's gradient would show the same.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from lightning_fedleak.model.taps import arguments_of
 from lightning_fedleak.validate import check_number
 
 CHILD_NAME = "fedleak_crafted"  # of the inserted layers in the model, in state_dict keys
+MOST_PENDING = 64  # forwards that may wait for their backward; not tuned; more: more masks stored
 
 
 def upstream_of(
@@ -91,7 +93,8 @@ class CraftedInside(nn.Module):
         super().__init__()
         self.crafted = crafted
         self.scale = scale
-        self.mask: Tensor | None = None
+        self._mask: Tensor | None = None
+        self._by_input: OrderedDict[int, Tensor | None] = OrderedDict()
         self.register_buffer("direction", direction)
         self.direction: Tensor
 
@@ -115,13 +118,36 @@ class CraftedInside(nn.Module):
         """Store the mask that the model is called with."""
         call = arguments_of(model, args, kwargs)
         mask = call.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() != 2:
+            raise ValueError(
+                f"crafted layers need an attention_mask (B, L), got {tuple(mask.shape)}"
+            )
         if mask is None and hasattr(_peft_config(model), "num_virtual_tokens"):
             ids = call.get("input_ids")
             mask = torch.ones_like(ids) if isinstance(ids, Tensor) else None
-        self.mask = mask if isinstance(mask, Tensor) else None
+        self._mask = mask if isinstance(mask, Tensor) else None
 
-    def _with_crafted(self, hidden: Tensor) -> Tensor:
-        mask = self.mask
+    def _mask_of(self, states: Tensor) -> Tensor | None:
+        """Return the mask of the model's call in which a block reads ``states``.
+
+        A checkpoint computes a block again in backward, perhaps after other forwards. The mask is
+        then the one stored under the address of the block's input, which the checkpoint keeps until
+        its backward.
+        """
+        key = states.data_ptr()
+        if torch._C._current_graph_task_id() == -1:
+            self._by_input.pop(key, None)
+            self._by_input[key] = self._mask
+            if len(self._by_input) > MOST_PENDING:
+                self._by_input.popitem(last=False)
+        elif key not in self._by_input:
+            raise RuntimeError(
+                "a checkpoint computes a block again whose first pass was forgotten (more than "
+                f"{MOST_PENDING} forwards before their backward?)"
+            )
+        return self._by_input[key]
+
+    def _with_crafted(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None:
             # Prompt tuning puts virtual tokens before the text.
             mask = nn.functional.pad(mask, (hidden.shape[1] - mask.shape[1], 0))
@@ -132,11 +158,15 @@ class CraftedInside(nn.Module):
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Any, ...], dict[str, object]]:
         """Add the output to what the first block reads."""
-        return with_states_in(args, kwargs, self._with_crafted(states_in(args, kwargs)))
+        hidden = states_in(args, kwargs)
+        return with_states_in(args, kwargs, self._with_crafted(hidden, self._mask_of(hidden)))
 
-    def add_to_output(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def add_to_output(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         """Add the output to what a block returns."""
-        return with_states_out(output, self._with_crafted(states_out(output)))
+        mask = self._mask_of(states_in(args, kwargs))
+        return with_states_out(output, self._with_crafted(states_out(output), mask))
 
 
 def _peft_config(model: nn.Module) -> Any:
@@ -207,7 +237,7 @@ class Inserted:
             self._model.register_forward_pre_hook(inside.record_mask, with_kwargs=True),
             module.register_forward_pre_hook(inside.add_to_input, with_kwargs=True)
             if place.side == "input"
-            else module.register_forward_hook(add),
+            else module.register_forward_hook(add, with_kwargs=True),
         ]
         self._name = CHILD_NAME
         while self._name in self._model._modules:
@@ -226,6 +256,7 @@ class Inserted:
             del self._model._modules[self._name]
         for handle in self._handles:
             handle.remove()
+        self.inside._by_input.clear()
 
     def __enter__(self) -> Inserted:
         return self

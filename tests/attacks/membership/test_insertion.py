@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.insertion import Inserted, direction_of, upstream_of
@@ -281,6 +282,10 @@ def test_the_mask_is_found_by_keyword_by_position_or_missing() -> None:
         assert torch.equal(seen.mask[0], mask)
         assert torch.equal(seen.mask[1], mask)
         assert seen.mask[2] is None
+        with pytest.raises(
+            ValueError, match=r"need an attention_mask \(B, L\), got \(4, 1, 1, 7\)"
+        ):
+            model(ids, mask[:, None, None])
     gpt2 = tiny_gpt2()
     with Inserted(find_anatomy(gpt2), 1, attack.craft(target)) as handle:
         seen = Seen(handle)
@@ -337,7 +342,34 @@ def test_under_gradient_checkpointing(reentrant: bool) -> None:
     plain = gradient_of_two(tiny_gpt2(layers=3, dropout=0.0).double().train(), together=True)
     model = tiny_gpt2(layers=3, dropout=0.0).double().train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    torch.testing.assert_close(gradient_of_two(model, together=False), plain, rtol=1e-12, atol=0)
+    for together in (True, False):
+        gradient = gradient_of_two(model, together)
+        torch.testing.assert_close(gradient, plain, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_a_checkpoint_each_recomputation_has_its_own_mask(reentrant: bool) -> None:
+    plain = gradient_of_two(tiny_gpt2(layers=3, dropout=0.0).double().train(), together=True)
+    model = tiny_gpt2(layers=3, dropout=0.0).double().train()
+    model.config.use_cache = False
+    calls: list[int] = []
+    for _, block in text_blocks(find_anatomy(model)):
+        block.register_forward_pre_hook(lambda *_: calls.append(1))
+        call = block._call_impl
+
+        def through(hidden: Tensor, *args: Any, _call: Any = call, **kwargs: Any) -> Any:
+            return checkpoint(lambda h: _call(h, *args, **kwargs), hidden, use_reentrant=reentrant)
+
+        block.forward_through = through
+    for block in model.transformer.h:
+        block.__class__ = type("Through", (type(block),), {"__call__": _call_through})
+    gradient = gradient_of_two(model, together=True)
+    assert len(calls) >= 12
+    torch.testing.assert_close(gradient, plain, rtol=1e-12, atol=0)
+
+
+def _call_through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return self.forward_through(*args, **kwargs)
 
 
 def test_bf16_mixed() -> None:

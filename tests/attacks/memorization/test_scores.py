@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import rankdata
 
+from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.memorization import (
+    Combined,
     ErrorZone,
     Loss,
     LossRatio,
@@ -19,6 +23,7 @@ from lightning_fedleak.attacks.memorization import (
     Windows,
     Zlib,
 )
+from lightning_fedleak.attacks.memorization.scores import MOST_GAIN, normal_scores
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 
 SIZES = (2, 3, 5)
@@ -138,6 +143,31 @@ def test_a_text_that_only_gained_ranks_above_one_that_also_lost() -> None:
     assert first > second
 
 
+@given(values=st.lists(st.integers(-3, 3), min_size=1, max_size=30))
+def test_normal_scores_share_ties(values: list[int]) -> None:
+    expected = [NormalDist().inv_cdf((rank - 0.5) / len(values)) for rank in rankdata(values)]
+    np.testing.assert_allclose(normal_scores(torch.tensor(values)), expected, atol=1e-9)
+
+
+def test_combined_adds_both_ranks() -> None:
+    released = random_release(3)
+    parts = (LossRatio(most_gain=MOST_GAIN), ErrorZone())
+    expected = sum(normal_scores(part.score(released)) for part in parts)
+    torch.testing.assert_close(Combined().score(released), expected)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [LossRatio(), LossRatio(MOST_GAIN), ErrorZone(), Windows(), Combined(), MinK(calibrated=True)],
+)
+def test_before_the_first_step_all_texts_tie(attack: MemorizationAttack) -> None:
+    """The base model beside itself: every base-calibrated score has an AUC of exactly one half."""
+    tokens = random_release(5).base
+    tokens.greedy[0] = True  # a text that the base already predicts
+    scores = attack.score(ReleasedModel(tokens, tokens, torch.ones(7)))
+    assert len(scores.unique()) == 1
+
+
 @pytest.mark.parametrize("attack", [Loss(), LossRatio(), Zlib(), MinK(), Windows(), ErrorZone()])
 def test_what_is_no_label_changes_nothing(attack: MemorizationAttack) -> None:
     released = random_release(2)
@@ -151,3 +181,12 @@ def test_what_is_no_label_changes_nothing(attack: MemorizationAttack) -> None:
     )
     other = ReleasedModel(noisy, released.base, released.compressed)
     torch.testing.assert_close(attack.score(other), attack.score(released))
+
+
+def test_nothing_released_and_infinite_answers_are_refused() -> None:
+    with pytest.raises(UnusableObservation, match="no model is released"):
+        Loss().run(Observation())
+    released = random_release(0)
+    released.now.log_probs[0, 0] = -math.inf
+    with pytest.raises(UnusableObservation, match="not finite"):
+        Loss().run(Observation(released=released))

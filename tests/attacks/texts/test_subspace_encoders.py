@@ -168,6 +168,21 @@ def test_noise_and_rounding_take_the_certificate(
             continue
 
 
+@pytest.mark.parametrize("family", [bert, classifier])
+def test_dropout_takes_the_certificate(family: Any) -> None:
+    model = made(family, None)
+    attack, anatomy = SubspaceTexts(budget_seconds=1), find_anatomy(model)
+    attack.prepare(anatomy)
+    model.train()
+    for _ in range(4):
+        ids = texts(1, 8)
+        backward(model, ids, **({"labels": torch.tensor([1])} if family is classifier else {}))
+        try:
+            assert not attack.run(view_of(anatomy, attack)).certified
+        except UnusableObservation:
+            continue
+
+
 def test_the_first_step_of_a_lora_is_not_known_yet() -> None:
     model = made(bert, 8)
     with torch.no_grad():

@@ -95,6 +95,15 @@ def test_whole_projections_give_every_text_away(family: Any, rows: int, length: 
     assert float(guess.confidence[guess.tokens >= 0].min()) > 1 - 1e-5
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", [llama, gpt2])
+def test_tied_and_untied_heads(family: Any, tied: bool) -> None:
+    model, ids = ready(family(tie_word_embeddings=tied)), texts(2, 9)
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert guess.certified
+
+
 @pytest.mark.parametrize("rank", [None, 12])
 def test_a_token_without_an_input_is_read_from_the_blocks_behind(rank: int | None) -> None:
     """It leaves no trace in the first block's rows, so that its words are not certified."""
@@ -104,6 +113,19 @@ def test_a_token_without_an_input_is_read_from_the_blocks_behind(rank: int | Non
     ids[0, 4] = ids[1, 7] = 9
     guess = read(model, ids)
     assert said(guess) == visible(ids)
+    assert not guess.certified
+
+
+def test_a_token_that_equals_a_word_is_not_tried_in_its_place() -> None:
+    model, ids = ready(llama(tie_word_embeddings=False)), texts(2, 9)
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table[0] = table[ids[0, 2]]
+    guess = read(model, ids)
+    assert said(TextGuess(guess.tokens.masked_fill(guess.tokens == 0, int(ids[0, 2])))) == (
+        visible(ids)
+    )
+    assert len(guess.tokens) == len(ids)
     assert not guess.certified
 
 
@@ -159,6 +181,13 @@ def test_padded_texts_of_several_lengths(side: str) -> None:
     assert guess.certified
 
 
+def test_prompts_that_the_loss_looks_away_from_are_read() -> None:
+    model, ids = ready(llama()), texts(2, 10)
+    labels = ids.clone()
+    labels[:, :6] = -100
+    assert said(read(model, ids, labels=labels)) == visible(ids)
+
+
 def test_repeated_tokens_stand_where_they_stood() -> None:
     model, ids = ready(llama()), texts(1, 12, kinds=4)
     assert said(read(model, ids)) == visible(ids)
@@ -177,6 +206,13 @@ def test_texts_that_begin_with_one_token_several_times(family: Any) -> None:
     assert guess.certified
 
 
+def test_a_lora_with_as_many_rows_as_tokens() -> None:
+    model, ids = with_lora(ready(llama()), 8, QKV), texts(2, 9)
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert guess.certified
+
+
 def test_below_the_rank_more_blocks_tell_the_order() -> None:
     """Two directions a block, 11 tokens: block 2 alone does not do."""
     model, ids = deep_llama(6, seed=3), texts(1, 12)
@@ -186,6 +222,15 @@ def test_below_the_rank_more_blocks_tell_the_order() -> None:
     assert together.certified
     assert said(alone) != visible(ids)
     assert not alone.certified
+
+
+def test_beginnings_of_which_a_block_makes_nothing_are_no_measure() -> None:
+    """With few rows, and a first block whose attention writes nothing."""
+    model = deep_llama(4, seed=1)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+    model = with_lora(ready(model), 1, ["q_proj", "v_proj", "gate_proj"])
+    assert not read(model, texts(1, 12), settings={"budget_seconds": 2.0}).certified
 
 
 def certified(say: Callable[[], TextGuess]) -> bool:
@@ -310,6 +355,31 @@ def test_no_other_texts_are(data: st.DataObject) -> None:
     assert not certain or [text.tokens for text in found] == TRUE
 
 
+def test_a_first_token_that_another_could_stand_for_is_not_certain() -> None:
+    """Their inputs differ, but by less than the residual tells."""
+    torch.manual_seed(0)
+    model = ready(llama())
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[6] = weight[200] + 3e-6 * torch.randn(64)
+    ids = texts(2, 6)
+    ids[0, 0], ids[1, 0] = 200, 6
+    guess = read(model, ids)
+    assert not guess.certified or said(guess) == visible(ids)
+
+
+def test_states_that_hang_on_each_other_are_not_certain() -> None:
+    twice = as_found([TRUE[0], TRUE[0], *TRUE[1:]])
+    assert not CERTIFICATE.check(twice)[1]
+
+
+def test_ends_that_explain_nothing_are_cut_off() -> None:
+    longer = [(*row, int(BAG[i]), int(BAG[i + 1])) for i, row in enumerate(TRUE)]
+    kept, certain = CERTIFICATE.check(as_found(longer))
+    assert [text.tokens for text in kept] == TRUE
+    assert certain
+
+
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 9), inside=st.booleans())
 def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, inside: bool) -> None:
@@ -401,6 +471,14 @@ def test_a_round_of_several_steps_on_batches_of_their_own(momentum: float) -> No
     guess = attack.run(Observation((update,)))
     assert all(text in said(guess) for text in visible(torch.cat(ids)))
     assert not guess.certified
+
+
+def test_time_ends_it_and_it_says_so() -> None:
+    model, ids = ready(llama()), texts(4, 9)
+    guess = read(model, ids, settings={"budget_seconds": 1e-9})
+    assert not guess.finished
+    assert not guess.certified
+    assert len(guess.tokens) == 1
 
 
 def test_the_model_is_left_as_it_was() -> None:

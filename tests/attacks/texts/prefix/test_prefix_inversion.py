@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks import PublicText
@@ -132,6 +133,19 @@ def test_what_rounding_hides_is_told_by_a_run_as_the_clients(monkeypatch) -> Non
         assert not bool(guess.confidence[wrong].any())
         told += not bool(wrong.any())
     assert told >= 2
+
+
+def test_tokens_that_nothing_tells_apart_in_low_precision_are_doubted(monkeypatch) -> None:
+    model, sent = crowded_llama()
+    weight = model.get_input_embeddings().weight.data
+    weight[61:64] = weight[61]
+    hidden = hidden_states(find_anatomy(model), 3, sent)
+    rough_cache(monkeypatch)
+    guess = prepared(model, 3).reconstruct(hidden, None, None)
+    wrong = guess.tokens != sent
+    assert not bool(wrong[sent != 61].any())
+    assert 61 <= int(guess.tokens[sent == 61]) < 64
+    assert float(guess.confidence[sent == 61]) == 0.0
 
 
 def twins_gpt2() -> torch.nn.Module:
@@ -265,6 +279,50 @@ def test_whatever_was_looked_at_in_time_is_answered(monkeypatch, noised) -> None
     assert cut > 0
 
 
+def test_a_look_through_the_vocabulary_that_the_clock_ends_is_unfinished(monkeypatch) -> None:
+    """Also where time then suffices for what is done on the assumption that noise was added."""
+    model = models.tiny_llama(layers=3)
+    hidden = noisy(hidden_states(find_anatomy(model), 2, texts(2, 4)), 0.3)
+    attack = prepared(model, 2)
+    monkeypatch.setattr(verification, "ROUNDS", (8,))
+    monkeypatch.setattr(verification, "SWEEP", 1)
+    whole = attack.reconstruct(hidden, None, None)
+    assert whole.finished
+    assumed = []
+    for milliseconds in (60, 90, 120, 150, 1000):
+        clock = slow_clock(monkeypatch)
+        attack.budget_seconds = milliseconds / 1000
+        guess = attack.reconstruct(hidden, None, None)
+        swept = guess.candidates >= whole.candidates
+        assert guess.finished == swept
+        if not swept and next(clock) < attack.budget_seconds:
+            assert bool((guess.confidence > 0).any(1).all())
+            assumed.append(milliseconds)
+    assert assumed
+    assert guess.finished
+    assert torch.equal(guess.tokens, whole.tokens)
+
+
+def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch) -> None:
+    """Whatever is called finished is what is found without a budget.
+
+    At 36 and 47 ms the clock ends the check of a text that is wrong, and has been read to its end.
+    """
+    model, sent = crowded_llama()
+    hidden = hidden_states(find_anatomy(model), 3, sent)
+    ends = set()
+    for milliseconds in (36, *range(44, 51), 10_000):
+        with monkeypatch.context() as same:  # and the same rounding in every run
+            careless(same)
+            attack = prepared(model, 3, budget_seconds=(milliseconds + 0.5) / 1000)
+            slow_clock(same)
+            guess = attack.reconstruct(hidden, None, None)
+        right = torch.equal(guess.tokens, sent)
+        assert right or not guess.finished
+        ends.add(guess.finished)
+    assert ends == {True, False}
+
+
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are believed too soon, within the rounding of a cache."""
     believed = verification.Settling.accepted
@@ -317,6 +375,17 @@ def test_training_is_not_disturbed(make) -> None:
     assert all(bool((p.grad == 1).all()) for p in model.parameters())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())
+
+
+def test_a_model_with_lora_is_read_exactly() -> None:
+    with models.own_rng(1):
+        model = get_peft_model(
+            models.tiny_llama(layers=3),
+            LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        )
+    sent = texts()
+    hidden = hidden_states(find_anatomy(model), 2, sent)
+    assert torch.equal(prepared(model, 2).reconstruct(hidden, None, None).tokens, sent)
 
 
 def test_tokens_with_equal_embeddings_are_doubted() -> None:

@@ -19,7 +19,7 @@ from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_tokens
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers, check_rounds
-from lightning_fedleak.engine.outcomes import CHOOSE, Outcome, Result, Series, Unknown, unknown
+from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
 from lightning_fedleak.engine.tensorboard import Content, add_pages, add_table
@@ -527,8 +527,6 @@ class Engine(StepEngine):
 
     @contained
     def _publish_rest(self) -> None:
-        for step, outcomes in () if self.weights is None else self.weights.chosen():
-            self._publish_chosen(step, outcomes)
         step = self._fit.run.step
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
@@ -541,15 +539,6 @@ class Engine(StepEngine):
         if not self._is_over:
             self._is_over = True
             self._write_between_looks(self._metrics.at_end(), record.accounting(self.run.defenses))
-
-    def _publish_chosen(self, step: int, outcomes: Mapping[Series, Outcome]) -> None:
-        """Log what texts that chose nothing show of the weights that were chosen."""
-        values = {n: v for s, o in outcomes.items() for n, v in o.values(s.log_name).items()}
-        self.results.latest |= values
-        self._fit.run.publish(values)
-        assert self.report is not None
-        self.report.write_results(Look(step), outcomes, values)
-        rank_zero_info(f"{self._fit.run.watcher}: {CHOOSE} is lowest at step {step}")
 
     @contained
     def end(self, how: str) -> record.RunRecord | None:

@@ -120,9 +120,6 @@ class Memorization:
         alpha: probability that an attack's interval is wrong at any look. A gate on the worst of
             the family splits it among the attacks.
         most_texts: largest number of texts that are asked about.
-        confirm: share of these texts that is put aside where a callback chooses a checkpoint by
-            ``leakage/choose``. They choose nothing; the checkpoint that was chosen is scored on
-            them when training ends.
         outside_epsilon: allow gates and choices by these numbers under differential privacy. They
             read private texts outside of the account.
         seed: draws the rows.
@@ -136,7 +133,6 @@ class Memorization:
     looks: tuple[float, ...] = (0.5, 0.9)
     alpha: float = 0.05
     most_texts: int = 4000
-    confirm: float = 0.33
     outside_epsilon: bool = False
     seed: int = 0
 
@@ -144,7 +140,6 @@ class Memorization:
         check_number("max_overhead", self.max_overhead, above=0)
         check_number("alpha", self.alpha, above=0, below=1)
         check_integer("most_texts", self.most_texts, at_least=20)
-        check_number("confirm", self.confirm, at_least=0, below=1)
         check_integer("seed", self.seed, at_least=0)
         for share in self.looks:
             check_number("looks", share, above=0, at_most=1, hint="shares of the first epoch")

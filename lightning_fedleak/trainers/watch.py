@@ -82,8 +82,6 @@ class WatchSettings(LookSettings):
             None: by the dtype of the weights, without autocast.
         scaler: the GradScaler of the loop; matters under DDP alone.
         tensorboard: log to TensorBoard, where it is installed.
-        chooses: the loop keeps the weights where :meth:`Watch.choose` is lowest. Some texts are put
-            aside then, on which they are scored when the loop ends.
     """
 
     every_n_steps: int | None = None
@@ -101,7 +99,6 @@ class WatchSettings(LookSettings):
     precision: str | None = None
     scaler: Any = None
     tensorboard: bool = True
-    chooses: bool = False
 
     def chosen(
         self, attacks: Sequence[Attack] | Attack | Literal["auto"]
@@ -236,7 +233,6 @@ class Watch:
         self.should_stop = False
         optimizers = torch_optimizers(optimizer)
         self.loop = Loop(model, optimizers, loader, one.precision, one.scaler, one.tokenizer)
-        self.loop.watched = (CHOOSE,) if one.chooses else ()
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
@@ -269,19 +265,18 @@ class Watch:
         """Log and return ``leakage/choose``, by which to keep weights: the lower the better.
 
         It is the loss where every gate on the trained weights allows them, and infinity elsewhere.
-        When the loop ends, texts that chose nothing show what the weights give away where it was
-        lowest. Call it on every process, once the step is over that the loss is of.
+        Call it on every process, once the step is over that the loss is of.
 
         Args:
             loss: the validation loss of the weights as they are.
 
         Raises:
-            ValueError: no gate is on the trained weights, or no texts were put aside.
+            ValueError: no gate is on the trained weights.
         """
-        if not self._on_weights or CHOOSE not in self.engine.run.watched:
+        if not self._on_weights:
             raise ValueError(
                 f"{self.engine.run.watcher}.choose needs a gate on the trained weights, such as "
-                "Threshold('leakage/combined/auc', ...), and texts put aside: chooses=True"
+                "Threshold('leakage/combined/auc', ...)"
             )
         chosen = max(gate.choice(loss) for gate in self._on_weights)
         self._log({CHOOSE: chosen}, self.engine.run.step)

@@ -87,7 +87,7 @@ def under_the_trainer(place: Path, at_most: float) -> float:
 def in_a_loop(place: Path, at_most: float) -> float:
     model, optimizer, loader = start()
     gate, best = Threshold(METRIC, **limits(at_most)), float("inf")
-    settings: dict[str, Any] = {"folder": place, "memorization": SETTINGS, "chooses": True}
+    settings: dict[str, Any] = {"folder": place, "memorization": SETTINGS}
     with Watch(model, optimizer, played(), [gate], loader, **settings) as watch:
         for _ in range(2):
             for batch in loader:
@@ -107,10 +107,7 @@ def test_three_faces_say_the_same_and_choose_the_same(tmp_path: Path) -> None:
     faces = {"lightning": in_lightning, "trainer": under_the_trainer, "loop": in_a_loop}
     scores = {name: face(tmp_path / name, 1.0) for name, face in faces.items()}
     first, trainer, loop = ([*lines(tmp_path / name)] for name in faces)
-    assert [line["attack"] for line in first] == [
-        *["loss_ratio", "extraction"] * 3,
-        *("loss_ratio_chosen", "extraction_chosen"),
-    ]
+    assert [line["attack"] for line in first] == ["loss_ratio", "extraction"] * 3
     assert all(line["unknown"] is None for line in first)
     assert loop == first
     for line, other in zip(first, trainer, strict=True):
@@ -128,16 +125,13 @@ def test_three_faces_say_the_same_and_choose_the_same(tmp_path: Path) -> None:
 
 def test_weights_that_give_away_too_much_are_not_chosen(tmp_path: Path) -> None:
     assert in_a_loop(tmp_path, 0.5) == float("inf")
-    assert not any(line["attack"].endswith("_chosen") for line in lines(tmp_path))
 
 
-def test_a_loop_that_puts_no_texts_aside_cannot_choose(tmp_path: Path) -> None:
+def test_a_loop_without_a_gate_on_the_weights_cannot_choose(tmp_path: Path) -> None:
     model, optimizer, loader = start()
-    gate = Threshold(METRIC, **limits(0.9))
+    settings: dict[str, Any] = {"folder": tmp_path, "memorization": SETTINGS}
     with (
-        Watch(
-            model, optimizer, played(), [gate], loader, folder=tmp_path, memorization=SETTINGS
-        ) as watch,
-        pytest.raises(ValueError, match="chooses=True"),
+        Watch(model, optimizer, played(), [], loader, **settings) as watch,
+        pytest.raises(ValueError, match="needs a gate on the trained weights"),
     ):
         watch.choose(1.0)

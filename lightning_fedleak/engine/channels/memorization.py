@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,16 +32,7 @@ from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import (
-    CHOOSE,
-    Found,
-    Outcome,
-    Result,
-    Series,
-    Unknown,
-    Waiting,
-    unknown,
-)
+from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.released import (
@@ -110,9 +101,6 @@ class MemorizationChannel(Channel):
         self._looks, self._due = 0, 0
         self._reading_seconds = 0.0
         self._void = self._compared = ""
-        self._newest: tuple[TokenSnapshot, int, int] | None = None
-        self._choices: dict[int, float] = {}
-        self._chosen: dict[int, dict[str, _Answer]] = {}
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -140,7 +128,7 @@ class MemorizationChannel(Channel):
         """Forget the texts of an earlier fit."""
         super().open(run)
         self._pool, self._base, self._refusal, self._void = None, None, None, ""
-        self._due, self._newest = 0, None
+        self._due = 0
 
     def meet_data(self, attack: Attack) -> None:
         """Draw the texts that the model is asked about.
@@ -190,7 +178,6 @@ class MemorizationChannel(Channel):
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
-            chooses=CHOOSE in self.run.watched,
             rounds=self.run.unit == "round",
         )
 
@@ -216,9 +203,9 @@ class MemorizationChannel(Channel):
         if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
             return NO_CONTROLS
         shares = self.settings.memorization.looks
-        counts = [int((~pool.trains & ~pool.aside).sum())] * self._planned_looks
+        counts = [int((~pool.trains).sum())] * self._planned_looks
         if pool.way == "not yet seen":
-            alone = int((pool.alone & ~pool.aside).sum())
+            alone = int(pool.alone.sum())
             counts = [round((1 - share) * alone) for share in shares]
         alpha = self.settings.memorization.alpha
         return too_few_others(counts, alpha) if metric == "shown" else None
@@ -338,7 +325,6 @@ class MemorizationChannel(Channel):
             why = "what the base said is not known: the run was resumed without its record"
             look.answers |= dict.fromkeys(every, f"{why} ({self.folder / self.file})")
             return
-        self._newest = None
         counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-2] > 0
@@ -360,7 +346,6 @@ class MemorizationChannel(Channel):
         except (NoOthers, UnusableObservation) as error:
             look.answers |= dict.fromkeys(every, str(error))
             return
-        self._newest = answers, epoch, passed
         limits = self._account.limits() if self._account is not None and self._plays else {}
         values = self._read_texts(pool, answers, rows, members, self._looks, limits)
         self._compared = str(values["pool"])
@@ -451,55 +436,11 @@ class MemorizationChannel(Channel):
         extra = {name: value for name, value in extra.items() if not math.isnan(value)}
         return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
 
-    # ---- the checkpoint that is chosen --------------------------------------------------------
-
-    def choose(self, step: int, loss: float) -> float:
-        """Return the loss that the newest weights are chosen by: the highest of a step's gates.
-
-        Where it is the lowest so far, what the texts put aside show of these weights is kept.
-        """
-        loss = max(loss, self._choices.get(step, -math.inf))
-        lowest = min((one for at, one in self._choices.items() if at != step), default=math.inf)
-        self._choices[step] = loss
-        if loss < lowest and step not in self._chosen:
-            self._chosen[step] = self._confirmed()
-        return loss
-
-    def _confirmed(self) -> dict[str, _Answer]:
-        """Return what each attack reads off the texts put aside, or why that is unknown."""
-        pool = self._pool
-        if pool is None or self._newest is None or not bool(pool.aside.any()):
-            return {}
-        answers, epoch, passed = self._newest
-        try:
-            rows, members = pool.compared(epoch, passed, aside=True, everyone=self._plays)
-        except NoOthers as error:
-            return dict.fromkeys((attack.name for attack in self.attacks), str(error))
-        return self._read_texts(pool, answers, rows, members, 1, {})
-
-    def chosen(self) -> tuple[int, dict[Series, Outcome]] | None:
-        """Return the step of the weights that were chosen, and what texts put aside show of them.
-
-        None where no weights were allowed, or no texts were put aside.
-        """
-        step = min(self._choices, key=self._choices.__getitem__, default=-1)
-        if not (values := self._chosen.get(step)) or math.isinf(self._choices[step]):
-            return None
-        outcomes = {}
-        for attack in self.attacks:
-            series = replace(Series.at(Stage.RELEASED, attack.name), name=f"{attack.name}_chosen")
-            answer = values.get(attack.name, "it was not played when these weights were read")
-            if isinstance(answer, str):
-                outcomes[series] = unknown(self.metrics, answer)
-            else:
-                outcomes[series] = self._outcome({**answer, BLIND: math.nan}, str(values["pool"]))
-        return step, outcomes
-
     # ---- checkpoints ------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget the looks of an earlier fit."""
-        self._looks, self._choices, self._chosen = 0, {}, {}
+        self._looks = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Write the base's answers to a private file, and return where it is and its hash."""
@@ -519,9 +460,6 @@ class MemorizationChannel(Channel):
                 "file": str(file),
                 "digest": hash_tensors(tensors),
                 "seen": self._pool.seen_in_checkpoints.to(torch.uint8),
-                "aside": self._pool.aside.to(torch.uint8),
-                "choices": self._choices,
-                "chosen": self._chosen,
             }
         }
 
@@ -542,7 +480,6 @@ class MemorizationChannel(Channel):
             way=pool.way,
             train=train,
             others=len(pool.texts) - train,
-            aside=int(pool.aside.sum()),
             repeated=pool.repeated,
             short=pool.short,
             searched=pool.searched,
@@ -554,8 +491,6 @@ class MemorizationChannel(Channel):
         """Remember where the base's answers are."""
         self._saved = state.get(self.family, {})
         self._looks = int(self._saved.get("looks", 0))
-        self._choices = dict(self._saved.get("choices", {}))
-        self._chosen = dict(self._saved.get("chosen", {}))
 
     def _restore(self, pool: Pool) -> None:
         """Read what the base said, if the file and the texts are those of the run's begin."""
@@ -572,7 +507,6 @@ class MemorizationChannel(Channel):
         if hash_tensors(tensors) == saved["digest"] and same:
             self._base = TokenSnapshot(*(tensors[name] for name in names))
             pool.seen = torch.as_tensor(saved["seen"]).bool()
-            pool.aside = torch.as_tensor(saved.get("aside", pool.aside)).bool()
             self._due, pool.passed = int(saved["due"]), int(saved["passed"])
             pool.unread = int(saved.get("unread", 0))
             if pool.way == "not yet seen" and saved.get("processes", 1) > 1:

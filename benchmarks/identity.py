@@ -57,7 +57,6 @@ from lightning_fedleak.attacks import (
     SubspaceTexts,
     SubspaceWords,
 )
-from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
@@ -176,7 +175,7 @@ class Configuration:
 
     def settings(self) -> dict[str, Any]:
         rounds = {"local_steps": 2} if self.rounds else {}
-        return {"every_n_steps": self.every, "cache": False, **rounds}
+        return {"every_n_steps": self.every, **rounds}
 
 
 def footprint(model: nn.Module, optimizer: Any, losses: list[float]) -> list[Tensor]:
@@ -221,9 +220,8 @@ def lightning(c: Configuration, folder: Path, watched: bool) -> list[Tensor]:
         callbacks: list[L.Callback] = [saver] if c.resumed else []
         if watched:
             settings = c.settings()
-            rare = MonitorSettings(cache=settings.pop("cache"))
             attacks = ATTACKS[c.attacks]()
-            callbacks.append(LeakageMonitor(attacks, log_dir=folder, settings=rare, **settings))
+            callbacks.append(LeakageMonitor(attacks, log_dir=folder, **settings))
         trainer = L.Trainer(
             max_epochs=epochs, accelerator="cpu", precision=c.precision, logger=False,
             accumulate_grad_batches=c.accumulate, gradient_clip_val=c.clip or None,

@@ -330,7 +330,7 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
         read = [RehearsedLabels("sampled", shapes=shapes)]
     settings = {
         "folder": folder, "every_n_steps": max(1, training.step), "precision": training.precision,
-        "tensorboard": False, "report": False, "cache": False,
+        "tensorboard": False, "report": False,
         "assume": HONEST_BUT_CURIOUS if read == "auto" else None,
     }  # fmt: skip
     truths: dict[int, Seen] = {}

@@ -374,7 +374,7 @@ def run_cell(
             public_text=PublicText(public),
             games=Games(held_out=PublicText(outside), targets=2 * texts),
             log_dir=folder,
-            settings=MonitorSettings(look_seconds=600.0, cache=False),
+            settings=MonitorSettings(look_seconds=600.0),
         )
     arguments = [built for spec in parse_defenses(defense) for built in spec.build()]
     trainer = L.Trainer(

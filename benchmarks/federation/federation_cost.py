@@ -79,7 +79,7 @@ class Client:
             folder=folder,
             games=Games(targets=args.targets, held_out=PublicText(outside)),
             max_overhead=share,
-            settings=RoundSettings(look_seconds=600.0, tensorboard=False, cache=False),
+            settings=RoundSettings(look_seconds=600.0, tensorboard=False),
             **chosen,
         )
         self.out = OutgoingUpdates(self.observer)

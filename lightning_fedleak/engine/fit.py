@@ -178,7 +178,7 @@ class Fit:
         if self.look is not None:
             return
         exposed = {plan.attack.name for plan in self.lineup.exposed}
-        look = self.scheduler.due_look(step, self.lineup.queue, exposed)
+        look = self.scheduler.due_look(step, exposed)
         if look is None:
             return
         self.look = look

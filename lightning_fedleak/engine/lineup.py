@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, MissingText, PublicText, share_samples
-from lightning_fedleak.engine.cache import CalibrationCache, hash_of_weights
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
 from lightning_fedleak.engine.choice import (
@@ -51,7 +50,6 @@ class Lineup:
         prepared: names of the attacks that are calibrated.
         rows: of attacks that choose themselves, what became of each.
         held: names of the attacks that choose themselves once labels weigh unevenly in the loss.
-        queue: names of the attacks whose calibration waits for its turn between steps.
         calibrating_seconds: that calibrations took.
 
     Raises:
@@ -74,16 +72,13 @@ class Lineup:
         self._choosing = selection.auto
         self._writes = run.anatomy.kind == "causal" and not selection.text_passed
         self._most_seconds = options.look_seconds
-        self._cache = CalibrationCache() if options.cache else None
         self._refused = dict(refused)
         self._without_text: set[str] = set()
         self.held = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
         self._ever_exposed: set[str] = set()
-        self._weights: str | None = None
         self.plans: list[Plan] = []
         self.prepared: set[str] = set()
         self.rows: list[Row] = []
-        self.queue: list[str] = []
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
         self._calibrations: dict[str, tuple[float, float]] = {}
@@ -289,7 +284,6 @@ class Lineup:
                     f"a look takes about {seconds:.2g} s, and look_seconds={self._most_seconds:g}",
                 )
         self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
-        self.queue = [name for name in self.queue if name not in self._refused]
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
         follow()
@@ -324,7 +318,7 @@ class Lineup:
         return answer.why if isinstance(answer, Unknown) else None
 
     def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> dict[str, float]:
-        """Calibrates an attack, by what a checkpoint or the cache holds where they do.
+        """Calibrates an attack, by what a checkpoint holds where it does.
 
         Returns:
             What its looks are estimated to take; where that is too long it is not calibrated.
@@ -334,36 +328,14 @@ class Lineup:
             if attack.restores_fully:
                 self.prepared.add(attack.name)
             self._meet()
-        kept = self._load(attack)
         seconds = attack.estimate(self._run.anatomy, self._texts) if self._choosing else None
         if seconds is not None:
             self._estimated.add(attack.name)
-        if seconds is not None and self._run.unit == "step":
-            self.queue.append(attack.name)
-        elif seconds is None or seconds <= self._most_seconds:
-            self.prepare(attack, " (partly kept from an earlier fit)" * bool(kept))
-        if kept is False and self._cache is not None and self._weights is not None:
-            self._cache.save(attack, self._weights)
+        if seconds is None or seconds <= self._most_seconds:
+            self.prepare(attack)
         return {} if seconds is None else {attack.name: seconds}
 
-    def _load(self, attack: Attack) -> bool | None:
-        """Return whether the cache held the attack's calibration; None: it is not asked."""
-        if (
-            self._cache is None
-            or attack.calibration_inputs() is None
-            or attack.name in self.prepared
-        ):
-            return None
-        if self._weights is None:
-            self._weights = hash_of_weights(self._run.anatomy.model, self._run.anatomy.head)
-        if not self._cache.load(attack, self._weights):
-            return False
-        self._meet()
-        if attack.restores_fully:
-            self.prepared.add(attack.name)
-        return True
-
-    def prepare(self, attack: Attack, how: str = "") -> None:
+    def prepare(self, attack: Attack) -> None:
         """Calibrates an attack, once in a run."""
         if attack.name in self.prepared:
             return
@@ -377,7 +349,7 @@ class Lineup:
         self.calibrating_seconds += seconds
         if seconds > 1:
             watcher = self._run.watcher
-            rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s{how}")
+            rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s")
 
     def refresh(self, step: int, asked: Collection[str] | None = None) -> dict[str, str]:
         """Lets every attack that has something to read follow the model as it is now.
@@ -391,7 +363,6 @@ class Lineup:
         """
         failed: dict[str, str] = {}
         names = self.playing if asked is None else frozenset(asked)
-        names = names.difference(self.queue)
         plans = [plan for plan in self.exposed if plan.attack.name in names]
         needed = self._is_sharded and any(_follows_model(plan.attack) for plan in plans)
         with whole_model(self._run.anatomy.root) if needed else nullcontext():

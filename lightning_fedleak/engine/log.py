@@ -39,7 +39,6 @@ COLUMNS = (
     "unknown",
 )
 """Of a row of :meth:`JsonLines.rows`."""
-HISTOGRAM_EVERY_LOOKS = 10
 GAP = "[?]"
 """Stands for tokens that were not guessed."""
 TRAINING_STEPS = 50
@@ -266,7 +265,6 @@ class Report:
         local_steps: optimizer steps of a round; None without rounds.
 
     Attributes:
-        looks: written so far.
         boards: TensorBoard's writers on the process that writes; empty elsewhere.
         record: as above.
     """
@@ -292,10 +290,9 @@ class Report:
         self._attacks = {attack.name: attack for attack in attacks}
         self._jsonl = jsonl
         self.record = record
-        self.reveal = reveal
+        self._reveal = reveal
         self._loggers = destination.loggers
         self.boards = destination.boards
-        self.looks = 0
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
         self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
@@ -323,10 +320,10 @@ class Report:
         """
         if client is not None:
             values = privacy_values(defenses) | dict(values)
-        for channel in dict.fromkeys(self._series.values()):
+        for channel in dict.fromkeys(self._series.values()) if self._reveal is not None else ():
             shown = {s: o for s, o in outcomes.items() if self._series[s] is channel}
             try:
-                channel.published(look, shown, self)
+                channel.reveal(look, shown, self._reveal)
             except Exception as error:
                 self.warn_once(f"not all of a look was written: {reason(error)}")
         self.write_results(look, outcomes, values)
@@ -376,7 +373,6 @@ class Report:
         self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
     ) -> None:
         """Write the results of a look; say once for each reason why one is unknown."""
-        self.looks += 1
         when, goes_on = f"at step {look.step}", "; training goes on"
         if self._rounds:
             when, goes_on = f"in round {look.step}", "; the round goes on, unless a gate says no"
@@ -437,10 +433,6 @@ class Report:
             extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
             extra |= {f"{k}_of_this_look": v for k, v in (outcome.now or {}).items()}
             extra |= {**outcome.extra, **_control_of(outcome), **outcome.p_values}
-            extra |= {
-                f"token_accuracy_at_{places}": right / n
-                for places, (right, n) in outcome.by_position.items()
-            }
             over_steps = {f"{k}_over_steps": r for k, r in outcome.over_steps.items()}
             rates = {**outcome.rates, **over_steps}
             metrics = {

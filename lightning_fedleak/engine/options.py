@@ -165,8 +165,6 @@ class LookSettings:
         texts: that attacks on texts reconstruct of each client's batch at a look, at most.
         look_seconds: with ``attacks="auto"``, attacks of which one look is estimated to take longer
             are not played.
-        cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
-            settings, for the next fit.
     """
 
     assume: Collection[Capability] | None = None
@@ -174,7 +172,6 @@ class LookSettings:
     batch_adapter: BatchAdapter | None = None
     texts: int = 4
     look_seconds: float = 30.0
-    cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -191,7 +188,6 @@ class Options:
         games: how membership games are played.
         texts: that are reconstructed at a look, at most.
         look_seconds: that a look of an attack which chooses itself may take.
-        cache: keep calibrations on disk.
         reveal: write recovered words and texts to local files.
         memorization: how the trained weights are tested.
     """
@@ -205,7 +201,6 @@ class Options:
     games: Games = field(default_factory=Games)
     texts: int = 4
     look_seconds: float = 30.0
-    cache: bool = True
     reveal: bool = False
     memorization: Memorization = field(default_factory=Memorization)
 

@@ -162,7 +162,6 @@ class Outcome:
         applies: false where there is none since the method is not made for what was shared.
         pending: why there is no value *yet*; None otherwise.
         soon: where it is pending, the next step may bring one.
-        by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
         pool: names the texts that were compared, where results compare on the same ones only.
         control: the newest control of the attack, the lowest of all clients; None without one.
     """
@@ -182,7 +181,6 @@ class Outcome:
     applies: bool = True
     pending: str | None = None
     soon: bool = False
-    by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     pool: str | None = None
     control: Control | None = None
 

@@ -1,4 +1,4 @@
-"""What only TensorBoard shows: a page of charts, histograms, leakage in its table of settings."""
+"""What only TensorBoard shows: a page of charts, and leakage in its table of settings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
-from lightning_fedleak.attacks import WordGuess
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.messages import rank_zero_info
@@ -192,50 +188,3 @@ def _flat(settings: Mapping[str, Any], root: str = "") -> dict[str, bool | int |
             plain = isinstance(value, bool | int | float | str)
             flat[f"{root}{name}"] = value if plain else str(value)
     return flat
-
-
-def add_scores(
-    boards: Sequence[Any], name: str, guess: WordGuess, truth: Tensor, step: int
-) -> None:
-    """Draw a histogram of the scores of used types, and one of unused types."""
-    if not boards or guess.scores is None:
-        return
-    used = torch.zeros(guess.scores.shape[0], dtype=torch.bool, device=guess.scores.device)
-    used[truth.to(used.device)] = True
-    for board in boards:
-        for label, scores in (("used", guess.scores[used]), ("unused", guess.scores[~used])):
-            finite = scores[scores.isfinite()]
-            if finite.numel():
-                board.add_histogram(f"{name}/score_of_{label}_types", finite, step)
-
-
-def add_places(
-    boards: Sequence[Any], name: str, places: Mapping[str, tuple[int, int]], step: int
-) -> None:
-    """Show at which places of their texts tokens were recovered, as a histogram.
-
-    The height over a range of places is the share of its tokens that were right.
-    """
-    ranges = [key.partition("-") for key in places]
-    if not ranges:
-        return
-    limits = [
-        float(int(low) + 1 if not dash else int(high or 2 * int(low) - 1) + 1)
-        for low, dash, high in ranges
-    ]
-    starts = [float(low) for low, _, _ in ranges]
-    shares = [right / n for right, n in places.values()]
-    counts = [s * (b - a) for s, a, b in zip(shares, starts, limits, strict=True)]
-    middles = [(a + b) / 2 for a, b in zip(starts, limits, strict=True)]
-    for board in boards:
-        board.add_histogram_raw(
-            f"{name}/share_recovered_by_place",
-            min=starts[0],
-            max=limits[-1],
-            num=sum(counts),
-            sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
-            sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
-            bucket_limits=limits,
-            bucket_counts=counts,
-            global_step=step,
-        )

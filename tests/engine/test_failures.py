@@ -92,7 +92,7 @@ REMOVERS = {
 }
 """What leaves its own hook where it fails."""
 PAGES = {
-    *("WordsChannel.published", "Channel.published"),
+    *("WordsChannel.reveal", "_reveal", "RevealFiles.append", "RevealFiles.each"),
     *(
         "Engine._write_between_looks",
         "Report.write_between_looks",
@@ -170,6 +170,7 @@ def watched(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         folder=folder,
         games=Games(targets=2),
         tensorboard=False,
+        reveal=True,
         every_n_steps=1,
     )
 

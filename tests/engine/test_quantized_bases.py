@@ -185,7 +185,7 @@ def looked(folder: Path, model: nn.Module, attack: Any = None) -> tuple[Drawing,
         log_dir=folder,
         public_text=public,
         games=Games(held_out=PublicText(texts(40, 2)), targets=8),
-        settings=MonitorSettings(cache=False, look_seconds=1e4),
+        settings=MonitorSettings(look_seconds=1e4),
     )
     module = fit(model, [monitor])
     assert monitor.failures == 0

@@ -95,9 +95,7 @@ def show_attacks(anatomy: Anatomy) -> None:
     optimizer = torch.optim.SGD(trained, lr=0.0)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Watch(
-            anatomy.model, optimizer, folder=folder, tensorboard=False, report=False, cache=False
-        ),
+        Watch(anatomy.model, optimizer, folder=folder, tensorboard=False, report=False),
     ):
         pass  # the plan of a run is logged before its first step
 

@@ -39,7 +39,7 @@ from lightning_fedleak.engine.outcomes import (
     Unknown,
     Waiting,
 )
-from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
+from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import explain_compression
 from lightning_fedleak.model.snapshots import (
@@ -334,8 +334,8 @@ class Channel(ABC):
     def disarm(self, look: Look) -> None:  # noqa: B027
         """End a look, also one that failed: free what it used."""
 
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:  # noqa: B027
-        """Show more than numbers of a look that counts; called on every process."""
+    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: Any) -> None:  # noqa: B027
+        """Write what was recovered at a look that counts to local files."""
 
     # ---- over clients and looks -------------------------------------------------------------
 

@@ -125,7 +125,6 @@ def _without_clients(outcome: Outcome) -> Outcome:
         unknown=None if outcome.unknown is None else "the attack failed on another client",
         pending=None if outcome.pending is None else OTHER_WAITS,
         too_few=None,
-        by_position={},
         pool=None,
     )
 

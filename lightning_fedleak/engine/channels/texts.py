@@ -25,17 +25,15 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.engine.channels.base import Channel, check_guess, guess, worst_of
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
+from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
-from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
-from lightning_fedleak.engine.tensorboard import add_places
+from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate, TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import (
     SentenceScores,
     in_true_order,
     sentence_scores,
-    token_hits,
 )
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import whole_model
@@ -53,15 +51,6 @@ CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
 RESAMPLES = 200
 COLUMNS = len(fields(SentenceScores))
-
-PLACES = 12
-"""Ranges of places in a text: the first, the second, then each twice as long as the one before."""
-
-
-def place_names() -> list[str]:
-    """``["0", "1", "2-3", "4-7", ..., "512-1023", "1024-"]``."""
-    middle = [f"{2**k}-{2 ** (k + 1) - 1}" for k in range(1, PLACES - 2)]
-    return ["0", "1", *middle, f"{2 ** (PLACES - 2)}-"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +84,7 @@ class Inverted:
 
         n; age; whether the attack finished; whether it certified its texts, NaN where it never
         does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
-        to ``texts``; right tokens and tokens by range of places.
+        to ``texts``.
         """
         started = self.started
         guessed, truth, real = (
@@ -114,11 +103,6 @@ class Inverted:
         for field in fields(SentenceScores):
             column: Tensor = getattr(scores, field.name)
             numbers += column.double().tolist() + [0.0] * (texts - len(column))
-        hits, mask = token_hits(guessed, truth, real)
-        place = (mask.cumsum(1) - 1)[mask]
-        bins = torch.frexp(place.double()).exponent.clamp(max=PLACES - 1)
-        for counts in (hits[mask], torch.ones_like(hits[mask])):
-            numbers += torch.zeros(PLACES).index_add_(0, bins, counts.float()).tolist()
         return numbers
 
 
@@ -183,7 +167,7 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 4 + COLUMNS * settings.texts + 2 * PLACES
+        self.width = 4 + COLUMNS * settings.texts
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
@@ -492,15 +476,10 @@ class TextsChannel(Channel):
         )
         return Inverted(selected_guess, ids[indices], real[indices], attack.age(step), matched=True)
 
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
-        """Reveal texts, and draw at which places tokens were recovered."""
-        for series, outcome in outcomes.items():
-            if series in look.notes and pages.reveal is not None:
-                title = f"== step {look.step}, {series.log_name}"
-                _reveal(pages.reveal, title, look.notes[series])
-            if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
-                name, places = series.log_name, outcome.by_position
-                add_places(pages.boards, name, places, look.step)
+    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: RevealFiles) -> None:
+        """Write texts beside their reconstructions."""
+        for series in (s for s in outcomes if s in look.notes):
+            _reveal(files, f"== step {look.step}, {series.log_name}", look.notes[series])
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -513,8 +492,6 @@ class TextsChannel(Channel):
                 metric.add(self._scores(row))
             each.append({name: rate.value for name, rate in self._rates(alone).items()})
         certified = sum(row[3] for row in rows.values()) / len(rows)
-        places = torch.tensor([list(row)[-2 * PLACES :] for row in rows.values()]).sum(0).long()
-        pairs = zip(places[:PLACES].tolist(), places[PLACES:].tolist(), strict=True)
         return Outcome(
             self._rates(pooled),
             sum(int(row[0]) for row in rows.values()),
@@ -523,9 +500,6 @@ class TextsChannel(Channel):
                 "age": max(row[1] for row in rows.values()),
                 "finished": sum(row[2] for row in rows.values()) / len(rows),
                 **({} if math.isnan(certified) else {"certified": certified}),
-            },
-            by_position={
-                name: (right, n) for name, (right, n) in zip(place_names(), pairs, strict=True) if n
             },
         )
 

@@ -235,7 +235,7 @@ def run(
                 held_out=PublicText([list(ids[:length]) for ids in texts.outside]),
                 targets=2 * rows * cell.accumulate,
             ),
-            log_dir=logs,
+            folder=logs,
         )
         trainer = L.Trainer(
             max_steps=looks,

@@ -28,6 +28,7 @@ from lightning_fedleak.callbacks import (
     RiskGate,
 )
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError, GradientNoise
+from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.log import COLUMNS
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.batches import BatchError
@@ -55,7 +56,7 @@ def steps_of(probe: Probe) -> list[int]:
 
 def test_under_a_defence_local_is_before_and_shared_is_after_it(tmp_path: Path) -> None:
     probe = Probe()
-    monitor = LeakageMonitor(probe, every_n_steps=1, stages=STAGES)
+    monitor = LeakageMonitor(probe, every_n_steps=1, settings=WatchSettings(stages=STAGES))
     defence = GradientNoise(clip=1e-6, sigma=1e3, seed=1)
     fit([monitor], tmp_path, strategy=DefendedStrategy("single_device", defenses=[defence]), n=8)
     for before, after, applied in zip(*map(probe.at, STAGES), strict=True):
@@ -67,7 +68,10 @@ def test_under_a_defence_local_is_before_and_shared_is_after_it(tmp_path: Path) 
 def test_one_attack_may_be_at_two_stages_by_two_monitors_but_not_under_one_name(
     tmp_path: Path,
 ) -> None:
-    monitors = [LeakageMonitor(Probe(), stages=[stage]) for stage in ("local", "shared")]
+    monitors = [
+        LeakageMonitor(Probe(), settings=WatchSettings(stages=[stage]))
+        for stage in ("local", "shared")
+    ]
     fit([*monitors], tmp_path, n=4)
     assert [monitor.looks for monitor in monitors] == [1, 1]
     monitors = [LeakageMonitor([Probe(), Probe(name="b")]), LeakageMonitor([Probe(name="b")])]
@@ -205,7 +209,7 @@ class Validating(CausalLMModule):
 def test_a_look_covers_the_batches_of_its_step(
     tmp_path: Path, kind: Any, settings: dict[str, Any], windows: list[tuple[int, int]]
 ) -> None:
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, log_dir=tmp_path)
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, folder=tmp_path)
     fit([monitor], tmp_path, module=module(kind, dropout=0.0), **settings)
     batches = list(random_token_loader(32))
     expected = [n_types(*batches[start:end]) for start, end in windows]
@@ -264,7 +268,9 @@ def charts_and_tags(board: TensorBoardLogger) -> tuple[list[Any], set[str], Any]
 
 def test_the_layout_names_only_tags_that_are_logged(tmp_path: Path) -> None:
     board = TensorBoardLogger(tmp_path)
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=("local", "shared"))
+    monitor = LeakageMonitor(
+        Probe(), every_n_steps=1, settings=WatchSettings(stages=("local", "shared"))
+    )
     gate = RiskGate(F1, at_most=1.0, action="harden")
     strategy = DefendedStrategy("auto", [GradientNoise(clip=None, sigma=1e-9)])
     fit([monitor, gate], tmp_path, logger=board, strategy=strategy)
@@ -323,7 +329,7 @@ def test_the_table_of_runs_has_leakage_beside_the_settings(tmp_path: Path) -> No
 
 
 def test_lightnings_own_callbacks_can_watch_what_is_logged(tmp_path: Path) -> None:
-    monitor = LeakageMonitor(Probe(k=40), every_n_steps=1, log_dir=tmp_path)
+    monitor = LeakageMonitor(Probe(k=40), every_n_steps=1, folder=tmp_path)
     saver = ModelCheckpoint(tmp_path, monitor=F1, mode="min", every_n_train_steps=1)
     stopper = EarlyStopping(F1, mode="min", stopping_threshold=0.99)
     callbacks = [monitor, stopper, saver]
@@ -356,7 +362,10 @@ def test_the_table_has_what_the_file_has_of_the_newest_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monitor = LeakageMonitor(
-        [Probe(), Crashing()], every_n_steps=4, stages=("local", "shared"), log_dir=tmp_path
+        [Probe(), Crashing()],
+        every_n_steps=4,
+        settings=WatchSettings(stages=("local", "shared")),
+        folder=tmp_path,
     )
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"needs pandas: pip install"):
@@ -522,7 +531,7 @@ def test_a_head_that_is_unfrozen_later_is_attacked_from_then_on(
     tmp_path: Path, unfreezing_first: bool
 ) -> None:
     probe = Probe()
-    monitor = LeakageMonitor([probe, Unprepared()], every_n_steps=4, log_dir=tmp_path)
+    monitor = LeakageMonitor([probe, Unprepared()], every_n_steps=4, folder=tmp_path)
     callbacks = [Unfreezing(), monitor] if unfreezing_first else [monitor, Unfreezing()]
     with pytest.warns(UserWarning, match="gave no result at step 8"):
         trainer = fit(callbacks, tmp_path, module=module(tied=False), max_epochs=2)

@@ -26,7 +26,7 @@ import lightning_fedleak
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.engine import Games, contained
+from lightning_fedleak.engine import Games, WatchSettings, contained
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.strategies import DefendedStrategy
@@ -169,8 +169,7 @@ def watched(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         [BagOfWords(), FlatChat(oracle_n_types=6), FCMembership(1)],
         folder=folder,
         games=Games(targets=2),
-        tensorboard=False,
-        reveal=True,
+        settings=WatchSettings(tensorboard=False, reveal=True),
         every_n_steps=1,
     )
 
@@ -336,7 +335,9 @@ def fit(
     attacks = [BagOfWords(), *([] if defended else [FCMembership(1)])]
     stages = ("local", "shared") if defended else ("shared",)
     games = Games(targets=2)
-    monitor = LeakageMonitor(attacks, every_n_steps=1, stages=stages, log_dir=folder, games=games)
+    monitor = LeakageMonitor(
+        attacks, every_n_steps=1, settings=WatchSettings(stages=stages), folder=folder, games=games
+    )
     injects = Injects(callbacks)
     ends = Ends(injects, monitor if watch else None)
     strategy = DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3, seed=1)]) if defended else "auto"

@@ -12,7 +12,7 @@ from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.insertion import Inserted
-from lightning_fedleak.engine import Games
+from lightning_fedleak.engine import Games, WatchSettings
 from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_canaries
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
@@ -419,4 +419,4 @@ def test_canaries_that_nothing_queries_are_refused():
     with pytest.raises(ValueError, match="membership attacks are asked for, and none is listed"):
         Watch(model, optimizer, Probe(), games=games)
     with pytest.raises(ValueError, match="add 'shared' to stages"):
-        Watch(model, optimizer, Recording(), stages=["local"], games=games)
+        Watch(model, optimizer, Recording(), settings=WatchSettings(stages=["local"]), games=games)

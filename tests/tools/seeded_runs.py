@@ -26,7 +26,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import lightning_fedleak as fedleak
 from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.defenses import ClipSettings, ReleaseSettings, mean_of_sample_means
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 
@@ -139,11 +139,11 @@ def monitor(attacks: Any, **settings: Any) -> Any:
     """A LeakageMonitor, with settings of membership games and rare ones in their groups."""
     names = ("targets", "held_out", "window", "scale", "canaries")
     games = {name: settings.pop(name) for name in names if name in settings}
-    rare = {name: settings.pop(name) for name in ("texts",) if name in settings}
+    rare = {name: settings.pop(name) for name in ("texts", "stages") if name in settings}
     return fedleak.LeakageMonitor(
         attacks,
         games=fedleak.Games(**games) if games else None,
-        settings=MonitorSettings(**rare),
+        settings=WatchSettings(**rare),
         **settings,
     )
 

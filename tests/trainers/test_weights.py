@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Extraction, LossRatio
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import grouped
 from tests.trainers.test_transformers import Module, constant, rows, trainer_of, watched
 from tests.trainers.test_watch import lines
 
@@ -51,9 +52,7 @@ def limits(at_most: float) -> dict[str, Any]:
 
 def in_lightning(place: Path, at_most: float) -> float:
     model, optimizer, loader = start()
-    monitor = LeakageMonitor(
-        played(), log_dir=place, settings=MonitorSettings(memorization=SETTINGS)
-    )
+    monitor = LeakageMonitor(played(), folder=place, settings=WatchSettings(memorization=SETTINGS))
     keep = ModelCheckpoint(place / "kept", monitor="leakage/choose", mode="min")
     trainer = L.Trainer(
         max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
@@ -88,7 +87,7 @@ def in_a_loop(place: Path, at_most: float) -> float:
     model, optimizer, loader = start()
     gate, best = Threshold(METRIC, **limits(at_most)), float("inf")
     settings: dict[str, Any] = {"folder": place, "memorization": SETTINGS}
-    with Watch(model, optimizer, played(), [gate], loader, **settings) as watch:
+    with Watch(model, optimizer, played(), [gate], loader, **grouped(settings)) as watch:
         for _ in range(2):
             for batch in loader:
                 with watch.step(batch):
@@ -131,7 +130,7 @@ def test_a_loop_without_a_gate_on_the_weights_cannot_choose(tmp_path: Path) -> N
     model, optimizer, loader = start()
     settings: dict[str, Any] = {"folder": tmp_path, "memorization": SETTINGS}
     with (
-        Watch(model, optimizer, played(), [], loader, **settings) as watch,
+        Watch(model, optimizer, played(), [], loader, **grouped(settings)) as watch,
         pytest.raises(ValueError, match="needs a gate on the trained weights"),
     ):
         watch.choose(1.0)

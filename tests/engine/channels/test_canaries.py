@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fedleak import Games, LeakageMonitor, RiskGate, with_canaries
 from lightning_fedleak.attacks.memorization import Canaries
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import InclusionMismatch
 from lightning_fedleak.evaluation.metrics.released import spent_at
@@ -32,8 +32,8 @@ def watch(data: Any, folder: Path, *, budget: float = 1.0, **more: Any) -> Leaka
     return LeakageMonitor(
         [Canaries(tokens=SUFFIX, **more)],
         games=Games(canaries=data.canaries),
-        log_dir=folder,
-        settings=MonitorSettings(memorization=Memorization(max_overhead=budget)),
+        folder=folder,
+        settings=WatchSettings(memorization=Memorization(max_overhead=budget)),
     )
 
 

@@ -34,7 +34,7 @@ from transformers import (
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
@@ -69,8 +69,8 @@ def tiny(positions: int = 32) -> GPT2LMHeadModel:
 def monitor(folder: Path, **settings: Any) -> LeakageMonitor:
     return LeakageMonitor(
         [Combined(), Loss(), Extraction(tokens=4)],
-        log_dir=folder,
-        settings=MonitorSettings(memorization=SETTINGS, **settings),
+        folder=folder,
+        settings=WatchSettings(memorization=SETTINGS, **settings),
     )
 
 
@@ -93,7 +93,7 @@ def fit(
 def combined(folder: Path, settings: Memorization = SETTINGS) -> LeakageMonitor:
     """Return a monitor with one attack on membership."""
     return LeakageMonitor(
-        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=settings)
+        [Combined()], folder=folder, settings=WatchSettings(memorization=settings)
     )
 
 
@@ -295,7 +295,7 @@ def test_texts_of_another_distribution_and_too_few_texts_are_unknown(tmp_path: P
 
 
 def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    few = LeakageMonitor([Combined()], log_dir=tmp_path)
+    few = LeakageMonitor([Combined()], folder=tmp_path)
     with pytest.raises(ValueError, match=r"nobody to compare: .* max_overhead"):
         fit([few], data=rows())
     bert = BertForMaskedLM(
@@ -346,8 +346,8 @@ def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path)
     settings = Memorization(max_overhead=10)
     watching = LeakageMonitor(
         [Combined(), Extraction(tokens=4)],
-        log_dir=tmp_path,
-        settings=MonitorSettings(memorization=settings),
+        folder=tmp_path,
+        settings=WatchSettings(memorization=settings),
     )
     pool = collect(DataLoader(data, batch_size=8, shuffle=True), settings, READ)
     _, module = fit([watching], data=data, max_epochs=12)

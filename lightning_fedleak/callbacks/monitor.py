@@ -259,8 +259,6 @@ class LeakageMonitor(EitherCallback):
             self.folder or Path(trainer.log_dir or trainer.default_root_dir),
             trainer.loggers,
             [board.experiment for board in boards],
-            trainer_facts.settings_of(trainer, self.attacks),
-            ["hp_metric"] if any(board._default_hp_metric for board in boards) else [],
             trainer_facts.training_of(trainer),
             _FITS.setdefault(trainer, uuid.uuid4().hex),
         )

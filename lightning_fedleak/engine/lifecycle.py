@@ -17,12 +17,12 @@ from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.weights import Memory, WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
-from lightning_fedleak.engine.lineup import Lineup, check_tokens
+from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers, check_rounds
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
-from lightning_fedleak.engine.tensorboard import Content, add_pages, add_table
+from lightning_fedleak.engine.tensorboard import Content, add_pages
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
 from lightning_fedleak.report import records
@@ -222,7 +222,7 @@ class Engine(StepEngine):
                 "local_steps describes one client that trains on its own; DDP averages at every "
                 "step. Use client='world', or run one process."
             )
-        check_tokens(attacks, options.games.held_out, options.tokenizer, run.anatomy)
+        check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
         self._refused = {}
         for channel in (channel for channel in self.channels if channel.attacks):
@@ -262,7 +262,6 @@ class Engine(StepEngine):
         lineup.show()
         if self.selection.auto:
             report.write_not_played(lineup.rows, run.step)
-        self._add_table(destination, self._content(run))
         for listener in self._before_first:
             listener()
         if run.rank:
@@ -350,14 +349,10 @@ class Engine(StepEngine):
             self.weights.remember(memory)
             self._begin_weights(self.weights)
         try:
-            self._add_table(destination, content := self._content(run))
+            content = self._content(run)
             add_pages(destination.boards, self.options.utility, self._decisions, content)
         except Exception as error:  # a disk that is full must not end a round
             self.report.leave_loggers(error)
-
-    def _add_table(self, to: log.Destination, content: Content) -> None:
-        names = [f"utility/{name}" for name in self.options.utility] + [*to.further]
-        add_table(to.boards, names, to.settings, content)
 
     def _content(self, run: Run) -> Content:
         """Return what TensorBoard shows, as far as it is known."""

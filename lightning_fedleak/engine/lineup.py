@@ -381,30 +381,6 @@ def _follows_model(attack: Attack) -> bool:
     return kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
 
 
-_SMALLEST_SHARE = 0.8  # tokens over rows of the embedding; lower: fewer warnings; not tuned
-_LARGEST_SHARE = 1.05  # the same ratio from above; higher: fewer warnings; not tuned
-
-
-def check_tokens(
-    attacks: Sequence[Attack], held_out: PublicText | None, tokenizer: Any, anatomy: Anatomy
-) -> None:
-    """Refuse public text of another vocabulary, and warn of another model's tokenizer.
-
-    Args:
-        attacks: their public text is checked.
-        held_out: texts of games.
-        tokenizer: decodes what is revealed.
-        anatomy: the model.
-
-    Raises:
-        ValueError: see :func:`check_texts`.
-    """
-    check_texts(attacks, {"games=Games(held_out=)": held_out}, anatomy)
-    texts = [held_out, *(getattr(attack, "public_text", None) for attack in attacks)]
-    tokenizers = [text.tokenizer for text in texts if isinstance(text, PublicText)]
-    warn_of_other_tokenizers([tokenizer, *tokenizers], anatomy)
-
-
 def check_texts(
     attacks: Sequence[Attack], others: Mapping[str, PublicText | None], anatomy: Anatomy
 ) -> None:
@@ -443,45 +419,11 @@ def _check_ids(name: str, text: PublicText, ids: Sequence[Tensor], matrix: str, 
     largest = max((int(row.max()) for row in ids if len(row)), default=0)
     if largest < rows:
         return
-    origin = "" if text.tokenizer is None else f" (by {_describe(text.tokenizer)})"
+    tokenizer = str(getattr(text.tokenizer, "name_or_path", "") or type(text.tokenizer).__name__)
+    origin = "" if text.tokenizer is None else f" (by '{tokenizer}')"
     raise ValueError(
         f"{name} holds token id {largest}{origin}, and the model's {matrix} has {rows} rows, for "
         f"ids 0 to {rows - 1}: another model's tokenizer made it. Give the tokenizer that "
         "this model was trained with; if tokens were added to it, call "
         "model.resize_token_embeddings(len(tokenizer)) first."
     )
-
-
-def _describe(tokenizer: Any) -> str:
-    """Return the name and size of a tokenizer."""
-    name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
-    size = _size_of(tokenizer)
-    return f"'{name}'" if size is None else f"'{name}', of {size} tokens"
-
-
-def _size_of(tokenizer: Any) -> int | None:
-    try:
-        return len(tokenizer)
-    except TypeError:
-        return None
-
-
-def warn_of_other_tokenizers(tokenizers: Collection[Any], anatomy: Anatomy) -> None:
-    """Warn of tokenizers that are hardly the model's own, though their ids fit.
-
-    Such a tokenizer has a twentieth more tokens than the embedding has rows, or a fifth fewer:
-    embeddings are padded, and a few tokens added, by less. One of a similar size is not recognised.
-    """
-    rows = matrix_shape(anatomy.embedding)
-    if rows is None:
-        return
-    for tokenizer in {id(t): t for t in tokenizers if t is not None}.values():
-        size = _size_of(tokenizer)
-        if size is None or _SMALLEST_SHARE * rows[0] <= size <= _LARGEST_SHARE * rows[0]:
-            continue
-        rank_zero_warn(
-            f"lightning-fedleak: the tokenizer {_describe(tokenizer)}, is hardly this model's: "
-            f"the embedding '{anatomy.embedding_name}' has {rows[0]} rows. Its ids fit, but stand "
-            "for other words. Give the tokenizer that the "
-            "model was trained with."
-        )

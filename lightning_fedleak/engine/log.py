@@ -56,8 +56,6 @@ class Destination:
         folder: of ``leakage.jsonl``, ``run.jsonl`` and what is revealed.
         loggers: take every finite value.
         boards: the TensorBoard writers among them, on the process that writes.
-        settings: the user's settings by name, for TensorBoard's table.
-        further: names of metrics that somebody else logs beside these settings.
         training: how the model is trained, for the record.
         fit: an id that all that watch this run share; None makes one.
         client: whose results they are, as the lines name it; None: of the run's process, or pooled
@@ -68,8 +66,6 @@ class Destination:
     folder: Path
     loggers: Sequence[Logger] = ()
     boards: Sequence[SummaryWriter] = ()
-    settings: Mapping[str, object] = field(default_factory=dict)
-    further: Sequence[str] = ()
     training: Mapping[str, object] = field(default_factory=dict)
     fit: str | None = None
     client: str | int | None = None

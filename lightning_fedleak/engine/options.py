@@ -76,10 +76,10 @@ class Games:
             under clipping or noise only, where the default is the worst case: a canary takes the
             whole norm that it is clipped to. The Trainer's own ``gradient_clip_val`` does not act
             on it, only defences do: with noise and that clipping together leakage is overstated.
-        canaries: texts of the user's own, in the training data by coin flips
-            (:func:`~lightning_fedleak.evaluation.canaries.with_canaries`). At a look at which some
-            are in the batch, membership attacks are also asked for these and for as many that were
-            left out of the data; logged as ``audit/<attack>``.
+        canaries: texts of the user's own, in the training data by random inclusion
+            (:func:`~lightning_fedleak.evaluation.canaries.with_canaries`), that
+            :class:`~lightning_fedleak.attacks.memorization.Canaries` asks the trained weights
+            about; logged as ``audit/<attack>_x<times>``.
 
     Raises:
         ValueError: a number out of range.

@@ -1,4 +1,4 @@
-"""What only TensorBoard shows: a page of charts, and leakage in its table of settings."""
+"""What only TensorBoard shows: a page of charts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.outcomes import Series
@@ -63,48 +63,6 @@ class Content(NamedTuple):
     worst: Sequence[str]
 
 
-def _is_there(boards: Sequence[SummaryWriter]) -> bool:
-    """Return whether there is something to write to, and what writes it."""
-    installed = importlib.util.find_spec("tensorboard") is not None
-    if boards and not installed:
-        rank_zero_info(
-            "lightning-fedleak: 'tensorboard' is not installed, so that its page of charts and its "
-            "table of settings are not written; every number is. pip install tensorboard"
-        )
-    return bool(boards) and installed
-
-
-def add_table(
-    boards: Sequence[SummaryWriter],
-    names: Sequence[str],
-    settings: Mapping[str, object],
-    content: Content,
-) -> None:
-    """Put leakage beside the settings in HPARAMS.
-
-    TensorBoard keeps the first table of settings that a run writes, and Lightning writes its own
-    after this: the user's settings are in this one.
-
-    Args:
-        boards: TensorBoard's writers.
-        names: of the user's metrics, and of others that somebody logs beside the same settings.
-        settings: of the run, by name.
-        content: what is shown of the run.
-    """
-    if not _is_there(boards):
-        return
-    from torch.utils.tensorboard.summary import hparams
-
-    headlines = (
-        f"{one.log_name}/{channel.charted(one)[0]}" for one, channel in content.series.items()
-    )
-    metrics = dict.fromkeys([*content.worst, *headlines, *names, *content.privacy], 0.0)
-    for board in boards:
-        table = hparams(_flat(settings), metrics)  # type: ignore[no-untyped-call]
-        for part in table:
-            board._get_file_writer().add_summary(part)  # type: ignore[no-untyped-call]
-
-
 def add_pages(
     boards: Sequence[SummaryWriter],
     utility: Sequence[str],
@@ -123,7 +81,13 @@ def add_pages(
         decisions: names of what gates log.
         content: what is shown of the run.
     """
-    if not _is_there(boards):
+    if not boards:
+        return
+    if importlib.util.find_spec("tensorboard") is None:
+        rank_zero_info(
+            "lightning-fedleak: 'tensorboard' is not installed, so that its page of charts "
+            "is not written; every number is. pip install tensorboard"
+        )
         return
     from tensorboard.plugins.custom_scalar import layout_pb2
     from torch.utils.tensorboard.summary import custom_scalars
@@ -176,15 +140,3 @@ def add_frame(boards: Sequence[SummaryWriter], step: int) -> None:
     for board in boards:
         for name, value in FRAME.items():
             board.add_scalar(name, value, step)
-
-
-def _flat(settings: Mapping[str, Any], root: str = "") -> dict[str, bool | int | float | str]:
-    """Settings as TensorBoard takes them: one level, numbers and strings."""
-    flat: dict[str, bool | int | float | str] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{root}{name}/")
-        else:
-            plain = isinstance(value, bool | int | float | str)
-            flat[f"{root}{name}"] = value if plain else str(value)
-    return flat

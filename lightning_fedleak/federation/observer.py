@@ -571,7 +571,6 @@ class RoundObserver:
             self.folder,
             boards,
             [board.writer for board in boards],
-            {"local_steps": self.local_steps, "client": client, "side": self.side},
             client=client,
         )
         # Games are drawn by it: the same whoever was looked at before, and in which process.

@@ -221,16 +221,14 @@ class TransformersWatch(Watch):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)
             epochs, rest = divmod(steps, updates)
             self.loop.batches = epochs * len(loader) + rest * args.gradient_accumulation_steps
-        self._saved = saved = None
+        self._saved = None
         if steps:
             path = self._checkpoint() / FILE
             if path.exists():
-                self._saved = saved = load_state(path)
+                self._saved = load_state(path)
             else:
                 rank_zero_info(f"LeakageCallback: without {path} looks and gates begin again")
         super()._begin()
-        if saved is not None and saved.get("cadence") == self._cadence_and_gates():
-            self.engine.options.cadence.next_step = max(steps, saved["next_look"])
         if (best := self._best_metric()) is None:
             return
         known = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
@@ -239,21 +237,6 @@ class TransformersWatch(Watch):
                 f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
                 f"for '{CHOOSE}' a gate on the trained weights" + names_there_are(best, known)
             )
-
-    def _cadence_and_gates(self) -> list[str]:
-        """Return what decides when the run is looked at, and by which gates a look is judged."""
-        gates = (f"{gate.name}: {gate.metric} at most {gate.at_most:g}" for gate in self.gates)
-        return [self.engine.options.cadence.argument, *gates]
-
-    def state_dict(self) -> dict[str, object]:
-        """Return also when the next look is, so that a resumed run looks at no other steps.
-
-        The first step is looked at where an attack waits, or where settings or gates are new.
-        """
-        waits = bool(self.engine.results.waiting)
-        next_look = 0 if waits else self.engine.options.cadence.next_step
-        more = {"cadence": self._cadence_and_gates(), "next_look": next_look}
-        return super().state_dict() | more
 
     def _best_metric(self) -> str | None:
         """Return the leakage that the Trainer keeps its best checkpoint by, if it does so."""

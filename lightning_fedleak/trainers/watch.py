@@ -223,10 +223,8 @@ class Watch:
         self._hook_optimizers()
         self._loggers = self._log_to(run)
         boards = [one.writer for one in self._loggers if isinstance(one, BoardLogger)]
-        facts = self._facts(run)
-        shown = {f"fedleak/{a.name}": repr(a.config()) for a in engine.selection.attacks}
-        training = {"optimizers": optimizers_of(loop.optimizers), **facts}
-        place = Destination(self.folder, self._loggers, boards, facts | shown, training=training)
+        training = {"optimizers": optimizers_of(loop.optimizers), **self._facts(run)}
+        place = Destination(self.folder, self._loggers, boards, training)
         engine.begin(run, place)
         self._first_batch = loop.batches
         engine.training_begins()

@@ -295,39 +295,6 @@ def test_the_layout_names_only_tags_that_are_logged(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("axis/1")] == [1.0] * monitor.looks
 
 
-class WithSettings(CausalLMModule):
-    def __init__(self, rate: float, **more: Any) -> None:
-        super().__init__(tiny_gpt2().train())
-        self.save_hyperparameters()
-
-
-def test_the_table_of_runs_has_leakage_beside_the_settings(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    user_module = WithSettings(0.5, nested={"depth": 2}, names=["a"], nothing=None)
-    board = TensorBoardLogger(tmp_path)
-    trainer = fit([LeakageMonitor(Probe())], tmp_path, logger=board, module=user_module, n=8)
-    events = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    [run] = events.Runs()
-
-    def content(tag: str) -> Any:
-        data = events.SummaryMetadata(run, f"_hparams_/{tag}").plugin_data.content
-        return HParamsPluginData.FromString(data)
-
-    experiment = content("experiment").experiment
-    metrics = {info.name.tag for info in experiment.metric_infos}
-    assert {F1, "leakage/worst/words", "utility/train_loss"} <= metrics
-    assert metrics - {"utility/val_loss"} <= set(events.Runs()[run]["scalars"])
-    values = content("session_start_info").session_start_info.hparams
-    assert {info.name for info in experiment.hparam_infos} == set(values)
-    assert values["rate"].number_value == 0.5
-    assert values["nested/depth"].number_value == 2
-    assert values["names"].string_value == "['a']"
-    assert values["fedleak/defenses"].string_value == "none"
-    assert values["fedleak/strategy"].string_value == type(trainer.strategy).__name__
-
-
 def test_lightnings_own_callbacks_can_watch_what_is_logged(tmp_path: Path) -> None:
     monitor = LeakageMonitor(Probe(k=40), every_n_steps=1, folder=tmp_path)
     saver = ModelCheckpoint(tmp_path, monitor=F1, mode="min", every_n_train_steps=1)

@@ -394,16 +394,6 @@ def watched(attacks: Callable[[], Any], every: int = 3, **more: Any) -> Callable
     return lambda: [monitor(attacks(), every_n_steps=every, stages=STAGES, **more)]
 
 
-def own_canaries() -> list[Any]:
-    data = with_own_canaries()
-    games = {"canaries": data.canaries, "targets": 3, "window": 2}
-    return [
-        monitor(
-            fedleak.FCMembership(1), every_n_steps=1, held_out=fedleak.PublicText(HELD_OUT), **games
-        )
-    ]
-
-
 def gated() -> list[Any]:
     watch = monitor([flatchat(), fedleak.BagOfWords()], every_n_steps=1, stages=STAGES)
     f1 = "leakage/flatchat/f1"
@@ -494,8 +484,6 @@ RUNS: dict[str, Run] = {
         model=untied,
         settings={"max_steps": 5, "accumulate_grad_batches": 2},
     ),
-    "canaries": Run(own_canaries, data=with_own_canaries),
-    "canaries under DPSGD": Run(own_canaries, dpsgd, data=with_own_canaries),
     "gates": Run(
         gated, lambda: [fedleak.GradientNoise(1.0, 1e-4, seed=1, max_hardenings=2)], untied
     ),
@@ -556,8 +544,7 @@ SAVED_AT, RESUMED_UNTIL = 6, 12
 
 
 def checkpointed() -> list[Any]:
-    """Words, membership games with canaries, texts, and gates that have counted something."""
-    data = with_own_canaries()
+    """Words, membership games, texts, and gates that have counted something."""
     words = [
         fedleak.FlatChat(public()),
         fedleak.AlignedFlatChat(public(), readout="sign", calibration_tokens=400),
@@ -566,7 +553,7 @@ def checkpointed() -> list[Any]:
         fedleak.FCMembership(1),
         fedleak.AttentionMembership(1, public()),
     ]
-    games = {"targets": 4, "window": 3, "canaries": data.canaries}
+    games = {"targets": 4, "window": 3}
     return [
         monitor(words, every_n_steps=2, stages=("local", "shared")),
         monitor(players, every_n_steps=1, held_out=fedleak.PublicText(HELD_OUT), **games),

@@ -27,6 +27,7 @@ from lightning_fedleak.attacks import (
     UnusableObservation,
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_uncut, explain_stale_optimizer
+from lightning_fedleak.attacks.memorization import Canaries
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine.channels.plans import Plan, gradient_plan, no_sum
 from lightning_fedleak.engine.options import Options
@@ -63,7 +64,7 @@ class Channel(ABC):
     Lives as long as its monitor. :meth:`open` begins a fit and :meth:`close` ends it; a look is
     :meth:`arm`, then :meth:`batch_ends` for each micro-batch but the last, :meth:`at_moment` and
     :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last,
-    :meth:`results`, :meth:`disarm` and :meth:`published`. A family must define how a guess is
+    :meth:`results`, :meth:`disarm` and :meth:`reveal`. A family must define how a guess is
     scored (:meth:`score`) and how the results of clients are combined (:meth:`pooled`).
 
     Args:
@@ -391,11 +392,11 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
         kind([a for a in attacks if family_of(a) is kind], settings)
         for kind in Channel.registry.values()
     ]
-    played = any(channel.plays_games and channel.attacks for channel in channels)
-    if settings.games.canaries is not None and not played:
+    asked = any(isinstance(attack, Canaries) for attack in attacks)
+    if settings.games.canaries is not None and not asked:
         raise ValueError(
-            "canaries= are texts that membership attacks are asked for, and none is listed: add "
-            "FCMembership(layer=6), or Canaries() of the trained weights"
+            "canaries= are texts that the trained weights are asked about, and no attack does so: "
+            "add Canaries()"
         )
     return channels
 

@@ -108,6 +108,23 @@ class CanaryChannel(MemorizationChannel):
         """Return nothing: each line of results has the numbers of canaries."""
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return also the commitment to the canaries."""
+        canaries = self.settings.games.canaries
+        commitment = {} if canaries is None else {"canary_set": canaries.state_dict()}
+        return {**super().state_dict(), **commitment}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the canaries are the same, and remember where the base's answers are.
+
+        Raises:
+            InclusionMismatch: other canaries.
+        """
+        super().load_state_dict(state)
+        canaries, committed = self.settings.games.canaries, state.get("canary_set")
+        if canaries is not None and committed is not None:
+            canaries.load_state_dict(committed)
+
     def _read_texts(
         self,
         pool: Pool,

@@ -44,7 +44,7 @@ from lightning_fedleak.engine.channels.targets import (
     with_labels,
 )
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import AUDIT, Outcome, Series, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model.anatomy import without_peft
@@ -79,7 +79,7 @@ class _Games:
 
 @dataclass
 class GameTable:
-    """Hold the games of one look about one kind of texts.
+    """Hold the games of one look.
 
     Attributes:
         targets: the targets, or why there are none (yet).
@@ -134,34 +134,22 @@ class MembershipChannel(Channel):
         super().__init__(attacks, settings)
         self.games = games = settings.games
         self.width = 1 + 3 * 2 * games.targets
-        self._audits: dict[str, Series] = {}
-        if games.canaries is not None and attacks:
-            self._audits = {a.name: Series(AUDIT, a.name, a.name, Stage.SHARED) for a in attacks}
         self._windows: dict[Series, played.Window] = {}
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
         self._layers: set[int] = set()
-        self._tables: dict[str, GameTable] = {}
+        self._table: GameTable | None = None
         self._leaving = False
 
     def check_settings(self) -> None:
-        """Refuse texts that an attack knows to be outside, and canaries that nothing measures.
+        """Refuse texts that an attack knows to be outside.
 
         Raises:
             ValueError: says which setting to change.
         """
         super().check_settings()
-        games = self.settings.games
         for attack in self.attacks:
-            check_held_out(attack, games.held_out)
-        if games.canaries is not None and Stage.SHARED not in self.settings.stages:
-            raise ValueError(
-                "canaries= are measured on what leaves the client: add 'shared' to stages"
-            )
-
-    def further_series(self, attack: Attack) -> list[Series]:
-        """Return the series of the user's canaries."""
-        return [self._audits[attack.name]] if self._audits else []
+            check_held_out(attack, self.settings.games.held_out)
 
     def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
         """Return the looks that a TPR needs: a small rate of false positives takes many texts."""
@@ -311,7 +299,7 @@ class MembershipChannel(Channel):
         if self._calls is not None:
             self._calls.arm(False)
         self._leaving = False
-        self._tables.clear()
+        self._table = None
         for batch in look.batches:
             self.remember(batch)
 
@@ -327,29 +315,23 @@ class MembershipChannel(Channel):
             batches: the micro-batches that the step's gradient is of.
             scale: loss scale that is still in the gradients of the hidden states.
         """
-        if not self.attacks or self._tables:
+        if not self.attacks or self._table is not None:
             return
         self._leaving = True
-        self._tables[str(Stage.SHARED)] = GameTable(
-            draw_targets(self._sources.population, step, batches)
-        )
-        if self._audits:
-            self._tables[AUDIT] = GameTable(draw_targets(self._sources.canaries, step, batches))
-        dealt = [t for t in self._tables.values() if isinstance(t.targets, Targets)]
+        self._table = table = GameTable(draw_targets(self._sources.population, step, batches))
         layers: dict[int, _Layer | Unknown] = {}
-        for attack in self.attacks if dealt else ():
+        for attack in self.attacks if isinstance(table.targets, Targets) else ():
             if attack.layer not in layers:
                 layers[attack.layer] = self._layer(attack.layer, batches, scale)
             layer = layers[attack.layer]
-            for table in dealt:
-                try:
-                    table.games[attack.name] = (
-                        layer
-                        if isinstance(layer, Unknown)
-                        else self._games(attack, layer, table.targets)
-                    )
-                except Exception as error:
-                    table.games[attack.name] = Unknown(reason(error))
+            try:
+                table.games[attack.name] = (
+                    layer
+                    if isinstance(layer, Unknown)
+                    else self._games(attack, layer, table.targets)
+                )
+            except Exception as error:
+                table.games[attack.name] = Unknown(reason(error))
 
     def _layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _Layer | Unknown:
         """Return the client's hidden states and the gradient of its loss in them."""
@@ -464,21 +446,21 @@ class MembershipChannel(Channel):
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
         """Pass every canary through the defence too."""
-        for table in self._tables.values() if self._leaving else ():
-            for name, games in table.games.items():
-                if isinstance(games, Unknown):
-                    continue
-                if not defense.acts_on_canaries:
-                    table.games[name] = Unknown(
-                        f"the defence '{defense.name}' does not say what it does to a canary "
-                        "(Defense.on_canary)"
-                    )
-                    continue
-                try:
-                    canary = defense.on_canary(games.canary, parameters, context)
-                    table.games[name] = replace(games, canary=canary)
-                except Exception as error:
-                    table.games[name] = Unknown(reason(error))
+        every = self._table.games if self._table is not None and self._leaving else {}
+        for name, games in every.items():
+            if isinstance(games, Unknown):
+                continue
+            if not defense.acts_on_canaries:
+                every[name] = Unknown(
+                    f"the defence '{defense.name}' does not say what it does to a canary "
+                    "(Defense.on_canary)"
+                )
+                continue
+            try:
+                canary = defense.on_canary(games.canary, parameters, context)
+                every[name] = replace(games, canary=canary)
+            except Exception as error:
+                every[name] = Unknown(reason(error))
 
     def at_moment(self, moment: Moment) -> None:
         """Let every attack guess from its canary at this moment."""
@@ -487,22 +469,18 @@ class MembershipChannel(Channel):
             return
         if Stage.LOCAL in moment.stages:
             self._begin(look.step, look.all_batches, moment.scale)
-        shared = Stage.SHARED in moment.wanted
         for attack in self.attacks if moment.wanted else ():
-            answer = self._guess(attack, str(Stage.SHARED), look.step, moment.wanted[0])
+            answer = self._guess(attack, look.step, moment.wanted[0])
             for series in self.series(attack, moment.wanted):
                 look.answers.setdefault(series, answer)
-            if shared and self._audits:
-                answer = self._guess(attack, AUDIT, look.step, Stage.SHARED)
-                look.answers.setdefault(self._audits[attack.name], answer)
         if Stage.SHARED in moment.stages:
             self._leaving = False
 
     @torch.no_grad()
     def _guess(
-        self, attack: MembershipAttack, table_name: str, step: int, stage: Stage
+        self, attack: MembershipAttack, step: int, stage: Stage
     ) -> played.Played | Unknown | Waiting:
-        table = self._tables.get(table_name)
+        table = self._table
         if table is None:
             return Unknown("the games were not begun")
         if not isinstance(table.targets, Targets):
@@ -588,18 +566,3 @@ class MembershipChannel(Channel):
     def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:
         """Restore the window."""
         self._window(series).load_state_dict(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the commitment to the user's canaries."""
-        canaries = self.games.canaries
-        return {"canaries": None if canaries is None else canaries.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the canaries are the same.
-
-        Raises:
-            ValueError: other canaries.
-        """
-        committed = state.get("canaries")
-        if self.games.canaries is not None and committed is not None:
-            self.games.canaries.load_state_dict(committed)

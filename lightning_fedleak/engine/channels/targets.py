@@ -194,8 +194,6 @@ class Deal:
         inside: Rows,
         outside: Rows,
         generator: torch.Generator,
-        *,
-        candidates: Sequence[int] | None = None,
     ) -> Targets | None:
         """Draw sentences of the batch, and as many that are not in it, each distinct one once.
 
@@ -203,7 +201,6 @@ class Deal:
             inside: the step's batch.
             outside: other sentences; those that the batch holds too are left out.
             generator: on the CPU; the draw depends on nothing else.
-            candidates: rows of ``inside`` that may be asked for; default all.
 
         Returns:
             The targets; None where ``outside`` holds no text to ask for.
@@ -218,8 +215,7 @@ class Deal:
         long_enough = askable.any(1).tolist()
         n = len(inside)
         batch_texts = set(text_ids[:n])
-        candidates = range(n) if candidates is None else candidates
-        members = {text_ids[i]: i for i in candidates if long_enough[i]}
+        members = {text_ids[i]: i for i in range(n) if long_enough[i]}
         others = {
             text_ids[i]: i
             for i in range(n, len(both))
@@ -311,12 +307,6 @@ class Sources:
         self._held_out = None if games.held_out is None else games.held_out.sentences
         self._client = client
         self._earlier: deque[TokenBatch] = deque(maxlen=EARLIER_BATCHES)
-        self._included_texts: set[tuple[int, ...]] = set()
-        if (canaries := games.canaries) is not None:
-            marked = list(zip(canaries.token_ids, canaries.included.tolist(), strict=True))
-            self._canaries, self._included = canaries.token_ids, canaries.included
-            self._included_texts = {tuple(text.tolist()) for text, included in marked if included}
-            self._excluded_texts = [text for text, included in marked if not included]
 
     def remember(self, batch: TokenBatch) -> None:
         """Keep a reference to a batch, whose texts are non-members of a later one."""
@@ -350,22 +340,6 @@ class Sources:
             "games=Games(held_out=texts)",
             soon=outside is None,
         )
-
-    def canaries(self, step: int, batches: Sequence[TokenBatch]) -> Targets | Waiting:
-        """Draw the user's canaries that are in the batch, and others that are not in the data.
-
-        Raises:
-            NoTargets: the canaries are too short.
-        """
-        inside, generator = Rows.from_batches(batches), self._generator(step)
-        places = [i for i, text in enumerate(inside.tuples()) if text in self._included_texts]
-        if not places:
-            return Waiting("no canary was in the batch", soon=False)
-        if not self._excluded_texts:
-            return Waiting("every canary is in the data", soon=False)
-        outside = self._deal.draw_texts(self._excluded_texts, generator, like=inside)
-        targets = self._deal.targets(inside, outside, generator, candidates=places)
-        return targets or Waiting("every canary that was left out is in the batch", soon=False)
 
     def _generator(self, step: int) -> torch.Generator:
         """Return a generator that depends on the step and the client alone, so that runs resume."""

@@ -129,6 +129,14 @@ def test_what_does_not_fit_is_refused_at_setup(tmp_path: Path) -> None:
         fit([watch(data, tmp_path, budget=0.02)], data=data, max_epochs=1)
 
 
+def test_a_checkpoint_commits_to_the_canaries_and_refuses_others(tmp_path: Path) -> None:
+    data, other = planted(), planted(m=60)
+    state = watch(data, tmp_path).state_dict()
+    watch(data, tmp_path).load_state_dict(state)
+    with pytest.raises(InclusionMismatch):
+        watch(other, tmp_path).load_state_dict(state)
+
+
 def test_a_gate_stops_where_canaries_are_written_out(tmp_path: Path) -> None:
     data = planted()
     gate = RiskGate("audit/canary_x8/extracted", at_most=0.1)

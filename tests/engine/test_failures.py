@@ -92,7 +92,7 @@ REMOVERS = {
 }
 """What leaves its own hook where it fails."""
 PAGES = {
-    *("WordsChannel.reveal", "_reveal", "RevealFiles.append", "RevealFiles.each"),
+    *("WordsChannel.reveal", "Channel.reveal", "_reveal", "RevealFiles.append", "RevealFiles.each"),
     *(
         "Engine._write_between_looks",
         "Report.write_between_looks",

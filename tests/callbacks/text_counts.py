@@ -61,7 +61,6 @@ class CountsChannel(Channel):
     )
     metrics = ("right", "wrong")
     charts = ("wrong",)
-    width = 2
     extras = ("off",)
 
     def __init__(self, attacks: Sequence[TextCount], settings: Any) -> None:

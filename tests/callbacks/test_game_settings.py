@@ -13,7 +13,8 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding
 from lightning_fedleak.defenses import Freeze
-from lightning_fedleak.engine import Engine, Options, known_stages, selected
+from lightning_fedleak.engine import Engine, Options, selected
+from lightning_fedleak.engine.options import known_stages
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers.loop import Loop, LoopRun

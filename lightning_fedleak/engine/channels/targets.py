@@ -118,11 +118,6 @@ class Rows:
         order = torch.argsort((~self.real).to(torch.int8), dim=1, stable=True)
         return self.ids.masked_fill(~self.real, -1).gather(1, order)
 
-    def tuples(self) -> list[tuple[int, ...]]:
-        """Return the tokens of each row, on the host."""
-        rows = zip(self.ids.tolist(), self.real.tolist(), strict=True)
-        return [tuple(i for i, r in zip(ids, real, strict=True) if r) for ids, real in rows]
-
     def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
         """Return (N, L) bool, the tokens that may be asked for (:class:`Deal`)."""
         marked = torch.tensor(sorted(special), dtype=torch.int64, device=self.ids.device)

@@ -146,16 +146,6 @@ class LeakageMonitor(EitherCallback):
         """The attacks; with ``"auto"`` all that an adversary may have."""
         return list(self.engine.selection.attacks)
 
-    @property
-    def games(self) -> Games:
-        """How membership games are played."""
-        return self.engine.options.games
-
-    @property
-    def tokenizer(self) -> Any | None:
-        """What decodes tokens that are revealed."""
-        return self.engine.options.tokenizer
-
     def metric_names(self) -> list[str]:
         """Return the names of the values that this monitor logs at each look."""
         return self.engine.metric_names()
@@ -166,24 +156,9 @@ class LeakageMonitor(EitherCallback):
         return self.engine.results.latest
 
     @property
-    def look_values(self) -> dict[str, float]:
-        """The values of the newest look alone, by log name."""
-        return self.engine.results.look_values
-
-    @property
-    def pending(self) -> frozenset[str]:
-        """Log names that have no value at the newest look, and will have one later."""
-        return self.engine.results.pending
-
-    @property
     def looks(self) -> int:
         """Looks finished."""
         return self.engine.results.looks
-
-    @property
-    def processor_seconds(self) -> float:
-        """Processor time of all looks of this fit so far, all threads; 0 outside of a fit."""
-        return 0.0 if self.engine.fit is None else self.engine.fit.processor_seconds
 
     @property
     def failures(self) -> int:

@@ -58,9 +58,8 @@ class Games:
     Examples:
         >>> from lightning_fedleak import FCMembership, Games, LeakageMonitor, PublicText
         >>> texts = PublicText([[5, 8, 2, 7], [7, 1, 3, 4]])  # ids; strings need a tokenizer
-        >>> monitor = LeakageMonitor([FCMembership(1)], games=Games(targets=8, held_out=texts))
-        >>> monitor.games.targets
-        8
+        >>> LeakageMonitor([FCMembership(1)], games=Games(targets=8, held_out=texts))
+        LeakageMonitor([fc_membership], every_n_steps=50)
 
     Args:
         targets: sentences asked for at a look, at most so many that are in the batch and as many

@@ -44,7 +44,6 @@ class Results:
         look_values: the values of the newest look alone, by log name.
         trials: what those values are the means of, by log name, where that is known.
         controls: the newest control of each series.
-        pending: log names that have no value at the newest look, and will have one later.
         looks: looks finished.
         failures: results that are unknown.
         last_step: optimizer step of the newest values.
@@ -69,7 +68,6 @@ class Results:
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
         self.trials: dict[str, Trials] = {}
-        self.pending: frozenset[str] = frozenset()
         self.looks = 0
         self.failures = 0
         self.last_step = -1
@@ -247,8 +245,6 @@ class Results:
         """
         waited = self._wait(outcomes, look.step)
         counted = {s: self._tested(s, self._controlled(s, o)) for s, o in waited.items()}
-        waits = (s for s in self._waits if not self._is_late(s, look.step))
-        self.pending = frozenset(self.names(waits))
         self._newest |= counted
         values: dict[str, float] = {}
         now: dict[str, float] = {}

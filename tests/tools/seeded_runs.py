@@ -337,7 +337,7 @@ def shown_by(run: Run, folder: Path, **how: Any) -> dict[str, list[str]]:
         "TensorBoard": events(folder / "tensorboard/version_0") if run.tensorboard else [],
         "monitors": [
             f"{c.looks} looks, {c.failures} failures, last step {c.last_step}, next at "
-            f"{_cadence(c).next_step}, pending {sorted({n.rpartition('/')[0] for n in c.pending})}"
+            f"{_cadence(c).next_step}"
             for c in callbacks
             if is_monitor(c)
         ],

@@ -151,10 +151,6 @@ class TrainerRun(Run):
         """Return whether the value is true on at least one process."""
         return self.trainer.strategy.reduce_boolean_decision(value, all=False)
 
-    def on_all_processes(self, value: bool) -> bool:
-        """Return whether the value is true on every process."""
-        return self.trainer.strategy.reduce_boolean_decision(value, all=True)
-
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:

@@ -66,7 +66,7 @@ class Games:
             that are not.
         held_out: texts that are in no batch, a
             :class:`~lightning_fedleak.attacks.public_text.PublicText`, and not the one that an
-            attack is calibrated on. Default: sentences of the batches read shortly before a look;
+            attack is calibrated on. Default: sentences of the batches of earlier looks;
             the first look, before which there was none, then has no result of these games yet, and
             the next step is looked at too.
         window: looks over which the games of membership attacks are pooled. At 16 targets a rate

@@ -459,9 +459,8 @@ def series_of(
     """Return the channel of each series, in the order of the logs."""
     owner = {attack.name: channel for channel in channels for attack in channel.attacks}
     series: dict[Series, Channel] = {}
-    for stage in stages:
+    for stage in (*stages, Stage.RELEASED):
         for attack in attacks:
             channel = owner[attack.name]
             series |= dict.fromkeys(channel.series(attack, (stage,)), channel)
-    further = ((c, s) for c in channels for a in c.listed_attacks for s in c.further_series(a))
-    return series | {one: channel for channel, one in further}
+    return series

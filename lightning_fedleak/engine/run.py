@@ -153,7 +153,7 @@ class Run(ABC):
 
     def on_all_processes(self, value: bool) -> bool:
         """Return whether the value is true on every process."""
-        return value
+        return not self.on_any_process(not value)
 
     def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
         """Return those of the user's own metrics that are known by now, by name.

@@ -94,7 +94,6 @@ class Channel(ABC):
         at_weights: its attacks read the trained weights and nothing of a step, as those of
             :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do; its looks are of
             the same texts, so that the intervals of all hold together.
-        earlier_batches: number of batches before a look that it is to :meth:`remember`.
         tests_looks: one look is tested by itself, so that each has a p-value.
         controls_states: an attack without gradients of the model's is given a control too, whose
             hidden states the channel takes itself.
@@ -124,7 +123,6 @@ class Channel(ABC):
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
     controls_states: ClassVar[bool] = False
-    earlier_batches: int = 0
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
@@ -160,15 +158,11 @@ class Channel(ABC):
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of an attack's results at those of the stages where it has one."""
-        return [Series.at(stage, attack.name) for stage in stages]
+        return [Series.at(stage, attack.name) for stage in stages if stage != Stage.RELEASED]
 
     def charted(self, series: Series) -> tuple[str, ...]:
         """Return the rates of a series that have a chart, the headline first."""
         return (self.headline, *self.charts)
-
-    def further_series(self, attack: Attack) -> list[Series]:
-        """Return an attack's series besides those at the stages."""
-        return []
 
     def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
         """Return after how many looks a rate is first known, and why; None: at every look."""
@@ -241,9 +235,6 @@ class Channel(ABC):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def remember(self, batch: TokenBatch) -> None:  # noqa: B027
-        """Keep a reference to a batch that is not looked at."""
-
     def arm(self) -> None:  # noqa: B027
         """Start a look."""
 
@@ -265,10 +256,7 @@ class Channel(ABC):
         return {
             series: self._result(look, plan, series, empty=empty)
             for plan in self.plans
-            for series in (
-                *self.series(plan.attack, self.settings.stages),
-                *self.further_series(plan.attack),
-            )
+            for series in self.series(plan.attack, self.settings.stages)
         }
 
     def _result(self, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:

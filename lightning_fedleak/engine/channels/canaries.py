@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -72,11 +72,12 @@ class CanaryChannel(MemorizationChannel):
         """Return the rates of a tier."""
         return ("auc", "exposure", "extracted", "greedy")
 
-    def further_series(self, attack: Attack) -> list[Series]:
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of each number of repetitions."""
         return [
             Series(AUDIT, _tier_name(attack, times), attack.name, Stage.RELEASED)
             for times in self._canaries.record.times
+            if Stage.RELEASED in stages
         ]
 
     def never_known(self, metric: str) -> str | None:

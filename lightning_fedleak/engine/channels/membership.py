@@ -33,7 +33,6 @@ from lightning_fedleak.engine.channels import played
 from lightning_fedleak.engine.channels.base import Channel, check_guess
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.targets import (
-    EARLIER_BATCHES,
     Rows,
     Sources,
     Targets,
@@ -191,7 +190,6 @@ class MembershipChannel(Channel):
             causal=run.anatomy.kind == "causal",
             special=special_ids(config, run.tokenizers),
         )
-        self.earlier_batches = EARLIER_BATCHES if self.games.held_out is None else 0
         self._replaced = any(d.acts_on_batches for d in run.defenses)
         self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
         self._check_processes(run)
@@ -279,11 +277,6 @@ class MembershipChannel(Channel):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def remember(self, batch: TokenBatch) -> None:
-        """Keep a reference to a batch, whose texts are non-members of a later one."""
-        if self.attacks:
-            self._sources.remember(batch)
-
     def arm(self) -> None:
         """Start a look."""
         if self._tap is not None:
@@ -300,7 +293,7 @@ class MembershipChannel(Channel):
         self._leaving = False
         self._table = None
         for batch in look.batches:
-            self.remember(batch)
+            self._sources.remember(batch)
 
     @torch.no_grad()
     def _begin(self, step: int, batches: Sequence[TokenBatch], scale: float) -> None:

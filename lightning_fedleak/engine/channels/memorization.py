@@ -104,17 +104,13 @@ class MemorizationChannel(Channel):
     # ---- names ------------------------------------------------------------------------------
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return none: what is released has one series, whatever stages are measured."""
-        return []
-
-    def further_series(self, attack: Attack) -> list[Series]:
         """Return the series of an attack on the released model."""
-        return [Series.at(Stage.RELEASED, attack.name)]
+        return [Series.at(Stage.RELEASED, attack.name)] if Stage.RELEASED in stages else []
 
     @property
     def _played(self) -> list[Series]:
         """The series of the attacks that are played."""
-        return [series for attack in self.attacks for series in self.further_series(attack)]
+        return [one for attack in self.attacks for one in self.series(attack, (Stage.RELEASED,))]
 
     def charted(self, series: Series) -> tuple[str, ...]:
         """Return the rates of membership, or those of extraction."""

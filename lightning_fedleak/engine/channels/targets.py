@@ -19,7 +19,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_las
 
 SPARE = 4
 """Texts drawn for each that is asked for, since some may be too short, or in the batch."""
-EARLIER_BATCHES = 2  # batches before a look whose texts serve as non-members; not tuned
+EARLIER_BATCHES = 2  # of earlier looks, whose texts serve as non-members; not tuned
 
 
 @dataclass(frozen=True, repr=False)

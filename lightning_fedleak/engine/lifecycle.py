@@ -22,7 +22,7 @@ from lightning_fedleak.engine.options import Options, Selection, check_optimizer
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
-from lightning_fedleak.engine.tensorboard import Content, add_pages
+from lightning_fedleak.engine.tensorboard import add_pages
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
 from lightning_fedleak.report import records
@@ -349,17 +349,17 @@ class Engine(StepEngine):
             self.weights.remember(memory)
             self._begin_weights(self.weights)
         try:
-            content = self._content(run)
-            add_pages(destination.boards, self.options.utility, self._decisions, content)
+            self._add_pages(destination.boards, run)
         except Exception as error:  # a disk that is full must not end a round
             self.report.leave_loggers(error)
 
-    def _content(self, run: Run) -> Content:
-        """Return what TensorBoard shows, as far as it is known."""
+    def _add_pages(self, boards: Sequence[Any], run: Run) -> None:
+        """Lay out what TensorBoard shows, as far as it is known."""
         series = {s: c for s, c in self.series.items() if s in self.results.playing}
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
-        return Content(series, record.privacy_tags(record.accounting(run.defenses)), worst)
+        privacy = record.privacy_tags(record.accounting(run.defenses))
+        add_pages(boards, self.options.utility, self._decisions, series, privacy, worst)
 
     def training_begins(self) -> None:
         """Remember how many looks came before this run, and where it starts."""
@@ -377,8 +377,7 @@ class Engine(StepEngine):
         if self.weights is not None:
             self._begin_weights(self.weights)
         if self.report is not None:
-            boards, content = self.report.boards, self._content(run)
-            add_pages(boards, self.options.utility, self._decisions, content)
+            self._add_pages(self.report.boards, run)
 
     def _begin_weights(self, weights: WeightLooks) -> None:
         """Find out whom the attacks on the weights compare, and ask the base model."""

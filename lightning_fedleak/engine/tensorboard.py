@@ -6,7 +6,7 @@ import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.outcomes import Series
@@ -49,25 +49,13 @@ class BoardLogger:
             self.writer.add_scalar(name, value, step)
 
 
-class Content(NamedTuple):
-    """What is shown of a run.
-
-    Attributes:
-        series: the channel of each series, in the order of the logs.
-        privacy: names of what defences account for.
-        worst: names of the highest headlines.
-    """
-
-    series: Mapping[Series, Channel]
-    privacy: Sequence[str]
-    worst: Sequence[str]
-
-
 def add_pages(
     boards: Sequence[SummaryWriter],
     utility: Sequence[str],
     decisions: Sequence[str],
-    content: Content,
+    series: Mapping[Series, Channel],
+    privacy: Sequence[str],
+    worst: Sequence[str],
 ) -> None:
     """Lay out Custom Scalars.
 
@@ -79,7 +67,9 @@ def add_pages(
         boards: TensorBoard's writers.
         utility: names of the user's metrics.
         decisions: names of what gates log.
-        content: what is shown of the run.
+        series: the channel of each series that is shown, in the order of the logs.
+        privacy: names of what defences account for.
+        worst: names of the highest headlines.
     """
     if not boards:
         return
@@ -105,23 +95,21 @@ def add_pages(
         return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=shown))
 
     def interval(one: Series, metric: str) -> layout_pb2.Chart:
-        tag, channel = f"{one.log_name}/{metric}", content.series[one]
+        tag, channel = f"{one.log_name}/{metric}", series[one]
         if channel.ranges.get(metric, (0.0, 1.0))[1] > 1:
             return line(tag)  # of what has no upper end, none may be logged
         title = f"{one.log_name}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
         limits = [channel.limits[metric]] if metric in channel.limits else []
         return rate(title, tag, f"{tag}_low", f"{tag}_high", *limits)
 
-    charted = {one: channel.charted(one) for one, channel in content.series.items()}
+    charted = {one: channel.charted(one) for one, channel in series.items()}
     page = [line(f"utility/{name}") for name in utility]
-    page += [line(name) for name in content.privacy]
-    page += [rate(name, name, name, name) for name in content.worst]
+    page += [line(name) for name in privacy]
+    page += [rate(name, name, name, name) for name in worst]
     page += [interval(one, headline) for one, (headline, *_) in charted.items()]
     page += [rate(name, name, name, name) for name in decisions]
     page += [line("monitor/seconds")]
-    controlled = (
-        one for one, channel in content.series.items() if channel.gives_control(one.attack)
-    )
+    controlled = (one for one, channel in series.items() if channel.gives_control(one.attack))
     controls = (f"{one.log_name}/control" for one in controlled)
     more = [rate(name, name, name, name) for name in controls]
     more += [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]

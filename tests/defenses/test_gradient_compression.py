@@ -178,6 +178,19 @@ def test_nothing_that_rewrites_gradients_acts_behind_it(late) -> None:
     assert [d.name for d in accepted.defenses] == [late.name, "gradient_compression"]
 
 
+def test_the_residual_behind_noise_holds_noised_values() -> None:
+    shapes = [(5, 6), (4, 5)]
+    gradients = [torch.randn(shape) for shape in shapes]
+    noised, both = model_with(*gradients), model_with(*(g.clone() for g in gradients))
+    GradientNoise(None, 1.0, seed=4).on_gradients([*noised.parameters()], context(root=noised))
+    where, compression = context(root=both), GradientCompression("topk", share=0.1)
+    for defense in (GradientNoise(None, 1.0, seed=4), compression):
+        defense.on_gradients([*both.parameters()], where)
+    for name, parameter in noised.named_parameters():
+        kept = torch.from_numpy(largest(parameter.grad.numpy(), 0.1))
+        assert torch.equal(compression.memory[f"residual/{name}"], parameter.grad - kept)
+
+
 def run(root: Path, compression: GradientCompression, **settings):
     strategy = DefendedStrategy("auto", [compression])
     module = CausalLMModule(tiny_gpt2(dropout=0.0).train(), optimizer="sgd")
@@ -192,6 +205,14 @@ def drop_memory(state: dict) -> bool:
         del state[name]
     inner = [drop_memory(value) for value in state.values() if isinstance(value, dict)]
     return bool(names) or any(inner)
+
+
+def test_where_each_process_is_a_client_the_checkpoint_holds_nothing() -> None:
+    compression = GradientCompression("topk")
+    compression.send(updates())
+    assert compression.state_dict().keys() == compression.memory.keys()
+    compression.before_setup(context(clients=2))
+    assert compression.state_dict() == {}
 
 
 def test_a_resumed_fit_goes_on_with_residuals_and_factors(tmp_path: Path) -> None:

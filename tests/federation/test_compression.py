@@ -127,6 +127,15 @@ def test_what_is_withheld_is_not_remembered(tmp_path):
     )
 
 
+def test_an_update_that_cannot_be_read_is_not_remembered(tmp_path):
+    out = client(tmp_path, topk())
+    sent = trained_state(model())
+    broken = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
+    with announced("NaN"):
+        assert out.leaves(0, sent, broken, batches(1)).state is None
+    assert out.compression.memory == {}
+
+
 def test_each_client_has_a_memory_of_its_own(tmp_path):
     shared = topk()
     first, second = (client(tmp_path / str(i), shared) for i in range(2))

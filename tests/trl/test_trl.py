@@ -271,6 +271,15 @@ def test_dpo_reads_pairs_or_says_why_not(tmp_path: Path) -> None:
     assert math.isnan(callback.latest["leakage/fc_membership/auc"])
 
 
+def test_gates_on_what_pairs_hide_are_breached(tmp_path: Path) -> None:
+    trainer = dpo(tmp_path)
+    gate = Threshold("leakage/flatchat/f1", at_most=0.99)
+    watched(trainer, [FlatChat(n_types=20)], [gate])
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert gate.fired is not None
+
+
 def test_weights_are_not_asked_about_pairs(tmp_path: Path) -> None:
     trainer = dpo(tmp_path, copies=25)
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, 400, seed=1)

@@ -63,6 +63,14 @@ def test_a_finite_gradient_of_an_infinite_norm_counts_as_zero() -> None:
     torch.testing.assert_close(run.release(), expected, rtol=1e-5, atol=1e-8)
 
 
+def test_a_batch_of_broken_samples_releases_noise_alone() -> None:
+    run = Run(DPSGD(CLIP, noise_multiplier=0.0))
+    x, y = first(3)
+    assert not bool(run.step([x * math.nan, y]).any())
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    assert bool(run.step([x * math.nan, y]).isfinite().all())
+
+
 def spoils(model: nn.Module, sample: int) -> Any:
     """Lets one sample's numbers be NaN behind the first layer of words."""
 

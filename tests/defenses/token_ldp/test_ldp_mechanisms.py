@@ -189,6 +189,14 @@ def test_draws_follow_the_law(mechanism: str, decode: str, k: int, x: int) -> No
         assert chi_square(drawn, randomizer.law(epsilon)[x]) > ALIKE
 
 
+@pytest.mark.parametrize(("k", "b", "d"), [(11, 4, 4), (11, 4, 2), (12, 6, 1)])
+def test_draws_with_buckets_follow_the_law(k: int, b: int, d: int) -> None:
+    randomizer = Randomizer.with_defaults("dbitflip", k, None, b, d)
+    for x in range(0, k, 5):
+        drawn = draws(randomizer, x, 3.0, 40_000, seed=x)
+        assert chi_square(drawn, randomizer.law(3.0)[x]) > ALIKE
+
+
 @pytest.mark.parametrize(("mechanism", "decode"), RULES)
 def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
     randomizer = Randomizer.with_defaults(mechanism, 9, decode)
@@ -213,3 +221,19 @@ def test_the_reference_path_has_the_same_law(mechanism: str, decode: str, k: int
         table = torch.stack([torch.bincount(d, minlength=k) for d in (drawn, ours)])
         table = table[:, table.sum(0) >= 10]
         assert scipy.stats.chi2_contingency(table.numpy()).pvalue > ALIKE
+
+
+@pytest.mark.parametrize(("k", "b", "d"), [(12, 4, 4), (10, 5, 2)])
+def test_the_reference_path_with_buckets(k: int, b: int, d: int) -> None:
+    randomizer = Randomizer.with_defaults("dbitflip", k, None, b, d)
+    drawn = reference_sample(randomizer, torch.full((8_000,), 7), 3.0, seed=5)
+    assert chi_square(drawn, randomizer.law(3.0)[7]) > ALIKE
+
+
+def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
+    """``L_SUE_Client(2 eps, eps)``, what the published code of Vu et al. calls."""
+    longitudinal = pytest.importorskip("multi_freq_ldpy.long_freq_est.L_SUE").L_SUE_Client
+    randomizer = Randomizer.with_defaults("rappor", 8, "first")
+    epsilon = 2.0
+    drawn = [int(longitudinal(5, 8, 2 * epsilon, epsilon).argmax()) for _ in range(10_000)]
+    assert chi_square(torch.tensor(drawn), randomizer.law(epsilon)[5]) > 1e-9  # not seeded

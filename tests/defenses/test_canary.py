@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import scipy.stats
 import torch
@@ -59,6 +61,22 @@ def test_the_update_and_its_noise_stay_what_they_would_have_been():
         watched.on_gradients(got, context())
         assert torch.equal(flat(got), flat(expected))
     assert plain.state_dict() == watched.state_dict()
+
+
+def test_two_defences_in_a_row_scale_and_add_their_noise():
+    first, second = GradientNoise(None, 2.0, seed=0), GradientNoise(0.5, 3.0, seed=1)
+    zero = CanaryGradient(torch.zeros(1, 5000, 4, dtype=torch.float64))
+    between = first.on_canary(zero, parameters_with(), context())
+    result = second.on_canary(between, parameters_with(), context())
+    norm = float(flat(parameters_with()).norm())
+    joint = between.released.norm(dim=1).square().add(norm**2).sqrt()
+    clipped = between.released * (0.5 / joint).clamp(max=1)[:, None]
+    torch.testing.assert_close(result.released - result.noise, torch.zeros(5000, 4).double())
+    assert result.noise_std == pytest.approx(float((result.released).std()), rel=0.02)
+    assert float((result.released - clipped).std()) == pytest.approx(1.5, rel=0.02)
+    assert math.hypot(2 * float((0.5 / joint).square().mean().sqrt()), 1.5) == pytest.approx(
+        result.noise_std, rel=1e-6
+    )
 
 
 def test_a_defence_that_does_not_say_what_it_does_to_a_canary_is_known_as_such():

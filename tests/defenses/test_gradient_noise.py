@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fedleak.defenses import DefenseContext, DefenseError, GradientNoise
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
-from lightning_fedleak.defenses.noise import gaussian_epsilon
+from lightning_fedleak.defenses.noise import add_standard_normal, gaussian_epsilon
 
 SHAPES = [(40, 30), (30,), (7, 3, 5)]
 
@@ -110,6 +110,14 @@ def test_noise_differs_by_client_release_parameter_and_base() -> None:
         for second in draws[:i]:
             assert abs(float((first * second).mean())) < 5 / math.sqrt(n)
             assert float(torch.isin(first, second).double().mean()) < 0.02
+
+
+def test_the_cpu_stream_is_not_cut_to_32_bits() -> None:
+    keys = [i.to_bytes(16, "big") + bytes(16) for i in (5, 5 + 2**32, 5 + 2**64, 5 + 2**100)]
+    draws = [torch.zeros(8) for _ in keys]
+    for key, draw in zip(keys, draws, strict=True):
+        add_standard_normal(key, draw, 1.0)
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
 
 
 def test_a_resumed_run_goes_on_in_the_stream() -> None:

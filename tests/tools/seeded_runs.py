@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import lightning_fedleak as fedleak
+from lightning_fedleak import callbacks
 from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.defenses import ClipSettings, ReleaseSettings, mean_of_sample_means
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 
@@ -139,11 +139,13 @@ def monitor(attacks: Any, **settings: Any) -> Any:
     """A LeakageMonitor, with settings of membership games and rare ones in their groups."""
     names = ("targets", "held_out", "window", "scale", "canaries")
     games = {name: settings.pop(name) for name in names if name in settings}
-    rare = {name: settings.pop(name) for name in ("texts", "stages") if name in settings}
+    kind = getattr(callbacks, "WatchSettings", None) or callbacks.MonitorSettings  # of older ones
+    names = {one.name for one in fields(kind)} & settings.keys()
+    rare = {name: settings.pop(name) for name in names}
     return fedleak.LeakageMonitor(
         attacks,
         games=fedleak.Games(**games) if games else None,
-        settings=WatchSettings(**rare),
+        settings=kind(**rare),
         **settings,
     )
 

@@ -191,7 +191,7 @@ class Lineup:
                 continue
             rank_zero_warn(
                 f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
-                f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
+                f"{', '.join(plan.roles)}, which is not shared in this run (not trained). It is "
                 f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. {self._what_leaves()} "
                 "attacks='auto' takes every attack that reads this run."
             )
@@ -199,11 +199,10 @@ class Lineup:
     def _what_leaves(self) -> str:
         """Return in a sentence what is shared beside a surface that is not."""
         if n := len(self.unread):
-            many = f"s of {n} other parameters ({listed(self.unread)}) do leave"
-            one = f" of one other parameter ({self.unread[0]}) does leave"
             return (
-                f"That is not 'safe': the gradient{many if n > 1 else one} the client, and none of "
-                "the attacks that were given reads it."
+                f"That is not 'safe': gradients of other parameters, {n} in all, do leave the "
+                f"client ({listed(self.unread)}), and none of the attacks that were given reads "
+                "them."
             )
         if self.trained:
             readers = ", ".join(repr(plan.attack.name) for plan in self.exposed)

@@ -126,13 +126,7 @@ class CanaryChannel(MemorizationChannel):
             canaries.load_state_dict(committed)
 
     def _read_texts(
-        self,
-        pool: Pool,
-        answers: TokenSnapshot,
-        rows: Tensor,
-        members: Tensor,
-        number: int,
-        limits: Mapping[str, float],
+        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor
     ) -> dict[str, dict[str, float] | str]:
         """Return the values of each attack and tier by the name of its series."""
         assert self._base is not None
@@ -148,7 +142,7 @@ class CanaryChannel(MemorizationChannel):
                     torch.tensor(self._canaries.record.repeats),
                     members,
                     ~self._canaries.included,
-                    look=number,
+                    look=self._looks,
                     alpha=self.settings.memorization.alpha,
                 )
             except Exception as error:

@@ -22,12 +22,7 @@ from lightning_fedleak.attacks.memorization import (
     MemorizationAttack,
     blind_scores,
 )
-from lightning_fedleak.engine.channels.account import (
-    BOUND,
-    AccountGame,
-    PoolReading,
-    too_few_others,
-)
+from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_others
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
@@ -38,11 +33,14 @@ from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     TIERS,
     blind_aucs,
+    extraction_values,
     highest_auc,
+    membership_values,
     other_law,
+    spent_at,
 )
 from lightning_fedleak.model.batches import TokenBatch, read_batch
-from lightning_fedleak.model.snapshots import ReleasedModel, Stage, TokenSnapshot
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import ask_tokens, compressed_bytes
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
@@ -341,8 +339,7 @@ class MemorizationChannel(Channel):
         except (NoOthers, UnusableObservation) as error:
             look.answers |= dict.fromkeys(every, str(error))
             return
-        limits = self._account.limits() if self._account is not None and self._plays else {}
-        values = self._read_texts(pool, answers, rows, members, self._looks, limits)
+        values = self._read_texts(pool, answers, rows, members)
         self._compared = str(values["pool"])
         look.answers |= {series: values[series.name] for series in every}
 
@@ -352,38 +349,64 @@ class MemorizationChannel(Channel):
         return self._account is not None and self._account.why_not is None
 
     def _read_texts(
-        self,
-        pool: Pool,
-        answers: TokenSnapshot,
-        rows: Tensor,
-        members: Tensor,
-        number: int,
-        limits: Mapping[str, float],
+        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor
     ) -> dict[str, _Answer]:
-        """Return what each attack reads off some of the texts by its name, and their digest."""
+        """Return what each attack reads off some of the texts by its name, and their digest.
+
+        Texts that stand in one row are told from others; all are asked whether they can be
+        extracted.
+        """
         assert self._base is not None
         texts = [pool.texts[row] for row in rows.tolist()]
         released = ReleasedModel(
             answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
         )
         values: dict[str, _Answer] = {"pool": pool.digest(rows, members)}
-        alpha, times = self.settings.memorization.alpha, pool.times[rows]
-        reading = PoolReading(released, members, times, number, alpha)
+        times = pool.times[rows]
+        look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
         texts, game = [texts[row] for row in once.tolist()], released.rows(once)
         blind = blind_scores(game.base, game.compressed, texts, members[once])
-        shared = {BLIND: highest_auc(blind, members[once]), **limits}
-        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
+        shared = {BLIND: highest_auc(blind, members[once])}
+        shared |= self._account.limits() if self._account is not None and self._plays else {}
         for attack in self.attacks:
             try:
-                values[attack.name] = (
-                    reading.extraction(attack)
-                    if isinstance(attack, Extraction)
-                    else reading.membership(attack, ranked, shared, self._account)
-                )
+                if isinstance(attack, Extraction):
+                    guess: Any = attack.run(Observation(released=released))
+                    read = extraction_values(guess, attack, members, times, look=look, alpha=alpha)
+                    values[attack.name] = read | self._sizes(members)
+                else:
+                    values[attack.name] = self._membership(attack, game, members[once], shared)
             except Exception as error:
                 values[attack.name] = reason(error)
         return values
+
+    def _membership(
+        self, attack: Attack, game: ReleasedModel, members: Tensor, shared: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the values of an attack on membership by name, with those that all share."""
+        look, alpha = self._looks, self.settings.memorization.alpha
+        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
+        guess: Any = attack.run(Observation(released=game))
+        values, joint = (
+            membership_values(guess.scores, members, look=look, alpha=error)
+            for error in (alpha, alpha / ranked)
+        )
+        values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
+        if self._account is not None and self._plays:
+            error = spent_at(look, alpha / ranked)
+            values["refuted"] = self._account.refuted(
+                attack.name, guess.scores, members, error, alpha
+            )
+        return {**values, **shared, **self._sizes(members)}
+
+    def _sizes(self, members: Tensor) -> dict[str, float]:
+        """Return how many texts are compared, and the error that the look spends."""
+        return {
+            "members": float(members.sum()),
+            "others": float((~members).sum()),
+            "alpha": spent_at(self._looks, self.settings.memorization.alpha),
+        }
 
     def results(self, look: Look) -> dict[Series, Result]:
         """Return what each attack's values are."""

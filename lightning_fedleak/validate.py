@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -124,18 +123,6 @@ def check_choice(
     ):
         return value
     raise error(_message(name, " or ".join(map(repr, choices)), value, optional, hint))
-
-
-def check_names(owner: str, names: Iterable[str], accepted: Sequence[str]) -> None:
-    """Raise an error for an argument that is not accepted, with the nearest one that is.
-
-    Raises:
-        TypeError: names the argument.
-    """
-    for name in (one for one in names if one not in accepted):
-        close = difflib.get_close_matches(name, accepted, n=1)
-        hint = f". Did you mean {close[0]}=?" if close else ""
-        raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'{hint}")
 
 
 def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> str:

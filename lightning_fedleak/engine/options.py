@@ -204,7 +204,7 @@ class WatchSettings:
         ValueError: a setting out of its range.
     """
 
-    stages: Sequence[str] = (Stage.SHARED,)
+    stages: Sequence[str] = ("shared",)
     reveal: bool = False
     local_steps: int | None = None
     tokenizer: Any = None

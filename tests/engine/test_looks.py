@@ -16,6 +16,7 @@ from torch.nn import functional
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.engine.scheduler import EveryNSteps, MaxOverhead
+from lightning_fedleak.federation import RoundObserver, RoundSettings
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.threats import ThreatModelError
@@ -286,6 +287,15 @@ def test_settings_that_contradict_each_other_are_refused(
     with pytest.raises(error, match=words):
         Watch(model, optimizer, attacks, folder=tmp_path, **grouped(settings)).__enter__()
     assert "step" not in vars(optimizer)
+
+
+def test_settings_that_a_face_takes_from_elsewhere_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="LeakageMonitor takes no settings=WatchSettings.precision"
+    ):
+        LeakageMonitor(settings=WatchSettings(precision="bf16-mixed"))
+    with pytest.raises(ValueError, match="RoundObserver takes no settings=WatchSettings.reveal"):
+        RoundObserver(tiny_gpt2(), torch.optim.SGD, 1, settings=RoundSettings(reveal=True))
 
 
 def two_optimizers(model: nn.Module, part: nn.Parameter) -> list[torch.optim.Optimizer]:

@@ -179,7 +179,6 @@ def test_gates_stop_the_loop_or_raise(tmp_path: Path) -> None:
         ({"gates": [Threshold(F1, at_most=0.5, action="harden")]}, ValueError, "nothing to turn"),
         ({"gates": [Threshold("leakage/no/f1", at_most=0.5)]}, ValueError, "Watch does not log"),
         ({"gates": [Threshold(F1, at_most=0.5)] * 2}, ValueError, "two gates are named"),
-        ({"every_steps": 2}, TypeError, "Did you mean every_n_steps="),
         ({"precision": "bf16"}, ValueError, "precision must be"),
         ({"stages": "released"}, ValueError, "stages must be"),
     ],

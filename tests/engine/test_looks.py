@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
+from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
 from lightning_fedleak.engine.scheduler import EveryNSteps, MaxOverhead
 from lightning_fedleak.federation import RoundObserver, RoundSettings
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
@@ -290,11 +291,9 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 def test_settings_that_a_face_takes_from_elsewhere_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="LeakageMonitor takes no settings=WatchSettings.precision"
-    ):
+    with pytest.raises(ValueError, match=r"LeakageMonitor takes no .*\(precision="):
         LeakageMonitor(settings=WatchSettings(precision="bf16-mixed"))
-    with pytest.raises(ValueError, match="RoundObserver takes no settings=WatchSettings.reveal"):
+    with pytest.raises(ValueError, match=r"RoundObserver takes no .*\(reveal="):
         RoundObserver(tiny_gpt2(), torch.optim.SGD, 1, settings=RoundSettings(reveal=True))
 
 

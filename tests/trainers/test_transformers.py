@@ -444,14 +444,14 @@ sys.meta_path.insert(0, Refuses())
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from lightning_fedleak.attacks import BagOfWords
-from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
+from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
 
 config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2,
     tie_word_embeddings=False)
 model = GPT2LMHeadModel(config)
 ids = torch.arange(3, 35).view(4, 8)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-settings = dict(every_n_steps=1, report=True)
+settings = dict(every_n_steps=1, settings=WatchSettings(report=True))
 place = {str(tmp_path / "loop")!r}
 with Watch(model, optimizer, [BagOfWords()], folder=place, **settings) as watch:
     for _ in range(3):

@@ -60,7 +60,7 @@ def test_an_error_is_recorded_as_the_end(tmp_path):
             raise Broken("of private text")
 
     with pytest.raises(Broken):
-        fit([Breaks(Probe(), report=True)], tmp_path)
+        fit([Breaks(Probe(), settings=WatchSettings(report=True))], tmp_path)
     end = record_of(tmp_path)[-1]
     assert (end["kind"], end["how"]) == ("end", "Broken")
     assert "private" not in json.dumps(end)

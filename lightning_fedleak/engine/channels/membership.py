@@ -292,7 +292,7 @@ class MembershipChannel(Channel):
             self._calls.arm(False)
         self._leaving = False
         self._table = None
-        for batch in look.batches:
+        for batch in look.batches if self.attacks else ():
             self._sources.remember(batch)
 
     @torch.no_grad()

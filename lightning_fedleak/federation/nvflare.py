@@ -100,8 +100,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     zero counts in the mean with this client's weight, which the log names. ``withheld="error"`` is
     for workflows with ``ignore_result_error=True``, or if ``min_clients`` is reached without this
     client: the mean is then that of the others. Metrics and other values beside a withheld model do
-    not leave. The update is also withheld if a refusing :class:`StartCheck` finds that the model
-    which was sent is crafted.
+    not leave.
 
     Under a ``dp`` whose noise the client adds, every result has the same form: the model with
     noise, and a weight of 1. A result that cannot be read leaves as zero with that noise, and so
@@ -179,8 +178,6 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         site, job = fl_ctx.get_identity_name(), fl_ctx.get_job_id()
         observer: RoundObserver = _call_job_code(self.observer, site)
         observer.federation = observer.federation or f"nvflare-{job}"
-        if observer.start is not None:
-            observer.start.first_round = 0
         dp: ClientDP | None = _call_job_code(self.dp, site) if self.dp else None
         if dp is not None and dp.trust != "central":
             dp.check_client(
@@ -300,7 +297,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         leaving = outgoing.answer(round_, sent, train, start)
         if leaving.state is None:
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
-        if not (leaving.withheld or outgoing.dp or outgoing.compression):
+        if not (leaving.withheld or outgoing.dp):
             return shareable
         return self._reply(shareable, leaving, sent, meta, fl_ctx)
 

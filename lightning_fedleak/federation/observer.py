@@ -42,7 +42,6 @@ from lightning_fedleak.federation import updates
 from lightning_fedleak.federation.hand_over import Recorded
 from lightning_fedleak.federation.round_look import RoundLook, failed_look, read_look
 from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
-from lightning_fedleak.federation.round_start import CraftedValuesError, prepare_start
 from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.compression import AVERAGED
@@ -109,7 +108,6 @@ class RoundObserver:
     Attributes:
         engine: calibrates the attacks, and knows the names of what is logged.
         run: the federation, as attacks know it.
-        start: the check of what is sent; None without one.
         round_: number of the round at work; -1 before the first.
         next_look: by client, the first round that ``max_overhead`` lets it be looked at again.
         took_part: by client, whether an update of it may have left already, so that what it is sent
@@ -171,7 +169,6 @@ class RoundObserver:
             optimizers=[optimizer(trained)],
             local_steps=local_steps,
         )
-        self.start = prepare_start(self.run, settings.inspect, public_text)
         self.engine.open(self.run)
         self.expect_gates(settings.gates)
         self._names = updates.parameter_names(model)
@@ -201,8 +198,6 @@ class RoundObserver:
             UpdateError: other names or shapes than the model's, or not all that is trained.
             ValueError: an attack cannot read this model, a round that is not a later one, or
                 another model in the same round.
-            CraftedValuesError: ``inspect=StartCheck("refuse")`` found something. The round has
-                begun all the same, and nobody should train in it.
         """
         check_integer("round_", round_, at_least=max(self.round_, 0), hint="rounds go upwards")
         if round_ == self.round_ and self._sent is not None:
@@ -211,8 +206,6 @@ class RoundObserver:
                     f"another model is sent in round {round_} than before: where clients get "
                     "models of their own, give each an observer of its own"
                 )
-            if self.start is not None and self.start.refused is not None:
-                raise self.start.refused  # of another client too
             return
         self._keys_sent = updates.load_sent(self.model, self._names, sent)
         self.run.rounds[0] = round_
@@ -220,16 +213,6 @@ class RoundObserver:
             self._first_round = round_
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale, self._sent, self.round_ = True, sent, round_
-        if self.start is not None:
-            self.start.judge(round_, {self._names[n]: sent[n] for n in self.trained_names()})
-
-    def refusal(self, round_: int, sent: State) -> str | None:
-        """Begin a round, and return why what is sent is refused; None where it is not."""
-        try:
-            self.begin(round_, sent)
-        except CraftedValuesError as error:
-            return str(error)
-        return None
 
     def _destination(self, round_: int) -> Destination:
         return Destination(

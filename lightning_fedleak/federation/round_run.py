@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.engine import AUTOCAST, LookSettings, Memorization, Run
-from lightning_fedleak.federation.round_start import StartCheck
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,6 @@ class RoundSettings(LookSettings):
         data: returns the loader of a client's training data, by the client, whose rows are read as
             it makes them. Only with it the models that are sent are asked about a client's texts.
         memorization: how the models that are sent are asked about a client's own texts.
-        inspect: ask of the values that the server sends, at the beginning of each round, whether
-            they are crafted: True warns, a :class:`StartCheck` may refuse the round. The model that
-            the observer is given must hold the adapters as the agreed config starts them.
     """
 
     fresh: bool = True
@@ -42,7 +38,6 @@ class RoundSettings(LookSettings):
     federation: str | None = None
     data: Callable[[str | int], DataLoader[Any]] | None = None
     memorization: Memorization = field(default_factory=lambda: Memorization(most_texts=2000))
-    inspect: bool | StartCheck = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,8 @@ def test_watches_then_stops_then_sums_up(
     assert str(saved) in printed
     assert list((folder / "watched").glob("events.out.tfevents*"))
     assert f"tensorboard --logdir {folder}" in printed
-    assert "private words" in printed
+    assert "One update lets the server" in printed
+    assert "Words: " in printed
     assert not list(folder.rglob("revealed*"))
     assert "RiskGate" not in capsys.readouterr().err  # what it says is printed once
 
@@ -108,7 +109,7 @@ def test_ctrl_c_ends_with_what_was_measured(
     code, printed = shown(model=model, text=text, steps=9, every_n_steps=1, out=tmp_path / "out")
     assert code == INTERRUPTED
     assert "Interrupted. This is what was measured until then." in printed
-    assert "lowest and highest of 2 updates" in printed
+    assert "of 2 looks" in printed
     assert "RiskGate" not in printed
     assert "Loss and leakage of the run on one page" in printed
     assert signal.getsignal(signal.SIGINT) is handler

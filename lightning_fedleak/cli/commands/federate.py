@@ -19,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from lightning_fedleak.cli.commands.printing import (
-    LiveTable,
+    LinesTable,
     make_folder,
     model_name,
     text_name,
@@ -75,7 +75,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console.print(f"{introduction}\n")
     rounds: list[Round] = []
     table = RoundsTable(console, options.clients, private=federation.is_private)
-    with _quiet(), table:
+    with _quiet():
+        table.print_headers()
 
         def closed(number: int, server: Server, absent: dict[int, str]) -> None:
             if number == 0:
@@ -278,7 +279,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class RoundsTable(LiveTable):
+class RoundsTable(LinesTable):
     """Shows each round as it closes.
 
     Args:

@@ -221,7 +221,7 @@ def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
     rates = [result.summary(fitted=fitted) for _, result in rows]
     names = [n for n in _COLUMNS if n == "accuracy" or any(_is_known(r[n]) for r in rates)]
     columns = Table(title=title)
-    columns.add_column("attack@layer", no_wrap=True)
+    columns.add_column("attack@layer")
     columns.add_column("games", justify="right")
     for name in names:
         columns.add_column(_COLUMNS[name])

@@ -30,8 +30,6 @@ from lightning_fedleak.cli.studies.invert import ActivationCell, GradientCell
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 
-PLOTS: dict[invert.Axis, str] = {"sigma": "noise.png", "length": "length.png"}
-
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
 PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64  # of --public that 'prefix' reads, at most; not tuned
 
@@ -87,9 +85,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         except KeyboardInterrupt:
             interrupted = True
     if cells:
-        printing.print_table(console, cells_table(cells), keys=4)
+        printing.print_table(console, cells_table(cells))
         console.print(explain_cells(cells))
-        _plot(options, console, [c for c in cells if isinstance(c, ActivationCell)])
         console.print(f"Results: {file}", soft_wrap=True)
     if interrupted:
         console.print(f"Interrupted after {len(cells)} cells.")
@@ -145,7 +142,6 @@ def _of_activations(
         layers,
         noises,
         texts=options.texts,
-        tokenizer=tokenizer,
     )
     total = len(layers) * len(makers) * len(rows) * len(noises)
     return introduction, total, lambda announce: measure(announce=announce)
@@ -271,21 +267,6 @@ def _write(file: Path, options: Namespace, cells: Sequence[Cell]) -> None:
     part.replace(file)
 
 
-def _plot(options: Namespace, console: Console, cells: Sequence[ActivationCell]) -> None:
-    for name in PLOTS.values():  # of an earlier run, with other numbers
-        (options.out / name).unlink(missing_ok=True)
-    if not cells:
-        return
-    if missing := printing.without_matplotlib():
-        console.print(f"No plots: they need matplotlib ({missing}).")
-        return
-    model = "embedded model" if options.model is None else Path(options.model).name
-    for axis, name in PLOTS.items():
-        if len({getattr(c, axis) for c in cells if c.rates}) > 1:
-            invert.plot_cells(cells, axis, options.out / name, model=model)
-            console.print(f"Plot: {options.out / name}", soft_wrap=True)
-
-
 def _listed(values: Any) -> str:
     return ", ".join(f"{v:g}" for v in sorted(set(values)))
 
@@ -310,7 +291,7 @@ def cells_table(cells: Sequence[Cell]) -> Table:
         show_edge=False,
     )
     for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number in (0, 4) else "right", no_wrap=True)
+        table.add_column(name, justify="left" if number in (0, 4) else "right")
     for cell in cells:
         star = "" if cell.finished or not cell.rates else "*"
         numbers = _activations(cell) if isinstance(cell, ActivationCell) else _gradients(cell)
@@ -322,12 +303,11 @@ def cells_table(cells: Sequence[Cell]) -> Table:
 
 def _activations(cell: ActivationCell) -> list[str]:
     useful, rouge = cell.utility, cell.rates.get("rouge_l")
-    perplexity = None if useful is None else useful.perplexity
     return [
         *(_rates(cell) or ("failed", "")),
         "" if rouge is None or math.isnan(rouge.value) else short(rouge.value),
         "unknown" if useful is None else short(useful.accuracy),
-        "" if perplexity is None else f"{perplexity:.3g}",
+        "" if useful is None else f"{useful.perplexity:.3g}",
         f"{1e3 * cell.seconds / (cell.texts * cell.length):.3g}" if cell.rates else "",
     ]
 
@@ -394,13 +374,12 @@ def _explain_gradients(cells: Sequence[GradientCell]) -> list[str]:
 
 def _explain_activations(cells: Sequence[ActivationCell]) -> list[str]:
     unit = " in those of each dimension of the hidden states" if cells[0].relative else ""
-    tasks = dict.fromkeys(c.utility.task for c in cells if c.utility is not None)
-    task = f"{', '.join(tasks)} of the whole model from the noised states; ppl: perplexity"
     lines = [
         "Token accuracy (Eq. 5): the share of a text's tokens that are at the correct position, "
         "mean over texts; in brackets its 95% interval over texts. exact: texts without an error. "
         f"ROUGE: ROUGE-L. ms: wall time per token. split: block, of {cells[0].blocks}. len: "
-        f"tokens. noise: standard deviations{unit}. task: {task if tasks else 'unknown'}.",
+        f"tokens. noise: standard deviations{unit}. task: next-token accuracy of the whole model "
+        "from the noised states, unknown for encoders; ppl: perplexity.",
     ]
     problems = dict.fromkeys(
         f"{c.attack}, split {c.layer}, {c.length} tokens, noise {c.sigma:g}: {c.problem}"

@@ -475,5 +475,37 @@ def compare(add: Add) -> None:
 def fit(add: Add) -> None:
     """Fine-tune any causal language model on any text, configured by LightningCLI.
 
-    --recipe NAME appends a ready-made config: monitors, gates, defences (once for each).
+    These are the settings that most runs need. LightningCLI has all others of the model, the data
+    and the Trainer; --print_config lists them with their values. Lists and classes (callbacks,
+    strategy) are best written in a config: see examples/finetune.yaml and the recipes.
+
+    Options:
+        config: settings in YAML, with the keys model, data, trainer; several are merged.
+        recipe: append a ready-made config: monitors, gates or a defence (once for each).
+        print_config: print all settings and exit.
+        model_model: a folder or a name on the hub; by default a small one that is included.
+        model_lr: learning rate of AdamW.
+        model_peft: train low-rank adapters (lora) or biases (bitfit) alone.
+        model_loss: mean over tokens, or over texts of each text's mean, as DP-SGD needs.
+        data_text: private text: {sources}; by default messages that are included.
+        data_column: the column of the text.
+        data_batch_size: texts a batch.
+        data_length: tokens a row, at most.
+        trainer_max_steps: optimizer steps.
+        trainer_devices: number of devices.
+        trainer_callbacks_help: print the settings of a callback, such as LeakageMonitor, and exit.
     """
+    add("--config", metavar="FILE")
+    add("--recipe", metavar="NAME")
+    add("--print_config", action="store_true")
+    add("--model.model", metavar="NAME")
+    add("--model.lr", metavar="X", default=1e-4)
+    add("--model.peft", choices=("lora", "bitfit"))
+    add("--model.loss", choices=("token_mean", "sample_mean"), default="token_mean")
+    add("--data.text", metavar="SOURCE")
+    add("--data.column", metavar="NAME")
+    add("--data.batch_size", metavar="N", default=8)
+    add("--data.length", metavar="N", default=64)
+    add("--trainer.max_steps", metavar="N")
+    add("--trainer.devices", metavar="N")
+    add("--trainer.callbacks.help", metavar="CLASS")

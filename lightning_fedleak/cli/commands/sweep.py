@@ -29,9 +29,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         0; 1 where a cell failed; 130 after an interrupt.
 
     Raises:
-        SourceError: model, text or folder cannot be used.
+        SourceError: model, text, folder or defence cannot be used.
         AnatomyError: the model's parts could not be found.
-        SpecError: a defence that cannot be meant.
     """
     console = console or Console(highlight=False)
     values = {**vars(options), "attacks": tuple(dict.fromkeys(options.attack))}

@@ -19,11 +19,7 @@ from lightning_fedleak.engine import reason
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
 from lightning_fedleak.federation.observer import SUM, RoundObserver
-from lightning_fedleak.federation.updates import (
-    ServerOptimizer,
-    State,
-    moved,
-)
+from lightning_fedleak.federation.updates import State, moved
 
 log = logging.getLogger("flwr")
 
@@ -173,23 +169,14 @@ class PrivateMean(_Around):
     Args:
         strategy: for everything but training: evaluation, say.
         dp: with ``trust="central"`` and a ledger.
-        optimizer: of the server, which moves the model by the noised mean; None adds it.
         minutes: to wait for all clients to be there.
 
     Raises:
         DefenseError: another trust, no ledger, or a strategy inside that was to be watched.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        dp: ClientDP,
-        *,
-        optimizer: ServerOptimizer | None = None,
-        minutes: float = 10.0,
-    ) -> None:
+    def __init__(self, strategy: Strategy, dp: ClientDP, *, minutes: float = 10.0) -> None:
         super().__init__(strategy)
-        self._move = moved if optimizer is None else optimizer.moved
         if isinstance(strategy, Observed):
             raise DefenseError(
                 "PrivateMean trains in place of the strategy inside, so that an Observed there "
@@ -264,7 +251,7 @@ class PrivateMean(_Around):
         for node, zero in release.zeros.items():
             place = self._nodes.index(node)
             log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
-        return ArrayRecord(self._move(self._sent, release.update)), None
+        return ArrayRecord(moved(self._sent, release.update)), None
 
 
 def _state_of(reply: Message) -> State:

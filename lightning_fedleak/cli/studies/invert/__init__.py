@@ -16,5 +16,3 @@ from lightning_fedleak.cli.studies.invert.gradients import GradientCell as Gradi
 from lightning_fedleak.cli.studies.invert.gradients import batches_of as batches_of
 from lightning_fedleak.cli.studies.invert.gradients import run_gradient_cells as run_gradient_cells
 from lightning_fedleak.cli.studies.invert.gradients import step_of_adamw as step_of_adamw
-from lightning_fedleak.cli.studies.invert.plots import Axis as Axis
-from lightning_fedleak.cli.studies.invert.plots import plot_cells as plot_cells

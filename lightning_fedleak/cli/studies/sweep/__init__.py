@@ -2,7 +2,6 @@
 
 from lightning_fedleak.cli.studies.defense_specs import DefenseSpec as DefenseSpec
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses as parse_defenses
-from lightning_fedleak.cli.studies.names import SpecError as SpecError
 from lightning_fedleak.cli.studies.sweep.cell import data_of as data_of
 from lightning_fedleak.cli.studies.sweep.cell import loss_before as loss_before
 from lightning_fedleak.cli.studies.sweep.cell import quiet as quiet

@@ -11,7 +11,7 @@ import torch
 from lightning_fedleak.cli.commands import demo as run_module
 from lightning_fedleak.cli.commands.printing import INTERRUPTED
 from lightning_fedleak.cli.finetuning.assets import SourceError
-from lightning_fedleak.cli.finetuning.lightning import CausalLMFineTuning
+from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 

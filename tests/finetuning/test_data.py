@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceError
-from lightning_fedleak.cli.finetuning.lightning import TextDataModule
+from lightning_fedleak.cli.finetuning.data import TextDataModule
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 

@@ -33,12 +33,16 @@ from lightning_fedleak.cli.finetuning import (
 )
 from lightning_fedleak.engine import gates
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.report import ReportError, findings, read, write
-from lightning_fedleak.report.overview import plain
+from lightning_fedleak.report import ReportError, write
 
 _NOTICES = (".*does not have many workers", ".*treespec")
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 _METRICS = ("recall", "precision", "f1")
+_CAVEAT = (
+    "'Words' are the model's tokens. The server (its staff, its storage, whoever listens) learns "
+    "which occur, but not their order, nor in which text.\nA low number would not mean 'safe': "
+    "other attacks may read more, and another model, text or batch size gives other numbers."
+)
 _PATIENCE = 1  # looks above the threshold after which the gate acts; the demo is short
 
 
@@ -90,7 +94,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console.print("\nInterrupted. This is what was measured until then.", style="bold")
     console.rule("what one shared update gave away")
     try:
-        console.print(explain_run(folder / "watched"))
+        console.print(printing.explain_run(folder / "watched"))
+        console.print(_CAVEAT)
         page = os.path.relpath(write([folder])[0])
         console.print(f"\nThe report, one page for people who decide: {page}", soft_wrap=True)
     except ReportError as error:  # interrupted before the first look
@@ -165,22 +170,6 @@ def _fit(
         interrupted=interrupted,
         gate=gate,
         revealed_file=folder / "revealed_words.rank0.txt",
-    )
-
-
-def explain_run(folder: Path) -> str:
-    """Return the report's sentences about a run: what was recovered, and of which looks."""
-    [overview] = findings(read([folder])).overviews
-    tested = [one for one in overview.readings if one.verdict != "untested"]
-    lines = [plain(overview.sentence), *(f"{r.title}: {r.answer}. {r.note}" for r in tested)]
-    return "\n".join(
-        [
-            *lines,
-            "'Words' are the model's tokens. The server (its staff, its storage, whoever listens) "
-            "learns which occur, but not their order, nor in which text.",
-            "A low number would not mean 'safe': other attacks may read more, and another model, "
-            "text or batch size gives other numbers.",
-        ]
     )
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from lightning_fedleak.cli.commands.printing import (
     LinesTable,
+    explain_run,
     make_folder,
     model_name,
     text_name,
@@ -110,6 +111,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console.print(f"\nLogs, and {trained}", soft_wrap=True)
     if options.attack != "none":
         try:
+            console.print(explain_run(folder))
             console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
         except ReportError as error:
             console.print(f"No report: {error}", soft_wrap=True)
@@ -208,13 +210,13 @@ def _introduction(federation: Federation) -> str:
 
 
 def explain_rounds(rounds: Sequence[Round], clients: int) -> str:
-    """Return sentences about what was read from an update and from the sum.
+    """Return sentences about the updates that count for nothing, and about privacy.
 
     Args:
         rounds: that were closed.
         clients: of the federation.
     """
-    lines = _explain_leakage(rounds)
+    lines = []
     withheld = sum(len(r.withheld) for r in rounds)
     if withheld:
         lines.append(f"{withheld} of {clients * len(rounds)} updates did not leave.")
@@ -234,39 +236,8 @@ def explain_rounds(rounds: Sequence[Round], clients: int) -> str:
     lines.append(
         "'Unknown' is not 'safe', and a low number says that these attacks fail here, not that "
         "none succeeds."
-        if lines
-        else "Nothing was measured: no attack was played."
     )
     return "\n".join(lines)
-
-
-def _explain_leakage(rounds: Sequence[Round]) -> list[str]:
-    """Return a sentence for each family, and the chance level of those that have one."""
-    leakages: dict[str, list[FamilyLeakage]] = {}
-    for leakage in (one for round_ in rounds for one in round_.leakage):
-        leakages.setdefault(leakage.family.name, []).append(leakage)
-    lines = []
-    for family_leakages in leakages.values():
-        updates = [value for one in family_leakages for value in one.updates.values()]
-        sums = [one.total for one in family_leakages if one.total is not None]
-        lines.append(
-            f"{family_leakages[0].title}: {_spread(updates, 'an update')}; "
-            f"{_spread(sums, 'the sum')}."
-        )
-    for leakage in (one[0] for one in leakages.values() if one[0].family.chance):
-        chance = f"{leakage.family.chance:g}".removeprefix("0")
-        lines.append(f"Guessing gives an {leakage.headline} of {chance}; 1 is certainty.")
-    return lines
-
-
-def _spread(values: Sequence[float], source: str) -> str:
-    finite = [v for v in values if not math.isnan(v)]
-    if not finite:
-        return f"unknown from {source}"
-    unknown = len(values) - len(finite)
-    tail = f" (unknown in {unknown} of {len(values)})" if unknown else ""
-    median = statistics.median(finite)
-    return f"from {source} {median:.2f} in the median, {max(finite):.2f} at most{tail}"
 
 
 @contextmanager

@@ -28,13 +28,15 @@ from lightning_fedleak.cli.finetuning import (
 from lightning_fedleak.cli.studies import invert
 from lightning_fedleak.cli.studies.invert import ActivationCell, GradientCell
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
+from lightning_fedleak.cli.studies.names import GRADIENT_ATTACKS, INVERT_ATTACKS
 from lightning_fedleak.model.anatomy import Anatomy, place_of
+from lightning_fedleak.report.records import as_json
 
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
 PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64  # of --public that 'prefix' reads, at most; not tuned
 
 NOISE = {"activations": (0.0, 0.3, 1.0, 3.0), "gradients": (0.0,)}
-ATTACKS = {"activations": invert.ADVERSARIES, "gradients": tuple(invert.READERS)}
+ATTACKS = {"activations": INVERT_ATTACKS, "gradients": GRADIENT_ATTACKS}
 USED_BY: dict[str, dict[str, Any]] = {
     "activations": {"public": None, "layer": None, "steps": 1000},
     "gradients": {"lora_r": 0, "targets": None, "batch_sizes": [1, 4]},
@@ -260,10 +262,10 @@ def _write(file: Path, options: Namespace, cells: Sequence[Cell]) -> None:
         "precision": "fp32",
         **{name: getattr(options, name) for name in ("steps", "lora_r", "targets", "seed")},
         "budget_seconds": _budget(options),
-        "cells": [c.to_dict() for c in cells],
+        "cells": cells,
     }
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    part.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
     part.replace(file)
 
 

@@ -18,6 +18,7 @@ from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, read_t
 from lightning_fedleak.cli.studies.canaries import PlantedCanaries, Tiers
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, tokenize
 from lightning_fedleak.cli.studies.models import ask_both
+from lightning_fedleak.report.records import as_json
 
 TIERS = {
     "_x1": ", once",
@@ -81,7 +82,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = _content(result, pool, tiers) | {"drawn": options.drawn, "known": is_known}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     if options.at_most is None:
         return 0
@@ -138,11 +139,7 @@ def _breaches(
 
 
 def _content(result: Comparison, pool: ReleasedPool, tiers: Tiers) -> dict[str, object]:
-    """Return the result as plain values; what is no finite number is null."""
-
-    def plain(values: Mapping[str, float]) -> dict[str, float | None]:
-        return {name: x if math.isfinite(x) else None for name, x in values.items()}
-
+    """Return the result for JSON."""
     return {
         "kind": "memorization",
         "version": version("lightning-fedleak"),
@@ -152,15 +149,9 @@ def _content(result: Comparison, pool: ReleasedPool, tiers: Tiers) -> dict[str, 
         "short": pool.short,
         "pool": pool.digest,
         "visible_tpr": result.visible,
-        "blind": {
-            name: plain({"auc": rate.value, "auc_low": rate.low, "auc_high": rate.high})
-            for name, rate in result.blind.items()
-        },
-        "attacks": {name: plain(values) for name, values in result.values.items()},
-        "canaries": {
-            str(times): tier if isinstance(tier, str) else plain(tier)
-            for times, tier in tiers.items()
-        },
+        "blind": result.blind,
+        "attacks": result.values,
+        "canaries": tiers,
     }
 
 

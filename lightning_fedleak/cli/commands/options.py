@@ -229,7 +229,7 @@ def sweep(add: Add) -> None:
     """Train under a grid of defences: what each costs and what still leaks.
 
     Fine-tunes a language model once for each defence and strength, with the same data, order and
-    seed, and attacks every run as it trains. Writes a table, JSON and a plot of utility against
+    seed, and attacks every run as it trains. Writes a table, JSON and a report with utility against
     leakage. It continues where it was interrupted.
 
     Options:
@@ -245,7 +245,7 @@ def sweep(add: Add) -> None:
         length: tokens a text, at most.
         every_n_steps: steps between two looks.
         lr: learning rate of AdamW.
-        peft: train only a part of the model.
+        peft: train low-rank adapters; by default the whole model.
         budget_seconds: time that prefix and descent may take for one look.
         seed: seed of split, order, dropout and calibration.
         out: results.
@@ -256,7 +256,7 @@ def sweep(add: Add) -> None:
     _add_sources(add)
     add("--layer", **_count(None, 0))
     _add_training(add, steps=60)
-    add("--peft", choices=("lora", "bitfit"))
+    add("--peft", choices=("lora",))
     add("--budget-seconds", **_number("S", _POSITIVE, 10.0))
     add("--seed", **_SEED)
     add("--out", **_path("DIR", "fedleak_runs/sweep"))
@@ -485,7 +485,7 @@ def fit(add: Add) -> None:
         print_config: print all settings and exit.
         model_model: a folder or a name on the hub; by default a small one that is included.
         model_lr: learning rate of AdamW.
-        model_peft: train low-rank adapters (lora) or biases (bitfit) alone.
+        model_peft: train low-rank adapters; by default the whole model.
         model_loss: mean over tokens, or over texts of each text's mean, as DP-SGD needs.
         data_text: private text: {sources}; by default messages that are included.
         data_column: the column of the text.
@@ -500,7 +500,7 @@ def fit(add: Add) -> None:
     add("--print_config", action="store_true")
     add("--model.model", metavar="NAME")
     add("--model.lr", metavar="X", default=1e-4)
-    add("--model.peft", choices=("lora", "bitfit"))
+    add("--model.peft", choices=("lora",))
     add("--model.loss", choices=("token_mean", "sample_mean"), default="token_mean")
     add("--data.text", metavar="SOURCE")
     add("--data.column", metavar="NAME")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.extras import install
+from lightning_fedleak.report import findings, read
+from lightning_fedleak.report.overview import plain
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
@@ -69,9 +68,16 @@ def make_file(path: Path, option: str) -> None:
         ) from error
 
 
-def without_matplotlib() -> str:
-    """Return how matplotlib is installed, as Rich prints it; nothing where it is there."""
-    return "" if importlib.util.find_spec("matplotlib") else escape(install("plots"))
+def explain_run(folder: Path) -> str:
+    """Return the report's sentences about a run: what was recovered, and of which looks.
+
+    Raises:
+        ReportError: the folder holds no run.
+    """
+    [overview] = findings(read([folder])).overviews
+    tested = [one for one in overview.readings if one.verdict != "untested"]
+    lines = [plain(overview.sentence), *(f"{r.title}: {r.answer}. {r.note}" for r in tested)]
+    return "\n".join(lines)
 
 
 class LinesTable:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +12,8 @@ from rich.table import Table
 from lightning_fedleak.cli.commands import printing
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
 from lightning_fedleak.cli.studies import sweep
-from lightning_fedleak.cli.studies.sweep.grid import plot_pareto
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.report import write
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -52,7 +50,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     )
     interrupted, before = False, None
     try:
-        before = _loss_before(setting, options.out / "before.json")
+        before = sweep.loss_before(setting)
         with console.status("") as status:
             grid.run(
                 sweep.run_cell,
@@ -70,30 +68,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if results:
         printing.print_table(console, defense_table(results, before))
         console.print(explain_defenses(results))
-    if any(r.val_loss is not None for _, r in results):
-        if missing := printing.without_matplotlib():
-            console.print(f"No plot: {missing}")
-        else:
-            plot_pareto(results, options.out / "pareto.png", loss_before=before)
-            paths.append(str(options.out / "pareto.png"))
+    runs = [grid.logs(cell) for cell, result in results if result.error is None]
+    if runs := [folder for folder in runs if folder.is_dir()]:
+        paths += map(str, write(runs, options.out))
     console.print(f"\nWritten: {', '.join(paths)}", soft_wrap=True)
     if interrupted:
         return printing.INTERRUPTED
     return 1 if any(r.error is not None for _, r in results) else 0
-
-
-def _loss_before(setting: sweep.Setting, path: Path) -> float:
-    """Return the loss before any training, which is kept in a file."""
-    names = ("model", "text", "column", "batch_size", "length", "seed")
-    settings = {name: getattr(setting, name) for name in names}
-    if path.exists():
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved["setting"] == settings:
-            return float(saved["val_loss"])
-    loss = sweep.loss_before(setting)
-    content = json.dumps({"setting": settings, "val_loss": loss}, indent=1)
-    path.write_text(content + "\n", encoding="utf-8")
-    return loss
 
 
 def defense_table(

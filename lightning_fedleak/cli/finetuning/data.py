@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import lightning.pytorch as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -13,13 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_fedleak.cli.finetuning import assets
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.lightning_packages import mixed
 from lightning_fedleak.validate import check_integer, check_number
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, Trainer
-else:
-    LightningDataModule = object
 
 IGNORED = -100  # label without a loss: torch's cross_entropy and Hugging Face's models
 
@@ -87,14 +81,10 @@ class PadRight:
         return batch
 
 
-class TextBatches(LightningDataModule):
+class TextDataModule(L.LightningDataModule):
     """Any text as batches for a causal language model, split into train and validation.
 
     Texts, split and order depend on ``seed`` alone, never on the global random numbers.
-
-    For a Trainer of ``lightning`` it is :class:`lightning_fedleak.cli.finetuning.TextDataModule`,
-    for one of ``pytorch_lightning``
-    :class:`lightning_fedleak.cli.finetuning.pytorch_lightning.TextDataModule`.
 
     Args:
         text: a file, folder or dataset as
@@ -109,7 +99,6 @@ class TextBatches(LightningDataModule):
 
     Raises:
         ValueError: an argument is out of its range.
-        TypeError: in a fit, the Trainer is of the other package.
 
     Examples:
         >>> from lightning_fedleak.cli.finetuning import TextDataModule
@@ -139,17 +128,6 @@ class TextBatches(LightningDataModule):
         self.seed = seed
         self._train: TokenRows | None = None
         self._val: TokenRows | None = None
-
-    @property
-    def trainer(self) -> Trainer | None:
-        """The Trainer of this data module, or None."""
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
-        if trainer is not None and (why := mixed(type(self).__name__, self, trainer)) is not None:
-            raise TypeError(why)
-        self._trainer = trainer
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

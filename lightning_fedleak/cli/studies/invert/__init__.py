@@ -1,7 +1,5 @@
 """What the activations at a split, or the gradients of a batch, give away of its texts."""
 
-from lightning_fedleak.cli.studies.invert.adversaries import ADVERSARIES as ADVERSARIES
-from lightning_fedleak.cli.studies.invert.adversaries import READERS as READERS
 from lightning_fedleak.cli.studies.invert.adversaries import make_adversary as make_adversary
 from lightning_fedleak.cli.studies.invert.adversaries import make_reader as make_reader
 from lightning_fedleak.cli.studies.invert.cells import ActivationCell as ActivationCell

@@ -10,9 +10,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -143,17 +143,6 @@ class Cell:
     budget_seconds: float | None = None
     finished: bool = True
     problem: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; numbers that are not finite become None."""
-        content: dict[str, Any] = _finite(asdict(self))
-        return content
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, kw_only=True)

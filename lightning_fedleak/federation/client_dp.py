@@ -367,10 +367,6 @@ class ClientDP(Defense):
         part = self._clip_or_zero(update, like)
         return self._add_noise(part, self.own_noise_std, like, stream="rehearsal")
 
-    def affords_another(self) -> bool:
-        """Return whether one more release fits within ``target_epsilon``."""
-        return self._budget.affords_another()
-
     def check_affords_another(self) -> None:
         """Refuse a round whose release the budget does not cover, before anybody trains.
 

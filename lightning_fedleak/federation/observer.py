@@ -170,7 +170,6 @@ class RoundObserver:
             local_steps=local_steps,
         )
         self.engine.open(self.run)
-        self.expect_gates(settings.gates)
         self._names = updates.parameter_names(model)
         self._sent: State | None = None
         self._keys_sent: dict[str, str] = {}
@@ -582,11 +581,6 @@ class RoundObserver:
             return []
 
     # ---- what is written --------------------------------------------------------------------
-
-    def expect_gates(self, gates: Sequence[Mapping[str, Any]]) -> None:
-        """Add gates to the record of the run, which is written when the first round begins."""
-        for gate in gates:
-            self.engine.subscribe(logs=[f"gate/{gate['name']}"], facts=dict(gate))
 
     def end(self, how: str = "finished") -> None:
         """End the federation; ``how`` is ``"finished"``, or the class of what was raised."""

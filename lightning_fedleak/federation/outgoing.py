@@ -127,7 +127,8 @@ class OutgoingUpdates:
                     "RoundGate(action='harden') turns up noise that this client adds: give "
                     "ClientDP(trust='local', accountant='filter', target_epsilon=...)"
                 )
-        observer.expect_gates([gate.facts for gate in self.gates])
+            # Recorded when the first round begins.
+            observer.engine.subscribe(logs=[f"gate/{gate.name}"], facts=dict(gate.facts))
 
     # ---- a round ----------------------------------------------------------------------------
 

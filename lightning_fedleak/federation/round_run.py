@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -21,7 +21,6 @@ class RoundSettings(LookSettings):
     Attributes:
         fresh: whether clients begin each round with a fresh optimizer.
         precision: that clients train in, in the Trainer's words.
-        gates: what the record says of gates.
         tensorboard: log to TensorBoard, where it is installed.
         federation: a name that all observers of one federation have: one run in a report. A client
             whose rounds run in several processes goes on with its own texts by it; a second
@@ -33,7 +32,6 @@ class RoundSettings(LookSettings):
 
     fresh: bool = True
     precision: str = "32-true"
-    gates: Sequence[Mapping[str, Any]] = ()
     tensorboard: bool = True
     federation: str | None = None
     data: Callable[[str | int], DataLoader[Any]] | None = None

@@ -293,22 +293,18 @@ def memorization(add: Add) -> None:
 
     Asks the trained model and its base about texts that were trained on and texts that were not,
     and shows how far they can be told apart and which of them the model would write. Each text
-    costs two forwards; nothing is generated. Canaries that were planted are asked about by how
-    often they were repeated.
+    costs two forwards; nothing is generated.
 
     Options:
         model: the trained model: a folder, or one with adapters of PEFT.
         base: the model that the training began from: a folder or a name on the hub.
         members: texts that were trained on: {sources}.
         others: texts like them that were not trained on, in one of the same forms.
-        canaries: the canaries of with_canaries in their order, as JSON lines with input_ids.
-        record: the record of which of them were planted.
-        suffix: tokens at the end of a canary that count; by default all but the first.
         column: the column of --members and --others that holds the text.
         length: tokens of a text, at most.
         drawn: a coin chose the others among the same rows (leave_out), so that they follow one
             law.
-        metric: what --at-most limits, of canaries too: the AUC, the TPR at 1% FPR that is shown, or
+        metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, or
             the excess of members that are extracted in samples or greedily.
         at_most: exit with status 3 where its interval reaches above, or it is unknown.
         out: file of the result as JSON.
@@ -317,9 +313,6 @@ def memorization(add: Add) -> None:
     add("--base", required=True, metavar="NAME")
     add("--members", required=True, metavar="SOURCE")
     add("--others", required=True, metavar="SOURCE")
-    add("--canaries", **_path("FILE"))
-    add("--record", **_path("FILE"))
-    add("--suffix", **_count(None))
     add("--column", metavar="NAME")
     add("--length", **_count(256, 9))
     add("--drawn", action="store_true")
@@ -388,8 +381,6 @@ def federate(add: Add) -> None:
         attack: every attack that can read these updates, or none.
         members: texts of a round in its membership games, and as many that are not in the round; a
             gate needs 16.
-        leave_out: texts of each client that it does not train on; each client then asks the models
-            that it is sent what they have memorized of its other texts. Nothing of it leaves.
         gate: the highest --watch at which an update still leaves.
         watch: what the gate watches, a name in the logs; by default leakage/worst/membership (of
             which .5 is guessing), and leakage/worst/words where an attack can read words from
@@ -422,7 +413,6 @@ def federate(add: Add) -> None:
     add("--length", **_count(32, 2))
     add("--attack", choices=("auto", "none"), default="auto")
     add("--members", **_count(16))
-    add("--leave-out", **_count(0, 0))
     add("--gate", **_number("X", _SHARE))
     add("--watch", metavar="NAME")
     add("--action", choices=("withhold", "harden", "raise", "warn"), default="withhold")

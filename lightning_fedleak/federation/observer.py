@@ -247,7 +247,6 @@ class RoundObserver:
         batches: Sequence[Any] | None = None,
         learning_rate: float | None = None,
         noise_std: float = 0.0,
-        compression: str | None = None,
         utility: Mapping[str, float] | None = None,
         logged: bool = True,
     ) -> RoundLook:
@@ -262,7 +261,6 @@ class RoundObserver:
             learning_rate: the mean over the local steps, where a schedule changes it within a round
                 or over rounds; by default what ``recording`` recorded, or the optimizer's.
             noise_std: of the noise that is known to be on each number of ``returned``.
-            compression: method of what is in ``returned``; None: as the ``defenses`` say.
             utility: further values of this round, logged as ``utility/<name>``.
             logged: write it down at once, as of an update that leaves; else by :meth:`log`, or not
                 at all (:meth:`forget`), and :meth:`leaves` says that it leaves.
@@ -303,9 +301,7 @@ class RoundObserver:
                 snapshot,
                 tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},
                 tied=self.run.anatomy.tied,
-                compression=self._declared_compression(client)
-                if compression is None
-                else compression,
+                compression=self._declared_compression(client),
                 client=zlib.crc32(str(client).encode()),
             )
 

@@ -111,7 +111,8 @@ def difference(
             something that is not trained.
     """
     _check_names(sent, returned)
-    owned = _resolve_trained(sent, trained)
+    floats = (n for n, t in sent.items() if t.is_floating_point())
+    owned = set(floats if trained is None else trained)
     change: dict[str, Tensor] = {}
     for name, before in sent.items():
         after = returned[name]
@@ -249,12 +250,6 @@ def _check_names(sent: State, returned: State) -> None:
             "the client must return what it was sent, under the same names: only one of both has "
             f"{_list_names(different)}"
         )
-
-
-def _resolve_trained(sent: State, trained: Collection[str] | None) -> set[str]:
-    if trained is None:
-        return {n for n, t in sent.items() if t.is_floating_point()}
-    return set(trained)
 
 
 def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:

@@ -417,7 +417,7 @@ def test_a_rate_that_anneals_over_rounds_scales_what_the_server_sees(tmp_path):
     for rate in (None, lambda round_: 0.1 / round_):
         probe = Probe()
         watching = observer(tmp_path / str(len(seen)), attacks=[probe])
-        a_round(Observed(FedAvg(), watching, data_of, rate), round_=4)
+        a_round(Observed(FedAvg(), watching, learning_rate=rate), round_=4)
         seen.append(probe.seen[0][2])
     torch.testing.assert_close(seen[0] * 0.05, seen[1] * 0.025)
 

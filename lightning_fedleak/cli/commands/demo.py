@@ -15,12 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_fedleak.attacks import AlignedFlatChat, Attack, FlatChat, PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
@@ -214,40 +212,15 @@ class _LooksTable(L.Callback):
     def __init__(self, console: Console, monitor: LeakageMonitor, title: str) -> None:
         self._monitor = monitor
         self._attacks = [attack.name for attack in monitor.attacks]
-        self._status = console.status("The attacks calibrate on text that the model wrote ...")
-        self._progress = Progress(
-            *(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("training", total=None)
         headers = [f"{a}\n{m}" if m == "recall" else m for a in self._attacks for m in _METRICS]
         widths = [7, 7, *[11] * len(headers)]
         self._table = printing.LinesTable(console, ["step", "loss", *headers], widths, title)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._monitor.subscribe(self._on_look)
-        self._status.start()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._status.stop()
-        self._progress.update(self._task, total=trainer.max_steps)
         self._table.print_headers()
-        self._progress.start()
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._progress.update(self._task, completed=trainer.global_step)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._close()
-
-    def on_exception(self, *_: Any) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        self._status.stop()
-        self._progress.stop()
 
     def _on_look(self, trainer: L.Trainer) -> None:
         latest = self._monitor.latest

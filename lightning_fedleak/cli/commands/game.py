@@ -89,10 +89,15 @@ def run(options: Namespace, console: Console | None = None) -> int:
         defense.before_setup(_context(anatomy, options.seed))
     texts, public = _texts(options, anatomy, tokenizer)
     pool = SentencePool.from_texts(texts, tokenizer, options.tokens)
-    adversaries = membership.MembershipAdversaries(
-        options.tokens, options.batch, public, defense is not None, options.seed
+    attacks = membership.make_adversaries(
+        options.attack,
+        options.layer or [max(1, len(anatomy.blocks) // 2)],
+        public,
+        tokens=options.tokens,
+        batch=options.batch,
+        randomised=defense is not None,
+        seed=options.seed,
     )
-    attacks = adversaries.make(options.attack, options.layer or [max(1, len(anatomy.blocks) // 2)])
     config = GameConfig(
         games=options.games,
         batch=options.batch,

@@ -44,8 +44,8 @@ USED_BY: dict[str, dict[str, Any]] = {
 """Options that only one source uses, and their defaults."""
 
 Cell = ActivationCell | GradientCell
-Measure = Callable[[Callable[[str], None]], Iterator[Cell]]
-"""Yields cells, and calls its argument with the name of what comes next."""
+Measure = Callable[..., Iterator[Cell]]
+"""Yields cells, and calls ``announce`` with the name of what comes next."""
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -80,7 +80,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=total)
         try:
-            for cell in measure(lambda name: progress.update(task, description=name)):
+            for cell in measure(announce=lambda name: progress.update(task, description=name)):
                 cells.append(cell)
                 progress.advance(task)
                 _write(file, options, cells)
@@ -146,7 +146,7 @@ def _of_activations(
         texts=options.texts,
     )
     total = len(layers) * len(makers) * len(rows) * len(noises)
-    return introduction, total, lambda announce: measure(announce=announce)
+    return introduction, total, measure
 
 
 def _of_gradients(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, int, Measure]:
@@ -165,21 +165,18 @@ def _of_gradients(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple
     if options.lora_r:
         # Of the longest, which begin after all that is attacked at any length.
         invert.step_of_adamw(anatomy, rows[max(rows)][attacked:])
-    model = f"{printing.model_name(options.model)} (fp32)"
-    adapted = (
-        f"A client trains a LoRA of rank {options.lora_r} on {model}, one step of AdamW behind "
-        "its start"
-        if options.lora_r
-        else f"A client trains {model}"
-    )
+    trained = f"{printing.model_name(options.model)} (fp32)"
+    if options.lora_r:
+        trained = (
+            f"a LoRA of rank {options.lora_r} on {trained}, one step of AdamW behind its start"
+        )
     noises = _noises(options)
     unit = " times the root mean square of all gradients" if options.relative else ""
-    noise = f", with Gaussian noise of {_listed(n.sigma for n in noises)}{unit}"
     introduction = (
-        f"{adapted}, and shares the gradient of one batch (texts in it: {_listed(sizes)}) of "
-        f"{printing.text_name(options.text)}, each text of {_listed(rows)} tokens"
-        f"{noise if any(n.sigma for n in noises) else ''}. The server has the same weights, and "
-        "reads the texts."
+        f"A client trains {trained}, and shares the gradient of one batch (texts in it: "
+        f"{_listed(sizes)}) of {printing.text_name(options.text)}, each text of {_listed(rows)} "
+        f"tokens, with Gaussian noise of {_listed(n.sigma for n in noises)}{unit}. The server has "
+        "the same weights, and reads the texts."
     )
     measure = partial(
         invert.run_gradient_cells,
@@ -191,7 +188,7 @@ def _of_gradients(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple
         texts=options.texts,
     )
     total = len(attacks) * len(rows) * len(sizes) * len(noises)
-    return introduction, total, lambda announce: measure(announce=announce)
+    return introduction, total, measure
 
 
 def _noises(options: Namespace) -> list[invert.Noise]:

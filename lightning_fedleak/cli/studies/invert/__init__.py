@@ -5,11 +5,8 @@ from lightning_fedleak.cli.studies.invert.adversaries import make_reader as make
 from lightning_fedleak.cli.studies.invert.cells import ActivationCell as ActivationCell
 from lightning_fedleak.cli.studies.invert.cells import Noise as Noise
 from lightning_fedleak.cli.studies.invert.cells import Utility as Utility
-from lightning_fedleak.cli.studies.invert.cells import gaussian_noise as gaussian_noise
-from lightning_fedleak.cli.studies.invert.cells import noised as noised
 from lightning_fedleak.cli.studies.invert.cells import rows_of_length as rows_of_length
 from lightning_fedleak.cli.studies.invert.cells import run_cells as run_cells
-from lightning_fedleak.cli.studies.invert.cells import utility as utility
 from lightning_fedleak.cli.studies.invert.gradients import GradientCell as GradientCell
 from lightning_fedleak.cli.studies.invert.gradients import batches_of as batches_of
 from lightning_fedleak.cli.studies.invert.gradients import run_gradient_cells as run_gradient_cells

@@ -9,11 +9,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.cli.commands import game, plan
+from lightning_fedleak.cli.commands import game
 from lightning_fedleak.cli.commands import invert as invert
 from lightning_fedleak.cli.commands import sweep as sweep
 from lightning_fedleak.cli.commands.printing import print_table
-from lightning_fedleak.cli.studies.capacity import Trial
 from lightning_fedleak.cli.studies.defense_specs import DefenseSpec
 from lightning_fedleak.cli.studies.invert import ActivationCell, GradientCell, Utility
 from lightning_fedleak.cli.studies.sweep import grid
@@ -80,13 +79,7 @@ def of_a_sweep() -> Table:
     )
 
 
-def of_capacity() -> Table:
-    return plan.trial_table([Trial(4096, 123456, 0.9876, True, 12345.6)], 2048)
-
-
-@pytest.mark.parametrize(
-    "table", [of_hidden_states, of_gradients, of_games, of_a_sweep, of_capacity]
-)
+@pytest.mark.parametrize("table", [of_hidden_states, of_gradients, of_games, of_a_sweep])
 @pytest.mark.parametrize("width", [40, 80, 400])
 def test_no_number_is_cut(table, width: int) -> None:
     display = table()

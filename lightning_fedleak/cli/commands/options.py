@@ -266,9 +266,9 @@ def plan(add: Add) -> None:
     """What an update of a set-up can reveal, and what the attacks on it cost, before any training.
 
     Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole first
-    block's), and finds by attack the smallest batch that is not read exactly, which is no promise
-    that a larger one is safe. Then it says what each attack takes that a run would choose. A
-    model and texts are included; use your own with --model and --text.
+    block's), and attacks a batch of the texts, which is no promise that a larger one is safe. Then
+    it says what each attack takes that a run would choose. A model and texts are included; use
+    your own with --model and --text.
 
     Options:
         model: language model: a folder or a name on the hub.

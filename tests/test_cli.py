@@ -182,7 +182,8 @@ def test_fit_without_jsonargparse_says_what_to_install(
 
         monkeypatch.setattr("lightning_fedleak.cli.commands.fit._FitCLI", refuses)
     else:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setitem(sys.modules, "jsonargparse", None)
+        monkeypatch.delitem(sys.modules, "lightning_fedleak.cli.commands.fit", raising=False)
     assert main(["fit"]) == 1
     assert install("cli") in capsys.readouterr().err
 

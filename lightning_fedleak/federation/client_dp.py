@@ -116,9 +116,8 @@ class ClientDP(Defense):
     ) -> None:
         release = release or client_settings.ClientReleaseSettings()
         client_settings.check_numbers(
-            clip, noise_multiplier, target_epsilon, rounds, target_delta, clients
+            clip, noise_multiplier, target_epsilon, rounds, target_delta, clients, accountant
         )
-        client_settings.check_accountant(accountant, target_epsilon)
         self.clip = float(clip)
         self.clients = clients
         self.sampling: client_settings.ClientSampling = sampling

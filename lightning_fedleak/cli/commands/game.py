@@ -44,8 +44,8 @@ _PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves f
 _PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
 _POOL = 1000  # texts that games are drawn from, at most; not tuned, more take longer
 _ADDS = (
-    "A dishonest server has added layers of its own, and asks whether one sentence is in that "
-    "batch. "
+    "A dishonest server has added layers of its own, sets dropout to 0, and asks whether one "
+    "sentence is in that batch. "
 )
 _READS = (
     "An honest but curious server asks the same of the gradient of what is trained (--attack "
@@ -260,11 +260,6 @@ def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:
                 "target token's hidden state in another sentence too (the same word, or the same "
                 "words up to it). No attack that reads this state alone can separate the two."
             )
-    if any(r.layer is not None for r in results):
-        lines.append(
-            "A server that adds layers must be dishonest: it chooses the layers and weights that "
-            "are trained, and sets dropout to 0."
-        )
     if fitted:
         lines.append(
             "Accuracy and advantage use a threshold on the scores that was fitted on other games: "

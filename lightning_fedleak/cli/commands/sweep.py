@@ -11,7 +11,15 @@ from rich.table import Table
 
 from lightning_fedleak.cli.commands import printing
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
-from lightning_fedleak.cli.studies import sweep
+from lightning_fedleak.cli.studies.defense_specs import parse_defenses
+from lightning_fedleak.cli.studies.sweep.cell import (
+    data_of,
+    loss_before,
+    quiet,
+    read_layer,
+    run_cell,
+)
+from lightning_fedleak.cli.studies.sweep.grid import CellResult, Grid, GridCell, Leakage, Setting
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.report import write
 
@@ -32,16 +40,14 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     values = {**vars(options), "attacks": tuple(dict.fromkeys(options.attack))}
-    setting = sweep.Setting(**{f.name: values[f.name] for f in fields(sweep.Setting)})
-    specs = [spec for text in options.defense for spec in sweep.parse_defenses(text)]
+    setting = Setting(**{f.name: values[f.name] for f in fields(Setting)})
+    specs = [spec for text in options.defense for spec in parse_defenses(text)]
     # What would make every cell fail is raised here, before the first of them runs.
     printing.make_folder(options.out, options.out)
-    with sweep.quiet():
-        sweep.read_layer(
-            setting, find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
-        )
-    sweep.data_of(setting).setup()
-    grid = sweep.Grid([sweep.GridCell(setting, spec) for spec in specs], options.out)
+    with quiet():
+        read_layer(setting, find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft)))
+    data_of(setting).setup()
+    grid = Grid([GridCell(setting, spec) for spec in specs], options.out)
     todo = grid.todo()
     console.print(
         f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
@@ -50,10 +56,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
     )
     interrupted, before = False, None
     try:
-        before = sweep.loss_before(setting)
+        before = loss_before(setting)
         with console.status("") as status:
             grid.run(
-                sweep.run_cell,
+                run_cell,
                 lambda cell: status.update(
                     f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}"
                 ),
@@ -77,9 +83,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     return 1 if any(r.error is not None for _, r in results) else 0
 
 
-def defense_table(
-    results: Sequence[tuple[sweep.GridCell, sweep.CellResult]], before: float | None
-) -> Table:
+def defense_table(results: Sequence[tuple[GridCell, CellResult]], before: float | None) -> Table:
     """Return a row for each defence: loss, epsilon, each attack's headline and interval."""
     title = "utility and leakage" + ("" if before is None else f" (loss before: {before:.3f})")
     rows = Table(title=title)
@@ -100,7 +104,7 @@ def defense_table(
     return rows
 
 
-def explain_defenses(results: Sequence[tuple[sweep.GridCell, sweep.CellResult]]) -> str:
+def explain_defenses(results: Sequence[tuple[GridCell, CellResult]]) -> str:
     """Return what the table's words mean, and what failed and why."""
     lines = [
         "",
@@ -126,21 +130,21 @@ def explain_defenses(results: Sequence[tuple[sweep.GridCell, sweep.CellResult]])
     return "\n".join(lines)
 
 
-def _line(cell: sweep.GridCell, result: sweep.CellResult) -> str:
+def _line(cell: GridCell, result: CellResult) -> str:
     if result.error is not None:
         return f"{cell.defense}: failed, {result.error}"
     loss = "unknown" if result.val_loss is None else f"{result.val_loss:.3f}"
     return f"{cell.defense}: val loss {loss} in {result.seconds:.0f} s"
 
 
-def _epsilon(result: sweep.CellResult) -> str:
+def _epsilon(result: CellResult) -> str:
     if "epsilon" not in result.privacy:
         return ""
     epsilon = result.privacy["epsilon"]
     return "inf" if epsilon is None else f"{epsilon:.3g}"
 
 
-def _leakage(leakage: sweep.Leakage | None) -> str:
+def _leakage(leakage: Leakage | None) -> str:
     if leakage is None:
         return ""
     if not leakage.exposed:

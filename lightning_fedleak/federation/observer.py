@@ -96,8 +96,7 @@ class RoundObserver:
         folder: where the files go.
         side: where the looks are made, for the record: ``"client"`` or ``"server"``.
         defenses: that act on what is returned, so that attacks know of them and the record has
-            what they spend. A :class:`~lightning_fedleak.GradientCompression` is applied by
-            :class:`OutgoingUpdates`, in Flower's mod and NVFlare's filter too.
+            what they spend. They are not applied here.
         games: how membership games are played.
         public_text: that attacks which choose themselves are calibrated on.
         tokenizer: reads the texts of ``public_text``.

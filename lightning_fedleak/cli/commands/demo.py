@@ -7,7 +7,6 @@ import math
 import os
 import shlex
 import signal
-import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -106,7 +105,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         )
     console.print(
         f"\nLoss and leakage of {'the run' if last is watched else 'both runs'} on one page:\n"
-        f"  {_tensorboard_command(folder)}\n"
+        f"  {shlex.join(['tensorboard', '--logdir', str(folder)])}\n"
         "then open http://localhost:6006, tab 'Custom Scalars'.",
         soft_wrap=True,
     )
@@ -182,12 +181,6 @@ def _print_gate(console: Console, result: _RunResult) -> None:
             f"The gate let all {result.steps} steps pass: leakage stayed at or below the "
             "threshold. Lower --at-most to see it stop the run."
         )
-
-
-def _tensorboard_command(folder: Path) -> str:
-    script = Path(sys.executable).with_name("tensorboard")
-    program = os.path.relpath(script) if script.exists() else "tensorboard"
-    return shlex.join([program, "--logdir", str(folder)])
 
 
 @contextmanager

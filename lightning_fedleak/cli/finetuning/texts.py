@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from lightning_fedleak.extras import install
 Rows = list[Mapping[str, object]]
 
 _TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-_FILE_SUFFIXES = (*_TABLES, ".txt", ".md")
+_FILE_SUFFIXES = (*_TABLES, ".txt", ".md", ".gz")
 _CHATS = ("messages", "conversations")
 _TURN_TEXT = ("content", "value")
 _LONGEST_FIELD = 2**31 - 1  # characters of a .csv field: the csv module's largest limit
@@ -33,7 +35,7 @@ def read_texts(
     A chat, a list of turns with ``role`` and ``content``, is one text, with one line for each turn.
 
     Args:
-        source: a file: ``.jsonl`` (a JSON object, string or chat a line),
+        source: a file, each also as ``.gz``: ``.jsonl`` (a JSON object, string or chat a line),
             ``.json`` (an array of these), ``.csv`` or ``.tsv`` with a header, ``.parquet`` (with
             the extra ``datasets``), any other text file (one text a line); a folder of ``.txt``
             files (one text a file); or a dataset of the hub as ``name:config:split:column``, where
@@ -125,8 +127,15 @@ def _file_rows(path: Path) -> Rows | tuple[str, ...]:
     """Return the rows of a file, or the lines of plain text."""
     if path.suffix.lower() == ".parquet":
         return _parquet_rows(path)
-    kind = path.suffix.lower()
-    text = _decoded(_content(path), path)
+    packed = path.suffix.lower() == ".gz"
+    kind = (Path(path.stem).suffix if packed else path.suffix).lower()
+    data = _content(path)
+    if packed:
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise SourceError(f"'{path}' is not a readable .gz file: {error}") from error
+    text = _decoded(data, path)
     if kind not in _TABLES:
         return tuple(text.splitlines())
     if kind == ".json":
@@ -144,8 +153,7 @@ def _decoded(data: bytes, path: Path) -> str:
         text = "\0"
     if "\0" in text:
         raise SourceError(
-            f"'{path}' is no text in UTF-8: unpack or convert it, with iconv -f WINDOWS-1252 -t "
-            "UTF-8 say."
+            f"'{path}' is no text in UTF-8: convert it, with iconv -f WINDOWS-1252 -t UTF-8 say."
         )
     return text
 

@@ -84,4 +84,5 @@ def make_reader(
         return attacks.SubspaceTexts(budget_seconds=budget_seconds, name=name)
     if name == "film":
         return BeamFromWords(length, texts, budget_seconds=budget_seconds, name=name)
-    return GradientMatching(texts, length, name, budget_seconds=budget_seconds, name=name)
+    system: Any = name
+    return GradientMatching(texts, length, system, budget_seconds=budget_seconds, name=name)

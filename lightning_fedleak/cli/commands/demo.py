@@ -91,7 +91,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console.print("\nInterrupted. This is what was measured until then.", style="bold")
     console.rule("what one shared update gave away")
     try:
-        console.print(printing.explain_run(folder / "watched"))
+        console.print(printing.explain_run(folder / "watched"), markup=False)
         console.print(_CAVEAT)
         page = os.path.relpath(write([folder])[0])
         console.print(f"\nThe report, one page for people who decide: {page}", soft_wrap=True)

@@ -92,7 +92,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console.print(f"\nLogs, and {trained}", soft_wrap=True)
     if options.attack != "none":
         try:
-            console.print(explain_run(folder))
+            console.print(explain_run(folder), markup=False)
             console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
         except ReportError as error:
             console.print(f"No report: {error}", soft_wrap=True)

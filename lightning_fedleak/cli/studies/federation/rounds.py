@@ -23,6 +23,7 @@ from lightning_fedleak.federation import (
     recording,
     trained_state,
 )
+from lightning_fedleak.report.records import STANDARD_FAMILIES
 
 Values = Mapping[str | int, float]
 """The highest headline of any attack of one family, by client (``"sum"``: of all together).
@@ -62,14 +63,19 @@ def leakage_of(looks: Iterable[RoundLook]) -> dict[str, Values]:
         looks: at each client's update, and at their sum.
     """
     values: dict[str, dict[str | int, float]] = {}
+    families = {family.name: family for family in STANDARD_FAMILIES}  # whose order is a table's
     for look in looks:
         for series, channel in look.engine.series.items():
-            title = f"{channel.leak.short_title}, {channel.headline.replace('_', ' ').upper()}"
-            by_client = values.setdefault(title, {})
+            families[channel.leak.name] = channel.leak
+            by_client = values.setdefault(channel.leak.name, {})
             value = look.now.get(f"{series.log_name}/{channel.headline}", math.nan)
             highest = by_client.get(look.client, math.nan)
             by_client[look.client] = value if math.isnan(highest) else max(highest, value)
-    return dict(values)
+    return {
+        f"{family.short_title}, {family.headline.replace('_', ' ').upper()}": values[name]
+        for name, family in families.items()
+        if name in values
+    }
 
 
 class Server:

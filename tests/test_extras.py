@@ -57,7 +57,7 @@ def test_every_extra_that_a_message_names_exists() -> None:
         for path in (ROOT / "lightning_fedleak").rglob("*.py")
         for extra in re.findall(r"\binstall\(['\"](\w+)['\"]\)", path.read_text())
     }
-    assert {"cli", "demo", "datasets", "dp", "peft", "plots"} <= named
+    assert {"cli", "demo", "datasets", "dp", "peft"} <= named
     assert named <= EXTRAS.keys()
     spelled = [
         path

@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.cli.studies.federation import Federation, Server, train_in_process
+from lightning_fedleak.cli.studies.federation import Federation, train_in_process
 
 SMOKE = (
     "--model {model} --text {text} --log {out}/cells.jsonl --clients 8 --per-round 4 --rounds 2 "
@@ -53,11 +53,8 @@ def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], 
     )
     values: list[float] = []
 
-    def closed(number: int, state: Server, absent: dict[int, str]) -> None:
-        values.append(state.loss)
-
     with tempfile.TemporaryDirectory() as folder:
-        end = train_in_process(federation, Path(folder), closed)
+        end = train_in_process(federation, Path(folder), lambda round_: values.append(round_.loss))
     assert end.dp is not None
     return values, end.noise or 0.0, end.dp.clip_norm
 

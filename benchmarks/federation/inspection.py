@@ -38,9 +38,10 @@ from lightning_fedleak.federation.inspection import (
     Agreed,
     Inspection,
     LastRound,
+    agree,
     inspect_received,
+    usual_inputs,
 )
-from lightning_fedleak.federation.round_start import agree, usual_inputs
 from lightning_fedleak.labs.crafted_rows import CraftedValues, RowSettings, craft
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states

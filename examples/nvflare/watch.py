@@ -52,7 +52,7 @@ def loader(site: str) -> DataLoader:
     return DataLoader(rows_of(site), batch_size=ROWS, shuffle=True, collate_fn=PadRight(0))
 
 
-def make_observer(site: str, side: str = "client") -> RoundObserver:
+def make_observer(site: str) -> RoundObserver:
     """Attack the updates of a site."""
     return RoundObserver(
         Module(),
@@ -60,11 +60,5 @@ def make_observer(site: str, side: str = "client") -> RoundObserver:
         local_steps=STEPS,
         attacks=[SubspaceWords(capacity_seconds=0)],
         folder=Path(os.environ.get("FEDLEAK_OUT", "fedleak_runs/nvflare")).resolve() / site,
-        side=side,
         settings=RoundSettings(fresh=False),  # flare.patch keeps the optimizer from round to round
     )
-
-
-def make_server_observer(site: str) -> RoundObserver:
-    """Attack what arrives at the server, which holds no texts."""
-    return make_observer("server", side="server")

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning_fedleak.cli.commands.parser import check_sources, parse
+from lightning_fedleak.cli.commands.parser import parse
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.extras import install
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["fit"]:
+        if arguments[:1] == ["fit"] and not {"-h", "--help"}.intersection(arguments):
             return _fit(arguments, from_command_line=argv is None)
         return _run(parse(arguments))
     except ValueError as error:
@@ -53,8 +53,7 @@ def _is_meant_for_users(error: ValueError) -> bool:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a subcommand. What needs no library is checked before libraries load, which is slow."""
-    check_sources(options)
+    """Run a subcommand."""
     if options.command == "demo" and importlib.util.find_spec("tensorboard") is None:
         raise SourceError(f"'demo' writes TensorBoard logs: {install('demo')}")
     # Threads that spin while they wait starve each other where other programs use the cores too;
@@ -72,13 +71,9 @@ def _run(options: argparse.Namespace) -> int:
 def _fit(arguments: Sequence[str], *, from_command_line: bool) -> int:
     # These deprecations are LightningCLI's to mend, not the user's.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    if importlib.util.find_spec("jsonargparse") is None:
-        raise SourceError(f"'fit' needs LightningCLI: {install('cli')}")
-    from lightning_fedleak.cli.commands.fit_arguments import check_files
     from lightning_fedleak.cli.commands.recipes import with_configs
 
     arguments = with_configs(arguments)
-    check_files(arguments[1:])
     try:
         from lightning_fedleak.cli.commands.fit import fit
 

@@ -19,10 +19,7 @@ from lightning_fedleak.federation.outgoing import Leaving as Leaving
 from lightning_fedleak.federation.outgoing import OutgoingUpdates as OutgoingUpdates
 from lightning_fedleak.federation.round_look import RoundLook as RoundLook
 from lightning_fedleak.federation.round_run import RoundSettings as RoundSettings
-from lightning_fedleak.federation.round_start import CraftedValuesError as CraftedValuesError
-from lightning_fedleak.federation.round_start import StartCheck as StartCheck
 from lightning_fedleak.federation.updates import Release as Release
-from lightning_fedleak.federation.updates import ServerOptimizer as ServerOptimizer
 from lightning_fedleak.federation.updates import UpdateError as UpdateError
 from lightning_fedleak.federation.updates import UpdateSum as UpdateSum
 from lightning_fedleak.federation.updates import clipped as clipped

@@ -116,9 +116,8 @@ class ClientDP(Defense):
     ) -> None:
         release = release or client_settings.ClientReleaseSettings()
         client_settings.check_numbers(
-            clip, noise_multiplier, target_epsilon, rounds, target_delta, clients
+            clip, noise_multiplier, target_epsilon, rounds, target_delta, clients, accountant
         )
-        client_settings.check_accountant(accountant, target_epsilon)
         self.clip = float(clip)
         self.clients = clients
         self.sampling: client_settings.ClientSampling = sampling
@@ -366,10 +365,6 @@ class ClientDP(Defense):
         """
         part = self._clip_or_zero(update, like)
         return self._add_noise(part, self.own_noise_std, like, stream="rehearsal")
-
-    def affords_another(self) -> bool:
-        """Return whether one more release fits within ``target_epsilon``."""
-        return self._budget.affords_another()
 
     def check_affords_another(self) -> None:
         """Refuse a round whose release the budget does not cover, before anybody trains.

@@ -52,8 +52,9 @@ def check_numbers(
     rounds: int | None,
     target_delta: float,
     clients: int,
+    accountant: str,
 ) -> None:
-    """Refuse a clip norm, noise, a budget, rounds or a delta that give no guarantee."""
+    """Refuse a clip norm, noise, a budget, rounds, a delta or accountant without a guarantee."""
     _number("ClientDP: clip", clip, above=0)
     hint = "an epsilon of 0 allows no release"
     _number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True, hint=hint)
@@ -68,14 +69,9 @@ def check_numbers(
     _integer("ClientDP: clients", clients)
     hint = "publishing one client's data at random must not count as private"
     _number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
-
-
-def check_accountant(accountant: str, target_epsilon: float | None) -> None:
-    """Refuse an accountant that does not exist, and ``"filter"`` without a budget."""
     _choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
-    hint = "accountant='filter' keeps a budget"
-    if accountant == "filter":
-        _number("ClientDP: target_epsilon", target_epsilon, above=0, hint=hint)
+    if accountant == "filter" and target_epsilon is None:
+        raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
 
 
 def expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:

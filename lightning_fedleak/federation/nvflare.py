@@ -1,4 +1,4 @@
-"""NVFlare: a filter for a client's results, an observer for the server, and private averaging.
+"""NVFlare: a filter for a client's results, and private averaging.
 
 No other module imports NVFlare. It needs ``pip install lightning-fedleak[nvflare]``.
 """
@@ -20,7 +20,6 @@ from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
 from lightning_fedleak.extras import install
 from lightning_fedleak.federation import (
-    SUM,
     ClientDP,
     HandOver,
     Leaving,
@@ -39,15 +38,12 @@ try:
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
     from nvflare.apis.event_type import EventType
     from nvflare.apis.filter import Filter
-    from nvflare.apis.fl_component import FLComponent
-    from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReservedKey, ReturnCode
+    from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
     from nvflare.apis.fl_context import FLContext
     from nvflare.apis.shareable import Shareable, make_reply
     from nvflare.apis.utils.task_utils import get_filters
     from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
     from nvflare.app_common.app_constant import AppConstants
-    from nvflare.app_common.app_event_type import AppEventType
-    from nvflare.app_common.utils.fl_model_utils import FLModelUtils
     from nvflare.app_common.workflows.fedavg import FedAvg
     from nvflare.job_config.defs import FilterType
     from nvflare.private.privacy_manager import Scope
@@ -100,8 +96,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     zero counts in the mean with this client's weight, which the log names. ``withheld="error"`` is
     for workflows with ``ignore_result_error=True``, or if ``min_clients`` is reached without this
     client: the mean is then that of the others. Metrics and other values beside a withheld model do
-    not leave. The update is also withheld if a refusing :class:`StartCheck` finds that the model
-    which was sent is crafted.
+    not leave.
 
     Under a ``dp`` whose noise the client adds, every result has the same form: the model with
     noise, and a weight of 1. A result that cannot be read leaves as zero with that noise, and so
@@ -179,8 +174,6 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         site, job = fl_ctx.get_identity_name(), fl_ctx.get_job_id()
         observer: RoundObserver = _call_job_code(self.observer, site)
         observer.federation = observer.federation or f"nvflare-{job}"
-        if observer.start is not None:
-            observer.start.first_round = 0
         dp: ClientDP | None = _call_job_code(self.dp, site) if self.dp else None
         if dp is not None and dp.trust != "central":
             dp.check_client(
@@ -300,7 +293,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         leaving = outgoing.answer(round_, sent, train, start)
         if leaving.state is None:
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
-        if not (leaving.withheld or outgoing.dp or outgoing.compression):
+        if not (leaving.withheld or outgoing.dp):
             return shareable
         return self._reply(shareable, leaving, sent, meta, fl_ctx)
 
@@ -332,87 +325,6 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         result = DXO(self._data_kind, _convert_like(data, self._sent_arrays), meta)
         result.add_filter_history(type(self).__name__)
         return result.update_shareable(reply)
-
-
-class ObservedResults(FLComponent):  # type: ignore[misc, unused-ignore]
-    """A server's component that attacks each client's result, and the aggregate.
-
-    ::
-
-        job.to("watch.py", "server")
-        job.to(ObservedResults("watch.make_server_observer"), "server")
-
-    It sees results as the workflow accepts them, after the filters of clients and server. It sees
-    the aggregate as the workflow applies it, for instance after the noise of a
-    :class:`PrivateFedAvg`.
-
-    Args:
-        observer: ``"module.function"`` in the job's own code. The function gets the server's name
-            and returns a :class:`~lightning_fedleak.federation.RoundObserver` with
-            ``side="server"``.
-    """
-
-    def __init__(self, observer: str) -> None:
-        super().__init__()
-        self.observer = observer
-        self._round_observer: RoundObserver | None = None
-        self._sent: State = {}
-        self._start = 0.0
-        self._seconds = 0.0
-        self._lock = threading.Lock()
-
-    def add_to_fed_job(self, job: Any, ctx: Any) -> None:
-        """Add the component to a job. NVFlare calls this method."""
-        _exclude_package(job)
-        job.add_component(None, self, ctx)
-
-    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Look when the workflow sends, accepts or applies a model."""
-        with self._lock:
-            if event_type == EventType.START_RUN:
-                try:
-                    self._round_observer = _call_job_code(self.observer, fl_ctx.get_identity_name())
-                except Exception as error:
-                    self.system_panic(f"ObservedResults: {error}", fl_ctx)
-                    raise
-            elif self._round_observer is None:
-                return
-            elif event_type == EventType.END_RUN:
-                self._round_observer.end()
-            elif event_type == AppEventType.BEFORE_TRAIN_TASK:
-                self._begin(self._round_observer, fl_ctx.get_prop(AppConstants.TRAIN_SHAREABLE))
-            elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
-                result = fl_ctx.get_prop(AppConstants.TRAINING_RESULT)
-                if result is not None:
-                    client = result.get_peer_prop(ReservedKey.IDENTITY_NAME, "?")
-                    self._look(self._round_observer, _model_of(result), client)
-            elif event_type == AppEventType.AFTER_AGGREGATION:
-                result = fl_ctx.get_prop(AppConstants.AGGREGATION_RESULT)
-                if isinstance(result, FLModel):
-                    result = FLModelUtils.to_shareable(result) if result.params else None
-                self._look(self._round_observer, _model_of(result), SUM)
-
-    def _begin(self, observer: RoundObserver, shareable: Shareable) -> None:
-        sent, round_ = _model_of(shareable), shareable.get_header(AppConstants.CURRENT_ROUND)
-        if sent is None or round_ is None:
-            self._sent = {}
-        elif not self._sent or int(round_) != observer.round_:
-            self._sent = {n: t.clone() for n, t in _tensors(sent.data).items()}
-            observer.begin(int(round_), self._sent)
-            self._start, self._seconds = time.perf_counter(), 0.0
-
-    def _look(self, observer: RoundObserver, result: DXO | None, client: str) -> None:
-        if not self._sent or not observer.due(SUM):
-            return
-        start = time.perf_counter()
-        state = {} if result is None else _state_of(result, self._sent)
-        sent = self._sent
-        if client == SUM:  # a mean over clients may have another dtype
-            state = {n: t.to(sent[n].dtype) if n in sent else t for n, t in state.items()}
-        observer.look(state, client)
-        self._seconds += time.perf_counter() - start
-        if client == SUM:
-            observer.paid(SUM, self._seconds, start - self._start)
 
 
 class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]

@@ -41,7 +41,6 @@ from lightning_fedleak.federation import updates
 from lightning_fedleak.federation.hand_over import Recorded
 from lightning_fedleak.federation.round_look import RoundLook, failed_look, read_look
 from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
-from lightning_fedleak.federation.round_start import CraftedValuesError, prepare_start
 from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.compression import AVERAGED
@@ -96,8 +95,7 @@ class RoundObserver:
         folder: where the files go.
         side: where the looks are made, for the record: ``"client"`` or ``"server"``.
         defenses: that act on what is returned, so that attacks know of them and the record has
-            what they spend. A :class:`~lightning_fedleak.GradientCompression` is applied by
-            :class:`OutgoingUpdates`, in Flower's mod and NVFlare's filter too.
+            what they spend. They are not applied here.
         games: how membership games are played.
         max_overhead: the largest share of the time of rounds that looks may take (:meth:`due`).
             None looks at every round, as a gate always does. Calibration is not counted.
@@ -106,7 +104,6 @@ class RoundObserver:
     Attributes:
         engine: calibrates the attacks, and knows the names of what is logged.
         run: the federation, as attacks know it.
-        start: the check of what is sent; None without one.
         round_: number of the round at work; -1 before the first.
         next_look: by client, the first round that ``max_overhead`` lets it be looked at again.
         took_part: by client, whether an update of it may have left already, so that what it is sent
@@ -164,9 +161,7 @@ class RoundObserver:
             optimizers=[optimizer(trained)],
             local_steps=local_steps,
         )
-        self.start = prepare_start(self.run, settings.inspect, settings.public_text)
         self.engine.open(self.run)
-        self.expect_gates(settings.gates)
         self._names = updates.parameter_names(model)
         self._sent: State | None = None
         self._keys_sent: dict[str, str] = {}
@@ -194,8 +189,6 @@ class RoundObserver:
             UpdateError: other names or shapes than the model's, or not all that is trained.
             ValueError: an attack cannot read this model, a round that is not a later one, or
                 another model in the same round.
-            CraftedValuesError: ``inspect=StartCheck("refuse")`` found something. The round has
-                begun all the same, and nobody should train in it.
         """
         check_integer("round_", round_, at_least=max(self.round_, 0), hint="rounds go upwards")
         if round_ == self.round_ and self._sent is not None:
@@ -204,8 +197,6 @@ class RoundObserver:
                     f"another model is sent in round {round_} than before: where clients get "
                     "models of their own, give each an observer of its own"
                 )
-            if self.start is not None and self.start.refused is not None:
-                raise self.start.refused  # of another client too
             return
         self._keys_sent = updates.load_sent(self.model, self._names, sent)
         self.run.rounds[0] = round_
@@ -213,16 +204,6 @@ class RoundObserver:
             self._first_round = round_
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale, self._sent, self.round_ = True, sent, round_
-        if self.start is not None:
-            self.start.judge(round_, {self._names[n]: sent[n] for n in self.trained_names()})
-
-    def refusal(self, round_: int, sent: State) -> str | None:
-        """Begin a round, and return why what is sent is refused; None where it is not."""
-        try:
-            self.begin(round_, sent)
-        except CraftedValuesError as error:
-            return str(error)
-        return None
 
     def _destination(self, round_: int) -> Destination:
         return Destination(
@@ -258,7 +239,6 @@ class RoundObserver:
         batches: Sequence[Any] | None = None,
         learning_rate: float | None = None,
         noise_std: float = 0.0,
-        compression: str | None = None,
         utility: Mapping[str, float] | None = None,
         logged: bool = True,
     ) -> RoundLook:
@@ -273,7 +253,6 @@ class RoundObserver:
             learning_rate: the mean over the local steps, where a schedule changes it within a round
                 or over rounds; by default what ``recording`` recorded, or the optimizer's.
             noise_std: of the noise that is known to be on each number of ``returned``.
-            compression: method of what is in ``returned``; None: as the ``defenses`` say.
             utility: further values of this round, logged as ``utility/<name>``.
             logged: write it down at once, as of an update that leaves; else by :meth:`log`, or not
                 at all (:meth:`forget`), and :meth:`leaves` says that it leaves.
@@ -314,9 +293,7 @@ class RoundObserver:
                 snapshot,
                 tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},
                 tied=self.run.anatomy.tied,
-                compression=self._declared_compression(client)
-                if compression is None
-                else compression,
+                compression=self._declared_compression(client),
                 client=zlib.crc32(str(client).encode()),
             )
 
@@ -591,11 +568,6 @@ class RoundObserver:
             return []
 
     # ---- what is written --------------------------------------------------------------------
-
-    def expect_gates(self, gates: Sequence[Mapping[str, Any]]) -> None:
-        """Add gates to the record of the run, which is written when the first round begins."""
-        for gate in gates:
-            self.engine.subscribe(logs=[f"gate/{gate['name']}"], facts=dict(gate))
 
     def end(self, how: str = "finished") -> None:
         """End the federation; ``how`` is ``"finished"``, or the class of what was raised."""

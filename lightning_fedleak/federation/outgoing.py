@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
@@ -13,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedleak.defenses import DefenseError, GradientCompression
 from lightning_fedleak.engine import (
     GateDecision,
     GateEvent,
@@ -73,10 +71,6 @@ class OutgoingUpdates:
     noise that nobody sees. It does not cover why noise was turned up (``action="harden"``), nor the
     logs.
 
-    A :class:`~lightning_fedleak.GradientCompression` among the observer's ``defenses`` acts last,
-    with a memory of this client's own. With error feedback a look is at the update before it, all
-    of which leaves in time. What is withheld is not remembered.
-
     Under a secure aggregation the server sees nothing but the sum. So a withheld update, or one
     that cannot be read, leaves as zero, masked like every other: nobody is told which client
     withheld, and the aggregation loses none.
@@ -94,14 +88,12 @@ class OutgoingUpdates:
 
     Attributes:
         dp: adds this client's own noise; None where it adds none.
-        compression: of what leaves; None without one.
         unknown: by gate, how many values in a row were unknown so far.
         unread: by gate, the round whose update left while nothing could be read yet.
 
     Raises:
         ValueError: gates that watch what is not logged, two of one name, or one that hardens
             without noise that can be turned up.
-        DefenseError: a compression whose noise would come after it, or be of a sum.
     """
 
     def __init__(
@@ -118,7 +110,6 @@ class OutgoingUpdates:
         self.gates = tuple(gates)
         self.zero, self.secure_aggregation = zero, secure_aggregation
         self.dp: ClientDP | None = None if dp is None or dp.trust == "central" else dp
-        self.compression = _copy_compression(observer, dp)
         self.unknown: dict[str, int] = {}
         self.unread: dict[str, int] = {}
         names = [gate.name for gate in self.gates]
@@ -136,7 +127,8 @@ class OutgoingUpdates:
                     "RoundGate(action='harden') turns up noise that this client adds: give "
                     "ClientDP(trust='local', accountant='filter', target_epsilon=...)"
                 )
-        observer.expect_gates([gate.facts for gate in self.gates])
+            # Recorded when the first round begins.
+            observer.engine.subscribe(logs=[f"gate/{gate.name}"], facts=dict(gate.facts))
 
     # ---- a round ----------------------------------------------------------------------------
 
@@ -171,9 +163,7 @@ class OutgoingUpdates:
             BudgetSpent: one more release would cost more than the client's budget.
         """
         observer = self.observer
-        shared, refusal = self._begin_round(round_, sent)
-        if refusal is not None:
-            return self._withhold(sent, shared, refusal)
+        shared = self._begin_round(round_, sent)
         start = time.perf_counter()
         try:
             update = difference(sent, returned, trained=shared)
@@ -188,21 +178,16 @@ class OutgoingUpdates:
             return Leaving(state, False, tuple(events), look)
 
         def look_once() -> RoundLook:
-            state, noise_std, method = returned, 0.0, ""
+            state, noise_std = returned, 0.0
             if self.dp is not None:
                 state = moved(sent, self.dp.rehearsed(update, shared))
                 noise_std = self.dp.own_noise_std
-            if self.compression is not None and not self.compression.defers:
-                change = difference(sent, state, trained=shared)
-                state = moved(sent, self.compression.compressed(change)[0])
-                method = self.compression.method
             return observer.look(
                 state,
                 self.client,
                 batches=batches,
                 learning_rate=learning_rate,
                 noise_std=noise_std,
-                compression=method,
                 utility=utility,
                 logged=False,
             )
@@ -238,11 +223,18 @@ class OutgoingUpdates:
     ) -> Leaving:
         """Return what may leave of a round that another engine trains, whatever happens in it.
 
+        Where the training fails under a ClientDP whose noise this client adds, zero leaves with the
+        same noise, so that a failure that data provoked stays hidden.
+
         Args:
             round_: its number.
             sent: what this client got.
             train: returns what the client has made of it, and the batches that it was trained on.
             start: of the training, by ``time.perf_counter``; None: now.
+
+        Raises:
+            UpdateError: what was sent is not of the observer's model.
+            BudgetSpent: one more release would cost more than the client's budget.
         """
         start = time.perf_counter() if start is None else start
         try:
@@ -254,7 +246,8 @@ class OutgoingUpdates:
             log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
             if self.dp is None and not (self.zero or self.secure_aggregation):
                 return Leaving(None, True, (), None, answer)
-            return self.nothing(round_, sent, why, answer)
+            shared = self._begin_round(round_, sent)
+            return replace(self._withhold(sent, shared, why), answer=answer)
         seconds = time.perf_counter() - start
         try:
             return self.leaves(round_, sent, returned, batches, seconds=seconds)
@@ -262,28 +255,9 @@ class OutgoingUpdates:
             log.error("%s", exceeded)
             return Leaving(None, True, (), None, "a gate ended this client's round")
 
-    def nothing(self, round_: int, sent: State, why: str, answer: str = "failed") -> Leaving:
-        """Return what leaves in a round in which this client has trained nothing: it failed, say.
-
-        Under a ClientDP whose noise this client adds that is zero with the same noise, so that a
-        failure that data provoked stays hidden.
-
-        Args:
-            round_: its number.
-            sent: what this client got.
-            why: for the logs.
-            answer: for the server, where nothing leaves.
-
-        Raises:
-            UpdateError: what was sent is not of the observer's model.
-            BudgetSpent: one more release would cost more than the client's budget.
-        """
-        shared, _ = self._begin_round(round_, sent)
-        return replace(self._withhold(sent, shared, why), answer=answer)
-
-    def _begin_round(self, round_: int, sent: State) -> tuple[dict[str, Tensor], str | None]:
-        """Open the round; return what is trained of what was sent, and why it is refused, if so."""
-        refusal = self.observer.refusal(round_, sent)
+    def _begin_round(self, round_: int, sent: State) -> dict[str, Tensor]:
+        """Begin the round; return what is trained of what was sent."""
+        self.observer.begin(round_, sent)
         shared = {name: sent[name] for name in self.observer.trained_names()}
         if self.dp is not None:
             self.dp.check_affords_another()
@@ -293,7 +267,7 @@ class OutgoingUpdates:
                     "each parameter once, as trained_state(model) does"
                 )
             self.dp.check_rounding(shared)
-        return shared, refusal
+        return shared
 
     # ---- looks and gates --------------------------------------------------------------------
 
@@ -370,12 +344,9 @@ class OutgoingUpdates:
     def _release(
         self, sent: State, returned: State, update: Mapping[str, Tensor] | None, shared: State
     ) -> dict[str, Tensor]:
-        """Return what leaves where no gate withholds it: noised, then compressed, if at all."""
+        """Return what leaves where no gate withholds it: noised, if at all."""
         if self.dp is not None:
-            returned = moved(sent, self.dp.privatized(update, shared))
-        if self.compression is not None:
-            update = difference(sent, returned, trained=shared)
-            return moved(sent, self.compression.send(update))
+            return moved(sent, self.dp.privatized(update, shared))
         return {n: t.detach().clone() for n, t in returned.items()}
 
     def _zero(self, sent: State, shared: State) -> dict[str, Tensor] | None:
@@ -431,23 +402,3 @@ class OutgoingUpdates:
                 counts[name] = int(number)
             elif key == _NEXT:
                 self.observer.next_look[self.client] = int(number)
-
-
-def _copy_compression(observer: RoundObserver, dp: ClientDP | None) -> GradientCompression | None:
-    """Return a copy of the compression among an observer's defences, with a memory of its own.
-
-    Raises:
-        DefenseError: the noise would come after the compression, or be of a sum.
-    """
-    defenses = observer.run.defenses
-    compression = next((d for d in defenses if isinstance(d, GradientCompression)), None)
-    if compression is None:
-        return None
-    if dp is not None and dp.trust != "local":
-        raise DefenseError(
-            f"GradientCompression beside ClientDP(trust='{dp.trust}') would carry what is not "
-            "noised into later rounds, which no account covers: use ClientDP(trust='local')"
-        )
-    fresh = copy.copy(compression)
-    fresh.memory = {}
-    return fresh

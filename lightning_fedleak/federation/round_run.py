@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.engine import AUTOCAST, Memorization, Run, WatchSettings
-from lightning_fedleak.federation.round_start import StartCheck
 
 
 @dataclass(frozen=True)
@@ -23,24 +22,18 @@ class RoundSettings(WatchSettings):
 
     Attributes:
         fresh: whether clients begin each round with a fresh optimizer.
-        gates: what the record says of gates.
         federation: a name that all observers of one federation have: one run in a report. A client
             whose rounds run in several processes goes on with its own texts by it; a second
             federation needs another name.
         data: returns the loader of a client's training data, by the client, whose rows are read as
             it makes them. Only with it the models that are sent are asked about a client's texts.
         memorization: how the models that are sent are asked about a client's own texts.
-        inspect: ask of the values that the server sends, at the beginning of each round, whether
-            they are crafted: True warns, a :class:`StartCheck` may refuse the round. The model that
-            the observer is given must hold the adapters as the agreed config starts them.
     """
 
     fresh: bool = True
-    gates: Sequence[Mapping[str, Any]] = ()
     federation: str | None = None
     data: Callable[[str | int], DataLoader[Any]] | None = None
     memorization: Memorization = field(default_factory=lambda: Memorization(most_texts=2000))
-    inspect: bool | StartCheck = False
 
 
 @dataclass(frozen=True, kw_only=True)

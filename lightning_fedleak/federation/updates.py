@@ -111,7 +111,8 @@ def difference(
             something that is not trained.
     """
     _check_names(sent, returned)
-    owned = _resolve_trained(sent, trained)
+    floats = (n for n, t in sent.items() if t.is_floating_point())
+    owned = set(floats if trained is None else trained)
     change: dict[str, Tensor] = {}
     for name, before in sent.items():
         after = returned[name]
@@ -155,49 +156,6 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else before.detach().clone()
         for name, before in sent.items()
     }
-
-
-class ServerOptimizer:
-    """Moves the shared model by an optimizer that takes the mean update for its gradient.
-
-    With momentum that is FedAvgM, with Adam FedAdam (Reddi et al. 2021, *Adaptive federated
-    optimization*, algorithm 2). What it computes depends on the means of earlier rounds and on
-    nothing else, so that it costs no epsilon where these are noised. Its moments are not kept
-    through a restart of the server.
-
-    Args:
-        make: from parameters to the optimizer, whose learning rate is the server's.
-
-    Examples:
-        >>> import torch
-        >>> from lightning_fedleak.federation import ServerOptimizer
-        >>> server = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9))
-        >>> sent = {"weight": torch.zeros(2)}
-        >>> server.moved(sent, {"weight": torch.ones(2)})["weight"]
-        tensor([1., 1.])
-    """
-
-    def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        self._make = make
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._optimizer: Optimizer | None = None
-
-    @torch.no_grad()
-    def moved(self, sent: State, mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the next state, each tensor in its dtype.
-
-        Args:
-            sent: what clients got.
-            mean: of their updates, by name; other tensors are copied.
-        """
-        if self._optimizer is None:
-            self._parameters = {n: nn.Parameter(sent[n].detach().clone()) for n in mean}
-            self._optimizer = self._make([*self._parameters.values()])
-        for name, parameter in self._parameters.items():
-            parameter.copy_(sent[name])
-            parameter.grad = -mean[name].to(parameter)
-        self._optimizer.step()
-        return {n: self._parameters.get(n, t).detach().clone() for n, t in sent.items()}
 
 
 def joint_norm(update: Mapping[str, Tensor]) -> float:
@@ -292,12 +250,6 @@ def _check_names(sent: State, returned: State) -> None:
             "the client must return what it was sent, under the same names: only one of both has "
             f"{_list_names(different)}"
         )
-
-
-def _resolve_trained(sent: State, trained: Collection[str] | None) -> set[str]:
-    if trained is None:
-        return {n for n, t in sent.items() if t.is_floating_point()}
-    return set(trained)
 
 
 def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:

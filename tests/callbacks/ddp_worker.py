@@ -13,7 +13,7 @@ import lightning.pytorch as L
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorWithFlattening
 
@@ -22,8 +22,6 @@ from lightning_fedleak.attacks.membership.base import MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
-from lightning_fedleak.cli.finetuning import CausalLMFineTuning
-from lightning_fedleak.cli.finetuning import pytorch_lightning as of_pytorch_lightning
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.lightning_packages import package_of
 from lightning_fedleak.model.batches import BatchError, TokenBatch
@@ -31,6 +29,17 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit, footprint, logged_losses, monitor_with
 from tests.helpers.lightning_modules import CausalLMModule, FusedLossModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
+
+
+class TwinModule(pl.LightningModule):
+    """A :class:`CausalLMModule` for the Trainer of ``pytorch_lightning``."""
+
+    def __init__(self, model: nn.Module, optimizer: str) -> None:
+        super().__init__()
+        self.model, self.lr, self.optimizer_name = model, 1e-2, optimizer
+
+    training_step = CausalLMModule.training_step
+    configure_optimizers = CausalLMModule.configure_optimizers
 
 
 class FailsOnOne(Probe):
@@ -164,10 +173,10 @@ def of_either_package(root: Path) -> dict[str, Any]:
     """One defended run until its gate stops it, by the Trainer of each package."""
     found = {}
     for kind, module in (
-        (L.Trainer, CausalLMFineTuning),
-        (pl.Trainer, of_pytorch_lightning.CausalLMFineTuning),
+        (L.Trainer, CausalLMModule),
+        (pl.Trainer, TwinModule),
     ):
-        model = module(tiny_gpt2(dropout=0.0), lr=1e-2)
+        model = module(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
         strategy = DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)])
         monitor = LeakageMonitor(
             Probe(),

@@ -77,9 +77,6 @@ def test_a_causal_model_is_read_exactly(model: str, text: str, tmp_path: Path) -
     assert "3/3" in output
     assert "budget: 60 s" in output
     assert "next-token accuracy of the whole model" in " ".join(output.split())
-    for name in ("noise.png", "length.png"):
-        assert (outputs / name).read_bytes().startswith(b"\x89PNG")
-        assert name in output.replace("\n", "")
     private = " ".join(TEXTS).split()
     assert not [w for w in private if len(w) > 6 and w in (outputs / "inversion.json").read_text()]
 
@@ -92,9 +89,9 @@ def test_an_encoder_is_read_by_sweeps(encoder: str, text: str, tmp_path: Path) -
     first, second = cells_in(tmp_path)
     assert [(c["attack"], c["layer"]) for c in (first, second)] == [("sweeps", 1), ("sweeps", 2)]
     assert first["rates"]["token_accuracy"]["value"] > 0.9
-    assert first["utility"]["task"] == "masked-token accuracy"
+    assert first["utility"] is first["problem"] is None
     assert first["budget_seconds"] is None
-    assert "masked-token accuracy" in output
+    assert "unknown for encoders" in " ".join(output.split())
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -173,7 +170,7 @@ def test_an_interrupt_writes_what_is_done(
 def test_a_cell_that_the_budget_cut_off_is_marked() -> None:
     cell = ActivationCell(
         attack="prefix", layer=2, blocks=6, length=32, sigma=0.5, relative=True, texts=4,
-        utility=Utility("next-token accuracy", 0.4), budget_seconds=0.5, finished=False,
+        utility=Utility(0.4, 20.0), budget_seconds=0.5, finished=False,
         rates={name: Rate(0.75, 0.0, 1.0) for name in ("token_accuracy", "rouge_l")},
     )  # fmt: skip
     assert "*: cut off by the budget of 0.5 s" in explain_cells([cell])

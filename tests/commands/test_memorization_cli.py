@@ -8,20 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_fedleak import Games, LeakageMonitor, with_canaries
-from lightning_fedleak.attacks.memorization import Canaries, Combined
-from lightning_fedleak.callbacks import WatchSettings
+from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.cli.studies.canaries import PlantedCanaries
 from lightning_fedleak.cli.studies.memorization import tokenize
-from lightning_fedleak.engine import Memorization
 from lightning_fedleak.model.anatomy import find_anatomy
-from tests.engine.channels.test_memorization import fit
 from tests.helpers.commands import run_command
 
 
@@ -216,65 +211,3 @@ def test_nan_is_null(folder: Path, tmp_path: Path) -> None:
     content = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert content["attacks"]["combined"]["shown"] is None
     assert not math.isnan(content["visible_tpr"])
-
-
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, Path]:
-    """Return the files of canaries in a model that a Trainer has watched, and its lines."""
-    place = tmp_path_factory.mktemp("planted")
-    ids = torch.randint(5, 500, (80, 12), generator=torch.Generator().manual_seed(4))
-    canaries = [{"input_ids": row, "labels": row} for row in ids]
-    filler = torch.randint(5, 500, (200, 12), generator=torch.Generator().manual_seed(5))
-    rows = [{"input_ids": row, "labels": row} for row in filler]
-    files = {"record": place / "record.json", "canaries": place / "canaries.jsonl"}
-    data = with_canaries(rows, canaries, 3, times=(1, 4), record=files["record"])
-    lines = (json.dumps({"input_ids": row.tolist()}) + "\n" for row in ids)
-    files["canaries"].write_text("".join(lines))
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    watching = LeakageMonitor(
-        [Canaries(tokens=5)],
-        games=Games(canaries=data.canaries),
-        folder=place,
-        settings=WatchSettings(memorization=Memorization(max_overhead=4 / 3, looks=())),
-    )
-    fit([watching], model, data, lr=1e-3, max_epochs=1)
-    model.save_pretrained(place / "model")
-    load_tokenizer(None).save_pretrained(place / "model")
-    return {**files, "model": place / "model", "log": place / "leakage.jsonl"}
-
-
-def test_tiers_of_canaries_are_those_of_the_live_look(
-    folder: Path, planted: dict[str, Path], tmp_path: Path
-) -> None:
-    output = tmp_path / "result.json"
-    options = ["--suffix", "5", "--at-most", "0.5", "--out", str(output)]
-    paths = {name: planted[name] for name in ("model", "canaries", "record")}
-    paths |= {"base": EMBEDDED_MODEL, "members": folder / "members.jsonl"}
-    for name, path in {**paths, "others": folder / "others.jsonl"}.items():
-        options += [f"--{name}", str(path)]
-    assert main(["memorization", *options]) == BREACH
-    tiers = json.loads(output.read_text())["canaries"]
-    live = [json.loads(line) for line in planted["log"].read_text().splitlines()]
-    assert [line["attack"] for line in live] == ["canary_x1", "canary_x4"]
-    assert tiers["4"]["exposure"] > 1
-    for line in live:
-        values = tiers[line["attack"].removeprefix("canary_x")]
-        for name, metric in line["metrics"].items():
-            assert values[name] == pytest.approx(metric["value"], abs=1e-5), name
-            if f"{name}_low" in values:
-                ends = [values[f"{name}_{end}"] for end in ("low", "high")]
-                assert ends == pytest.approx([metric["low"], metric["high"]], abs=1e-5)
-
-
-def test_canaries_in_another_order_or_without_their_record_are_refused(
-    planted: dict[str, Path], tmp_path: Path
-) -> None:
-    lines = planted["canaries"].read_text().splitlines(keepends=True)
-    other = tmp_path / "other.jsonl"
-    for changed in (lines[::-1], lines[:-1], ["no json"]):
-        other.write_text("".join(changed))
-        with pytest.raises(SourceError):
-            PlantedCanaries(other, planted["record"])
-    assert len(PlantedCanaries(planted["canaries"], planted["record"]).texts) == 80
-    with pytest.raises(SourceError, match="go together"):
-        run_command("memorization", model="m", base="b", canaries=other)

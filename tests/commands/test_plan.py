@@ -5,7 +5,7 @@ import pytest
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands import plan
-from lightning_fedleak.cli.commands.plan import explain_trials
+from lightning_fedleak.cli.commands.plan import explain_trial
 from lightning_fedleak.cli.studies.capacity import Trial
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
@@ -29,14 +29,15 @@ def printed(**settings: object) -> str:
     return output
 
 
-def test_finds_where_exact_recovery_ends(model: str, text: str) -> None:
+def test_counts_rows_and_attacks_a_batch(model: str, text: str) -> None:
     output = printed(
         model=model, text=text, lora_r=2, targets="c_attn", batch=(2, 8), seconds=0.5
     )  # fmt: skip
     assert "An update shares 2 rows of 16 numbers" in output
     assert "by rule; planted at random" in output
-    assert "Exact recovery ends before" in output
-    assert "no larger batch is shown to be safe" in output
+    assert "A batch of 2 texts of 8 tokens (" in output
+    assert "F1 of its words is " in output
+    assert "no larger batch is shown to be safe" in " ".join(output.split())
 
 
 def test_a_capacity_of_no_planted_set_is_unknown(
@@ -79,9 +80,9 @@ def test_errors_name_what_to_change(
     assert match in capsys.readouterr().err
 
 
-def test_an_end_that_was_not_reached_is_reported() -> None:
-    trials = [Trial(1, 8, 1.0, True, 0.1), Trial(2, 15, 1.0, True, 0.1)]
-    assert "up to 2 texts of 8 tokens; where that ends was not reached" in explain_trials(trials, 8)
-    assert "Exact recovery ends before 1 text of 8 tokens (8 distinct)" in explain_trials(
-        [Trial(1, 8, None, False, 0.1)], 8
-    )
+def test_an_attack_without_a_result_is_unknown_and_no_zero() -> None:
+    text = explain_trial(Trial(1, 8, None, False, 0.1), 8)
+    assert "A batch of 1 text of 8 tokens (8 distinct)" in text
+    assert "is unknown." in text
+    certified = explain_trial(Trial(2, 15, 1.0, True, 0.1), 8)
+    assert "is 1.000, and the attack certifies that nothing is missing." in certified

@@ -35,7 +35,7 @@ def swept(status: int = 0, **settings: object) -> str:
     return printed
 
 
-def test_a_grid_is_run_written_plotted_and_gone_on_with(
+def test_a_grid_is_run_written_reported_and_continued(
     model: str, text: str, tmp_path: Path
 ) -> None:
     settings: dict[str, object] = {
@@ -61,7 +61,14 @@ def test_a_grid_is_run_written_plotted_and_gone_on_with(
     assert none["leakage"]["fc"]["looks"] == 2
     assert 0.2 < noise["leakage"]["fc"]["value"] < 0.8
     assert none["leakage"]["flatchat"]["value"] > noise["leakage"]["flatchat"]["value"]
-    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.html").read_text()
+    assert "Utility against leakage" in page
+    runs = json.loads((tmp_path / "report.json").read_text())["comparison"]["utilities"]
+    assert sorted(name.rpartition("-")[0] for name in runs) == [
+        "gradient_noise-clip=1e-06,sigma=5",
+        "none",
+    ]
+    assert set(runs.values()) == {none["val_loss"], noise["val_loss"]}
     assert f"{none['val_loss']:.3f}" in printed
     again = swept(status=1, **settings)
     assert "3 cells, 2 of them done before" in again

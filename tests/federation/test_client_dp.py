@@ -382,7 +382,7 @@ def test_noise_may_be_turned_up_within_a_filters_budget():
     assert defense.harden() == "clientdp: noise multiplier 2 -> 4"  # over the sensitivity
     assert defense.noise_multiplier == 8.0
     spent = []
-    while defense.affords_another():
+    while defense._budget.affords_another():
         defense.privatized(None, LIKE)
         spent.append(defense.accountant.share_spent)
     with pytest.raises(BudgetSpent):

@@ -8,14 +8,22 @@ import math
 import pytest
 import scipy.stats
 import torch
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 
 from lightning_fedleak import PublicText
-from lightning_fedleak.federation import inspection
-from lightning_fedleak.federation.inspection import Agreed, LastRound, inspect_received
+from lightning_fedleak.federation import inspection, trained_state
+from lightning_fedleak.federation.inspection import (
+    Agreed,
+    LastRound,
+    agree,
+    inspect_received,
+    usual_inputs,
+)
 from lightning_fedleak.labs.crafted_rows import craft
 from lightning_fedleak.model.anatomy import find_anatomy
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
+from tests.helpers.models import tiny_llama
 
 A = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 B = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
@@ -341,3 +349,29 @@ def test_adapters_whose_change_is_not_compared_are_named():
     ):
         assert unasked(all_unasked)["jump"] == {A, other}
         assert answer(all_unasked, "jump").why
+
+
+def test_usual_inputs_span_what_the_adapter_reads() -> None:
+    model = adapted_llama(TYPES, width=64, rank=32).eval()
+    public = PublicText(zipf_texts(200, 16, TYPES))
+    span = usual_inputs(find_anatomy(model), trained_state(model), public)[DOWN]
+    ids = torch.cat(public.batch(64, 64, torch.Generator().manual_seed(0)).input_ids.unbind())
+    table = model.model.embed_tokens.weight.detach().double()
+    usual = ids.bincount().topk(4).indices
+    assert torch.allclose(
+        nn.functional.normalize(span[:1]), nn.functional.normalize(table[usual[:1]]), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("start", [True, "pissa", "olora"])
+def test_base_and_scale_of_a_lora_are_those_of_peft(start: bool | str) -> None:
+    base = tiny_llama()
+    before = base.model.layers[0].mlp.up_proj.weight.detach().clone()
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["up_proj"], init_lora_weights=start)
+    model = get_peft_model(base, config)
+    agreed = agree(model)
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+    assert torch.allclose(agreed.base[name], before, atol=1e-5)
+    assert agreed.scales[name] == 6 / 4
+    assert agreed.start is not None
+    assert agreed.start.keys() == trained_state(model).keys()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_fedleak.federation import (
-    ServerOptimizer,
     UpdateError,
     difference,
     joint_norm,
@@ -162,25 +161,3 @@ def test_an_adapters_update_is_read():
     # A does not move in the first step, where B is zero, but for AdamW's decay.
     b = [t for name, t in seen.tensors.items() if "lora_B" in name]
     assert all(float(t.abs().max()) == pytest.approx(1.0, rel=1e-2) for t in b)
-
-
-def test_a_servers_optimizer_takes_the_mean_for_its_gradient():
-    """FedAvgM and FedAdam, by their recursions; what has no mean stays."""
-    generator = torch.Generator().manual_seed(1)
-    means = [torch.randn(3, 2, generator=generator) for _ in range(3)]
-    momentum = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
-    adam = ServerOptimizer(lambda p: torch.optim.Adam(p, lr=0.5, betas=(0.9, 0.99), eps=1e-3))
-    by_momentum = by_adam = some()
-    frozen, expected_momentum, expected_adam = some()["b"], some()["w"], some()["w"]
-    velocity = first = second = torch.zeros(3, 2)
-    for step, mean in enumerate(means, 1):
-        by_momentum = momentum.moved(by_momentum, {"w": mean})
-        by_adam = adam.moved(by_adam, {"w": mean})
-        velocity = 0.9 * velocity + mean
-        expected_momentum = expected_momentum + 0.5 * velocity
-        first, second = 0.9 * first + 0.1 * mean, 0.99 * second + 0.01 * mean.square()
-        root = (second / (1 - 0.99**step)).sqrt() + 1e-3
-        expected_adam = expected_adam + 0.5 * first / (1 - 0.9**step) / root
-    torch.testing.assert_close(by_momentum["w"], expected_momentum)
-    torch.testing.assert_close(by_adam["w"], expected_adam)
-    assert torch.equal(by_adam["b"], frozen)

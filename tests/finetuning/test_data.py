@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceError
-from lightning_fedleak.cli.finetuning.lightning import TextDataModule
+from lightning_fedleak.cli.finetuning.data import TextDataModule
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
@@ -85,7 +85,7 @@ def test_refuses_what_cannot_work(text: str, tmp_path: Path) -> None:
         TextDataModule(text, tiny_tokenizer(), batch_size=50).setup()
     single = tmp_path / "one.txt"
     single.write_text("hi\n")
-    with pytest.raises(SourceError, match="holds one text only"):
+    with pytest.raises(SourceError, match="a text a line in a plain text file"):
         TextDataModule(str(single), tiny_tokenizer(), batch_size=1).setup()
     with pytest.raises(SourceError, match=r"no folder './nowhere'"):
         TextDataModule(text, "./nowhere").setup()

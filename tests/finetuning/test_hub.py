@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import importlib
 import socket
 import ssl
 import threading
@@ -22,7 +21,7 @@ from lightning_fedleak.cli.finetuning import hub
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL, SourceError, model_source
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.module import load_model
-from lightning_fedleak.cli.finetuning.texts import check_text_source, read_texts
+from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.models import find_model
 
 
@@ -61,9 +60,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) 
         (load_tokenizer, "folder that holds the model"),
         (load_model, "folder that holds the model"),
         (lambda name: find_model(name, torch.float32), "folder that holds the model"),
-        (check_text_source, "file or folder of texts"),
     ],
-    ids=["tokenizer", "model", "game", "texts"],
+    ids=["tokenizer", "model", "game"],
 )
 def test_a_bare_name_without_a_network_is_told_once(
     load: Callable[[str], Any], give: str, monkeypatch: pytest.MonkeyPatch
@@ -77,27 +75,6 @@ def test_a_bare_name_without_a_network_is_told_once(
         assert "could not be reached (Name or service not known)" in message
         assert f"give a {give}, set HF_HOME to a cache that has it, or connect" in message
     assert network.asked == 1
-
-
-@pytest.mark.parametrize(
-    "given", [["--model", "gpt2"], ["--text", "imdb"], ["--public", "imdb", "--text", "README.md"]]
-)
-def test_a_command_ends_before_it_loads_libraries(
-    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    no_network(monkeypatch)
-    monkeypatch.chdir(EMBEDDED_MODEL)
-    load = importlib.import_module
-
-    def watched(name: str, package: str | None = None) -> Any:
-        assert not name.startswith("lightning_fedleak.cli.commands")
-        return load(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", watched)
-    assert cli.main(["game", *given]) == 1
-    message = capsys.readouterr().err
-    assert message.startswith(f"fedleak: '{given[1]}' is not on this machine")
-    assert message.count("\n") == 1
 
 
 def test_text_that_the_model_samples_is_no_dataset(
@@ -184,8 +161,9 @@ def test_a_model_of_the_cache_needs_no_network(
     (retained / "snapshots").mkdir()
     (retained / "snapshots" / "ab12").symlink_to(EMBEDDED_MODEL)
     assert model_source("owner/name") == ("owner/name", {"local_files_only": True})
+    assert not hub.dataset_is_cached("owner/texts")
     (cache / "datasets--owner--texts").mkdir()
-    check_text_source("owner/texts:small:test")
+    assert hub.dataset_is_cached("owner/texts")
 
 
 def test_no_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_fedleak.cli.finetuning import hub as real_hub
 from lightning_fedleak.cli.finetuning.assets import SourceError
-from lightning_fedleak.cli.finetuning.texts import check_text_source, read_labelled, read_texts
+from lightning_fedleak.cli.finetuning.texts import read_labelled, read_texts
 
 WORDS = ["one, two", 'a "quoted" word', "zwölf Äpfel"]
 
@@ -189,20 +189,16 @@ def test_a_name_like_a_path_is_not_looked_for_on_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    for read in (read_texts, check_text_source):
-        with pytest.raises(SourceError, match="there is no file"):
-            read(source)
+    with pytest.raises(SourceError, match="there is no file"):
+        read_texts(source)
     assert hub.requests == []
 
 
 def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
-    for source in ("imdb", "owner/name", "owner/name::test", "org/name:"):
-        check_text_source(source)
-    assert hub.requests == []
     with pytest.raises(SourceError, match=r"folder 'org' is here, .* write 'org/name:'"):
-        check_text_source("org/name")
+        read_texts("org/name")
     assert read_texts("imdb") == ["hello"]
     assert read_texts("imdb::test") == ["hello"]
     assert read_texts("org/name:small:validation:summary") == ["hi"]

@@ -21,7 +21,7 @@ from nvflare.app_common.app_constant import AppConstants
 
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.federation import ClientDP, RoundObserver, trained_on, trained_state
-from lightning_fedleak.federation.nvflare import FedLeakFilter, ObservedResults
+from lightning_fedleak.federation.nvflare import FedLeakFilter
 from tests.federation.rounds import SGD, batches, model, round_settings, train
 
 PATH = f"{__name__}."
@@ -32,10 +32,6 @@ def make_observer(site: str, **settings) -> RoundObserver:
     arguments, rare = round_settings({"attacks": [BagOfWords()]} | settings)
     folder = Path(os.environ[FOLDER]) / site
     return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, settings=rare, **arguments)
-
-
-def make_server_observer(site: str) -> RoundObserver:
-    return make_observer("server", side="server")
 
 
 def local_dp(site: str) -> ClientDP:
@@ -162,9 +158,9 @@ def task_of(round_: int = 0, state=None, kind=DataKind.WEIGHTS) -> Shareable:
     return task
 
 
-def run(workflow, sites: list[Site], folder: Path, watch: ObservedResults | None = None) -> Engine:
+def run(workflow, sites: list[Site], folder: Path) -> Engine:
     """Run NVFlare's own workflow with its sites one after the other, and return its engine."""
-    handlers = [x for x in (watch, getattr(workflow, "aggregator", None)) if x is not None]
+    handlers = [x for x in (getattr(workflow, "aggregator", None),) if x is not None]
     engine = Engine("server", folder, handlers, [site.name for site in sites])
     context = engine.new_context()
     workflow.fl_ctx, workflow.engine, workflow._engine = context, engine, engine

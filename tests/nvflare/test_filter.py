@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +13,13 @@ pytest.importorskip("nvflare")
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.fl_constant import ReturnCode
 
-from lightning_fedleak.attacks import BagOfWords
-from lightning_fedleak.defenses import DefenseError, GradientCompression
-from lightning_fedleak.federation import RoundObserver, RoundSettings, StartCheck, trained_state
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.federation import trained_state
 from lightning_fedleak.federation.nvflare import FedLeakFilter
 from tests.federation.rounds import model
 from tests.federation.test_observer import lines
-from tests.helpers.bottlenecks import adapted_llama
-from tests.helpers.notices import announced
 from tests.nvflare import jobs
-from tests.nvflare.jobs import PATH, Site, make_observer, task_of
+from tests.nvflare.jobs import PATH, Site, task_of
 
 OBSERVER = f"{PATH}make_observer"
 GATE = {"metric": "leakage/bag_of_words/f1", "at_most": 0.3}
@@ -131,92 +126,9 @@ def test_what_gates_remember_survives_the_process(site, tmp_path, monkeypatch):
         one.end()
 
 
-def compress(site, **settings):
-    defenses = [GradientCompression("topk", share=0.1)]
-    return make_observer(site, defenses=defenses, **settings)
-
-
-@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
-def test_a_compression_of_the_observer_is_applied_and_what_it_leaves_out_leaves_later(
-    site, monkeypatch, kind
-):
-    monkeypatch.setattr(jobs, "make_observer", compress)
-    compressed = site([OPEN])
-    compressed.kind = kind
-    sent, missing = trained_state(model()), {}
-    for round_ in range(3):
-        task = task_of(round_)
-        whole, reply = values(compressed.train(task)), values(compressed.answer(task))
-        for name, before in sent.items():
-            start = 0.0 if kind == DataKind.WEIGHT_DIFF else before.numpy()
-            moved = (reply[name] - start).astype(np.float64)
-            assert np.count_nonzero(np.abs(moved) > 1e-9) <= max(1, int(0.1 * moved.size))
-            missing[name] = missing.get(name, 0) + (whole[name] - start).astype(np.float64) - moved
-    memory = compressed.filter._outgoing.compression.memory
-    for name, residual in missing.items():
-        np.testing.assert_allclose(memory[f"residual/{name}"].numpy(), residual, atol=1e-6)
-
-
 # ---- a start that looks crafted ------------------------------------------------------------------
 
 DOWN = "model.embed_tokens.adapter.down.weight"
-
-
-def adapted():
-    net = adapted_llama(97, width=32, rank=8).train()
-    net.model.embed_tokens.weight.requires_grad_(True)
-    return net
-
-
-def inspects(site, check=None):
-    check = check or StartCheck("refuse", shared_seed=True)
-    settings = RoundSettings(tensorboard=False, inspect=check)
-    folder = Path(os.environ[jobs.FOLDER]) / site
-    arguments = {"attacks": [BagOfWords()], "folder": folder, "settings": settings}
-    return RoundObserver(adapted(), torch.optim.AdamW, 2, **arguments)
-
-
-def crafted_state():
-    """A row of the adapter is another one's negative: no honest initialisation has that."""
-    state = trained_state(adapted())
-    state[DOWN] = state[DOWN].clone()
-    state[DOWN][4] = -state[DOWN][2]
-    return state
-
-
-@pytest.mark.parametrize("withheld", ["zero", "error"])
-@pytest.mark.parametrize("round_", [0, 3])
-def test_nothing_leaves_of_a_round_that_was_refused(site, monkeypatch, withheld, round_):
-    monkeypatch.setattr(jobs, "make_observer", inspects)
-    monkeypatch.setattr(jobs, "model", adapted)
-    sent = crafted_state()
-    one = site(withheld=withheld)
-    with announced("crafted"):
-        reply = one.answer(task_of(round_, sent))
-    if withheld == "error":
-        assert reply.get_return_code() == ReturnCode.EXECUTION_RESULT_ERROR
-    else:
-        assert same(values(reply), jobs.arrays(sent))
-    honest = one.answer(task_of(round_ + 1, trained_state(adapted())))
-    assert not same(values(honest), jobs.arrays(trained_state(adapted())))
-
-
-@pytest.mark.parametrize("round_", [0, 1])
-def test_the_agreed_start_is_asked_for_in_the_round_that_nvflare_counts_first(
-    site, monkeypatch, round_
-):
-    """A site that joins in round 1 is sent a mean, which no longer is the start."""
-    monkeypatch.setattr(jobs, "make_observer", inspects)
-    monkeypatch.setattr(jobs, "model", adapted)
-    generator = torch.Generator().manual_seed(0)
-    state = trained_state(adapted())
-    moved = {n: t + 1e-4 * torch.randn(t.shape, generator=generator) for n, t in state.items()}
-    one = site()
-    reply = values(one.answer(task_of(round_, moved)))
-    refused = one.filter._outgoing.observer.start.refused
-    assert same(reply, jobs.arrays(moved)) == (refused is not None) == (round_ == 0)
-    if refused is not None:
-        assert [a.rule for a in refused.inspection.found] == ["start"]
 
 
 # ---- other tasks --------------------------------------------------------------------------------

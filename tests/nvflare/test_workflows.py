@@ -25,15 +25,13 @@ from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation import (
     ClientDP,
-    RoundObserver,
     UpdateSum,
     difference,
     joint_norm,
     trained_state,
 )
-from lightning_fedleak.federation.nvflare import FedLeakFilter, ObservedResults, PrivateFedAvg
+from lightning_fedleak.federation.nvflare import FedLeakFilter, PrivateFedAvg
 from tests.federation.rounds import model
-from tests.federation.test_observer import lines
 from tests.nvflare import jobs
 from tests.nvflare.jobs import PATH, Site
 
@@ -157,37 +155,6 @@ def test_all_withhold_by_errors_and_the_model_is_lost(tmp_path):
 def test_all_withhold_by_errors_and_a_gathering_ends(tmp_path):
     workflow = Gather(DataKind.WEIGHTS, min_clients=1)
     assert jobs.run(workflow, sites(tmp_path, GATE, GATE, withheld="error"), tmp_path).panics
-
-
-# ---- the server looks ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
-@pytest.mark.parametrize("engine", ["fed_avg", "gather"])
-def test_a_server_looks_at_each_result_and_at_what_it_applies(tmp_path, monkeypatch, kind, engine):
-    """Norms of what it saw, by float64; it holds no texts, so that no attack has a score."""
-    workflow = fed_avg() if engine == "fed_avg" else Gather(kind, min_clients=2)
-    watch = ObservedResults(f"{PATH}make_server_observer")
-    seen = {}
-    look = RoundObserver.look
-
-    def noting(self, returned, client=0, **more):
-        if self.side == "server":
-            seen[client] = dict(returned)
-        return look(self, returned, client, **more)
-
-    monkeypatch.setattr(RoundObserver, "look", noting)
-    jobs.run(workflow, sites(tmp_path, GATE, OPEN, kind=kind), tmp_path, watch)
-    sent, trained = trained_state(model()), jobs.train(model(), jobs.data_of("site-2", 0))
-    assert seen.keys() == {"site-1", "site-2", "sum"}
-    assert close(seen["site-1"], sent)
-    assert close(seen["site-2"], trained)
-    assert close(seen["sum"], {n: t + 3 / 4 * (trained[n] - t) for n, t in sent.items()})
-    found = lines(tmp_path / "server")
-    assert [x["client"] for x in found] == ["site-1", "site-2", "sum"]
-    assert all(x["unknown"] for x in found)
-    assert "trained nothing" in found[0]["unknown"]
-    assert lines(tmp_path / "server", "run.jsonl")[-1]["how"] == "finished"
 
 
 # ---- the server noises --------------------------------------------------------------------------

@@ -7,20 +7,17 @@ import math
 import os
 import shlex
 import signal
-import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_fedleak.attacks import AlignedFlatChat, Attack, FlatChat, PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
@@ -33,19 +30,21 @@ from lightning_fedleak.cli.finetuning import (
 )
 from lightning_fedleak.engine import WatchSettings, gates
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.report import write
-from lightning_fedleak.report.records import ResultLine, read_results
+from lightning_fedleak.report import ReportError, write
 
 _NOTICES = (".*does not have many workers", ".*treespec")
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
-_ROWS = 12  # looks that the live table shows, so that it fits a terminal of 24 lines
 _METRICS = ("recall", "precision", "f1")
+_CAVEAT = (
+    "'Words' are the model's tokens. The server (its staff, its storage, whoever listens) learns "
+    "which occur, but not their order, nor in which text.\nA low number would not mean 'safe': "
+    "other attacks may read more, and another model, text or batch size gives other numbers."
+)
 _PATIENCE = 1  # looks above the threshold after which the gate acts; the demo is short
 
 
 @dataclass(frozen=True)
 class _RunResult:
-    readings: Sequence[ResultLine]
     steps: int
     interrupted: bool
     gate: RiskGate
@@ -91,7 +90,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if last.interrupted:
         console.print("\nInterrupted. This is what was measured until then.", style="bold")
     console.rule("what one shared update gave away")
-    console.print(explain_readings(watched.readings, options.batch_size))
+    try:
+        console.print(printing.explain_run(folder / "watched"), markup=False)
+        console.print(_CAVEAT)
+        page = os.path.relpath(write([folder])[0])
+        console.print(f"\nThe report, one page for people who decide: {page}", soft_wrap=True)
+    except ReportError as error:  # interrupted before the first look
+        console.print(f"Nothing was measured, which is 'unknown', not 'safe': {error}")
     if watched.revealed_file.exists():
         console.print(
             f"\nThe recovered words are in {watched.revealed_file}. Only you can read this "
@@ -100,13 +105,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
         )
     console.print(
         f"\nLoss and leakage of {'the run' if last is watched else 'both runs'} on one page:\n"
-        f"  {_tensorboard_command(folder)}\n"
+        f"  {shlex.join(['tensorboard', '--logdir', str(folder)])}\n"
         "then open http://localhost:6006, tab 'Custom Scalars'.",
         soft_wrap=True,
     )
-    if watched.readings:
-        page = os.path.relpath(write([folder])[0])
-        console.print(f"\nThe report, one page for people who decide: {page}", soft_wrap=True)
     return printing.INTERRUPTED if last.interrupted else 0
 
 
@@ -160,7 +162,6 @@ def _fit(
         interrupted = True
         signal.signal(signal.SIGINT, handler)
     return _RunResult(
-        readings=[r for r in read_results(folder / "leakage.jsonl") if r.stage == "shared"],
         steps=trainer.global_step,
         interrupted=interrupted,
         gate=gate,
@@ -181,12 +182,6 @@ def _print_gate(console: Console, result: _RunResult) -> None:
         )
 
 
-def _tensorboard_command(folder: Path) -> str:
-    script = Path(sys.executable).with_name("tensorboard")
-    program = os.path.relpath(script) if script.exists() else "tensorboard"
-    return shlex.join([program, "--logdir", str(folder)])
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide what libraries print beside the demo's own lines."""
@@ -201,7 +196,7 @@ class _LooksTable(L.Callback):
     """Prints the results of each look during training.
 
     Args:
-        console: where to print: a live table on a terminal, otherwise one line for each look.
+        console: where to print.
         monitor: the monitor that looks.
         title: title above the table.
     """
@@ -209,42 +204,15 @@ class _LooksTable(L.Callback):
     def __init__(self, console: Console, monitor: LeakageMonitor, title: str) -> None:
         self._monitor = monitor
         self._attacks = [attack.name for attack in monitor.attacks]
-        self._status = console.status("The attacks calibrate on text that the model wrote ...")
-        self._progress = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        )
-        self._task = self._progress.add_task("training", total=None)
         headers = [f"{a}\n{m}" if m == "recall" else m for a in self._attacks for m in _METRICS]
-        self._table = printing.LiveTable(
-            console,
-            ["step", "loss", *headers],
-            [7, 7, *[11] * len(headers)],
-            title=title,
-            footer=self._progress,
-            max_rows=_ROWS,
-        )
+        widths = [7, 7, *[11] * len(headers)]
+        self._table = printing.LinesTable(console, ["step", "loss", *headers], widths, title)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._monitor.subscribe(self._on_look)
-        self._status.start()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._status.stop()
-        self._progress.update(self._task, total=trainer.max_steps)
-        self._table.__enter__()
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._progress.update(self._task, completed=trainer.global_step)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._close()
-
-    def on_exception(self, *_: Any) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        self._status.stop()
-        self._table.__exit__()
+        self._table.print_headers()
 
     def _on_look(self, trainer: L.Trainer) -> None:
         latest = self._monitor.latest
@@ -252,77 +220,3 @@ class _LooksTable(L.Callback):
         values = [float(trainer.callback_metrics.get("train_loss", math.nan))]
         values += [latest.get(name, math.nan) for name in names]
         self._table.add([str(self._monitor.last_step), *map(printing.three_digits, values)])
-
-
-def explain_readings(readings: Sequence[ResultLine], batch_size: int) -> str:
-    """Return a text that says for each attack which share of the words one update gave away.
-
-    Args:
-        readings: the results of one run, for all attacks and steps.
-        batch_size: number of texts in the batch of one update.
-    """
-    results = [r for r in readings if r.was_shared and r.value("recall") is not None]
-    if not results:
-        return "Nothing was measured: no attack gave a result. That is 'unknown', not 'safe'" + (
-            "; the attacks of this demo read the gradient of the output head, and this run "
-            "does not share it."
-            if any(not r.was_shared for r in readings)
-            else "."
-        )
-    by_attack = {
-        attack: [r for r in readings if r.attack == attack]
-        for attack in dict.fromkeys(r.attack for r in readings)
-    }
-    best = max(
-        (r.attack for r in results), key=lambda attack: _mean(_values(by_attack[attack], "f1"))
-    )
-    words = _mean([r.n or 0 for r in results])
-    lines = [
-        "From one shared update the server could have read "
-        f"{_percent(_mean(_values(by_attack[best], 'recall')))} of the private words ({best}).",
-        "",
-        f"Mean, lowest and highest of {len({r.step for r in results})} updates, each of "
-        f"{batch_size} texts that held {words:.0f} different words:",
-        *(f"  {name}: {_describe_rates(lines)}" for name, lines in by_attack.items()),
-        "",
-        "'Words' are the model's tokens: words and pieces of words. The server (its staff, its "
-        "storage, whoever listens) learns which occur, but not their order, nor in which text.",
-        "A low number would not mean 'safe': these attacks read one gradient of one step. Others "
-        "may read more, and another model, text or batch size gives other numbers.",
-    ]
-    return "\n".join(lines)
-
-
-def _values(readings: Sequence[ResultLine], metric: str) -> list[float]:
-    """Return the known values of a metric."""
-    return [value for r in readings if (value := r.value(metric)) is not None]
-
-
-def _describe_rates(readings: Sequence[ResultLine]) -> str:
-    if not any(r.was_shared for r in readings):
-        return "nothing, because it reads a gradient that this run does not share"
-    recalls, precisions = (_values(readings, metric) for metric in ("recall", "precision"))
-    if not recalls or not precisions:
-        return "unknown, it gave no result"
-    unknown = len(readings) - len(recalls)
-    return f"recall {_spread(recalls)}, precision {_spread(precisions)}" + (
-        f"; no result at {unknown} looks" if unknown else ""
-    )
-
-
-def _spread(shares: Sequence[float]) -> str:
-    mean, low, high = map(_percent, (_mean(shares), min(shares), max(shares)))
-    return f"{mean} ({low} to {high})"
-
-
-def _percent(share: float) -> str:
-    """Return a share in percent; only 0 and 1 themselves are written as 0% and 100%."""
-    for digits in (0, 1, 2):
-        text = f"{share:.{digits}%}"
-        if share in (0, 1) or float(text[:-1]) not in (0, 100):
-            return text
-    return "nearly all" if share > 0.5 else "nearly none"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

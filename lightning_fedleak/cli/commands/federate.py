@@ -8,7 +8,7 @@ import os
 import statistics
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import datetime
@@ -19,7 +19,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from lightning_fedleak.cli.commands.printing import (
-    LiveTable,
+    LinesTable,
+    explain_run,
     make_folder,
     model_name,
     text_name,
@@ -27,23 +28,17 @@ from lightning_fedleak.cli.commands.printing import (
 )
 from lightning_fedleak.cli.finetuning import SourceError, quiet_logs
 from lightning_fedleak.cli.studies.federation import (
-    FamilyLeakage,
     Federation,
     Round,
-    Server,
-    read_leakage,
-    read_withheld,
+    Values,
     train_in_process,
 )
 from lightning_fedleak.engine import gates
 from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
+from lightning_fedleak.federation import SUM
 from lightning_fedleak.report import ReportError, write
 
 _MAX_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
-_DROWNED = (
-    "its norm is {noise:.3g} times the largest norm that the mean of the clipped updates can have. "
-    "More clients in a round, fewer trained numbers (--peft lora) or a larger epsilon reduce it."
-)
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -75,24 +70,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console.print(f"{introduction}\n")
     rounds: list[Round] = []
     table = RoundsTable(console, options.clients, private=federation.is_private)
-    with _quiet(), table:
+    with _quiet():
+        table.print_headers()
 
-        def closed(number: int, server: Server, absent: dict[int, str]) -> None:
-            if number == 0:
-                table.add_round(Round(0, server.loss))
-                return
-            rounds.append(
-                Round(
-                    number,
-                    server.loss,
-                    read_leakage(folder, number),
-                    read_withheld(folder, number),
-                    absent,
-                    server.epsilon,
-                    server.noise,
-                )
-            )
-            table.add_round(rounds[-1])
+        def closed(round_: Round) -> None:
+            rounds.extend([round_] if round_.number else [])
+            table.add_round(round_)
 
         try:
             server = train_in_process(federation, folder, closed)
@@ -109,6 +92,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console.print(f"\nLogs, and {trained}", soft_wrap=True)
     if options.attack != "none":
         try:
+            console.print(explain_run(folder), markup=False)
             console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
         except ReportError as error:
             console.print(f"No report: {error}", soft_wrap=True)
@@ -200,20 +184,23 @@ def _introduction(federation: Federation) -> str:
         noise = dp.relative_noise(federation.trained_numbers)
         if noise > 1:
             lines.append(
-                f"Noise will drown the updates: {_DROWNED.format(noise=noise)} With as much noise, "
+                f"Noise will drown the updates: its norm is {noise:.3g} times the largest norm "
+                "that the mean of the clipped updates can have, so that low numbers and a loss "
+                "that rises may come from it. More clients in a round, fewer trained numbers "
+                "(--peft lora) or a larger epsilon reduce it: "
                 f"{math.ceil(noise * dp.per_round)} clients a round would bring it to 1."
             )
     return "\n".join(lines)
 
 
 def explain_rounds(rounds: Sequence[Round], clients: int) -> str:
-    """Return sentences about what was read from an update and from the sum.
+    """Return sentences about the updates that count for nothing, and about privacy.
 
     Args:
         rounds: that were closed.
         clients: of the federation.
     """
-    lines = _explain_leakage(rounds)
+    lines = []
     withheld = sum(len(r.withheld) for r in rounds)
     if withheld:
         lines.append(f"{withheld} of {clients * len(rounds)} updates did not leave.")
@@ -225,47 +212,11 @@ def explain_rounds(rounds: Sequence[Round], clients: int) -> str:
     ]
     if rounds and rounds[-1].epsilon is not None:
         lines.append(f"Epsilon of all rounds: {rounds[-1].epsilon:.2f}.")
-    if rounds and (noise := rounds[-1].noise or 0.0) > 1:
-        lines.append(
-            f"Noise drowned the updates: {_DROWNED.format(noise=noise)} Low numbers and a loss "
-            "that rises may come from the noise."
-        )
     lines.append(
         "'Unknown' is not 'safe', and a low number says that these attacks fail here, not that "
         "none succeeds."
-        if lines
-        else "Nothing was measured: no attack was played."
     )
     return "\n".join(lines)
-
-
-def _explain_leakage(rounds: Sequence[Round]) -> list[str]:
-    """Return a sentence for each family, and the chance level of those that have one."""
-    leakages: dict[str, list[FamilyLeakage]] = {}
-    for leakage in (one for round_ in rounds for one in round_.leakage):
-        leakages.setdefault(leakage.family.name, []).append(leakage)
-    lines = []
-    for family_leakages in leakages.values():
-        updates = [value for one in family_leakages for value in one.updates.values()]
-        sums = [one.total for one in family_leakages if one.total is not None]
-        lines.append(
-            f"{family_leakages[0].title}: {_spread(updates, 'an update')}; "
-            f"{_spread(sums, 'the sum')}."
-        )
-    for leakage in (one[0] for one in leakages.values() if one[0].family.chance):
-        chance = f"{leakage.family.chance:g}".removeprefix("0")
-        lines.append(f"Guessing gives an {leakage.headline} of {chance}; 1 is certainty.")
-    return lines
-
-
-def _spread(values: Sequence[float], source: str) -> str:
-    finite = [v for v in values if not math.isnan(v)]
-    if not finite:
-        return f"unknown from {source}"
-    unknown = len(values) - len(finite)
-    tail = f" (unknown in {unknown} of {len(values)})" if unknown else ""
-    median = statistics.median(finite)
-    return f"from {source} {median:.2f} in the median, {max(finite):.2f} at most{tail}"
 
 
 @contextmanager
@@ -278,7 +229,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class RoundsTable(LiveTable):
+class RoundsTable(LinesTable):
     """Shows each round as it closes.
 
     Args:
@@ -303,24 +254,18 @@ class RoundsTable(LiveTable):
         if self._private:
             last = ["-" if round_.noise is None else f"{round_.noise:.3g}x"]
             last += ["-" if round_.epsilon is None else f"{round_.epsilon:.2f}"]
-        for leakage in round_.leakage:
-            self.add([*first, leakage.title, *self._values(leakage, round_), *last])
+        for title, values in round_.leakage.items():
+            self.add([*first, title, *self._cells(values, round_), *last])
             first, last = ["", ""], [""] * len(last)
         if not round_.leakage:
             columns = self._clients if self._clients <= _MAX_COLUMNS else 3
             self.add([*first, "", *["-"] * (columns + 1), *last])
 
-    def _values(self, leakage: FamilyLeakage, round_: Round) -> list[str]:
-        total = "-" if leakage.total is None else three_digits(leakage.total)
-        if self._clients <= _MAX_COLUMNS:
-            cells = (_client_value(c, leakage.updates, round_) for c in range(self._clients))
-            return [*cells, total]
-        values = [v for v in leakage.updates.values() if not math.isnan(v)] or [math.nan]
-        return [*map(three_digits, (min(values), statistics.median(values), max(values))), total]
-
-
-def _client_value(client: int, by_client: Mapping[str | int, float], round_: Round) -> str:
-    """Return a client's value; in brackets where its update did not leave."""
-    if client in round_.withheld:
-        return f"({three_digits(by_client.get(client, math.nan))})"
-    return three_digits(by_client[client]) if client in by_client else "-"
+    def _cells(self, values: Values, round_: Round) -> list[str]:
+        """Return the cells of clients, in brackets where an update did not leave, and the sum."""
+        total = three_digits(values[SUM]) if SUM in values else "-"
+        if self._clients > _MAX_COLUMNS:
+            rates = [v for c, v in values.items() if c != SUM and not math.isnan(v)] or [math.nan]
+            return [*map(three_digits, (min(rates), statistics.median(rates), max(rates))), total]
+        cells = [three_digits(values[c]) if c in values else "-" for c in range(self._clients)]
+        return [*(f"({x})" if c in round_.withheld else x for c, x in enumerate(cells)), total]

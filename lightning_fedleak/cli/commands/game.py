@@ -44,8 +44,8 @@ _PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves f
 _PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
 _POOL = 1000  # texts that games are drawn from, at most; not tuned, more take longer
 _ADDS = (
-    "A dishonest server has added layers of its own, and asks whether one sentence is in that "
-    "batch. "
+    "A dishonest server has added layers of its own, sets dropout to 0, and asks whether one "
+    "sentence is in that batch. "
 )
 _READS = (
     "An honest but curious server asks the same of the gradient of what is trained (--attack "
@@ -89,10 +89,15 @@ def run(options: Namespace, console: Console | None = None) -> int:
         defense.before_setup(_context(anatomy, options.seed))
     texts, public = _texts(options, anatomy, tokenizer)
     pool = SentencePool.from_texts(texts, tokenizer, options.tokens)
-    adversaries = membership.MembershipAdversaries(
-        options.tokens, options.batch, public, defense is not None, options.seed
+    attacks = membership.make_adversaries(
+        options.attack,
+        options.layer or [max(1, len(anatomy.blocks) // 2)],
+        public,
+        tokens=options.tokens,
+        batch=options.batch,
+        randomised=defense is not None,
+        seed=options.seed,
     )
-    attacks = adversaries.make(options.attack, options.layer or [max(1, len(anatomy.blocks) // 2)])
     config = GameConfig(
         games=options.games,
         batch=options.batch,
@@ -221,7 +226,7 @@ def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
     rates = [result.summary(fitted=fitted) for _, result in rows]
     names = [n for n in _COLUMNS if n == "accuracy" or any(_is_known(r[n]) for r in rates)]
     columns = Table(title=title)
-    columns.add_column("attack@layer", no_wrap=True)
+    columns.add_column("attack@layer")
     columns.add_column("games", justify="right")
     for name in names:
         columns.add_column(_COLUMNS[name])
@@ -255,11 +260,6 @@ def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:
                 "target token's hidden state in another sentence too (the same word, or the same "
                 "words up to it). No attack that reads this state alone can separate the two."
             )
-    if any(r.layer is not None for r in results):
-        lines.append(
-            "A server that adds layers must be dishonest: it chooses the layers and weights that "
-            "are trained, and sets dropout to 0."
-        )
     if fitted:
         lines.append(
             "Accuracy and advantage use a threshold on the scores that was fitted on other games: "

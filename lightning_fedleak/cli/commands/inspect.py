@@ -225,7 +225,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def _rules_table(result: Inspection) -> Table:
     """Return a table with a row for each rule."""
-    rows = Table("rule", "value", "limit", "rows", "worst rows, or why the rule does not apply")
+    rows = Table("rule", "value", "limit", "rows")
+    rows.add_column("worst rows, or why the rule does not apply", overflow="fold")
     for answer in result.answers:
         if answer.why:
             rows.add_row(answer.rule, "", "", "", f"not applicable: {answer.why}")

@@ -28,15 +28,15 @@ from lightning_fedleak.cli.finetuning import (
 from lightning_fedleak.cli.studies import invert
 from lightning_fedleak.cli.studies.invert import ActivationCell, GradientCell
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
+from lightning_fedleak.cli.studies.names import GRADIENT_ATTACKS, INVERT_ATTACKS
 from lightning_fedleak.model.anatomy import Anatomy, place_of
-
-PLOTS: dict[invert.Axis, str] = {"sigma": "noise.png", "length": "length.png"}
+from lightning_fedleak.report.records import as_json
 
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
 PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64  # of --public that 'prefix' reads, at most; not tuned
 
 NOISE = {"activations": (0.0, 0.3, 1.0, 3.0), "gradients": (0.0,)}
-ATTACKS = {"activations": invert.ADVERSARIES, "gradients": tuple(invert.READERS)}
+ATTACKS = {"activations": INVERT_ATTACKS, "gradients": GRADIENT_ATTACKS}
 USED_BY: dict[str, dict[str, Any]] = {
     "activations": {"public": None, "layer": None, "steps": 1000},
     "gradients": {"lora_r": 0, "targets": None, "batch_sizes": [1, 4]},
@@ -44,8 +44,8 @@ USED_BY: dict[str, dict[str, Any]] = {
 """Options that only one source uses, and their defaults."""
 
 Cell = ActivationCell | GradientCell
-Measure = Callable[[Callable[[str], None]], Iterator[Cell]]
-"""Yields cells, and calls its argument with the name of what comes next."""
+Measure = Callable[..., Iterator[Cell]]
+"""Yields cells, and calls ``announce`` with the name of what comes next."""
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -80,16 +80,15 @@ def run(options: Namespace, console: Console | None = None) -> int:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=total)
         try:
-            for cell in measure(lambda name: progress.update(task, description=name)):
+            for cell in measure(announce=lambda name: progress.update(task, description=name)):
                 cells.append(cell)
                 progress.advance(task)
                 _write(file, options, cells)
         except KeyboardInterrupt:
             interrupted = True
     if cells:
-        printing.print_table(console, cells_table(cells), keys=4)
+        printing.print_table(console, cells_table(cells))
         console.print(explain_cells(cells))
-        _plot(options, console, [c for c in cells if isinstance(c, ActivationCell)])
         console.print(f"Results: {file}", soft_wrap=True)
     if interrupted:
         console.print(f"Interrupted after {len(cells)} cells.")
@@ -145,10 +144,9 @@ def _of_activations(
         layers,
         noises,
         texts=options.texts,
-        tokenizer=tokenizer,
     )
     total = len(layers) * len(makers) * len(rows) * len(noises)
-    return introduction, total, lambda announce: measure(announce=announce)
+    return introduction, total, measure
 
 
 def _of_gradients(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, int, Measure]:
@@ -167,21 +165,18 @@ def _of_gradients(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple
     if options.lora_r:
         # Of the longest, which begin after all that is attacked at any length.
         invert.step_of_adamw(anatomy, rows[max(rows)][attacked:])
-    model = f"{printing.model_name(options.model)} (fp32)"
-    adapted = (
-        f"A client trains a LoRA of rank {options.lora_r} on {model}, one step of AdamW behind "
-        "its start"
-        if options.lora_r
-        else f"A client trains {model}"
-    )
+    trained = f"{printing.model_name(options.model)} (fp32)"
+    if options.lora_r:
+        trained = (
+            f"a LoRA of rank {options.lora_r} on {trained}, one step of AdamW behind its start"
+        )
     noises = _noises(options)
     unit = " times the root mean square of all gradients" if options.relative else ""
-    noise = f", with Gaussian noise of {_listed(n.sigma for n in noises)}{unit}"
     introduction = (
-        f"{adapted}, and shares the gradient of one batch (texts in it: {_listed(sizes)}) of "
-        f"{printing.text_name(options.text)}, each text of {_listed(rows)} tokens"
-        f"{noise if any(n.sigma for n in noises) else ''}. The server has the same weights, and "
-        "reads the texts."
+        f"A client trains {trained}, and shares the gradient of one batch (texts in it: "
+        f"{_listed(sizes)}) of {printing.text_name(options.text)}, each text of {_listed(rows)} "
+        f"tokens, with Gaussian noise of {_listed(n.sigma for n in noises)}{unit}. The server has "
+        "the same weights, and reads the texts."
     )
     measure = partial(
         invert.run_gradient_cells,
@@ -193,7 +188,7 @@ def _of_gradients(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple
         texts=options.texts,
     )
     total = len(attacks) * len(rows) * len(sizes) * len(noises)
-    return introduction, total, lambda announce: measure(announce=announce)
+    return introduction, total, measure
 
 
 def _noises(options: Namespace) -> list[invert.Noise]:
@@ -264,26 +259,11 @@ def _write(file: Path, options: Namespace, cells: Sequence[Cell]) -> None:
         "precision": "fp32",
         **{name: getattr(options, name) for name in ("steps", "lora_r", "targets", "seed")},
         "budget_seconds": _budget(options),
-        "cells": [c.to_dict() for c in cells],
+        "cells": cells,
     }
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    part.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
     part.replace(file)
-
-
-def _plot(options: Namespace, console: Console, cells: Sequence[ActivationCell]) -> None:
-    for name in PLOTS.values():  # of an earlier run, with other numbers
-        (options.out / name).unlink(missing_ok=True)
-    if not cells:
-        return
-    if missing := printing.without_matplotlib():
-        console.print(f"No plots: they need matplotlib ({missing}).")
-        return
-    model = "embedded model" if options.model is None else Path(options.model).name
-    for axis, name in PLOTS.items():
-        if len({getattr(c, axis) for c in cells if c.rates}) > 1:
-            invert.plot_cells(cells, axis, options.out / name, model=model)
-            console.print(f"Plot: {options.out / name}", soft_wrap=True)
 
 
 def _listed(values: Any) -> str:
@@ -310,7 +290,7 @@ def cells_table(cells: Sequence[Cell]) -> Table:
         show_edge=False,
     )
     for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number in (0, 4) else "right", no_wrap=True)
+        table.add_column(name, justify="left" if number in (0, 4) else "right")
     for cell in cells:
         star = "" if cell.finished or not cell.rates else "*"
         numbers = _activations(cell) if isinstance(cell, ActivationCell) else _gradients(cell)
@@ -322,12 +302,11 @@ def cells_table(cells: Sequence[Cell]) -> Table:
 
 def _activations(cell: ActivationCell) -> list[str]:
     useful, rouge = cell.utility, cell.rates.get("rouge_l")
-    perplexity = None if useful is None else useful.perplexity
     return [
         *(_rates(cell) or ("failed", "")),
         "" if rouge is None or math.isnan(rouge.value) else short(rouge.value),
         "unknown" if useful is None else short(useful.accuracy),
-        "" if perplexity is None else f"{perplexity:.3g}",
+        "" if useful is None else f"{useful.perplexity:.3g}",
         f"{1e3 * cell.seconds / (cell.texts * cell.length):.3g}" if cell.rates else "",
     ]
 
@@ -394,13 +373,12 @@ def _explain_gradients(cells: Sequence[GradientCell]) -> list[str]:
 
 def _explain_activations(cells: Sequence[ActivationCell]) -> list[str]:
     unit = " in those of each dimension of the hidden states" if cells[0].relative else ""
-    tasks = dict.fromkeys(c.utility.task for c in cells if c.utility is not None)
-    task = f"{', '.join(tasks)} of the whole model from the noised states; ppl: perplexity"
     lines = [
         "Token accuracy (Eq. 5): the share of a text's tokens that are at the correct position, "
         "mean over texts; in brackets its 95% interval over texts. exact: texts without an error. "
         f"ROUGE: ROUGE-L. ms: wall time per token. split: block, of {cells[0].blocks}. len: "
-        f"tokens. noise: standard deviations{unit}. task: {task if tasks else 'unknown'}.",
+        f"tokens. noise: standard deviations{unit}. task: next-token accuracy of the whole model "
+        "from the noised states, unknown for encoders; ppl: perplexity.",
     ]
     problems = dict.fromkeys(
         f"{c.attack}, split {c.layer}, {c.length} tokens, noise {c.sigma:g}: {c.problem}"

@@ -8,16 +8,15 @@ from argparse import Namespace
 from collections.abc import Mapping
 from importlib.metadata import version
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.commands.printing import print_table, three_digits
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, read_texts
-from lightning_fedleak.cli.studies.canaries import PlantedCanaries, Tiers
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, tokenize
 from lightning_fedleak.cli.studies.models import ask_both
+from lightning_fedleak.report.records import as_json
 
 TIERS = {
     "_x1": ", once",
@@ -43,25 +42,15 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: a model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    if (options.canaries is None) is not (options.record is None):
-        raise SourceError("--canaries and --record go together: the texts, and which were planted")
     tokenizer = load_tokenizer(options.base)
     members, others = (
         tokenize(read_texts(source, options.column), tokenizer, options.length)
         for source in (options.members, options.others)
     )
     pool = ReleasedPool(members, others, lambda ids: str(tokenizer.decode(ids)))
-    canaries = None
-    if options.canaries is not None:
-        canaries = PlantedCanaries(options.canaries, options.record)
-    texts = [*pool.texts, *(canaries.texts if canaries else ())]
-    base, now = ask_both(texts, options.model, options.base)
-    inside = torch.arange(len(texts)) < len(pool.texts)
+    base, now = ask_both(pool.texts, options.model, options.base)
     try:
-        result = pool.compare(base.rows(inside), now.rows(inside))
-        tiers: Tiers = {}
-        if canaries is not None:
-            tiers = canaries.compare(base.rows(~inside), now.rows(~inside), options.suffix)
+        result = pool.compare(base, now)
     except UnusableObservation as error:
         raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
     is_known = options.drawn or result.one_law
@@ -76,22 +65,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
     )
     for sentence in _warnings(result, drawn=options.drawn):
         console.print(sentence)
-    if tiers:
-        print_table(console, _tiers_table(tiers))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        content = _content(result, pool, tiers) | {"drawn": options.drawn, "known": is_known}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
+        options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     if options.at_most is None:
         return 0
     attack = "extraction" if options.metric in ("extracted", "greedy") else "combined"
-    judged = {attack: result.values[attack] if is_known else "members are not exchangeable"}
-    judged |= {f"canaries x{times}": tier for times, tier in tiers.items()}
-    breaches = _breaches(judged, options.metric, options.at_most)
-    for sentence in breaches:
-        console.print(sentence)
-    return BREACH if breaches else 0
+    values = result.values[attack] if is_known else {}
+    breach = _breach(values, options.metric, options.at_most)
+    if breach is not None:
+        console.print(f"BREACH: {attack}/{options.metric} {breach}")
+    return 0 if breach is None else BREACH
 
 
 def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
@@ -112,37 +98,24 @@ def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
     return sentences
 
 
-def _breaches(
-    results: Mapping[str, Mapping[str, float] | str], metric: str, at_most: float
-) -> list[str]:
-    """Return a sentence for each result that is above a threshold, or may be."""
-    sentences = []
-    for name, values in results.items():
-        low = high = math.nan
-        if not isinstance(values, str):
-            low = values["shown" if metric == "shown" else f"{metric}_low"]
-            high = values[f"{metric}_high"]
-        if math.isnan(low):
-            sentences.append(f"BREACH: {name}/{metric} is unknown.")
-        elif low > at_most:
-            sentences.append(
-                f"BREACH: {name}/{metric} is shown to be at least {low:.3f}, above "
-                f"--at-most {at_most:g}."
-            )
-        elif high > at_most:
-            sentences.append(
-                f"BREACH: {name}/{metric} is unknown: it lies between {low:.3f} and "
-                f"{high:.3f}, which does not decide --at-most {at_most:g}. Give more texts."
-            )
-    return sentences
+def _breach(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
+    """Return why a result is above a threshold, or may be; None where it is not."""
+    low = values.get("shown" if metric == "shown" else f"{metric}_low", math.nan)
+    high = values.get(f"{metric}_high", math.nan)
+    if math.isnan(low):
+        return "is unknown."
+    if low > at_most:
+        return f"is shown to be at least {low:.3f}, above --at-most {at_most:g}."
+    if high > at_most:
+        return (
+            f"is unknown: it lies between {low:.3f} and {high:.3f}, which does not decide "
+            f"--at-most {at_most:g}. Give more texts."
+        )
+    return None
 
 
-def _content(result: Comparison, pool: ReleasedPool, tiers: Tiers) -> dict[str, object]:
-    """Return the result as plain values; what is no finite number is null."""
-
-    def plain(values: Mapping[str, float]) -> dict[str, float | None]:
-        return {name: x if math.isfinite(x) else None for name, x in values.items()}
-
+def _content(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
+    """Return the result for JSON."""
     return {
         "kind": "memorization",
         "version": version("lightning-fedleak"),
@@ -152,15 +125,8 @@ def _content(result: Comparison, pool: ReleasedPool, tiers: Tiers) -> dict[str, 
         "short": pool.short,
         "pool": pool.digest,
         "visible_tpr": result.visible,
-        "blind": {
-            name: plain({"auc": rate.value, "auc_low": rate.low, "auc_high": rate.high})
-            for name, rate in result.blind.items()
-        },
-        "attacks": {name: plain(values) for name, values in result.values.items()},
-        "canaries": {
-            str(times): tier if isinstance(tier, str) else plain(tier)
-            for times, tier in tiers.items()
-        },
+        "blind": result.blind,
+        "attacks": result.values,
     }
 
 
@@ -187,23 +153,4 @@ def _table(result: Comparison) -> Table:
                 "",
                 f"greedy {three_digits(values[f'greedy{tier}'])}",
             )
-    return rows
-
-
-def _tiers_table(tiers: Tiers) -> Table:
-    """Return a table with a row for each tier of canaries."""
-    rows = Table("canaries", "exposure, bits", "AUC", "95%", "extracted", "greedy")
-    for times, values in tiers.items():
-        if isinstance(values, str):
-            rows.add_row(f"x{times}", f"unknown: {values}", *[""] * 4)
-            continue
-        least = "" if math.isfinite(values["exposure_high"]) else "at least "
-        rows.add_row(
-            f"x{times}",
-            f"{least}{values['exposure']:.2f}",
-            three_digits(values["auc"]),
-            f"{values['auc_low']:.3f} to {values['auc_high']:.3f}",
-            three_digits(values["extracted"]),
-            three_digits(values["greedy"]),
-        )
     return rows

@@ -229,7 +229,7 @@ def sweep(add: Add) -> None:
     """Train under a grid of defences: what each costs and what still leaks.
 
     Fine-tunes a language model once for each defence and strength, with the same data, order and
-    seed, and attacks every run as it trains. Writes a table, JSON and a plot of utility against
+    seed, and attacks every run as it trains. Writes a table, JSON and a report with utility against
     leakage. It continues where it was interrupted.
 
     Options:
@@ -245,7 +245,7 @@ def sweep(add: Add) -> None:
         length: tokens a text, at most.
         every_n_steps: steps between two looks.
         lr: learning rate of AdamW.
-        peft: train only a part of the model.
+        peft: train low-rank adapters; by default the whole model.
         budget_seconds: time that prefix and descent may take for one look.
         seed: seed of split, order, dropout and calibration.
         out: results.
@@ -256,7 +256,7 @@ def sweep(add: Add) -> None:
     _add_sources(add)
     add("--layer", **_count(None, 0))
     _add_training(add, steps=60)
-    add("--peft", choices=("lora", "bitfit"))
+    add("--peft", choices=("lora",))
     add("--budget-seconds", **_number("S", _POSITIVE, 10.0))
     add("--seed", **_SEED)
     add("--out", **_path("DIR", "fedleak_runs/sweep"))
@@ -266,9 +266,9 @@ def plan(add: Add) -> None:
     """What an update of a set-up can reveal, and what the attacks on it cost, before any training.
 
     Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole first
-    block's), and finds by attack the smallest batch that is not read exactly, which is no promise
-    that a larger one is safe. Then it says what each attack takes that a run would choose. A
-    model and texts are included; use your own with --model and --text.
+    block's), and attacks a batch of the texts, which is no promise that a larger one is safe. Then
+    it says what each attack takes that a run would choose. A model and texts are included; use
+    your own with --model and --text.
 
     Options:
         model: language model: a folder or a name on the hub.
@@ -293,22 +293,18 @@ def memorization(add: Add) -> None:
 
     Asks the trained model and its base about texts that were trained on and texts that were not,
     and shows how far they can be told apart and which of them the model would write. Each text
-    costs two forwards; nothing is generated. Canaries that were planted are asked about by how
-    often they were repeated.
+    costs two forwards; nothing is generated.
 
     Options:
         model: the trained model: a folder, or one with adapters of PEFT.
         base: the model that the training began from: a folder or a name on the hub.
         members: texts that were trained on: {sources}.
         others: texts like them that were not trained on, in one of the same forms.
-        canaries: the canaries of with_canaries in their order, as JSON lines with input_ids.
-        record: the record of which of them were planted.
-        suffix: tokens at the end of a canary that count; by default all but the first.
         column: the column of --members and --others that holds the text.
         length: tokens of a text, at most.
         drawn: a coin chose the others among the same rows (leave_out), so that they follow one
             law.
-        metric: what --at-most limits, of canaries too: the AUC, the TPR at 1% FPR that is shown, or
+        metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, or
             the excess of members that are extracted in samples or greedily.
         at_most: exit with status 3 where its interval reaches above, or it is unknown.
         out: file of the result as JSON.
@@ -317,9 +313,6 @@ def memorization(add: Add) -> None:
     add("--base", required=True, metavar="NAME")
     add("--members", required=True, metavar="SOURCE")
     add("--others", required=True, metavar="SOURCE")
-    add("--canaries", **_path("FILE"))
-    add("--record", **_path("FILE"))
-    add("--suffix", **_count(None))
     add("--column", metavar="NAME")
     add("--length", **_count(256, 9))
     add("--drawn", action="store_true")
@@ -388,8 +381,6 @@ def federate(add: Add) -> None:
         attack: every attack that can read these updates, or none.
         members: texts of a round in its membership games, and as many that are not in the round; a
             gate needs 16.
-        leave_out: texts of each client that it does not train on; each client then asks the models
-            that it is sent what they have memorized of its other texts. Nothing of it leaves.
         gate: the highest --watch at which an update still leaves.
         watch: what the gate watches, a name in the logs; by default leakage/worst/membership (of
             which .5 is guessing), and leakage/worst/words where an attack can read words from
@@ -422,7 +413,6 @@ def federate(add: Add) -> None:
     add("--length", **_count(32, 2))
     add("--attack", choices=("auto", "none"), default="auto")
     add("--members", **_count(16))
-    add("--leave-out", **_count(0, 0))
     add("--gate", **_number("X", _SHARE))
     add("--watch", metavar="NAME")
     add("--action", choices=("withhold", "harden", "raise", "warn"), default="withhold")
@@ -475,5 +465,37 @@ def compare(add: Add) -> None:
 def fit(add: Add) -> None:
     """Fine-tune any causal language model on any text, configured by LightningCLI.
 
-    --recipe NAME appends a ready-made config: monitors, gates, defences (once for each).
+    These are the settings that most runs need. LightningCLI has all others of the model, the data
+    and the Trainer; --print_config lists them with their values. Lists and classes (callbacks,
+    strategy) are best written in a config: see examples/finetune.yaml and the recipes.
+
+    Options:
+        config: settings in YAML, with the keys model, data, trainer; several are merged.
+        recipe: append a ready-made config: monitors, gates or a defence (once for each).
+        print_config: print all settings and exit.
+        model_model: a folder or a name on the hub; by default a small one that is included.
+        model_lr: learning rate of AdamW.
+        model_peft: train low-rank adapters; by default the whole model.
+        model_loss: mean over tokens, or over texts of each text's mean, as DP-SGD needs.
+        data_text: private text: {sources}; by default messages that are included.
+        data_column: the column of the text.
+        data_batch_size: texts a batch.
+        data_length: tokens a row, at most.
+        trainer_max_steps: optimizer steps.
+        trainer_devices: number of devices.
+        trainer_callbacks_help: print the settings of a callback, such as LeakageMonitor, and exit.
     """
+    add("--config", metavar="FILE")
+    add("--recipe", metavar="NAME")
+    add("--print_config", action="store_true")
+    add("--model.model", metavar="NAME")
+    add("--model.lr", metavar="X", default=1e-4)
+    add("--model.peft", choices=("lora",))
+    add("--model.loss", choices=("token_mean", "sample_mean"), default="token_mean")
+    add("--data.text", metavar="SOURCE")
+    add("--data.column", metavar="NAME")
+    add("--data.batch_size", metavar="N", default=8)
+    add("--data.length", metavar="N", default=64)
+    add("--trainer.max_steps", metavar="N")
+    add("--trainer.devices", metavar="N")
+    add("--trainer.callbacks.help", metavar="CLASS")

@@ -10,9 +10,6 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from lightning_fedleak.cli.commands import options
-from lightning_fedleak.cli.finetuning.assets import SourceError, check_model_source
-from lightning_fedleak.cli.finetuning.texts import check_text_source
-from lightning_fedleak.cli.studies.names import check_defense, did_you_mean
 
 _COMMANDS = (
     *(options.demo, options.game, options.invert, options.plan, options.memorization),
@@ -30,58 +27,22 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports in one line what was wrong and the nearest name."""
+    """Reports in one line what was wrong."""
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2."""
-        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if wrong is not None:
-            message += did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         self.exit(2, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line; ``command`` is the subcommand's name.
 
-    An error ends the program with status 2; all options that do not exist are reported at once.
+    An error ends the program with status 2.
 
     Args:
         arguments: without the program's name.
     """
-    fedleak, commands = parsers()
-    namespace, unknown = fedleak.parse_known_args(arguments)
-    if unknown:
-        command = commands[namespace.command]
-        names = [name for action in command._actions for name in action.option_strings]
-        words = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
-        phrases = ", ".join(word + did_you_mean(word, names) for word in words)
-        command.error(f"no such option{'s' * (len(words) > 1)}: {phrases}")
-    return namespace
-
-
-def check_sources(namespace: argparse.Namespace) -> None:
-    """Raise an error for missing defences, models and texts.
-
-    Args:
-        namespace: as :func:`parse` returns it.
-
-    Raises:
-        SourceError: what is wrong with which of them.
-    """
-    defenses = getattr(namespace, "defense", None) or ()
-    for defense in (defenses,) if isinstance(defenses, str) else defenses:
-        check_defense(defense)
-    for name in ("model", "base"):
-        check_model_source(getattr(namespace, name, None))
-    column = getattr(namespace, "column", None)
-    for name in ("text", "members", "others"):
-        if (source := getattr(namespace, name, None)) is not None and isinstance(source, str):
-            check_text_source(source, column, option="--column")
-    if getattr(namespace, "text", "") is None and column is not None:
-        raise SourceError("--column names a column of --text: give that too")
-    public = getattr(namespace, "public", None)
-    if public not in (None, "sampled"):
-        check_text_source(public)
+    return parsers()[0].parse_args(arguments)
 
 
 def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -101,7 +62,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         )
 
         def add(name: str, **arguments: Any) -> None:
-            key = name.lstrip("-").replace("-", "_")
+            key = re.sub(r"\W", "_", name.lstrip("-"))
             command.add_argument(name, help=helps[key], **arguments)  # noqa: B023  (called here)
 
         add_options(add)

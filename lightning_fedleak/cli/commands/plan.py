@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from lightning_fedleak.attacks.row_space import NotAdditive
-from lightning_fedleak.cli.commands.printing import print_table
 from lightning_fedleak.cli.finetuning import (
     EMBEDDED_MESSAGES,
     SourceError,
@@ -69,7 +67,7 @@ def _show_capacity(
     size: int,
     seconds: float,
 ) -> None:
-    """Print how many tokens the rows of an update reveal, and where exact recovery ends."""
+    """Print how many tokens the rows of an update reveal, and what an attack reads of a batch."""
     console.print(
         f"An update shares {study.rows} rows of {study.known_input.width} numbers that reveal "
         "which tokens the first block reads, out of "
@@ -82,9 +80,8 @@ def _show_capacity(
         f"Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
         f"planted at random, {shown}{missed}.\n"
     )
-    trials = study.trials(texts, tokenizer, size)
-    print_table(console, trial_table(trials, study.length))
-    console.print(f"{explain_trials(trials, study.length)}\n")
+    trial = study.trial(texts, tokenizer, size)
+    console.print(f"{explain_trial(trial, study.length)}\n")
 
 
 def show_attacks(anatomy: Anatomy) -> None:
@@ -106,41 +103,14 @@ def show_attacks(anatomy: Anatomy) -> None:
         pass  # the plan of a run is logged before its first step
 
 
-def trial_table(trials: Sequence[Trial], length: int) -> Table:
-    """Return a table with a row for each trial.
-
-    Args:
-        trials: by the size of their batches.
-        length: tokens of a text.
-    """
-    rows = Table("texts x tokens", "distinct tokens", "read (F1)", "certified", "seconds")
-    for trial in trials:
-        rows.add_row(
-            f"{trial.texts} x {length}",
-            str(trial.types),
-            "unknown" if trial.f1 is None else f"{trial.f1:.3f}",
-            "yes" if trial.certified else "no",
-            f"{trial.seconds:.1f}",
-        )
-    return rows
-
-
-def explain_trials(trials: Sequence[Trial], length: int) -> str:
-    """Return what the table means, in sentences; arguments as :func:`trial_table` takes them."""
-    first_missed = next((trial for trial in trials if not trial.exact), None)
-    if first_missed is None:
-        result = (
-            f"Every token of every batch was read exactly, up to {trials[-1].texts} texts of "
-            f"{length} tokens; where that ends was not reached."
-        )
-    else:
-        plural = "s" * (first_missed.texts > 1)
-        result = (
-            f"Exact recovery ends before {first_missed.texts} text{plural} of {length} tokens "
-            f"({first_missed.types} distinct)."
-        )
+def explain_trial(trial: Trial, length: int) -> str:
+    """Return what an attacked batch of texts of ``length`` tokens showed."""
+    plural = "s" * (trial.texts > 1)
+    f1 = "is unknown" if trial.f1 is None else f"is {trial.f1:.3f}"
+    certified = ", and the attack certifies that nothing is missing" * trial.certified
     return (
-        f"{result}\nMeasured on these texts, with one attack on one step's gradient: no larger "
-        "batch is shown to be safe by it. Beyond the end a part is still read (F1), and other "
-        "attacks may read more."
+        f"A batch of {trial.texts} text{plural} of {length} tokens ({trial.types} distinct) was "
+        f"attacked for {trial.seconds:.1f} s: F1 of its words {f1}{certified}. Measured on one "
+        "step's gradient: no larger batch is shown to be safe by it, and other attacks may read "
+        "more."
     )

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.markup import escape
+from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.extras import install
+from lightning_fedleak.report import findings, read
+from lightning_fedleak.report.overview import plain
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
@@ -73,146 +68,57 @@ def make_file(path: Path, option: str) -> None:
         ) from error
 
 
-def without_matplotlib() -> str:
-    """Return how matplotlib is installed, as Rich prints it; nothing where it is there."""
-    return "" if importlib.util.find_spec("matplotlib") else escape(install("plots"))
+def explain_run(folder: Path) -> str:
+    """Return the report's sentences about a run: what was recovered, and of which looks.
+
+    Raises:
+        ReportError: the folder holds no run.
+    """
+    [overview] = findings(read([folder])).overviews
+    tested = [one for one in overview.readings if one.verdict != "untested"]
+    lines = [plain(overview.sentence), *(f"{r.title}: {r.answer}. {r.note}" for r in tested)]
+    return "\n".join(lines)
 
 
-class LiveTable:
-    """Shows rows as they come: a live table on a terminal, lines elsewhere.
+class LinesTable:
+    """Prints rows as lines, one when it comes.
 
     Args:
         console: where to print.
         headers: of the columns; a header may have several lines.
-        widths: of the columns where rows are printed as lines.
+        widths: of the columns.
         title: above the table.
-        footer: shown below a live table.
-        max_rows: rows of a live table, at most; the last ones stay.
     """
 
     def __init__(
-        self,
-        console: Console,
-        headers: Sequence[str],
-        widths: Sequence[int],
-        *,
-        title: str = "",
-        footer: RenderableType = "",
-        max_rows: int | None = None,
+        self, console: Console, headers: Sequence[str], widths: Sequence[int], title: str = ""
     ) -> None:
         self._console, self._headers, self._widths = console, headers, widths
-        self._title, self._footer = title, footer
-        self._rows: deque[Sequence[str]] = deque(maxlen=max_rows)
-        self._live: Live | None = None
+        self._title = title
 
-    def __enter__(self) -> LiveTable:
-        """Open the table."""
-        if self._console.is_terminal:
-            self._live = Live(self._table(), console=self._console, refresh_per_second=8)
-            self._live.start()
-            return self
+    def print_headers(self) -> None:
+        """Print the title and the headers."""
         if self._title:
             self._console.print(self._title, soft_wrap=True)
         lines = [header.split("\n") for header in self._headers]
         height = max(map(len, lines))
         for number in range(height):
-            self._print([([""] * (height - len(line)) + line)[number] for line in lines])
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        """Close the table, so that what is printed next is below it."""
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-            self._live.stop()
-            self._live = None
+            self.add([([""] * (height - len(line)) + line)[number] for line in lines])
 
     def add(self, cells: Sequence[str]) -> None:
-        """Add a row."""
-        self._rows.append(cells)
-        if self._live is None:
-            self._print(cells)
-        else:
-            self._live.update(self._table(), refresh=True)
-
-    def _print(self, cells: Sequence[str]) -> None:
+        """Print a row."""
         line = "".join(f"{c:>{w}}" for c, w in zip(cells, self._widths, strict=True))
         self._console.print(line.rstrip(), soft_wrap=True)
 
-    def _table(self) -> RenderableType:
-        table = Table(
-            title=self._title or None,
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
-        for header in self._headers:
-            table.add_column(header, justify="right")
-        for row in self._rows:
-            table.add_row(*row)
-        return Group(table, self._footer)
 
+def print_table(console: Console, table: Table) -> None:
+    """Print a table with whole cells, beyond the console's width where they do not fit.
 
-def print_table(console: Console, table: Table, keys: int = 1) -> None:
-    """Print a table of short texts in as few blocks as fit the console's width, one below another.
-
-    Headers wrap between words. Cells do not, except in a column with ``overflow="fold"``, which
-    takes at most a third of the width.
-
-    Args:
-        console: where to print.
-        table: its cells are strings. Box, padding, edge and title are kept.
-        keys: how many columns from the left name a line; they are repeated in every block.
+    Cells wrap in columns with ``overflow="fold"`` alone.
     """
-    block = list(range(keys))
-    title = table.title
-    for column in range(keys, len(table.columns)):
-        if len(block) > keys and _width(console, _part(console, table, [*block, column])) > (
-            console.width
-        ):
-            console.print(_laid_out(console, table, block, title))
-            console.print()
-            block, title = list(range(keys)), None
-        block.append(column)
-    console.print(_laid_out(console, table, block, title))
-
-
-def _laid_out(console: Console, table: Table, columns: Sequence[int], title: object) -> Table:
-    """Return the columns with their headers on one line each where that fits, else wrapped."""
-    block = _part(console, table, columns, whole_headers=True)
-    if _width(console, block) > console.width:
-        block = _part(console, table, columns)
-    block.title = title  # type: ignore[assignment]
-    return block
-
-
-def _part(
-    console: Console, table: Table, columns: Sequence[int], *, whole_headers: bool = False
-) -> Table:
-    part = Table(box=table.box, padding=table.padding, show_edge=table.show_edge)
-    chosen = [table.columns[i] for i in columns]
-    for column in chosen:
-        header = str(column.header)
-        words = header.splitlines() if whole_headers else header.split()
-        texts = [console.render_str(str(cell)) for cell in column.cells]
-        lines = [line.cell_len for text in texts for line in text.split("\n")]
-        width = max([*map(len, words), *lines], default=1)
-        folds = column.overflow == "fold"
-        part.add_column(
-            header,
-            justify=column.justify,
-            overflow="fold",
-            width=min(width, console.width // 3) if folds else width,
-        )
-    for row in zip(*(column.cells for column in chosen), strict=True):
-        part.add_row(*row)
-    return part
-
-
-def _width(console: Console, table: Table) -> int:
+    for column in table.columns:
+        column.no_wrap = column.overflow != "fold"
     options = console.options.update(max_width=_ANY_WIDTH)
-    return Measurement.get(console, options, table).minimum
+    needed = Measurement.get(console, options, table).minimum
+    table.width = needed if needed > console.width else None
+    console.print(table, soft_wrap=True)

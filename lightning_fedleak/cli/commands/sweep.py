@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.cli.commands import printing
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
-from lightning_fedleak.cli.studies import sweep
-from lightning_fedleak.cli.studies.sweep.grid import plot_pareto
+from lightning_fedleak.cli.studies.defense_specs import parse_defenses
+from lightning_fedleak.cli.studies.sweep.cell import (
+    data_of,
+    loss_before,
+    quiet,
+    read_layer,
+    run_cell,
+)
+from lightning_fedleak.cli.studies.sweep.grid import CellResult, Grid, GridCell, Leakage, Setting
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.report import write
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -29,22 +35,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
         0; 1 where a cell failed; 130 after an interrupt.
 
     Raises:
-        SourceError: model, text or folder cannot be used.
+        SourceError: model, text, folder or defence cannot be used.
         AnatomyError: the model's parts could not be found.
-        SpecError: a defence that cannot be meant.
     """
     console = console or Console(highlight=False)
     values = {**vars(options), "attacks": tuple(dict.fromkeys(options.attack))}
-    setting = sweep.Setting(**{f.name: values[f.name] for f in fields(sweep.Setting)})
-    specs = [spec for text in options.defense for spec in sweep.parse_defenses(text)]
+    setting = Setting(**{f.name: values[f.name] for f in fields(Setting)})
+    specs = [spec for text in options.defense for spec in parse_defenses(text)]
     # What would make every cell fail is raised here, before the first of them runs.
     printing.make_folder(options.out, options.out)
-    with sweep.quiet():
-        sweep.read_layer(
-            setting, find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
-        )
-    sweep.data_of(setting).setup()
-    grid = sweep.Grid([sweep.GridCell(setting, spec) for spec in specs], options.out)
+    with quiet():
+        read_layer(setting, find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft)))
+    data_of(setting).setup()
+    grid = Grid([GridCell(setting, spec) for spec in specs], options.out)
     todo = grid.todo()
     console.print(
         f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
@@ -53,10 +56,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
     )
     interrupted, before = False, None
     try:
-        before = _loss_before(setting, options.out / "before.json")
+        before = loss_before(setting)
         with console.status("") as status:
             grid.run(
-                sweep.run_cell,
+                run_cell,
                 lambda cell: status.update(
                     f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}"
                 ),
@@ -71,35 +74,16 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if results:
         printing.print_table(console, defense_table(results, before))
         console.print(explain_defenses(results))
-    if any(r.val_loss is not None for _, r in results):
-        if missing := printing.without_matplotlib():
-            console.print(f"No plot: {missing}")
-        else:
-            plot_pareto(results, options.out / "pareto.png", loss_before=before)
-            paths.append(str(options.out / "pareto.png"))
+    runs = [grid.logs(cell) for cell, result in results if result.error is None]
+    if runs := [folder for folder in runs if folder.is_dir()]:
+        paths += map(str, write(runs, options.out))
     console.print(f"\nWritten: {', '.join(paths)}", soft_wrap=True)
     if interrupted:
         return printing.INTERRUPTED
     return 1 if any(r.error is not None for _, r in results) else 0
 
 
-def _loss_before(setting: sweep.Setting, path: Path) -> float:
-    """Return the loss before any training, which is kept in a file."""
-    names = ("model", "text", "column", "batch_size", "length", "seed")
-    settings = {name: getattr(setting, name) for name in names}
-    if path.exists():
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved["setting"] == settings:
-            return float(saved["val_loss"])
-    loss = sweep.loss_before(setting)
-    content = json.dumps({"setting": settings, "val_loss": loss}, indent=1)
-    path.write_text(content + "\n", encoding="utf-8")
-    return loss
-
-
-def defense_table(
-    results: Sequence[tuple[sweep.GridCell, sweep.CellResult]], before: float | None
-) -> Table:
+def defense_table(results: Sequence[tuple[GridCell, CellResult]], before: float | None) -> Table:
     """Return a row for each defence: loss, epsilon, each attack's headline and interval."""
     title = "utility and leakage" + ("" if before is None else f" (loss before: {before:.3f})")
     rows = Table(title=title)
@@ -120,7 +104,7 @@ def defense_table(
     return rows
 
 
-def explain_defenses(results: Sequence[tuple[sweep.GridCell, sweep.CellResult]]) -> str:
+def explain_defenses(results: Sequence[tuple[GridCell, CellResult]]) -> str:
     """Return what the table's words mean, and what failed and why."""
     lines = [
         "",
@@ -146,21 +130,21 @@ def explain_defenses(results: Sequence[tuple[sweep.GridCell, sweep.CellResult]])
     return "\n".join(lines)
 
 
-def _line(cell: sweep.GridCell, result: sweep.CellResult) -> str:
+def _line(cell: GridCell, result: CellResult) -> str:
     if result.error is not None:
         return f"{cell.defense}: failed, {result.error}"
     loss = "unknown" if result.val_loss is None else f"{result.val_loss:.3f}"
     return f"{cell.defense}: val loss {loss} in {result.seconds:.0f} s"
 
 
-def _epsilon(result: sweep.CellResult) -> str:
+def _epsilon(result: CellResult) -> str:
     if "epsilon" not in result.privacy:
         return ""
     epsilon = result.privacy["epsilon"]
     return "inf" if epsilon is None else f"{epsilon:.3g}"
 
 
-def _leakage(leakage: sweep.Leakage | None) -> str:
+def _leakage(leakage: Leakage | None) -> str:
     if leakage is None:
         return ""
     if not leakage.exposed:

@@ -15,19 +15,18 @@ if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.assets import SourceError as SourceError
     from lightning_fedleak.cli.finetuning.assets import quiet_logs as quiet_logs
     from lightning_fedleak.cli.finetuning.data import PadRight as PadRight
+    from lightning_fedleak.cli.finetuning.data import TextDataModule as TextDataModule
     from lightning_fedleak.cli.finetuning.data import TokenRows as TokenRows
     from lightning_fedleak.cli.finetuning.data import load_tokenizer as load_tokenizer
-    from lightning_fedleak.cli.finetuning.lightning import CausalLMFineTuning as CausalLMFineTuning
-    from lightning_fedleak.cli.finetuning.lightning import TextDataModule as TextDataModule
+    from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning as CausalLMFineTuning
     from lightning_fedleak.cli.finetuning.module import load_model as load_model
     from lightning_fedleak.cli.finetuning.texts import read_labelled as read_labelled
     from lightning_fedleak.cli.finetuning.texts import read_texts as read_texts
 
 _HOMES = {
     "assets": ("EMBEDDED_MESSAGES", "EMBEDDED_MODEL", "TRAINING", "SourceError", "quiet_logs"),
-    "data": ("PadRight", "TokenRows", "load_tokenizer"),
-    "lightning": ("CausalLMFineTuning", "TextDataModule"),
-    "module": ("load_model",),
+    "data": ("PadRight", "TextDataModule", "TokenRows", "load_tokenizer"),
+    "module": ("CausalLMFineTuning", "load_model"),
     "texts": ("read_labelled", "read_texts"),
 }
 

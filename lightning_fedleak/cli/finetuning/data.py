@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import lightning.pytorch as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -13,13 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_fedleak.cli.finetuning import assets
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.lightning_packages import mixed
 from lightning_fedleak.validate import check_integer, check_number
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, Trainer
-else:
-    LightningDataModule = object
 
 IGNORED = -100  # label without a loss: torch's cross_entropy and Hugging Face's models
 
@@ -87,14 +81,10 @@ class PadRight:
         return batch
 
 
-class TextBatches(LightningDataModule):
+class TextDataModule(L.LightningDataModule):
     """Any text as batches for a causal language model, split into train and validation.
 
     Texts, split and order depend on ``seed`` alone, never on the global random numbers.
-
-    For a Trainer of ``lightning`` it is :class:`lightning_fedleak.cli.finetuning.TextDataModule`,
-    for one of ``pytorch_lightning``
-    :class:`lightning_fedleak.cli.finetuning.pytorch_lightning.TextDataModule`.
 
     Args:
         text: a file, folder or dataset as
@@ -109,7 +99,6 @@ class TextBatches(LightningDataModule):
 
     Raises:
         ValueError: an argument is out of its range.
-        TypeError: in a fit, the Trainer is of the other package.
 
     Examples:
         >>> from lightning_fedleak.cli.finetuning import TextDataModule
@@ -141,17 +130,6 @@ class TextBatches(LightningDataModule):
         self._val: TokenRows | None = None
 
     @property
-    def trainer(self) -> Trainer | None:
-        """The Trainer of this data module, or None."""
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
-        if trainer is not None and (why := mixed(type(self).__name__, self, trainer)) is not None:
-            raise TypeError(why)
-        self._trainer = trainer
-
-    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded at the first use."""
         if self._tokenizer is None or isinstance(self._tokenizer, str):
@@ -174,11 +152,6 @@ class TextBatches(LightningDataModule):
             )
         source = assets.EMBEDDED_MESSAGES if self.text is None else self.text
         texts = read_texts(source, self.column)
-        if len(texts) < 2:
-            raise assets.SourceError(
-                f"'{source}' holds one text only, and training and validation need one each. A "
-                "plain text file has one text a line."
-            )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
         n_val = max(1, round(len(texts) * self.val_fraction))
         train = TokenRows.tokenize([texts[i] for i in order[n_val:]], self.tokenizer, self.length)
@@ -187,7 +160,8 @@ class TextBatches(LightningDataModule):
             raise assets.SourceError(
                 f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
                 f"and {len(val)} for validation; at least {self.batch_size} (batch_size) and 1 are "
-                "needed. Give more text, or make batch_size or length smaller."
+                "needed. Give more text (a text a line in a plain text file), or make batch_size "
+                "or length smaller."
             )
         self._train, self._val = train, val
 

@@ -1,9 +1,10 @@
-"""The module that fine-tunes a causal language model, for either package of Lightning."""
+"""The module that fine-tunes a causal language model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import lightning.pytorch as L
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -12,11 +13,6 @@ from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import install
 from lightning_fedleak.validate import check_choice
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-else:
-    LightningModule = object
 
 
 def load_model(name: str | None) -> PreTrainedModel:
@@ -33,28 +29,24 @@ def load_model(name: str | None) -> PreTrainedModel:
     return model
 
 
-class NextTokenTraining(LightningModule):
+class CausalLMFineTuning(L.LightningModule):
     """The training of any Hugging Face causal language model by AdamW on the next-token loss.
 
     It logs ``train_loss`` at each step and ``val_loss`` at each validation.
-
-    For a Trainer of ``lightning`` it is
-    :class:`lightning_fedleak.cli.finetuning.CausalLMFineTuning`, for one of ``pytorch_lightning``
-    :class:`lightning_fedleak.cli.finetuning.pytorch_lightning.CausalLMFineTuning`.
 
     Args:
         model: name on the hub, folder or object; None for the embedded model.
         lr: learning rate.
         weight_decay: of AdamW.
-        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
-            biases only; None trains everything.
+        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``); None trains
+            everything.
         loss: ``"token_mean"`` is the mean over all tokens of a batch, as Hugging Face models return
             it; ``"sample_mean"`` is the mean over texts of the mean over a text's tokens, which
             DP-SGD needs.
 
     Raises:
         ValueError: an unknown ``loss``.
-        SourceError: the model cannot be loaded, or has nothing that ``peft`` could train.
+        SourceError: the model cannot be loaded.
         ImportError: ``peft="lora"`` without the package peft.
 
     Examples:
@@ -69,7 +61,7 @@ class NextTokenTraining(LightningModule):
         model: str | PreTrainedModel | None = None,
         lr: float = 1e-4,
         weight_decay: float = 0.01,
-        peft: Literal["lora", "bitfit"] | None = None,
+        peft: Literal["lora"] | None = None,
         loss: Literal["token_mean", "sample_mean"] = "token_mean",
     ) -> None:
         super().__init__()
@@ -79,12 +71,7 @@ class NextTokenTraining(LightningModule):
         self.lr = lr
         self.weight_decay = weight_decay
         language_model = model if isinstance(model, PreTrainedModel) else load_model(model)
-        if peft == "lora":
-            self.model: torch.nn.Module = _with_lora(language_model)
-        else:
-            if peft == "bitfit":
-                _train_biases_only(language_model)
-            self.model = language_model
+        self.model = _with_lora(language_model) if peft == "lora" else language_model
         self.model.train()  # from_pretrained gives eval mode, and Lightning keeps a module's mode
 
     def forward(self, **batch: Tensor) -> Tensor:
@@ -119,14 +106,3 @@ def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
     wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped
-
-
-def _train_biases_only(model: PreTrainedModel) -> None:
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-    if not biases:
-        raise SourceError(
-            f"peft='bitfit' trains biases, and {type(model).__name__} has none; use peft='lora'"
-        )
-    model.requires_grad_(False)
-    for bias in biases:
-        bias.requires_grad_(True)

@@ -100,19 +100,6 @@ def read_labelled(
     return [text for text, _ in pairs], [str(value or "") for _, value in pairs]
 
 
-def check_text_source(source: str, column: str | None = None, *, option: str = "column=") -> None:
-    """Raise the errors of :func:`read_texts` that do not need data from the hub.
-
-    Raises:
-        SourceError: the texts cannot be read.
-    """
-    if as_path(source).exists():
-        read_texts(source, column, option=option)
-    else:
-        _check_name(source)
-        _check_reach(source)
-
-
 def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
     """Return the rows of a table or the texts of plain text, and a column in the source's name."""
     path = as_path(source)

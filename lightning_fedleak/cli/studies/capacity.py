@@ -19,9 +19,6 @@ from lightning_fedleak.model.snapshots import (
     UnusableObservation,
 )
 
-MOST_TIMES = 8
-"""The largest batch that is tried, over the first one. Not tuned; larger ones take longer."""
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -40,11 +37,6 @@ class Trial:
     f1: float | None
     certified: bool
     seconds: float
-
-    @property
-    def exact(self) -> bool:
-        """Return whether every token was named, and no other."""
-        return self.f1 == 1.0
 
 
 class NothingRead(ValueError):
@@ -108,50 +100,26 @@ class CapacityStudy:
         atoms = attacks.row_space.Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
         return attacks.row_space.measure_capacity(atoms, self.rows, seconds=seconds, seed=self.seed)
 
-    def trials(self, texts: Sequence[str], tokenizer: Any, size: int) -> list[Trial]:
-        """Return trials around the smallest batch that is not read exactly, by their size.
+    def trial(self, texts: Sequence[str], tokenizer: Any, size: int) -> Trial:
+        """Attack the update of one batch.
 
         Args:
-            texts: that batches are drawn from.
+            texts: that the batch is drawn from.
             tokenizer: of the model.
-            size: texts of the first batch.
+            size: texts of the batch; fewer where there are not so many.
         """
         text = attacks.PublicText(texts, tokenizer)
-        mask_id = getattr(tokenizer, "mask_token_id", None)
+        size = min(size, len(text))
         attack = attacks.SubspaceWords(capacity_seconds=0)
         attack.prepare(self.anatomy)
-        trials: dict[int, Trial] = {}
-
-        def exact(count: int) -> bool:
-            if count not in trials:
-                trials[count] = self._trial(attack, text, count, mask_id)
-            return trials[count].exact
-
-        largest = min(len(text), MOST_TIMES * size)
-        good, bad = 0, min(size, largest)
-        while exact(bad) and bad < largest:
-            good, bad = bad, min(2 * bad, largest)
-        if not trials[bad].exact:
-            while bad - good > 1:
-                middle = (good + bad) // 2
-                good, bad = (middle, bad) if exact(middle) else (good, middle)
-        return [trials[count] for count in sorted(trials)]
-
-    def _trial(
-        self,
-        attack: attacks.SubspaceWords,
-        text: attacks.PublicText,
-        texts: int,
-        mask_token_id: int | None,
-    ) -> Trial:
         generator = torch.Generator().manual_seed(self.seed)
-        rows = text.draw(texts, generator).tolist()
+        rows = text.draw(size, generator).tolist()
         batch = text.rows(
             rows,
             self.length,
             generator,
             kind=self.anatomy.kind,
-            mask_token_id=mask_token_id,
+            mask_token_id=getattr(tokenizer, "mask_token_id", None),
         )
         roles = attack.needs(self.anatomy).gradients
         weights = attacks.nonzero_starts(self.anatomy, generator)
@@ -166,7 +134,7 @@ class CapacityStudy:
             guess = None
         seconds = time.perf_counter() - start
         if guess is None:
-            return Trial(texts, len(truth), None, False, seconds)
+            return Trial(size, len(truth), None, False, seconds)
         metric = WordRecovery(self.anatomy.vocab_size, sync_on_compute=False)
         metric.update(guess, truth)
-        return Trial(texts, len(truth), metric.rates()["f1"].value, bool(guess.certified), seconds)
+        return Trial(size, len(truth), metric.rates()["f1"].value, bool(guess.certified), seconds)

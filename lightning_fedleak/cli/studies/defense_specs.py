@@ -5,21 +5,20 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from lightning_fedleak import defenses as known
-from lightning_fedleak.cli.studies.names import SpecError, check_defense, did_you_mean
+from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.cli.studies.names import did_you_mean
 from lightning_fedleak.defenses import Defense, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Mechanism
 
 NONE = "none"
 MECHANISMS = get_args(Mechanism)
 """Mechanisms of TokenLDP; each name stands for that defence with this mechanism."""
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_+*.\- ]*")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class DefenseSpec:
         """Return a new defence, for one run; an empty list for ``none``.
 
         Raises:
-            SpecError: a setting out of its range.
+            SourceError: a setting out of its range.
         """
         if self.kind == NONE:
             return []
@@ -62,7 +61,7 @@ class DefenseSpec:
             return [defense_kinds()[self.kind](**self.arguments)]
         except (DefenseError, ValueError, TypeError) as error:
             parameters = ", ".join(inspect.signature(defense_kinds()[self.kind]).parameters)
-            raise SpecError(
+            raise SourceError(
                 f"'{self}' cannot be built: {error}. '{self.kind}' takes {parameters}"
             ) from error
 
@@ -87,14 +86,19 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
         text: one defence, or ``none``.
 
     Raises:
-        SpecError: an unknown defence or setting, or a value that is no number or word.
+        SourceError: an unknown defence or setting, or a value that it does not take.
     """
     kind, _, text_of_settings = text.strip().partition(":")
     if kind == NONE:
         if text_of_settings:
-            raise SpecError(f"'{NONE}' is no defence and takes no settings")
+            raise SourceError(f"'{NONE}' is no defence and takes no settings")
         return [DefenseSpec(NONE, {})]
-    check_defense(kind)
+    names = [NONE, *defense_kinds(), *MECHANISMS]
+    if kind not in names:
+        raise SourceError(
+            f"there is no defence '{kind}'{did_you_mean(kind, names)}. These exist: "
+            f"{', '.join(names)}"
+        )
     if kind in MECHANISMS:
         kind, text_of_settings = (
             TokenLDP.name,
@@ -118,9 +122,9 @@ def _settings(kind: str, defense: type[Defense], text: str) -> dict[str, list[An
     for part in text.split(",") if text else []:
         name, equals, values = part.strip().partition("=")
         if not equals or not values:
-            raise SpecError(f"'{part}' of '{kind}:{text}' must be setting=value or setting=a/b/c")
+            raise SourceError(f"'{part}' of '{kind}:{text}' must be setting=value or setting=a/b/c")
         if name not in allowed:
-            raise SpecError(
+            raise SourceError(
                 f"'{kind}' has no setting '{name}'{did_you_mean(name, allowed)}. It has: "
                 f"{', '.join(allowed)}"
             )
@@ -148,11 +152,7 @@ def _value(text: str) -> Any:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = None
-    if isinstance(value, int | float):
-        return value
-    if _WORD.fullmatch(text):
-        return text
-    raise SpecError(f"'{text}' is neither a number nor a word")
+    return value if isinstance(value, int | float) else text
 
 
 def _written(value: Any) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from lightning_fedleak import attacks
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
-from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.evaluation.games.play import Adversary
 from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
@@ -25,60 +24,47 @@ PASSIVE: dict[str, type[attacks.GradientMembership] | type[attacks.SubspaceMembe
 """The attacks that add no layers to the model, by name."""
 
 
-@dataclass(frozen=True)
-class MembershipAdversaries:
-    """The settings that all adversaries of one game share.
+def make_adversaries(
+    names: Sequence[str],
+    layers: Sequence[int],
+    public: attacks.PublicText | None,
+    *,
+    tokens: int,
+    batch: int,
+    randomised: bool = False,
+    seed: int = 0,
+) -> list[Adversary]:
+    """Return the attacks, the passive ones last. Each other one is called ``name@layer``.
 
-    Attributes:
+    Args:
+        names: out of ``GAME_ATTACKS``.
+        layers: blocks whose output the active ones read.
+        public: the server's public text, for attacks that calibrate; None where none does.
         tokens: largest number of tokens in a sentence.
         batch: number of sentences in the client's batch.
-        public: the server's public text, for attacks that calibrate; None if it has none.
         randomised: whether the client's tokens are replaced before training. FCMembership then
             gets a longer ladder, ``RANDOMISED_LADDER``.
         seed: seed of the calibration.
     """
-
-    tokens: int
-    batch: int
-    public: attacks.PublicText | None = None
-    randomised: bool = False
-    seed: int = 0
-
-    def make(self, names: Sequence[str], layers: Sequence[int]) -> list[Adversary]:
-        """Return the attacks, the passive ones last. Each other one is called ``name@layer``.
-
-        Raises:
-            SourceError: an attack needs public text, and there is none.
-        """
-        active = [self._active(name, n) for n in layers for name in names if name not in PASSIVE]
-        return [*active, *(self._passive(name) for name in names if name in PASSIVE)]
-
-    def _active(self, name: str, layer: int) -> Adversary:
-        granularity: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
-        label = f"{name}@{layer}"
-        tokens, seed = self.tokens, self.seed
+    ladder: dict[str, Any] = {"ladder": RANDOMISED_LADDER} if randomised else {}
+    adversaries: list[Adversary] = []
+    for layer, name in itertools.product(layers, [n for n in names if n not in PASSIVE]):
+        full: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
+        common: dict[str, Any] = {"tokens": tokens, "name": f"{name}@{layer}"}
         if name.startswith("fc"):
-            ladder: dict[str, Any] = {"ladder": RANDOMISED_LADDER} if self.randomised else {}
-            return FCMembership(layer, granularity, tokens=tokens, name=label, **ladder)
-        public = self._public_text(name)
+            adversaries.append(FCMembership(layer, full, **common, **ladder))
+            continue
+        assert public is not None
         if name.startswith("trained"):
-            return TrainedMembership(
-                layer, public, granularity, tokens=tokens, seed=seed, name=label
+            adversaries.append(TrainedMembership(layer, public, full, seed=seed, **common))
+        else:
+            adversaries.append(
+                attacks.AttentionMembership(layer, public, batch=batch, seed=seed, **common)
             )
-        return attacks.AttentionMembership(
-            layer, public, tokens=tokens, batch=self.batch, seed=seed, name=label
-        )
-
-    def _passive(self, name: str) -> Adversary:
-        public = self._public_text(name)
-        return PASSIVE[name](public, tokens=self.tokens, seed=self.seed, name=name)
-
-    def _public_text(self, name: str) -> attacks.PublicText:
-        if self.public is None:
-            raise SourceError(
-                f"--attack {name} calibrates on text that the server owns: give --public"
-            )
-        return self.public
+    for name in (n for n in names if n in PASSIVE):
+        assert public is not None
+        adversaries.append(PASSIVE[name](public, tokens=tokens, seed=seed, name=name))
+    return adversaries
 
 
 def move_from_start(anatomy: Anatomy, seed: int) -> None:

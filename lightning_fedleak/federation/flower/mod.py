@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable, Sequence
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 
 from lightning_fedleak.federation import (
@@ -21,13 +20,10 @@ from lightning_fedleak.federation.flower.masks import check_masks, read_masks
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
 from lightning_fedleak.federation.updates import State
 
-log = logging.getLogger("flwr")
-
 _Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
 _WATCHES: dict[str, tuple[int, _Watch]] = {}
 """The newest run of each mod, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
-_MEMORY = f"{_STATE}-compression"
 
 
 class FedLeakMod:
@@ -53,9 +49,6 @@ class FedLeakMod:
     query, parameters of the older interface) is answered with an error before the client's app sees
     it: an exact loss of a model that the server chose is under no noise.
 
-    With ``RoundSettings(inspect=StartCheck("refuse"))`` of its observer a client does not train on
-    values that look crafted.
-
     **Secure aggregation** (``SecAgg+``): ``mods=[secaggplus_mod, FedLeakMod(...)]``, in this order,
     looks at the update before it is masked. A withheld update, or one that cannot be read, leaves
     as zero, masked like every other; see :class:`~lightning_fedleak.federation.OutgoingUpdates`. A
@@ -74,8 +67,6 @@ class FedLeakMod:
         weight: the metric by which the server's strategy weighs clients.
         secure_aggregation: what leaves is masked by other means than Flower's SecAgg+, which is
             known by its messages.
-        uncovered: types of messages, ``"evaluate"`` or ``"query.size"`` say, that are answered
-            under a ``dp`` whose noise the client adds all the same. *No epsilon covers them.*
     """
 
     def __init__(
@@ -86,14 +77,12 @@ class FedLeakMod:
         *,
         weight: str = WEIGHT,
         secure_aggregation: bool = False,
-        uncovered: Sequence[str] = (),
     ) -> None:
         self._make = observer
         self._gates = gates
         self._dp = dp
         self._weight = weight
         self._secure = secure_aggregation
-        self._uncovered = {_full_type(kind) for kind in uncovered}
         self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
@@ -111,13 +100,12 @@ class FedLeakMod:
         dp = None if self._dp is None else self._dp(context)
         noises = dp is not None and dp.trust != "central"
         if kind.split(".")[0] != MessageType.TRAIN:
-            if noises and _full_type(kind) not in self._uncovered:
+            if noises:
                 return _refuse(
                     message,
                     f"under a ClientDP that adds noise of its own this client answers training "
                     f"alone, and this is '{kind}'. What it holds of the client's data would be "
-                    "under no noise: evaluate on the server (fraction_evaluate=0, evaluate_fn=). "
-                    f"FedLeakMod(uncovered=['{kind}']) answers it, and no epsilon covers that",
+                    "under no noise: evaluate on the server (fraction_evaluate=0, evaluate_fn=)",
                 )
             return call_next(message, context)
         protocol = read_masks(message, context)
@@ -141,11 +129,12 @@ class FedLeakMod:
             names = parameter_names(observer.model)
             trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
             check_masks(protocol, dp, [t for n, t in codec.sent.items() if names.get(n) in trained])
-        _recall(outgoing, context)
+        outgoing.recall(context.state.config_records.get(_STATE))
         try:
             return self._answer(outgoing, codec, message, lambda: call_next(message, context))
         finally:
-            _remember(outgoing, context)
+            # The next round may run in another process.
+            context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
 
     def _watch_run(self, context: Context) -> _Watch:
         """Return the observer of a run and its gates; each round may build this mod again."""
@@ -175,14 +164,7 @@ class FedLeakMod:
                 raise RuntimeError(replies[0].error.reason)
             return codec.returned(replies[0]), batches
 
-        observer = outgoing.observer
-        why = None if observer.start is None else observer.refusal(codec.round_, codec.sent)
-        if why is not None:
-            log.error("lightning-fedleak: %s", why)
-            crafted = "refused: what was sent looks crafted, or as of a run that diverged"
-            leaving = outgoing.nothing(codec.round_, codec.sent, why, crafted)
-        else:
-            leaving = outgoing.answer(codec.round_, codec.sent, train)
+        leaving = outgoing.answer(codec.round_, codec.sent, train)
         if outgoing.dp is None and replies and replies[0].has_error():
             return replies[0]
         if leaving.state is None:
@@ -191,26 +173,6 @@ class FedLeakMod:
             return Message(codec.alone(leaving.state, self._weight), reply_to=message)
         codec.put(leaving.state, replies[0])
         return replies[0]
-
-
-def _recall(outgoing: OutgoingUpdates, context: Context) -> None:
-    """Take up what the node's state keeps: the next round may run in another process."""
-    outgoing.recall(context.state.config_records.get(_STATE))
-    if outgoing.compression is not None and _MEMORY in context.state.array_records:
-        tensors = context.state.array_records[_MEMORY].to_torch_state_dict()
-        outgoing.compression.memory = dict(tensors)
-
-
-def _remember(outgoing: OutgoingUpdates, context: Context) -> None:
-    """Keep in the node's state what the client's next round needs."""
-    if outgoing.compression is not None and outgoing.compression.memory:
-        context.state.array_records[_MEMORY] = ArrayRecord(outgoing.compression.memory)
-    context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
-
-
-def _full_type(kind: str) -> str:
-    """Return the full name of a message's type: ``"evaluate"`` is ``"evaluate.default"``."""
-    return kind if "." in kind else f"{kind}.default"
 
 
 def _refuse(message: Message, why: str) -> Message:

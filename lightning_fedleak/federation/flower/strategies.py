@@ -19,11 +19,7 @@ from lightning_fedleak.engine import reason
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
 from lightning_fedleak.federation.observer import SUM, RoundObserver
-from lightning_fedleak.federation.updates import (
-    ServerOptimizer,
-    State,
-    moved,
-)
+from lightning_fedleak.federation.updates import State, moved
 
 log = logging.getLogger("flwr")
 
@@ -65,8 +61,6 @@ class Observed(_Around):
         strategy: any; what it returns is not changed. Where it returns no model, since every client
             withheld say, the one that was sent is kept and the log says so.
         observer: with ``side="server"``.
-        truth: a simulation's: the batches that a client trained on in a round, by the client's
-            number here and the round; None where nobody but the client knows.
         learning_rate: of a round, the mean over its local steps, where a schedule changes it; by
             default that of the observer's optimizer.
     """
@@ -75,13 +69,11 @@ class Observed(_Around):
         self,
         strategy: Strategy,
         observer: RoundObserver,
-        truth: Callable[[int, int], Sequence[Any] | None] | None = None,
         learning_rate: Callable[[int], float] | None = None,
     ) -> None:
         super().__init__(strategy)
         self.observer = observer
         self._rate = learning_rate
-        self._truth = truth
         self._numbers: dict[int, int] = {}
         self._sent: State = {}
         self._arrays: ArrayRecord | None = None
@@ -134,7 +126,6 @@ class Observed(_Around):
         total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in floats.items()}
         weights = 0.0
         rate = None if self._rate is None else self._rate(server_round)
-        all_batches: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
             node = reply.metadata.src_node_id
             client = self._numbers.setdefault(node, len(self._numbers))
@@ -142,21 +133,17 @@ class Observed(_Around):
                 log.info("lightning-fedleak: client %d sent nothing", client)
                 continue
             state = _state_of(reply)
-            batches = None if self._truth is None else self._truth(client, server_round)
-            self.observer.look(state, client, batches=batches, learning_rate=rate)
+            self.observer.look(state, client, learning_rate=rate)
             if not _can_be_averaged(state, self._sent):
                 continue
             weight = _weight_of(reply, self.strategy)
             weights += weight
             for name, tensor in total.items():
                 tensor.add_(state[name], alpha=weight)
-            all_batches = (
-                None if all_batches is None or batches is None else [*all_batches, *batches]
-            )
         if weights > 0:
             mean = {n: t.div_(weights).to(self._sent[n].dtype) for n, t in total.items()}
             mean = {**self._sent, **mean}
-            self.observer.look(mean, SUM, batches=all_batches, learning_rate=rate)
+            self.observer.look(mean, SUM, learning_rate=rate)
 
 
 class PrivateMean(_Around):
@@ -173,23 +160,14 @@ class PrivateMean(_Around):
     Args:
         strategy: for everything but training: evaluation, say.
         dp: with ``trust="central"`` and a ledger.
-        optimizer: of the server, which moves the model by the noised mean; None adds it.
         minutes: to wait for all clients to be there.
 
     Raises:
         DefenseError: another trust, no ledger, or a strategy inside that was to be watched.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        dp: ClientDP,
-        *,
-        optimizer: ServerOptimizer | None = None,
-        minutes: float = 10.0,
-    ) -> None:
+    def __init__(self, strategy: Strategy, dp: ClientDP, *, minutes: float = 10.0) -> None:
         super().__init__(strategy)
-        self._move = moved if optimizer is None else optimizer.moved
         if isinstance(strategy, Observed):
             raise DefenseError(
                 "PrivateMean trains in place of the strategy inside, so that an Observed there "
@@ -264,7 +242,7 @@ class PrivateMean(_Around):
         for node, zero in release.zeros.items():
             place = self._nodes.index(node)
             log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
-        return ArrayRecord(self._move(self._sent, release.update)), None
+        return ArrayRecord(moved(self._sent, release.update)), None
 
 
 def _state_of(reply: Message) -> State:

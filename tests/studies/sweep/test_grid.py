@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.sweep.grid import (
@@ -14,7 +12,6 @@ from lightning_fedleak.cli.studies.sweep.grid import (
     GridCell,
     Leakage,
     Setting,
-    pareto,
 )
 
 SPECS = parse_defenses("gradient_noise:clip=1,sigma=0/1/2")
@@ -78,12 +75,3 @@ def test_all_results_in_one_file(tmp_path: Path) -> None:
     assert [row["defense"]["settings"]["sigma"] for row in rows] == [0, 1, 2]
     assert [row["result"]["val_loss"] for row in rows] == [0.0, 1.0, None]
     assert not list(tmp_path.rglob("*.part"))
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
-def test_pareto_keeps_what_nothing_beats(points: list[tuple[int, int]]) -> None:
-    retained = pareto(points)
-    for i, (x, y) in enumerate(points):
-        beaten = any(a <= x and b <= y and (a < x or b < y) for a, b in points)
-        assert (i in retained) != beaten
-    assert [points[i] for i in retained] == sorted(points[i] for i in retained)

@@ -15,13 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributions import Dirichlet
-from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.studies.models import with_lora
 from lightning_fedleak.engine import Games
-from lightning_fedleak.evaluation.canaries import TrainingRows, leave_out
 from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
@@ -75,8 +73,6 @@ class Federation:
         length: tokens a text, at most.
         attack: ``"auto"`` for every attack that can read these updates, or ``"none"``.
         members: texts of a round in its membership games.
-        leave_out: texts of each client that it does not train on. With some, each client asks the
-            models that it is sent about its texts, and these are the others.
         gate: the highest watched value at which an update leaves; None for no gate.
         watch: what the gate watches; None for the worst of the families that can be known.
         action: what the gate does.
@@ -109,7 +105,6 @@ class Federation:
     length: int = 32
     attack: Literal["auto", "none"] = "auto"
     members: int = 16
-    leave_out: int = 0
     gate: float | None = None
     watch: str | None = None
     action: Literal["withhold", "harden", "raise", "warn"] = "withhold"
@@ -189,12 +184,11 @@ class Federation:
         return list(finetuning.TokenRows.tokenize(texts, self.tokenizer, self.length).rows)
 
     @cached_property
-    def rows(self) -> list[list[Tensor]] | list[TrainingRows]:
+    def rows(self) -> list[list[Tensor]]:
         """Return the rows of token ids that each client trains on.
 
         Raises:
-            SourceError: a client has none, or too few to leave some out, or a row is longer than
-                the model reads.
+            SourceError: a client has none, or a row is longer than the model reads.
         """
         limit = self.tokenizer.model_max_length
         if self.length > limit:
@@ -209,22 +203,7 @@ class Federation:
                 f"client {empty[0]} has no text of at least 2 tokens: give more text, or fewer "
                 "--clients."
             )
-        if not self.leave_out:
-            return rows
-        if min(map(len, rows)) < 2 * self.leave_out:
-            raise finetuning.SourceError(
-                f"--leave-out {self.leave_out} is more than half of a client's texts, of which one "
-                f"has {min(map(len, rows))}: give more text, or fewer --clients."
-            )
-        return [
-            leave_out(client_rows, self.leave_out, _round_seed(self.seed, client, 0))[0]
-            for client, client_rows in enumerate(rows)
-        ]
-
-    def loader(self, client: str | int) -> DataLoader[Any]:
-        """Return what a client's rows are read by, to ask the models that it is sent about them."""
-        rows: Any = self.rows[int(client)]
-        return DataLoader(rows, self.batch_size, collate_fn=self._padded)
+        return rows
 
     @cached_property
     def outside(self) -> list[Tensor]:
@@ -292,12 +271,11 @@ class Federation:
 
     # ---- who looks, and who adds noise ------------------------------------------------------
 
-    def observer(self, folder: Path, *, gated: bool = True) -> RoundObserver:
+    def observer(self, folder: Path) -> RoundObserver:
         """Return an observer that attacks the updates of this federation.
 
         Args:
             folder: of its files.
-            gated: the record names the gates.
         """
         return RoundObserver(
             self.make_model(),
@@ -306,9 +284,7 @@ class Federation:
             folder=folder,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),
             settings=RoundSettings(
-                look_seconds=1e9,
-                data=self.loader if self.leave_out else None,
-                gates=[gate.facts for gate in self.gates()] if gated else [],
+                look_seconds=math.inf,
                 public_text=PublicText(self._rows(self._texts[2])),
                 tokenizer=self.tokenizer,
             ),
@@ -317,7 +293,7 @@ class Federation:
     @cached_property
     def words_hidden(self) -> str | None:
         """Return why words are never known here, so that no gate watches them by default."""
-        return self.observer(Path(), gated=False).never_judged(WORDS)
+        return self.observer(Path()).never_judged(WORDS)
 
     @property
     def watched(self) -> tuple[str, ...]:

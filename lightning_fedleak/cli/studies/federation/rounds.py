@@ -1,12 +1,9 @@
-"""The rounds of a federation: its server, and its clients one after the other in one process.
-
-What a round showed is read from its files.
-"""
+"""The rounds of a federation: its server, and its clients one after the other in one process."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from lightning_fedleak.federation import (
     SUM,
     ClientDP,
     OutgoingUpdates,
+    RoundLook,
     RoundObserver,
     UpdateError,
     difference,
@@ -25,7 +23,59 @@ from lightning_fedleak.federation import (
     recording,
     trained_state,
 )
-from lightning_fedleak.report import records
+from lightning_fedleak.report.records import STANDARD_FAMILIES
+
+Values = Mapping[str | int, float]
+"""The highest headline of any attack of one family, by client (``"sum"``: of all together).
+
+NaN where all are unknown.
+"""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round showed; round 0 is the model that the first one begins with.
+
+    Attributes:
+        number: of the round.
+        loss: validation loss of the model after it.
+        leakage: what was recovered, by family and headline.
+        withheld: clients whose update a gate or an error held back.
+        absent: why clients sent nothing that counts, by client.
+        epsilon: what was spent so far; None without differential privacy.
+        noise: its norm over the largest norm that the mean of clipped updates can have; None
+            without differential privacy.
+    """
+
+    number: int
+    loss: float
+    leakage: Mapping[str, Values] = field(default_factory=dict)
+    withheld: Collection[str | int] = ()
+    absent: Mapping[int, str] = field(default_factory=dict)
+    epsilon: float | None = None
+    noise: float | None = None
+
+
+def leakage_of(looks: Iterable[RoundLook]) -> dict[str, Values]:
+    """Return what was recovered in a round, by family and headline.
+
+    Args:
+        looks: at each client's update, and at their sum.
+    """
+    values: dict[str, dict[str | int, float]] = {}
+    families = {family.name: family for family in STANDARD_FAMILIES}  # whose order is a table's
+    for look in looks:
+        for series, channel in look.engine.series.items():
+            families[channel.leak.name] = channel.leak
+            by_client = values.setdefault(channel.leak.name, {})
+            value = look.now.get(f"{series.log_name}/{channel.headline}", math.nan)
+            highest = by_client.get(look.client, math.nan)
+            by_client[look.client] = value if math.isnan(highest) else max(highest, value)
+    return {
+        f"{family.short_title}, {family.headline.replace('_', ' ').upper()}": values[name]
+        for name, family in families.items()
+        if name in values
+    }
 
 
 class Server:
@@ -82,8 +132,8 @@ class Server:
         round_: int,
         returned: Mapping[int, Mapping[str, Tensor] | None],
         observer: RoundObserver | None,
-    ) -> dict[int, str]:
-        """Compute the next model from what came back; return why clients count for nothing.
+    ) -> tuple[dict[int, str], RoundLook | None]:
+        """Compute the next model; return why clients count for nothing, and a look at the sum.
 
         Args:
             round_: number of the round.
@@ -114,9 +164,9 @@ class Server:
                     tensor.add_(update[name].double(), alpha=1 / expected)
         self.state = moved(sent, mean)
         self.loss = self._federation.validation_loss(self._model, self.state)
-        if observer is not None:
-            self._look(round_, sent, self.state, list(updates), observer)
-        return silent
+        if observer is None:
+            return silent, None
+        return silent, self._look(round_, sent, self.state, list(updates), observer)
 
     def _look(
         self,
@@ -125,7 +175,7 @@ class Server:
         returned: Mapping[str, Tensor],
         clients: list[int],
         observer: RoundObserver,
-    ) -> None:
+    ) -> RoundLook:
         """Attack the sum: all that a server sees behind a secure aggregation."""
         batches = [b for client in clients for b in self._federation.batches(client, round_)]
         utility = {} if math.isnan(self.loss) else {"val_loss": self.loss}
@@ -139,26 +189,25 @@ class Server:
             logged=False,
         )
         observer.log(look, defenses=[] if self.dp is None else [self.dp])
+        return look
 
 
-Closed = Callable[[int, Server, dict[int, str]], None]
-"""Called after each round with its number, the server, and why clients sent nothing; 0 at first."""
-
-
-def train_in_process(federation: Federation, folder: Path, closed: Closed) -> Server:
+def train_in_process(
+    federation: Federation, folder: Path, closed: Callable[[Round], None]
+) -> Server:
     """Train all rounds, the clients of a round one after the other.
 
     Args:
         federation: what is trained.
         folder: of logs and ledgers.
-        closed: called after each round.
+        closed: called with each round, and with round 0 at first.
 
     Raises:
         ValueError: a gate that watches what is not logged.
         BudgetSpent: the account allows no more.
     """
     server = Server(federation, folder)
-    closed(0, server, {})
+    closed(Round(0, server.loss))
     model = federation.make_model()
     accounts = [federation.client_account(folder, c) for c in range(federation.clients)]
     observer = federation.observer(folder) if federation.attack != "none" else None
@@ -171,6 +220,8 @@ def train_in_process(federation: Federation, folder: Path, closed: Closed) -> Se
         for round_ in range(1, federation.rounds + 1):
             sent = server.state
             returned: dict[int, Mapping[str, Tensor] | None] = {}
+            looks: list[RoundLook | None] = []
+            withheld: list[str | int] = []
             for client in server.draw_clients():
                 with recording() as batches:
                     state, loss = federation.train(model, sent, client, round_)
@@ -182,9 +233,16 @@ def train_in_process(federation: Federation, folder: Path, closed: Closed) -> Se
                         round_, sent, state, batches, utility={"train_loss": loss}
                     )
                     returned[client] = leaving.state
+                    looks.append(leaving.look)
+                    withheld += [client] if leaving.withheld else []
                 except LeakageLimitExceeded:
                     returned[client] = None
-            closed(round_, server, server.close(round_, returned, observer))
+                    withheld.append(client)
+            absent, sum_look = server.close(round_, returned, observer)
+            leakage = leakage_of(look for look in (*looks, sum_look) if look is not None)
+            closed(
+                Round(round_, server.loss, leakage, withheld, absent, server.epsilon, server.noise)
+            )
     except BaseException as error:
         outcome = type(error).__name__
         raise
@@ -205,98 +263,3 @@ def _release_unwatched(
     except UpdateError:  # NaN, say: zero leaves, with the same noise
         update = None
     return moved(sent, dp.privatized(update, sent))
-
-
-@dataclass(frozen=True)
-class FamilyLeakage:
-    """What attacks of one family read in a round.
-
-    Attributes:
-        family: of the attacks.
-        values: by client (``"sum"`` of all together) the highest headline that any attack had; NaN
-            where all are unknown.
-    """
-
-    family: records.Family
-    values: Mapping[str | int, float]
-
-    @property
-    def headline(self) -> str:
-        """Return the metric as a table names it."""
-        return self.family.headline.replace("_", " ").upper()
-
-    @property
-    def title(self) -> str:
-        """Return the family and its headline as a table names them."""
-        return f"{self.family.short_title}, {self.headline}"
-
-    @property
-    def updates(self) -> dict[str | int, float]:
-        """Return the values of single clients."""
-        return {client: value for client, value in self.values.items() if client != SUM}
-
-    @property
-    def total(self) -> float | None:
-        """Return the value of all clients together; None where nothing looked at their sum."""
-        return self.values.get(SUM)
-
-
-@dataclass(frozen=True)
-class Round:
-    """A round as its files describe it; round 0 is the model that the first one begins with.
-
-    Attributes:
-        number: of the round.
-        loss: validation loss of the model after it.
-        leakage: of the families that were read.
-        withheld: clients whose update a gate or an error held back.
-        absent: why clients sent nothing that counts, by client.
-        epsilon: what was spent so far; None without differential privacy.
-        noise: its norm over the largest norm that the mean of clipped updates can have; None
-            without differential privacy.
-    """
-
-    number: int
-    loss: float
-    leakage: Sequence[FamilyLeakage] = ()
-    withheld: frozenset[str | int] = frozenset()
-    absent: Mapping[int, str] = field(default_factory=dict)
-    epsilon: float | None = None
-    noise: float | None = None
-
-
-def read_leakage(folder: Path, number: int) -> list[FamilyLeakage]:
-    """Return what was read in a round, by the families that the files below ``folder`` record."""
-    families = {
-        family.name: family for family in records.STANDARD_FAMILIES
-    }  # whose order is a table's
-    values: dict[str, dict[str | int, float]] = {}
-    for path in sorted(folder.rglob(records.RESULTS)):
-        lines = records.read_lines(path.with_name(records.RECORD)).lines
-        begin = next((line for line in lines if isinstance(line, records.BeginLine)), None)
-        if begin is None:  # the disk is full, say
-            continue
-        families |= {family.name: family for family in begin.families}
-        for line in records.read_results(path):
-            if line.round != number or line.client is None or line.client == "all":
-                continue
-            if (family := begin.family_of(line.attack)) is None:
-                continue
-            by_client = values.setdefault(family.name, {})
-            value = line.value_of_this_look(family.headline)
-            highest = by_client.get(line.client, math.nan)
-            by_client[line.client] = highest if value is None or highest > value else value
-    return [FamilyLeakage(families[name], values[name]) for name in families if name in values]
-
-
-def read_withheld(folder: Path, number: int) -> frozenset[str | int]:
-    """Return the clients whose update was held back in a round."""
-    return frozenset(
-        decision.client
-        for path in folder.rglob(records.RECORD)
-        for decision in records.read_lines(path).lines
-        if isinstance(decision, records.GateLine)
-        and decision.step == number
-        and decision.did in ("withheld", "raise")
-        and decision.client is not None
-    )

@@ -1,20 +1,13 @@
 """What the activations at a split, or the gradients of a batch, give away of its texts."""
 
-from lightning_fedleak.cli.studies.invert.adversaries import ADVERSARIES as ADVERSARIES
-from lightning_fedleak.cli.studies.invert.adversaries import READERS as READERS
 from lightning_fedleak.cli.studies.invert.adversaries import make_adversary as make_adversary
 from lightning_fedleak.cli.studies.invert.adversaries import make_reader as make_reader
 from lightning_fedleak.cli.studies.invert.cells import ActivationCell as ActivationCell
 from lightning_fedleak.cli.studies.invert.cells import Noise as Noise
 from lightning_fedleak.cli.studies.invert.cells import Utility as Utility
-from lightning_fedleak.cli.studies.invert.cells import gaussian_noise as gaussian_noise
-from lightning_fedleak.cli.studies.invert.cells import noised as noised
 from lightning_fedleak.cli.studies.invert.cells import rows_of_length as rows_of_length
 from lightning_fedleak.cli.studies.invert.cells import run_cells as run_cells
-from lightning_fedleak.cli.studies.invert.cells import utility as utility
 from lightning_fedleak.cli.studies.invert.gradients import GradientCell as GradientCell
 from lightning_fedleak.cli.studies.invert.gradients import batches_of as batches_of
 from lightning_fedleak.cli.studies.invert.gradients import run_gradient_cells as run_gradient_cells
 from lightning_fedleak.cli.studies.invert.gradients import step_of_adamw as step_of_adamw
-from lightning_fedleak.cli.studies.invert.plots import Axis as Axis
-from lightning_fedleak.cli.studies.invert.plots import plot_cells as plot_cells

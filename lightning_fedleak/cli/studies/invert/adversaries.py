@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning_fedleak import attacks
-from lightning_fedleak.cli.studies.names import INVERT_ATTACKS
 from lightning_fedleak.labs.beam_from_words import BeamFromWords
 from lightning_fedleak.labs.gradient_matching import GradientMatching
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
-
-ADVERSARIES = INVERT_ATTACKS
-"""In the order in which they are tried: ``prefix`` is :class:`PrefixInversion`; ``descent``
-:class:`EmbeddingDescent` as it comes, ``sweeps`` with verified changes, ``paper`` with the paper's
-choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it goes on until settled;
-``relaxation`` :class:`TokenRelaxation`."""
-
-READERS: Mapping[str, Callable[..., attacks.TextAttack]] = MappingProxyType(
-    {
-        "subspace": lambda texts, length, **settings: attacks.SubspaceTexts(**settings),
-        "dlg": partial(GradientMatching, system="dlg"),
-        "tag": partial(GradientMatching, system="tag"),
-        "lamp": partial(GradientMatching, system="lamp"),
-        "film": lambda texts, length, **settings: BeamFromWords(length, texts, **settings),
-    }
-)
-"""Attacks on gradients: what makes each for batches of so many texts of so many tokens. ``dlg``,
-``tag`` and ``lamp`` are :class:`GradientMatching`, ``film`` :class:`BeamFromWords`; all but
-``subspace`` need both numbers."""
 
 STEPS_A_SWEEP = 50  # gradient steps between two sweeps of verified changes; not tuned
 PAPER_LR = 0.3  # learning rate of the descent with the paper's choices; not tuned
@@ -50,7 +28,10 @@ def make_adversary(
     """Return an attack on activations by its name; it is called ``name@layer``.
 
     Args:
-        name: out of ``ADVERSARIES``.
+        name: out of ``INVERT_ATTACKS``: ``prefix`` is :class:`PrefixInversion`; ``descent``
+            :class:`EmbeddingDescent` as it comes, ``sweeps`` with verified changes, ``paper`` with
+            the paper's choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it
+            goes on until settled; ``relaxation`` :class:`TokenRelaxation`.
         layer: the split.
         steps: most gradient steps of a descent.
         budget_seconds: wall time for one observation, or None.
@@ -90,7 +71,8 @@ def make_reader(
     """Return an attack on gradients by its name.
 
     Args:
-        name: out of ``READERS``.
+        name: out of ``GRADIENT_ATTACKS``: ``subspace`` is :class:`SubspaceTexts`, ``film``
+            :class:`BeamFromWords`, each other one a :class:`GradientMatching`.
         texts: of a batch; ``subspace`` does not use it.
         length: tokens of each text; ``subspace`` does not use it.
         budget_seconds: wall time for one batch, or None.
@@ -98,4 +80,9 @@ def make_reader(
     Raises:
         ValueError: a setting that the attack refuses.
     """
-    return READERS[name](texts, length, budget_seconds=budget_seconds, name=name)
+    if name == "subspace":
+        return attacks.SubspaceTexts(budget_seconds=budget_seconds, name=name)
+    if name == "film":
+        return BeamFromWords(length, texts, budget_seconds=budget_seconds, name=name)
+    system: Any = name
+    return GradientMatching(texts, length, system, budget_seconds=budget_seconds, name=name)

@@ -10,9 +10,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sen
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 
-MASKED_SHARE = 0.15  # of the tokens of a text, as in BERT's pre-training
 LOGITS_AT_ONCE = 1 << 25  # numbers, 128 MiB in float32; fewer take less memory and more runs
 MOST_NATS = 700.0  # cross-entropy above which the perplexity would overflow a float
 
@@ -70,102 +69,42 @@ def noised(anatomy: Anatomy, layer: int, noise: Tensor) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Utility:
-    """Accuracy of the whole model from noised hidden states.
+    """Next-token prediction of the whole model from noised hidden states.
 
     Attributes:
-        task: what ``accuracy`` is: ``"next-token accuracy"``, ``"masked-token accuracy"``, or, of
-            an encoder without a head, ``"cosine of the pooled output"`` with that without noise.
-        accuracy: mean over tokens, or over texts for the cosine.
-        perplexity: of the tokens that are predicted; None where none are.
+        accuracy: mean over tokens.
+        perplexity: of the tokens that are predicted.
     """
 
-    task: str
     accuracy: float
-    perplexity: float | None = None
+    perplexity: float
 
 
-def utility(
-    anatomy: Anatomy,
-    layer: int,
-    input_ids: Tensor,
-    noise: Noise,
-    *,
-    mask_token_id: int | None = None,
-    special_ids: Sequence[int] = (),
-) -> Utility:
-    """Return the accuracy of the whole model in eval mode with noise added at the split.
-
-    A causal model predicts each next token. A masked one predicts 15% of the tokens of each text
-    (one at least, no special ones), which ``mask_token_id`` stands for in its input: the hidden
-    states that are noised are those of the masked text.
+def utility(anatomy: Anatomy, layer: int, input_ids: Tensor, noise: Noise) -> Utility | None:
+    """Return what a causal model in eval mode predicts with noise added at the split.
 
     Args:
-        anatomy: of the model.
+        anatomy: of the model; the result is None where it predicts no next tokens.
         layer: the split.
-        input_ids: (B, L) texts without padding; L at least 2 for a causal model.
-        noise: at the split; its seed is that of the choice of masked tokens too.
-        mask_token_id: for a masked model.
-        special_ids: never masked.
+        input_ids: (B, L) texts without padding, L at least 2; run in parts of the batch.
+        noise: at the split.
     """
+    if anatomy.kind != "causal":
+        return None
     ids = input_ids.to(anatomy.device)
-    if anatomy.kind == "causal":
-        targeted = torch.zeros_like(ids, dtype=torch.bool)
-        targeted[:, :-1] = True
-        return _predictions(anatomy, layer, ids, ids.roll(-1, 1), targeted, "next-token", noise)
-    if anatomy.kind == "masked" and anatomy.head is not None:
-        assert mask_token_id is not None
-        targeted = chosen_places(ids, special_ids, noise.seed)
-        masked = ids.masked_fill(targeted, mask_token_id)
-        return _predictions(anatomy, layer, masked, ids, targeted, "masked-token", noise)
-    return _pooled(anatomy, layer, ids, noise)
-
-
-def chosen_places(ids: Tensor, special_ids: Sequence[int], seed: int) -> Tensor:
-    """Return (B, L) bool: 15% of each text's tokens that are not special, at least one of each."""
-    special = torch.tensor(list(special_ids), dtype=ids.dtype, device=ids.device)
-    may = ~torch.isin(ids, special)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(ids.shape, generator=generator).to(ids.device).masked_fill(~may, 2.0)
-    rank = order.argsort(1).argsort(1)
-    quota = (may.sum(1, keepdim=True) * MASKED_SHARE).ceil()
-    return (rank < quota) & may
-
-
-def _predictions(
-    anatomy: Anatomy,
-    layer: int,
-    ids: Tensor,
-    targets: Tensor,
-    targeted: Tensor,
-    task: str,
-    noise: Noise,
-) -> Utility:
-    """Return accuracy and perplexity at the places ``targeted`` (B, L), in parts of the batch."""
     draw = gaussian_noise(hidden_states(anatomy, layer, ids), noise)
-    vocabulary = anatomy.vocab_size or 1
-    rows = max(1, LOGITS_AT_ONCE // (ids.shape[1] * vocabulary))
+    rows = max(1, LOGITS_AT_ONCE // (ids.shape[1] * (anatomy.vocab_size or 1)))
     right, nats = 0, 0.0
     with torch.no_grad(), undisturbed(anatomy) as model:
         for a in range(0, len(ids), rows):
             part = slice(a, a + rows)
             with noised(anatomy, layer, draw[part]):
-                logits = model(input_ids=ids[part]).logits[targeted[part]].float()
-            truth = targets[part][targeted[part]]
+                logits = model(input_ids=ids[part]).logits[:, :-1].flatten(0, 1).float()
+            truth = ids[part, 1:].flatten()
             right += int((logits.argmax(1) == truth).sum())
             nats += float(F.cross_entropy(logits, truth, reduction="sum"))
-    n = int(targeted.sum())
-    return Utility(f"{task} accuracy", right / n, math.exp(min(MOST_NATS, nats / n)))
-
-
-def _pooled(anatomy: Anatomy, layer: int, ids: Tensor, noise: Noise) -> Utility:
-    draw = gaussian_noise(hidden_states(anatomy, layer, ids), noise)
-    with torch.no_grad(), undisturbed(anatomy) as model:
-        states = model(input_ids=ids)[0]
-        clean = states.float().mean(1)
-        with noised(anatomy, layer, draw):
-            noisy = model(input_ids=ids)[0].float().mean(1)
-    cosine = F.cosine_similarity(noisy, clean, dim=1).mean()
-    return Utility("cosine of the pooled output", float(cosine))
+    n = ids[:, 1:].numel()
+    return Utility(right / n, math.exp(min(MOST_NATS, nats / n)))
 
 
 ROUGE_UP_TO = 512  # tokens of a text; ROUGE-L of longer ones takes time with the square
@@ -205,17 +144,6 @@ class Cell:
     finished: bool = True
     problem: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; numbers that are not finite become None."""
-        content: dict[str, Any] = _finite(asdict(self))
-        return content
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCell(Cell):
@@ -224,7 +152,7 @@ class ActivationCell(Cell):
     Attributes:
         layer: the split.
         blocks: of the whole model.
-        utility: of the whole model from the noised states; None where it could not be measured.
+        utility: of a causal model from the noised states; None where it could not be measured.
         steps: gradient steps per text, or None.
     """
 
@@ -242,7 +170,6 @@ def run_cells(
     noises: Sequence[Noise],
     *,
     texts: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     announce: Callable[[str], None] = lambda _: None,
 ) -> Iterator[ActivationCell]:
     """Yield each cell when it is measured: layers, attacks on them, lengths, noise levels.
@@ -258,15 +185,10 @@ def run_cells(
         layers: splits.
         noises: on what is sent.
         texts: attacked in each cell.
-        tokenizer: for the task of a masked model: its mask, and special tokens, never masked.
         announce: called with the name of what comes next.
     """
-    special: dict[str, Any] = {}
-    if tokenizer is not None:
-        special["mask_token_id"] = tokenizer.mask_token_id
-        special["special_ids"] = tokenizer.all_special_ids
     for layer in layers:
-        useful: dict[tuple[int, Noise], Utility | str] = {}
+        useful: dict[tuple[int, Noise], Utility | str | None] = {}
         for name, make in attacks:
             announce(f"preparing {name}@{layer}")
             attack = prepared(partial(make, layer), anatomy)
@@ -275,7 +197,7 @@ def run_cells(
                     if (length, noise) not in useful:
                         announce(f"utility, split {layer}, {length} tokens")
                         try:
-                            useful[length, noise] = utility(anatomy, layer, ids, noise, **special)
+                            useful[length, noise] = utility(anatomy, layer, ids, noise)
                         except Exception as error:
                             useful[length, noise] = f"utility: {describe(error)}"
                     announce(f"{name}, split {layer}, {length} tokens, noise {noise.sigma:g}")
@@ -289,7 +211,7 @@ def run_cells(
                         relative=noise.relative,
                         texts=min(texts, len(ids)),
                         utility=task if isinstance(task, Utility) else None,
-                        problem=None if isinstance(task, Utility) else task,
+                        problem=task if isinstance(task, str) else None,
                     )
                     yield _attacked(cell, attack, anatomy, ids, noise)
 

@@ -152,18 +152,18 @@ def _attacked(
     metric = TextReconstruction(rouge=cell.length <= ROUGE_UP_TO, seed=seed, sync_on_compute=False)
     guesses: list[TextGuess] = []
     problem, roles = None, attack.needs(anatomy).gradients
-    seconds = cpu_seconds = 0.0
+    seconds = 0.0
     for number, ids in enumerate(batches):
         batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
         try:
             view = _shared(anatomy, batch, roles, cell, 1_000_003 * seed + number)
-            start, busy = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
             guess = attack.run(view)
             if not isinstance(guess, TextGuess):
                 raise TypeError(f"attack '{attack.name}' names no texts")
             if not guess.finished and not bool((guess.tokens >= 0).any()):
                 raise UnusableObservation("no time: the budget is over before any token is found")
-            times = time.perf_counter() - start, time.process_time() - busy
+            taken = time.perf_counter() - start
             mask = batch.context_mask() if attack.last_token_open else torch.ones_like(ids).bool()
             real = mask.cpu()
             metric.update(in_true_order(guess.tokens, ids, real), ids, real)
@@ -171,8 +171,7 @@ def _attacked(
             problem = describe(error)
         else:
             guesses.append(guess)
-            seconds += times[0]
-            cpu_seconds += times[1]
+            seconds += taken
     certified = [g.certified for g in guesses if g.certified is not None]
     return replace(
         cell,
@@ -181,7 +180,6 @@ def _attacked(
         rates=metric.rates() if guesses else {},
         certified=sum(certified) if certified else None,
         seconds=seconds / len(guesses) if guesses else math.nan,
-        cpu_seconds=cpu_seconds / len(guesses) if guesses else math.nan,
         budget_seconds=getattr(attack, "budget_seconds", None),
         finished=all(g.finished for g in guesses),
         problem=problem,

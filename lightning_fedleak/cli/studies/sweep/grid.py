@@ -1,4 +1,4 @@
-"""A grid of cells, each one defence at one strength: their results, which are kept, and a plot."""
+"""A grid of cells, each one defence at one strength, and their results, which are kept."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ class Setting:
     length: int = 64
     every_n_steps: int = 5
     lr: float = 1e-4
-    peft: Literal["lora", "bitfit"] | None = None
+    peft: Literal["lora"] | None = None
     budget_seconds: float = 10.0
     seed: int = 0
 
@@ -69,6 +70,11 @@ class GridCell:
         """Return the name of the cell's files: a hash of all its settings."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the folder of its run: the defence, and the beginning of the key."""
+        return f"{re.sub(r'[^A-Za-z0-9_.=,+-]+', '-', str(self.defense))[:80]}-{self.key[:6]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -192,6 +198,10 @@ class Grid:
         """Return the path of a cell's result."""
         return self.folder / "cells" / f"{cell.key}.json"
 
+    def logs(self, cell: GridCell) -> Path:
+        """Return the folder of a cell's run."""
+        return self.folder / "runs" / cell.name
+
     def result(self, cell: GridCell) -> CellResult | None:
         """Return the result of a cell, None before it was run."""
         path = self.path(cell)
@@ -220,9 +230,8 @@ class Grid:
         """
         for cell in self.todo():
             on_start(cell)
-            logs = self.folder / "runs" / cell.key
             try:
-                result = run(cell, logs)
+                result = run(cell, self.logs(cell))
             except Exception as error:  # one failed cell must not lose the rest
                 result = CellResult(error=f"{type(error).__name__}: {error}")
             self._keep(cell, result)
@@ -249,72 +258,3 @@ def _replace_file(path: Path, text: str) -> None:
     draft = path.with_name(path.name + ".part")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
-
-
-def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return indices of the points that no other is below in both coordinates, by the first one.
-
-    A point stays where another is equal to it.
-    """
-    front = [
-        i
-        for i, (x, y) in enumerate(points)
-        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
-    ]
-    return sorted(front, key=lambda i: points[i])
-
-
-def plot_pareto(
-    results: Sequence[tuple[GridCell, CellResult]], path: Path, *, loss_before: float | None = None
-) -> None:
-    """Draw validation loss against leakage; cells that no other beats in both are joined.
-
-    Args:
-        results: cells with a loss and at least one known leakage; others are left out.
-        path: of the PNG.
-        loss_before: validation loss of the model before training, drawn as a line.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    measured = [(c, r, r.val_loss) for c, r in results if r.val_loss is not None]
-    attacks = list(dict.fromkeys(name for _, r, _ in measured for name in r.leakage))
-    figure = Figure(figsize=(1 + 4.2 * max(1, len(attacks)), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, max(1, len(attacks)), squeeze=False, sharey=True)[0]
-    kinds = list(dict.fromkeys(c.defense.kind for c, _, _ in measured))
-    for axis, attack in zip(axes, attacks, strict=False):
-        points: list[tuple[float, float]] = []
-        for cell, result, loss in measured:
-            leakage = result.leakage.get(attack)
-            if leakage is None or leakage.value is None:
-                continue
-            points.append((leakage.value, loss))
-            color = f"C{kinds.index(cell.defense.kind)}"
-            if leakage.low is not None and leakage.high is not None:
-                axis.plot([leakage.low, leakage.high], [loss, loss], color=color, alpha=0.4)
-            axis.plot([leakage.value], [loss], "o", color=color)
-            right = leakage.value > 0.5
-            axis.annotate(
-                str(cell.defense),
-                points[-1],
-                fontsize=6,
-                xytext=(-4 if right else 4, 3),
-                textcoords="offset points",
-                ha="right" if right else "left",
-            )
-            axis.set_xlabel(f"{attack}: {leakage.metric}")
-        front = [points[i] for i in pareto(points)]
-        axis.plot([x for x, _ in front], [y for _, y in front], color="0.6", lw=0.8, zorder=0)
-        if loss_before is not None:
-            axis.axhline(loss_before, color="0.8", lw=0.8, ls="--")
-            axis.annotate(
-                "before training", (1.0, loss_before), fontsize=6, ha="right", va="bottom"
-            )
-        axis.set_xlim(-0.05, 1.05)
-    axes[0].set_ylabel("validation loss")
-    figure.suptitle("less leakage to the left, more utility below", fontsize=9)
-    figure.savefig(path, dpi=130)

@@ -1,4 +1,4 @@
-"""What `fedleak fit` reports before and instead of LightningCLI."""
+"""The errors of `fedleak fit`, in one line each."""
 
 from __future__ import annotations
 
@@ -7,34 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak import cli
-from lightning_fedleak.cli.commands import fit_arguments
-from lightning_fedleak.cli.commands.fit_arguments import check_files
-from lightning_fedleak.cli.finetuning.assets import SourceError
-
-
-def test_files_that_do_not_exist_are_reported(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("model: {model: ./nomodel}\ndata: {text: a.csv}\n")
-    with pytest.raises(SourceError, match=r"no folder './nomodel'"):
-        check_files(["--config", str(config)])
-    check_files(["--config", str(config), "--model.model=null", "--data.text", "null"])
-    with pytest.raises(SourceError, match=r"no file '.*rum\.yaml' .* did you mean 'run\.yaml'"):
-        check_files([f"--config={tmp_path / 'rum.yaml'}"])
-    table = tmp_path / "t.csv"
-    table.write_text("id,review\n1,x\n")
-    with pytest.raises(SourceError, match=r"name one with data\.column="):
-        check_files([f"--data.text={table}"])
-    check_files([f"--data.text={table}", "--data.column=review"])
-
-
-def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"a config is given as --config run\.yaml"):
-        check_files(["run.yaml", "--data.length=3"])
-    config = tmp_path / "run.yaml"
-    config.write_text("data:\n\ttext: private\n")
-    with pytest.raises(SourceError, match=r"run\.yaml', line 2 is not YAML: ") as error:
-        check_files(["--config", str(config)])
-    assert "private" not in str(error.value)
+from lightning_fedleak.cli.commands import recipes
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
@@ -56,6 +29,9 @@ def _own_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("--data.lenght=3", ["lenght", "'fedleak fit --help' lists the settings."]),
         ("--data.length=abc", ['"data.length"', "abc"]),
         ("--trainer.callbacks=RiskGte", ["RiskGte"]),
+        ("--config=rum.yaml", ["rum.yaml"]),
+        ("--model.model=./nomodel", ["no folder './nomodel'"]),
+        ("run.yaml", ["run.yaml"]),
         ("--data.batch_size=0", ["batch_size must be an integer of at least 1, got 0"]),
     ],
 )
@@ -84,6 +60,6 @@ def test_errors_that_others_raise_keep_their_traceback(monkeypatch: pytest.Monke
     def broken(*_: object) -> None:
         int("x")
 
-    monkeypatch.setattr(fit_arguments, "check_files", broken)
+    monkeypatch.setattr(recipes, "with_configs", broken)
     with pytest.raises(ValueError, match="invalid literal"):
         cli.main(["fit"])

@@ -110,13 +110,6 @@ def test_the_same_of_logical_batches_in_equally_many_pieces(
         assert max(first + second) == 2
 
 
-def test_the_same_of_batches_that_are_filled_up(ranks) -> None:
-    for found in of(ranks, "filled gpt2 tied"):
-        check_exact(found, 1e-6, releases=2)
-        assert found["ran"] == [[4, 2, 4, 2]] * 2
-        assert max(map(max, found["drawn"])) <= 6
-
-
 def test_a_rank_with_fewer_pieces_or_none_takes_part(ranks) -> None:
     for found in of(ranks, "rare pieces"):
         assert found["distance"] < 1e-6

@@ -58,7 +58,7 @@ def poisson(loader: DataLoader, rate: float = 0.1, **changes) -> DataLoader:
     where = {name: value for name, value in changes.items() if name in names}
     others = {name: value for name, value in changes.items() if name not in names}
     draws = Draws(**{"entropy": SECRET, **where})
-    return poisson_loader(loader, rate, draws, **{"clients": 1, **others})
+    return poisson_loader(loader, rate, draws, **others)
 
 
 # ---- the law --------------------------------------------------------------------------------

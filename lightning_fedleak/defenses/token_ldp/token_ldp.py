@@ -17,6 +17,7 @@ from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.defenses.token_ldp import randomness, words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.words import BatchForm
+from lightning_fedleak.model.batches import write_batch
 from lightning_fedleak.validate import check_choice, check_number
 
 Per = Literal["token", "sequence"]
@@ -170,7 +171,6 @@ class TokenLDP(Defense):
         special_ids: ids that are no words: a collection, or a tokenizer (whose unknown token is
             taken for a word, unless it is another special token too). None: those in the model's
             config, which names them for causal and encoder-decoder models alone.
-        buckets: b of dBitFlipPM; None for one per token.
         bits: d of dBitFlipPM; None for all.
         memoize: whether a row keeps its replacement for the fit; None: yes, except with
             ``domain="batch"``, where it is impossible.
@@ -194,7 +194,6 @@ class TokenLDP(Defense):
         labels: Literal["replaced", "original"] = "replaced",
         *,
         special_ids: Collection[int] | Any = None,
-        buckets: int | None = None,
         bits: int | None = None,
         memoize: bool | None = None,
         protocol: LDPProtocol | None = None,
@@ -209,10 +208,10 @@ class TokenLDP(Defense):
             raise words.refused(
                 f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
             )
-        if isinstance(domain, str) and domain == "batch" and (memoize or buckets or bits):
+        if isinstance(domain, str) and domain == "batch" and (memoize or bits):
             raise words.refused(
-                "domain='batch' changes with the batch, and memoize=True, buckets and bits need a "
-                "fixed one: use domain='vocabulary', or leave them out"
+                "domain='batch' changes with the batch, and memoize=True and bits need a fixed "
+                "one: use domain='vocabulary', or leave them out"
             )
         self.mechanism: Mechanism = mechanism
         self.epsilon = float(epsilon)
@@ -226,10 +225,10 @@ class TokenLDP(Defense):
         self.kind = form.kind
         self.public_fields = frozenset(form.public_fields) | words.PUBLIC_FIELDS
         self.seed = seed
-        self._settings = (protocol.decode, buckets, bits)
+        self._settings = (protocol.decode, bits)
         self._form = form
         self._set = None if isinstance(domain, str) else words.public_set(domain)
-        self._randomizer(max(2, buckets or bits or 2))  # checks the settings
+        self._randomizer(max(2, bits or 2))  # checks the settings
         self._releases = ReleaseCounter()
         self._earlier = 0.0
         self._ready: words.Words | None = None
@@ -330,7 +329,7 @@ class TokenLDP(Defense):
         self._agree(context)
         self._earlier = max(self._earlier, self.epsilon_per_sequence)
         randomised = text.written(tokens, replacements, self.labels == "replaced")
-        return self._form.write(batch, randomised)
+        return write_batch(batch, randomised)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return counts that hold for every process: batches, releases of an example, longest row.
@@ -420,9 +419,8 @@ class TokenLDP(Defense):
         return messages
 
     def _randomizer(self, k: int) -> Randomizer:
-        decode, buckets, bits = self._settings
         try:
-            return Randomizer.with_defaults(self.mechanism, k, decode, buckets, bits)
+            return Randomizer.with_defaults(self.mechanism, k, *self._settings)
         except ValueError as error:
             raise words.refused(str(error)) from error
 

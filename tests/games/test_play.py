@@ -121,7 +121,9 @@ def test_fc_is_perfect_where_the_lemmas_assumption_holds_and_not_at_layer_0(name
     assert not by_name["full0"].collides.any()
 
 
-def test_an_attack_on_whole_sentences_collides_with_no_other_sentence() -> None:
+def test_an_attack_on_whole_sentences_collides_with_no_other_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Sentences of a causal model that begin alike: a token's state is twice in D, a text once."""
     anatomy = anatomy_of("gpt2")
     generator = torch.Generator().manual_seed(0)
@@ -138,9 +140,8 @@ def test_an_attack_on_whole_sentences_collides_with_no_other_sentence() -> None:
             2, **given, attention=replace(plain, score="coordinates"), name="coordinates"
         ),
     ]
-    fc, matched, coordinates = play(
-        anatomy, attacks, pool, GameConfig(games=40, batch=8, position=2)
-    )
+    monkeypatch.setattr("lightning_fedleak.evaluation.games.pool._position", lambda *_: 2)
+    fc, matched, coordinates = play(anatomy, attacks, pool, GameConfig(games=40, batch=8))
     assert bool(fc.collides.all())
     assert bool(coordinates.collides.all())
     assert bool(fc.guesses.all())
@@ -249,10 +250,11 @@ def test_client_and_server_compute_for_themselves(monkeypatch: pytest.MonkeyPatc
         assert float(member.max()) > 0
 
 
-def test_the_authors_protocol() -> None:
+def test_the_authors_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fedleak.evaluation.games.play.AUTHORS_POSITION", 3)
     anatomy, pool = anatomy_of("bert"), pool_of()
     planted = torch.tensor([95, 96, 95, 96, 95, 96, 95, 96])
-    config = GameConfig(games=8, batch=6, protocol="authors", position=3)
+    config = GameConfig(games=8, batch=6, protocol="authors")
     for forwards in ("fresh", "pooled"):
         results = play(
             anatomy, attacks_of(1), pool, replace(config, forwards=forwards), planted=planted
@@ -265,8 +267,11 @@ def test_the_authors_protocol() -> None:
             assert torch.equal(result.guesses, result.bits)
 
 
-def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game() -> None:
+def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A state of a short sentence differs between the two wherever tokens see later ones."""
+    monkeypatch.setattr("lightning_fedleak.evaluation.games.play.AUTHORS_POSITION", 1)
     seen: list = []
 
     class Spy(ToyMembership):
@@ -278,14 +283,17 @@ def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game() -> Non
     play(anatomy, [Spy(1)], pool, GameConfig(games=2, batch=3))
     assert all(mask is not None for _, mask in seen)
     seen.clear()
-    config = GameConfig(games=2, batch=3, protocol="authors", position=1)
+    config = GameConfig(games=2, batch=3, protocol="authors")
     play(anatomy, [Spy(1)], pool, config, planted=torch.tensor([95, 96]))
     assert seen == [(7, None)] * 2
 
 
-def test_a_planted_sentence_shorter_than_the_others_is_found() -> None:
+def test_a_planted_sentence_shorter_than_the_others_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A token sees the padding behind it, on the server as on the client."""
-    config = GameConfig(games=4, batch=3, protocol="authors", position=1)
+    monkeypatch.setattr("lightning_fedleak.evaluation.games.play.AUTHORS_POSITION", 1)
+    config = GameConfig(games=4, batch=3, protocol="authors")
     planted = torch.tensor([95, 96, 95])
     for result in play(anatomy_of("bert"), attacks_of(1), pool_of(), config, planted=planted):
         assert torch.equal(result.guesses, result.bits)
@@ -297,7 +305,6 @@ def test_results_of_the_authors_protocol_say_which_token_was_asked_for() -> None
     planted = torch.full((12,), 95)
     [result] = play(anatomy_of("bert"), [ToyMembership(1)], pool, config, planted=planted)
     assert result.positions.tolist() == [10, 10]
-    assert result.config["position"] == 10
 
 
 def test_generic_upstreams_are_not_zero() -> None:
@@ -316,10 +323,7 @@ def test_generic_upstreams_are_not_zero() -> None:
         ({"batch": True}, "batch must be an integer of at least 1"),
         ({"targets_per_batch": 0}, "targets_per_batch"),
         ({"protocol": "paper"}, "protocol must be '"),
-        ({"position": -1}, "position must be"),
-        ({"position": "first"}, "position must be"),
-        ({"protocol": "authors", "position": "last"}, "one target at one index"),
-        ({"protocol": "authors", "targets_per_batch": 2}, "one target at one index"),
+        ({"protocol": "authors", "targets_per_batch": 2}, "one target in each batch"),
         ({"relation": "substitute"}, "relation must be '"),
         ({"relation": "add_remove", "protocol": "authors"}, "set protocol='game'"),
         ({"relation": "add_remove", "targets_per_batch": 2}, "targets_per_batch to 1"),

@@ -175,11 +175,6 @@ class DPSGD(Defense):
         return self._budget.noise_multiplier
 
     @property
-    def noise_multiplier_now(self) -> float:
-        """Return sigma of the next release; raises a DefenseError before it is found."""
-        return self._budget.noise_now
-
-    @property
     def notches(self) -> int:
         """Return how often the noise was turned up."""
         return self._budget.notches

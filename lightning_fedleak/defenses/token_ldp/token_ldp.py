@@ -166,8 +166,6 @@ class TokenLDP(Defense):
             replaced by a uniform one of the set before the mechanism acts. ``"batch"``: the ids
             that occur in the batch, as in the published code of Vu et al. 2024: **no guarantee**,
             since which words occur is visible.
-        labels: ``"original"`` leaves labels as they are: **no guarantee**, since a language model's
-            labels are the text.
         special_ids: ids that are no words: a collection, or a tokenizer (whose unknown token is
             taken for a word, unless it is another special token too). None: those in the model's
             config, which names them for causal and encoder-decoder models alone.
@@ -191,7 +189,6 @@ class TokenLDP(Defense):
         epsilon: float,
         per: Per = "sequence",
         domain: Literal["vocabulary", "batch"] | Sequence[int] | Tensor = "vocabulary",
-        labels: Literal["replaced", "original"] = "replaced",
         *,
         special_ids: Collection[int] | Any = None,
         bits: int | None = None,
@@ -203,7 +200,6 @@ class TokenLDP(Defense):
         protocol, form = protocol or LDPProtocol(), form or BatchForm()
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
-        check_choice("TokenLDP: labels", labels, ("replaced", "original"), error=DefenseError)
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
             raise words.refused(
                 f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
@@ -217,7 +213,6 @@ class TokenLDP(Defense):
         self.epsilon = float(epsilon)
         self.per: Per = per
         self.domain = domain
-        self.labels = labels
         self.special_ids = special_ids
         self.keep_special = protocol.keep_special
         self.memoize = domain != "batch" if memoize is None else memoize
@@ -233,8 +228,13 @@ class TokenLDP(Defense):
         self._earlier = 0.0
         self._ready: words.Words | None = None
         self.guarantee = self._guarantee()
-        for warning in self._warnings():
-            warnings.warn(f"TokenLDP: {warning}", UserWarning, stacklevel=2)
+        if self._in_batch:
+            warnings.warn(
+                "TokenLDP: domain='batch' holds no guarantee: which words occur in the batch is "
+                f"visible, and with per='token' a row of 32 would cost 32 x {epsilon:g} in any "
+                "case. For comparison with published figures only; use domain='vocabulary'.",
+                stacklevel=2,
+            )
 
     @classmethod
     def as_published(cls, mechanism: Mechanism, epsilon: float, **settings: Any) -> TokenLDP:
@@ -328,7 +328,7 @@ class TokenLDP(Defense):
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         self._agree(context)
         self._earlier = max(self._earlier, self.epsilon_per_sequence)
-        randomised = text.written(tokens, replacements, self.labels == "replaced")
+        randomised = text.written(tokens, replacements)
         return write_batch(batch, randomised)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
@@ -380,8 +380,6 @@ class TokenLDP(Defense):
                 f"none: every token is randomised with epsilon={self.epsilon:g}, but among the ids "
                 "of its own batch, so that whoever sees the batch knows which words occur in it"
             )
-        if self.labels == "original":
-            return "none: the inputs are randomised, but the labels hold the original words"
         if self.seed is not None:
             return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
         unit, total = (
@@ -401,22 +399,6 @@ class TokenLDP(Defense):
             f"differential privacy for each {unit}{total}; spent {releases}. Public: lengths and "
             "special tokens. Not covered: labels of a classifier"
         )
-
-    def _warnings(self) -> list[str]:
-        """Return warnings of settings that void the guarantee."""
-        messages = []
-        if self._in_batch:
-            messages.append(
-                "domain='batch' holds no guarantee: which words occur in the batch is visible, and "
-                f"with per='token' a row of 32 would cost 32 x {self.epsilon:g} in any case. For "
-                "comparison with published figures only; use domain='vocabulary'."
-            )
-        if self.labels == "original":
-            messages.append(
-                "labels='original' voids the guarantee: a language model's labels are the text. "
-                "Leave `labels` out."
-            )
-        return messages
 
     def _randomizer(self, k: int) -> Randomizer:
         try:

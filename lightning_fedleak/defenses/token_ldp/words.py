@@ -196,13 +196,12 @@ class Text:
     kind: Kind
     special: Tensor
 
-    def written(self, tokens: TokenBatch, replacements: Tensor, replace_labels: bool) -> TokenBatch:
+    def written(self, tokens: TokenBatch, replacements: Tensor) -> TokenBatch:
         """Return ``tokens`` with other words, and with their labels.
 
         Args:
             tokens: what the text was read from.
             replacements: (n,) the words in reading order.
-            replace_labels: False leaves labels out of the result.
         """
         new = self.ids.masked_fill(self.hidden, _HIDDEN)
         new[self.words] = replacements
@@ -211,7 +210,7 @@ class Text:
         if self.kind == "masked":
             old = tokens.input_ids.to("cpu", torch.int64)
             inputs = torch.where(torch.isin(old, self.special), old, inputs)
-        if not replace_labels or self.kind == "classifier":
+        if self.kind == "classifier":
             labels = None
         if labels is not None:
             text = new[:, width:] if self.kind == "seq2seq" else new

@@ -38,10 +38,6 @@ class GameConfig:
             (Fig. 2: D always has ``batch`` sentences). ``"add_remove"``: nothing, so D is
             ``batch - 1`` sentences with or without the target, as accountants of DP-SGD compare
             (:func:`lightning_fedleak.evaluation.auditing.audit_games`).
-        position: the target token, where an attack asks for tokens: ``"random"``, ``"last"`` or an
-            index counted from 0. The first two skip special tokens, whose states in early layers
-            hardly differ between sentences, and in a causal model the last token, whose hidden
-            states enter no next-token loss: ``"last"`` is then the one before.
         forwards: of the client. ``"fresh"``: one forward of the whole batch D in
             every game. ``"pooled"``: each sentence is computed once, in a batch of ``batch``
             sentences with its padding, and every D is assembled from these. Sentences of a batch do
@@ -65,7 +61,6 @@ class GameConfig:
     batch: int = 40
     protocol: Protocol = "game"
     relation: Relation = "replace_one"
-    position: Literal["random", "last"] | int = "random"
     forwards: Forwards = "fresh"
     targets_per_batch: int = 1
     seed: int = 0
@@ -76,12 +71,8 @@ class GameConfig:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal:
                 check_choice(name, getattr(self, name), get_args(hint), error=GameError)
-        position = self.position
-        index = isinstance(position, int) and not isinstance(position, bool) and position >= 0
-        if not index and position not in ("random", "last"):
-            raise GameError(f"position must be 'random', 'last' or an index, got {position!r}")
-        if self.protocol == "authors" and (position == "last" or self.targets_per_batch > 1):
-            raise GameError("the authors' protocol has one target at one index in each batch")
+        if self.protocol == "authors" and self.targets_per_batch > 1:
+            raise GameError("the authors' protocol has one target in each batch")
         if self.relation == "add_remove" and (
             self.protocol == "authors" or self.targets_per_batch > 1 or self.batch < 2
         ):

@@ -104,13 +104,8 @@ def _challenges(
     if config.protocol == "authors":
         if planted is None:
             raise GameError("the authors' protocol needs planted=, the ids of its fixed sentence")
-        place = _authors_place(config)
-        return authors_challenges(pool.rows, planted, config.batch, config.games, place)
+        return authors_challenges(pool.rows, planted, config.batch, config.games, AUTHORS_POSITION)
     return game_challenges(pool, config, spare)
-
-
-def _authors_place(config: GameConfig) -> int:
-    return config.position if isinstance(config.position, int) else AUTHORS_POSITION
 
 
 def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
@@ -264,19 +259,12 @@ class _GameRun:
                     protocol=self.config.protocol,
                     relation=self.config.relation,
                     dtype=self.dtype,
-                    config=self._settings()
+                    config=asdict(self.config)
                     | {f"attack.{k}": v for k, v in attack.config().items()},
                     seconds=seconds,
                 )
             )
         return results
-
-    def _settings(self) -> dict[str, object]:
-        """Return the settings of the game that had an effect."""
-        settings = asdict(self.config)
-        if self.config.protocol == "authors":
-            settings["position"] = _authors_place(self.config)
-        return settings
 
     def _client_batch(self, number: int, challenge: Challenge) -> _Client:
         ids, mask = self._pad(challenge.data)

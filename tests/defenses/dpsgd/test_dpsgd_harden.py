@@ -145,7 +145,7 @@ def test_it_is_as_strong_as_it_gets() -> None:
     defense = filtered(max_hardenings=2)
     Run(defense)
     assert [defense.harden() is None for _ in range(4)] == [False, False, True, True]
-    assert defense.noise_multiplier_now == 24.0
+    assert defense.privacy.noise_multiplier == 24.0
     assert not filtered(max_hardenings=0).can_harden
     endless = filtered(harden_factor=1e3)
     Run(endless)
@@ -185,7 +185,7 @@ def test_no_release_is_made_beyond_the_budget(notches: list[bool], sigma: float)
     for notch in notches:
         if notch:
             assert defense.harden() is not None
-        cost = order / (2 * defense.noise_multiplier_now**2)
+        cost = order / (2 * defense.privacy.noise_multiplier**2)
         if spent + cost <= allowed(order) * (1 - 1e-9):
             run.step(first(0), lr=1e-3)
             spent += cost
@@ -258,7 +258,7 @@ def test_a_resumed_run_stays_hardened_and_forgets_nothing() -> None:
     resumed.load_state_dict(through_a_file(defense))
     again = Run(resumed)
     assert resumed.notches == 1
-    assert resumed.noise_multiplier_now == 12.0
+    assert resumed.privacy.noise_multiplier == 12.0
     assert resumed.share_spent == defense.share_spent
     assert order_of(resumed) == order_of(defense)
     torch.testing.assert_close(again.step(first(0)), run.step(first(0)), rtol=1e-5, atol=1e-6)
@@ -329,7 +329,7 @@ def test_other_accountants_turn_nothing_up(accountant: Any) -> None:
     run = Run(defense)
     assert not defense.can_harden
     assert defense.harden() is None
-    assert defense.noise_multiplier_now == 1.0
+    assert defense.privacy.noise_multiplier == 1.0
     run.step(first(0))
     defense._budget.noise_multiplier = 2.0
     with pytest.raises(DefenseError, match="use a RenyiFilter"):

@@ -252,16 +252,6 @@ def test_whatever_the_batch_holds(
     assert new["input_ids"].dtype == new["labels"].dtype == dtype
 
 
-def test_original_labels_are_warned_about(gpt2: nn.Module) -> None:
-    ids = rows(4, 6)
-    with pytest.warns(UserWarning, match="voids the guarantee"):
-        defense = TokenLDP("grr", 1.0, labels="original")
-    new = defended(defense, gpt2, {"input_ids": ids, "labels": ids})
-    assert new["labels"] is ids
-    assert defense.guarantee.startswith("none")
-    assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
-
-
 def test_masked_words_have_one_replacement() -> None:
     ids = rows(400, 8, seed=2).clamp(min=5)
     chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.4

@@ -130,7 +130,7 @@ class PlantedGradients:
             for batch in itertools.islice(self._batches(sampler, members), self.steps):
                 optimizer.zero_grad()
                 self._backward(defense, context, batch)
-                clip = defense._fit_step.clip.sensitivity
+                clip = defense._fit_step.clip.norm
                 defense.before_release()
                 with torch.no_grad():
                     defense.on_gradients(self._weights, context)

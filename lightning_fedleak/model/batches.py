@@ -387,8 +387,6 @@ def read_batch(batch: Any, kind: Kind) -> TokenBatch:
     raise _error("the batch has no known form", batch)
 
 
-
-
 def write_batch(batch: Any, tokens: TokenBatch) -> Any:
     """Return a copy of ``batch`` with the ids and labels of ``tokens``, in the same form.
 

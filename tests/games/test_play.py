@@ -17,6 +17,7 @@ from lightning_fedleak.evaluation.games.client import (
     client_states,
     generic_upstream,
 )
+from lightning_fedleak.evaluation.games.pool import pad
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.games.toy import ToyMembership, autograd_gradient
@@ -59,7 +60,7 @@ def test_closed_form_is_what_autograd_gives_through_inserted_layers(name: str) -
     """In float64 to 1e-10, with the upstream gradient that arrived at the crafted layers."""
     anatomy, pool = anatomy_of(name), pool_of()
     rows = [0, 3, 4, 5, 6]
-    ids, mask = pool.pad(rows)
+    ids, mask = pad([pool.rows[i] for i in rows], pool.pad_id)
     fired = 0
     plain = AttentionSettings(whiten=False)
     reads_alone = AttentionMembership(1, gamma=0.5, attention=plain, tokens=7, name="attention")

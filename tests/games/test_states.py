@@ -112,7 +112,7 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
             ).item()
         )
         mine = hidden_states(anatomy, layer, target[None])[0, position]
-        ids, mask = pool.pad([i for k, i in enumerate(data) if k != place])
+        ids, mask = pad([pool.rows[i] for k, i in enumerate(data) if k != place], pool.pad_id)
         theirs = hidden_states(anatomy, layer, ids, mask)[mask.bool()]
         wanted.append(bool(((theirs - mine).abs().sum(1) < 1e-8).any()))
     assert found == wanted

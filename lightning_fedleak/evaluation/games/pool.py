@@ -105,22 +105,6 @@ class SentencePool:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def words(self, row: Tensor) -> Tensor:
-        """Return (k,) indices of a row's ids that are not special."""
-        return torch.tensor([i not in self.special_ids for i in row.tolist()]).nonzero()[:, 0]
-
-    def pad(self, indices: Sequence[int], length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return rows as one batch, padded on the right.
-
-        Args:
-            indices: rows of the pool.
-            length: columns; None for the longest row.
-
-        Returns:
-            ids and mask, each (len(indices), L) int64.
-        """
-        return pad([self.rows[i] for i in indices], self.pad_id, length)
-
 
 def pad(rows: Sequence[Tensor], pad_id: int, length: int | None = None) -> tuple[Tensor, Tensor]:
     """Return rows as ids and mask, each (n, L), where L is the longest row or ``length``."""
@@ -262,8 +246,8 @@ def authors_challenges(
 
 def _target_places(pool: SentencePool, row: Tensor, spare: int) -> Tensor:
     """Return (k,) places of the tokens that may be targets."""
-    words = pool.words(row)
-    return words[words < len(row) - spare]
+    ordinary = torch.tensor([i not in pool.special_ids for i in row.tolist()])
+    return ordinary[: len(row) - spare].nonzero()[:, 0]
 
 
 def _position(pool: SentencePool, row: Tensor, generator: torch.Generator, spare: int) -> int:

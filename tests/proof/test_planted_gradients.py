@@ -103,11 +103,15 @@ def of_users(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) -
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rows_per_user": 2}, {"max_physical_batch_size": 150}, {"max_physical_batch_size": 3}],
+    [
+        {"rows_per_user": 2},
+        {"rows_per_user": 4, "max_physical_batch_size": 150},
+        {"rows_per_user": 4, "max_physical_batch_size": 4},
+    ],
 )
 def test_a_user_with_all_of_their_rows_is_told_no_better_than_accounted(settings: Any) -> None:
     game = of_users(1.0, **settings)
-    audits = 5 if settings.get("max_physical_batch_size") == 3 else 80
+    audits = 5 if settings.get("max_physical_batch_size") == 4 else 80
     count, power = audited(game, audits, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
     assert game.history == ((1.0, 1.0, 1),)
     assert count.p_value > 0.01

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PublicText
 from lightning_fedleak.attacks.texts import embedding_descent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.evaluation.games.client import autograd_gradient
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 from lightning_fedleak.model.model_state import LARGE, ModelWritten, preserve_model
+from tests.games.toy import autograd_gradient
 from tests.helpers.models import own_rng, tiny_gpt2
 
 VOCAB, DIM = 24, 8
@@ -297,12 +297,9 @@ def told_members(anatomy: Anatomy, seed: int) -> None:
     ids = torch.arange(10).view(2, 5)
     hidden = hidden_states(anatomy, 1, ids)
 
-    def loss(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
-        return F.cross_entropy(model(input_ids=ids).flatten(0, 1), ids.flatten())
-
     attack = FCMembership(layer=1, tau=1.0, dead_zone=0.0)
     attack.prepare(anatomy)
-    autograd_gradient(anatomy, attack, hidden[0, 0], ids, None, loss)
+    autograd_gradient(anatomy, attack, hidden[0, 0], ids, None)
 
 
 @pytest.mark.parametrize("seed", range(104))

@@ -1,17 +1,15 @@
 """Accounting of DP-SGD: against Google's dp-accounting, and the proof that it holds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --grid
-    OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --truncated
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --proof
 
 ``--grid`` compares epsilon with dp-accounting (extra ``test``) for the same events, alternating:
 RDP at the same orders, PRV with Google's PLD; left out is what Google puts above 200, where
-epsilon is reported as infinite here. Times are of the processor. ``--truncated`` prints epsilon of
-Poisson samples of at most so many examples, by how many roots of the batch size these lie above
-it. ``--proof`` inserts a crafted neuron into a small GPT-2, plays games of one release each under
-``DPSGD``, and holds the releases against what they must be: the AUC of the target's membership
-against ``Phi(1 / (sigma sqrt 2))``, the noise's standard deviation against sigma, and 100 audits
-of 100 games each against the accounted epsilon.
+epsilon is reported as infinite here. Times are of the processor. ``--proof`` inserts a crafted
+neuron into a small GPT-2, plays games of one release each under ``DPSGD``, and holds the releases
+against what they must be: the AUC of the target's membership against ``Phi(1 / (sigma sqrt 2))``,
+the noise's standard deviation against sigma, and 100 audits of 100 games each against the accounted
+epsilon.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampled_gaussian_auc
 from benchmarks.defenses.planted import PlantedNeuron
 from lightning_fedleak.defenses import DPSGD, ClipSettings
-from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
@@ -41,15 +38,9 @@ from lightning_fedleak.defenses.accounting.renyi import ORDERS, _rdp_of_poisson
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import auc
 
-SMOKE = (
-    "--truncated --cells 1",
-    "--proof --sigmas 1.0 --games 40 --audits 2",
-)
+SMOKE = ("--proof --sigmas 1.0 --games 40 --audits 2",)
 
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
-TRUNCATED = ((1.0, 64, 10_000, 1000), (1.0, 250, 10_000, 200), (2.0, 1000, 10_000, 100))
-"""Noise, batch size, examples, steps."""
-ROOTS = (0, 2, 4, 5, 6)
 GRID = [
     (sigma, rate, steps, delta)
     for sigma in (0.7, 1.0, 2.0, 5.0)
@@ -100,22 +91,6 @@ def grid() -> None:
                 f"{close:4}/{len(ratios):<4} {statistics.median(times):7.2f}",
                 flush=True,
             )
-
-
-def truncated(cells: int) -> None:
-    columns = " | ".join(f"{roots} roots" for roots in ROOTS)
-    print(f"| noise | batches of | steps | not truncated | {columns} |")
-    print("|---|---|---|---|" + "---|" * len(ROOTS))
-    for sigma, batch, examples, steps in TRUNCATED[:cells]:
-        cell = [(sigma, batch / examples, steps)]
-        sizes = [math.ceil(batch + roots * math.sqrt(batch)) for roots in ROOTS]
-        schemes = [TruncatedPoisson(examples + 1, most) for most in sizes]
-        epsilons = [epsilon_of(cell, 1e-5, "prv", scheme) for scheme in schemes]
-        pairs = zip(epsilons, sizes, strict=True)
-        row = [f"{sigma:g}", f"{batch:,} of {examples:,}", f"{steps}"]
-        row += [f"{epsilon_of(cell, 1e-5, 'prv'):.3f}"]
-        row += [f"{epsilon:.3f} ({most:,})" for epsilon, most in pairs]
-        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def small_gpt2() -> GPT2LMHeadModel:
@@ -183,8 +158,6 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--grid", action="store_true")
-    parser.add_argument("--truncated", action="store_true")
-    parser.add_argument("--cells", type=int, default=len(TRUNCATED), help="of --truncated")
     parser.add_argument("--proof", action="store_true")
     parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS)
     parser.add_argument("--games", type=int, default=10_000)
@@ -196,8 +169,6 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if args.grid:
         grid()
-    if args.truncated:
-        truncated(args.cells)
     if args.proof:
         proof(args.sigmas, args.games, args.audits, args.delta, args.seed)
 

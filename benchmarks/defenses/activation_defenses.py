@@ -40,7 +40,7 @@ SMOKE = ("--texts 1 --length 8 --utility-texts 32 --budget 0.5",)
 Make = Callable[[], ActivationDefense]
 
 
-def defences(layer: int, d: int, public: Tensor) -> dict[str, Make | None]:
+def defences(layer: int, d: int) -> dict[str, Make | None]:
     """By name; the dimensions that are kept are a half, a quarter and a sixteenth."""
     results: dict[str, Make | None] = {"none": None}
     for sigma in (0.1, 0.3, 1.0):
@@ -48,9 +48,6 @@ def defences(layer: int, d: int, public: Tensor) -> dict[str, Make | None]:
     for keep in (d // 2, d // 4, d // 16):
         results[f"{keep} of {d} dims, random"] = lambda keep=keep: ActivationCompression(
             layer, keep
-        )
-        results[f"{keep} of {d} dims, principal"] = lambda keep=keep: ActivationCompression(
-            layer, keep, basis="principal", public_ids=public
         )
     return results
 
@@ -110,15 +107,14 @@ def main() -> None:
     anatomy = find_anatomy(model)
     texts = messages() if args.text == "embedded" else read_texts(args.text)
     rows = [r for r in TokenRows.tokenize(texts, tokenizer, args.length) if len(r) == args.length]
-    rows = torch.stack(rows[: 2 * args.utility_texts])
-    private, public = rows[: args.utility_texts], rows[args.utility_texts :]
+    private = torch.stack(rows[: args.utility_texts])
     print(
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, {args.threads} "
         f"thread; {args.model or 'embedded model'}, layer {args.layer} of {len(anatomy.blocks)}, "
         f"{args.texts} texts of {args.length} tokens, {len(private)} for the loss\n"
     )
     print("| defence | loss | tokens recovered |\n|---|---|---|")
-    for name, make in defences(args.layer, anatomy.hidden_size, public).items():
+    for name, make in defences(args.layer, anatomy.hidden_size).items():
         print(f"| {name} | " + measured(args, anatomy, make, private) + " |", flush=True)
 
 

@@ -28,7 +28,6 @@ from lightning_fedleak.defenses.accounting.accounting import History
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler, UserBatchSampler
 
 RATE = 0.1
-PLANNED = {"noise_schedule", "clip_schedule"}
 
 
 class PlantedGradients:
@@ -91,7 +90,7 @@ class PlantedGradients:
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
         )
-        if arguments.release.mechanism is not None or PLANNED & arguments.settings().keys():
+        if arguments.release.mechanism is not None:
             notes = SimpleNamespace(max_steps=steps, max_epochs=None, should_stop=False)
             self._model._trainer = notes  # it is asked how many steps there will be
         self._weights = list(self._model.parameters())
@@ -131,7 +130,7 @@ class PlantedGradients:
             for batch in itertools.islice(self._batches(sampler, members), self.steps):
                 optimizer.zero_grad()
                 self._backward(defense, context, batch)
-                clip = defense._fit_step.clip.sensitivity
+                clip = defense._fit_step.clip.norm
                 defense.before_release()
                 with torch.no_grad():
                     defense.on_gradients(self._weights, context)

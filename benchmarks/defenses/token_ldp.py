@@ -17,7 +17,7 @@ SMOKE = ("--vocabulary 2048 --epsilon 5",)
 
 def decoded_epsilon(randomizer: Randomizer, epsilon: float) -> float:
     """Return the decoded index' epsilon, at most ``epsilon``: log of the law's largest ratio."""
-    b = randomizer.buckets
+    b = randomizer.k
     if randomizer.decode != "first":
         keep = randomizer.keep(epsilon)
         # Above, float64 holds too few digits of 1 - keep.
@@ -45,7 +45,7 @@ def kept(args: argparse.Namespace) -> None:
         ("the", "argmax", None),
         ("the", "uniform", None),
     ):
-        randomizer = Randomizer.with_defaults(mechanism, args.vocabulary, rule, None, bits)
+        randomizer = Randomizer.with_defaults(mechanism, args.vocabulary, rule, bits)
         results = [
             f"{randomizer.keep(e):.2g} ({decoded_epsilon(randomizer, e):.2f})" for e in args.epsilon
         ]

@@ -256,7 +256,6 @@ def read(log: Path) -> dict[tuple, dict[str, list[GameResult]]]:
             line["granularity"],
             **{name: torch.tensor(line[name]) for name in COLUMNS},
             protocol=line["protocol"],
-            gradients="closed_form",
             dtype=line["dtype"],
         )
         groups.setdefault(key, {}).setdefault(line["text"], []).append(result)

@@ -10,13 +10,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
 )
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
-from lightning_fedleak.defenses.accounting.schedules import QuantileClip as QuantileClip
-from lightning_fedleak.defenses.accounting.schedules import Schedule as Schedule
-from lightning_fedleak.defenses.accounting.search import BestTry as BestTry
-from lightning_fedleak.defenses.accounting.search import Candidate as Candidate
-from lightning_fedleak.defenses.accounting.search import Tries as Tries
-from lightning_fedleak.defenses.accounting.search import TryResult as TryResult
-from lightning_fedleak.defenses.accounting.search import private_search as private_search
+from lightning_fedleak.defenses.accounting.quantile import QuantileClip as QuantileClip
 from lightning_fedleak.defenses.activations.compression import (
     ActivationCompression as ActivationCompression,
 )

@@ -316,5 +316,5 @@ def _history(defense: Defense) -> tuple[records.Releases, ...]:
 
 def _sampling(defense: Defense) -> str | None:
     """Return how the releases of a defence are drawn, as the record names it."""
-    sampling = getattr(getattr(defense, "accountant", None), "sampling", None)
-    return sampling if sampling is None or isinstance(sampling, str) else str(sampling.unit)
+    sampling: str | None = getattr(getattr(defense, "accountant", None), "sampling", None)
+    return sampling

@@ -130,7 +130,7 @@ class ClientDP(Defense):
         accounted_as: SamplingScheme = (
             "without_replacement" if amplified and sampling == "fixed" else "poisson"
         )
-        self._path = ClipPath((), release.quantile)
+        self._path = ClipPath(release.quantile)
         self.rounds = rounds
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -167,7 +167,7 @@ class ClientDP(Defense):
     @property
     def clip_norm(self) -> float:
         """The norm to which the next release clips."""
-        return self.clip * self._path.factor(0, 0)
+        return self.clip * self._path.factor
 
     def _share_of_noise(self) -> float:
         """Return the noise on a sum of updates over what it would be if no clients were counted.
@@ -233,11 +233,12 @@ class ClientDP(Defense):
 
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return what it was built with, for the record of a run."""
+        quantile = self._path.quantile
         return {
             **super().settings(),
             "accountant": self._budget.kind,
             "noise_multiplier": self.noise_multiplier,
-            **self._path.settings(()),
+            **({} if quantile is None else {"clip_quantile": f"{quantile.quantile:g}"}),
         }
 
     def before_setup(self, context: DefenseContext) -> None:

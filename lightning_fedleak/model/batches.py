@@ -387,10 +387,6 @@ def read_batch(batch: Any, kind: Kind) -> TokenBatch:
     raise _error("the batch has no known form", batch)
 
 
-BatchWriter = Callable[[Any, TokenBatch], Any]
-"""Makes a copy of a user's own batch that holds the ids and labels of a :class:`TokenBatch`."""
-
-
 def write_batch(batch: Any, tokens: TokenBatch) -> Any:
     """Return a copy of ``batch`` with the ids and labels of ``tokens``, in the same form.
 

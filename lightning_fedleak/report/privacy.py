@@ -359,20 +359,10 @@ def composed_epsilon(
         from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
 
         kind: AccountantKind = "prv" if accountant == "prv" else "rdp"
-        epsilon = epsilon_of(history, delta, kind, _scheme(sampling))
+        epsilon = epsilon_of(history, delta, kind, cast("SamplingScheme", sampling))
     except (ImportError, ValueError) as error:
         return f"not computed: {error}"
     return f"more than {LARGEST_EPSILON:g}" if math.isinf(epsilon) else rounded_up(epsilon)
-
-
-def _scheme(sampling: str) -> SamplingScheme:
-    """Return the sampling of a record as accountants take it; they refuse an unknown name."""
-    most, _, examples = sampling.removeprefix("at-most-").partition("-of-")
-    if not examples:
-        return cast("SamplingScheme", sampling)
-    from lightning_fedleak.defenses.accounting import TruncatedPoisson
-
-    return TruncatedPoisson(int(examples), int(most))
 
 
 # ---- the most that an account allows any test ---------------------------------------------------
@@ -443,7 +433,8 @@ def _curve(history: tuple[records.Releases, ...], accountant: str, sampling: str
     try:
         from lightning_fedleak.defenses.accounting.accounting import curve_of
 
-        return tuple(curve_of(history, cast("AccountantKind", accountant), _scheme(sampling)))
+        kind, scheme = cast("AccountantKind", accountant), cast("SamplingScheme", sampling)
+        return tuple(curve_of(history, kind, scheme))
     except (ImportError, ValueError):
         return ()
 

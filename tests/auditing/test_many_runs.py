@@ -156,52 +156,24 @@ def test_the_other_direction_counts() -> None:
 
 
 @pytest.mark.parametrize("delta", [0.0, 1e-3, 0.05])
-def test_a_replace_one_game_refutes_add_remove_by_group_privacy(delta: float) -> None:
-    """The largest epsilon whose (2 epsilon, (1 + e^epsilon) delta) the counts refute, by search."""
+def test_a_bound_is_the_largest_epsilon_that_the_rates_refute(delta: float) -> None:
     tpr = binomtest(950, 1000, alternative="greater").proportion_ci(0.975, "exact").low
     fpr = binomtest(20, 1000, alternative="less").proportion_ci(0.975, "exact").high
     grid = np.linspace(0, 4, 400_001)
-    refuted = tpr > np.exp(2 * grid) * fpr + (1 + np.exp(grid)) * delta
-    other = 1 - fpr > np.exp(2 * grid) * (1 - tpr) + (1 + np.exp(grid)) * delta
+    refuted = tpr > np.exp(grid) * fpr + delta
+    other = 1 - fpr > np.exp(grid) * (1 - tpr) + delta
     expected = grid[refuted | other].max()
     games = torch.arange(1000)
     scores = torch.cat([games < 950, games < 20]).double()  # 950 right guesses, 20 false alarms
     audit = partial(audit_scores, scores, torch.arange(2000) < 1000, delta=delta, threshold=0.5)
-    replaced, plain = audit(relation="replace_one").epsilon, audit().epsilon
-    converted = audit(relation="replace_one", accountant="add_remove").epsilon
-    assert converted == pytest.approx(expected, abs=2e-5)
-    assert replaced == plain
-    if delta == 0:
-        assert converted == pytest.approx(replaced / 2)
+    assert audit().epsilon == pytest.approx(expected, abs=2e-5)
 
 
-def test_a_gaussian_step_that_replaces_moves_twice_as_far() -> None:
-    """Clip norm 1, noise sigma: replacing moves the sum by 2, the accountant adds or removes."""
-    sigma, delta = 2.0, 1e-5
-    truth = gaussian_epsilon(sigma=sigma, delta=delta)
-    above, bounds = 0, []
-    for seed in range(RUNS):
-        scores, members = play(partial(gaussian, sigma=sigma / 2), 500, seed)
-        bound = audit_scores(
-            scores,
-            members,
-            delta=delta,
-            claim="gaussian",
-            relation="replace_one",
-            accountant="add_remove",
-        )
-        above += bound.epsilon > truth
-        bounds.append(audit_scores(scores, members, delta=delta, claim="gaussian").epsilon)
-    assert above <= TOLERATED
-    assert np.mean(np.array(bounds) > truth) > 0.5, "taken for add/remove it would overstate"
-
-
-def test_no_bridge_from_add_remove_to_replace_one() -> None:
+def test_a_bound_has_the_relation_of_its_game() -> None:
     scores, members = play(gaussian, 50, 0)
-    with pytest.raises(ValueError, match="bounds no replace-one epsilon"):
-        audit_scores(scores, members, relation="add_remove", accountant="replace_one")
     bound = audit_scores(scores, members, relation="replace_one")
     assert bound.relation == "replace_one"
+    assert bound.epsilon == audit_scores(scores, members).epsilon
     assert "replace-one" in str(bound)
 
 
@@ -228,12 +200,9 @@ def test_infinite_scores_and_few_games_are_fine() -> None:
 
 
 def test_a_threshold_that_no_member_exceeds_spoils_no_other() -> None:
-    """A non-member above all others, and a replace-one game for an add/remove epsilon."""
     scores, members = torch.cat([torch.zeros(500), torch.ones(500)]), torch.arange(1000) >= 500
     for how in ("union",):
-        audit = partial(
-            audit_scores, threshold=how, relation="replace_one", accountant="add_remove"
-        )
+        audit = partial(audit_scores, threshold=how)
         perfect = audit(scores, members).epsilon
         scores[0] = 99.0
         spoilt = audit(scores, members).epsilon

@@ -60,7 +60,7 @@ def of_games() -> Table:
         [
             GameResult(
                 f"{name}@{layer}", layer, "token", coins, scores > 0.3, scores, nowhere, zeros,
-                zeros, "game", "autograd", "float32",
+                zeros, "game", "float32",
             )
             for name, layer in (("attention-full", 11), ("trained", 4))
         ]

@@ -12,8 +12,8 @@ def pool_of(n: int) -> SentencePool:
     return SentencePool([[i, *range(1, 2 + i % 5)] for i in range(n)])
 
 
-def deal(pool, batch, games, position, seed=1, spare=0, **settings) -> list[Challenge]:
-    config = GameConfig(games=games, batch=batch, position=position, seed=seed, **settings)
+def deal(pool, batch, games, seed=1, spare=0, **settings) -> list[Challenge]:
+    config = GameConfig(games=games, batch=batch, seed=seed, **settings)
     return list(game_challenges(pool, config, spare))
 
 
@@ -24,7 +24,7 @@ def keys(rows) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("targets_per_batch", [1, 4])
 def test_deals_are_those_of_figure_2(targets_per_batch: int) -> None:
     pool = pool_of(30)
-    n, challenges = 0, deal(pool, 7, 50, "random", 3, targets_per_batch=targets_per_batch)
+    n, challenges = 0, deal(pool, 7, 50, 3, targets_per_batch=targets_per_batch)
     for challenge in challenges:
         data = keys(challenge.data)
         assert len(set(data)) == 7
@@ -43,7 +43,7 @@ def test_where_targets_are_added_or_removed_nothing_is_in_their_place() -> None:
     pool = pool_of(30)
 
     def challenges(relation):
-        return deal(pool, 7, 50, "random", 3, relation=relation)
+        return deal(pool, 7, 50, 3, relation=relation)
 
     bits = []
     for challenge, replaced in zip(
@@ -66,7 +66,7 @@ def test_bits_are_fair_and_targets_uniform_given_the_bit() -> None:
     """Chi-squared against the distributions of Fig. 2, at a level that this seed passes by far."""
     pool, batch, games = pool_of(12), 4, 6000
     order = {key: i for i, key in enumerate(keys(pool.rows))}
-    challenges = deal(pool, batch, games, "random", 0)
+    challenges = deal(pool, batch, games, 0)
     bits = torch.cat([d.bits for d in challenges])
     assert stats.binomtest(int(bits.sum()), games).pvalue > 0.01
     # Lag one: a bit says nothing on the next one.
@@ -86,35 +86,24 @@ def test_bits_are_fair_and_targets_uniform_given_the_bit() -> None:
 def test_positions() -> None:
     pool = SentencePool([[i, i, i] for i in range(1, 9)])
     seen = []
-    for challenge in deal(pool, 2, 900, "random"):
+    for challenge in deal(pool, 2, 900):
         seen.append(int(challenge.positions))
     assert stats.chisquare(torch.bincount(torch.tensor(seen)).numpy()).pvalue > 0.01
-    for position, wanted in (("last", 2), (1, 1)):
-        challenges = deal(pool, 2, 5, position)
-        assert {int(d.positions) for d in challenges} == {wanted}
 
 
 def test_a_last_token_that_enters_no_loss_is_not_asked_for() -> None:
     pool = SentencePool([[i, i, i] for i in range(1, 9)])
-    seen = {int(d.positions) for d in deal(pool, 2, 40, "random", spare=1)}
+    seen = {int(d.positions) for d in deal(pool, 2, 40, spare=1)}
     assert seen == {0, 1}
-    [challenge] = deal(pool, 2, 1, "last", spare=1)
-    assert int(challenge.positions) == 1
-    with pytest.raises(GameError, match=r"the last one enters no loss.* at_least=4"):
-        deal(pool, 2, 1, 2, spare=1)
 
 
 def test_special_tokens_are_not_asked_for() -> None:
     pool = SentencePool([[90, i, i, 91] for i in range(1, 9)], special_ids=(90, 91))
-    seen = {int(d.positions) for d in deal(pool, 2, 40, "random")}
+    seen = {int(d.positions) for d in deal(pool, 2, 40)}
     assert seen == {1, 2}
-    [challenge] = deal(pool, 2, 1, "last")
-    assert int(challenge.positions) == 2
-    [challenge] = deal(pool, 2, 1, 3)
-    assert int(challenge.positions) == 3
     few = SentencePool([[90, 1], [90, 2], [1, 2]], at_least=1, special_ids={90})
     with pytest.raises(GameError, match="holds no token that could be a target"):
-        deal(few, 1, 1, "last", spare=1)
+        deal(few, 1, 1, spare=1)
 
 
 def test_the_seed_alone_decides_and_the_global_state_is_left() -> None:
@@ -122,7 +111,7 @@ def test_the_seed_alone_decides_and_the_global_state_is_left() -> None:
     first, again, other = (
         [
             (keys(d.data), keys(d.targets), d.bits.tolist(), d.positions.tolist())
-            for d in deal(pool, 5, 12, "random", seed, targets_per_batch=3)
+            for d in deal(pool, 5, 12, seed, targets_per_batch=3)
         ]
         for seed in (4, 4, 5)
     )
@@ -147,8 +136,7 @@ def test_the_authors_challenges() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: deal(p, 12, 1, "random"), "more than 12 distinct"),
-        (lambda p: deal(p, 3, 1, 2), "at_least=3"),
+        (lambda p: deal(p, 12, 1), "more than 12 distinct"),
         (
             lambda p: list(authors_challenges(p.rows, torch.arange(3), 4, 3, 1)),
             "games must be even",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_fedleak.evaluation.games import GameError, SentencePool
+from lightning_fedleak.evaluation.games.pool import _target_places, pad
 
 
 class Words:
@@ -28,10 +29,10 @@ def test_what_is_equal_after_cutting_is_kept_once_and_in_order() -> None:
 
 def test_padding_is_masked() -> None:
     pool = SentencePool([[1, 2, 3], [4, 5], [6, 7]], pad_id=9)
-    ids, mask = pool.pad([1, 0])
+    ids, mask = pad([pool.rows[1], pool.rows[0]], pool.pad_id)
     assert ids.tolist() == [[4, 5, 9], [1, 2, 3]]
     assert mask.tolist() == [[1, 1, 0], [1, 1, 1]]
-    ids, mask = pool.pad([1], length=4)
+    ids, mask = pad([pool.rows[1]], pool.pad_id, length=4)
     assert ids.tolist() == [[4, 5, 9, 9]]
     assert mask.sum() == 2
 
@@ -61,7 +62,7 @@ def test_special_tokens_do_not_count_as_words() -> None:
     pool = SentencePool([[7, 1, 8], [7, 1, 2, 8], [7, 3, 4]], special_ids={7, 8})
     assert [r.tolist() for r in pool.rows] == [[7, 1, 2, 8], [7, 3, 4]]
     assert pool.short == 1
-    assert pool.words(pool.rows[0]).tolist() == [1, 2]
+    assert _target_places(pool, pool.rows[0], 0).tolist() == [1, 2]
 
 
 def test_tensors_are_rows_too() -> None:

@@ -40,7 +40,7 @@ def anatomy_of(name: str, layers: int = 2):
 @pytest.mark.parametrize("name", MODELS)
 def test_one_forward_gives_every_layer_of_the_clients_batch(name: str) -> None:
     anatomy = anatomy_of(name)
-    ids, mask = SentencePool([[5, 6, 7, 8], [9, 8, 7], [4, 3]]).pad([0, 1, 2])
+    ids, mask = pad(SentencePool([[5, 6, 7, 8], [9, 8, 7], [4, 3]]).rows, 0)
     before = torch.random.get_rng_state()
     seen = client_states(anatomy, [0, 1, 2], ids, mask)
     assert torch.equal(before, torch.random.get_rng_state())
@@ -72,7 +72,7 @@ def test_encoders_without_a_head_and_of_encoder_decoders_are_read_too() -> None:
     )  # fmt: skip
     with own_rng(0):
         anatomy = find_anatomy(BertModel(config), kind="classifier")
-    ids, mask = SentencePool([[5, 6, 7], [9, 8]]).pad([0, 1])
+    ids, mask = pad(SentencePool([[5, 6, 7], [9, 8]]).rows, 0)
     assert client_states(anatomy, [2], ids, mask)[2].shape == (2, 3, 16)
     assert reads_ahead(anatomy, 1)
     assert client_states(find_anatomy(tiny_t5()), [1], ids, mask)[1].shape == (2, 3, 16)
@@ -112,7 +112,7 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
             ).item()
         )
         mine = hidden_states(anatomy, layer, target[None])[0, position]
-        ids, mask = pool.pad([i for k, i in enumerate(data) if k != place])
+        ids, mask = pad([pool.rows[i] for k, i in enumerate(data) if k != place], pool.pad_id)
         theirs = hidden_states(anatomy, layer, ids, mask)[mask.bool()]
         wanted.append(bool(((theirs - mine).abs().sum(1) < 1e-8).any()))
     assert found == wanted

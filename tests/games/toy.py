@@ -11,6 +11,28 @@ from lightning_fedleak.attacks.membership.base import (
     MembershipGuess,
     sentence_rows,
 )
+from lightning_fedleak.attacks.membership.insertion import Inserted
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.model_runs import undisturbed
+
+
+def autograd_gradient(
+    anatomy: Anatomy, attack: MembershipAttack, target: Tensor, ids: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the biases (K,) and of the outputs (B, R) of really inserted crafted layers."""
+    crafted, outputs = attack.craft(target), []
+    bias = crafted.get_parameter("bias")
+    inputs = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
+    with (
+        crafted.register_forward_hook(lambda _, args, output: outputs.append(output)),
+        Inserted(anatomy, attack.layer, crafted),
+        undisturbed(anatomy) as model,
+        torch.enable_grad(),
+    ):
+        chances = model(**inputs).logits.log_softmax(-1)[..., 5]
+        loss = chances.mean() if mask is None else (chances * mask).sum() / mask.sum()
+        gradient, upstream = torch.autograd.grad(loss, [bias, outputs[-1]])
+    return gradient, upstream[..., 0]
 
 
 class Near(nn.Module):

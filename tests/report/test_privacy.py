@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 from lightning_fedleak.report.privacy import Account
 from lightning_fedleak.report.records.fields import Releases
-from lightning_fedleak.report.wording import rounded_up
 from tests.report.lines import begin, dpsgd, end, look, result, spent
 from tests.report.test_findings import found_in
 
@@ -84,28 +82,6 @@ def test_without_all_releases_the_pair_alone_limits(tmp_path, more, settings):
     account = account_of(tmp_path, [spending(0.7, 0.05, 40) | more], **settings)
     assert account.largest_tpr == dp_tpr(0.01, *account.bound)
     assert account.largest_auc == dp_auc(*account.bound)
-
-
-def test_truncated_batches_are_accounted_as_such(tmp_path):
-    scheme, history = TruncatedPoisson(1001, 12), [(1.0, 0.01, 100)]
-    epsilon = epsilon_of(history, DELTA, "prv", scheme)
-    line = spent(epsilon, 100) | {"sampling": scheme.unit}
-    settings = {"truncated_batch_size": 12}
-    cut = account_of(tmp_path / "cut", [line], **settings)
-    plain = account_of(tmp_path / "plain", [spending(1.0, 0.01, 100)])
-    assert epsilon > 1.5 * plain.epsilon
-    assert plain.largest_tpr < cut.largest_tpr < dp_tpr(0.01, *cut.bound)
-    full = epsilon_of([(1.0, 1.0, 100)], DELTA, "prv", scheme)
-    assert cut.without_sampling == (rounded_up(full) if full < 200 else "more than 200")
-    fits = [
-        [begin(run, defenses=[dpsgd(**settings)]), look(1, run, privacy=[line]), end(1, run)]
-        for run in ("a", "b")
-    ]
-    found = found_in(tmp_path / "two", [result(1, f1=0.0)], [*fits[0], *fits[1]])
-    [joint] = found.privacy_together
-    assert joint.epsilon == rounded_up(epsilon_of([(1.0, 0.01, 200)], DELTA, "prv", scheme))
-    [implied] = found.runs[0].implied
-    assert implied.largest_tpr_in_a_batch == gaussian_tpr(0.01, 0.5)
 
 
 def test_a_history_that_grows_is_one(tmp_path):

@@ -19,14 +19,12 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fedleak.defenses import DPSGD, ReleaseSettings
+from lightning_fedleak.defenses import DPSGD
 from lightning_fedleak.defenses.accounting.account import Ledger
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, loader, trainer
 
 LIVES, NUMBERS, SAVED_EVERY = 10, 256, 3
-EPOCHS, FACTORS = 50, [0.9**epoch for epoch in range(50)]
-"""Of a run with a plan; factors of the plan's noise, one for each epoch."""
 NOISE = 50.0
 """So much that the clipped sums beside it are nothing: two releases alike would be noise alike."""
 
@@ -59,18 +57,13 @@ class Save(Callback):
 def live(
     folder: Path,
     pipe: int | None,
-    most: int | None = None,
-    planned: bool = False,
     **limits: Any,
 ) -> DPSGD:
     """Trains; of every release the step's number and the first coordinates go into the pipe."""
-    plan = FACTORS if planned else None
-    release = ReleaseSettings(truncated_batch_size=most, noise_schedule=plan)
-    dpsgd, checkpoint = defense(folder, release=release), folder / "last.ckpt"
+    dpsgd, checkpoint = defense(folder), folder / "last.ckpt"
     strategy = DefendedStrategy("auto", [dpsgd])
     saves = Save(checkpoint)
-    epochs = EPOCHS if planned else 10**6
-    run = trainer(strategy, callbacks=[saves], **{"max_epochs": epochs, **limits})
+    run = trainer(strategy, callbacks=[saves], **{"max_epochs": 10**6, **limits})
 
     def tell(stage: str, optimizer: Any) -> None:
         if stage == "shared" and pipe is not None:
@@ -96,8 +89,6 @@ def read(pipe: int) -> np.ndarray | None:
 
 def main() -> None:
     folder, lives_to_live = Path(sys.argv[1]), int(sys.argv[2])
-    most = int(sys.argv[3]) or None if len(sys.argv) > 3 else None
-    planned = len(sys.argv) > 4
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     releases: list[np.ndarray] = []
@@ -110,7 +101,7 @@ def main() -> None:
         if child == 0:
             os.close(reader)
             try:
-                live(folder, writer, most, planned)
+                live(folder, writer)
             except BaseException:
                 traceback.print_exc()
             sys.stderr.flush()
@@ -135,7 +126,7 @@ def main() -> None:
                 "killed": os.WIFSIGNALED(status),
                 "until": until,
                 "seen": len(releases) - before,
-                "ledger": max((Ledger(path).steps for path in folder.glob("ledger*")), default=0),
+                "ledger": Ledger(folder / "ledger").steps,
             }
         )
     np.save(folder / "releases.npy", np.stack(releases))

@@ -37,7 +37,6 @@ from lightning_fedleak.defenses import (
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.defenses.dpsgd import clipped_sum as clipped_sum_module
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
@@ -167,7 +166,6 @@ class Look(Callback):
         strategy: of the fit.
         twin: a plain model, to which the weights of each step are copied.
         precision: under which the twin computes.
-        per_layer: layers are clipped by themselves, each to the same norm.
         users: rows are of the users that :func:`user_of` tells, and these are clipped.
     """
 
@@ -176,12 +174,10 @@ class Look(Callback):
         strategy: DefendedStrategy,
         twin: LM | None = None,
         precision: str = "32-true",
-        per_layer: bool = False,
         users: bool = False,
     ) -> None:
         self.users = users
         self.strategy, self.twin, self.precision = strategy, twin, precision
-        self.per_layer = per_layer
         clips = [d.max_grad_norm for d in strategy.defenses if isinstance(d, DPSGD)]
         self.clip, self.norms = (clips or [CLIP])[0], list[float]()
         self.sizes: list[int] = []
@@ -209,7 +205,7 @@ class Look(Callback):
             for name, p in self.twin.named_parameters():
                 p.data.copy_(weights[name])
             with torch.enable_grad():
-                given = self.clip, self.per_layer, self.users
+                given = self.clip, self.users
                 mine, norms = clipped_sum(self.twin, self.batch, self.precision, *given)
                 self.norms += norms
             self.brute.append(sum(gathered(mine)))  # type: ignore[arg-type]
@@ -230,14 +226,11 @@ def clipped_sum(
     batch: dict[str, Tensor],
     precision: str,
     clip: float,
-    per_layer: bool = False,
     users: bool = False,
 ) -> tuple[Tensor, list[float]]:
     """One backward pass for each sample of one rank, or all of a user's; and norms over clips."""
     whose = [user_of(ids) if users else i for i, ids in enumerate(batch["input_ids"])]
-    names = [n.rpartition(".")[0] for n, p in module.named_parameters() if p.requires_grad]
-    layers = sorted(set(names)) if per_layer else [None]
-    clip, norms = clip / len(layers) ** 0.5, []
+    norms = []
     trained = [p for p in module.parameters() if p.requires_grad]
     total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
     for user in dict.fromkeys(whose):
@@ -248,14 +241,9 @@ def clipped_sum(
         grads = [
             torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
         ]
-        flat = [g.double().flatten() for g in grads]
-        for layer in layers:
-            own = [i for i, name in enumerate(names) if layer in (None, name)]
-            norm = float(torch.cat([flat[i] for i in own]).norm())
-            norms.append(norm / clip)
-            for i in own:
-                flat[i] = flat[i] * min(1.0, clip / max(norm, 1e-30))
-        total += torch.cat(flat)
+        flat = torch.cat([g.double().flatten() for g in grads])
+        norms.append(float(flat.norm()) / clip)
+        total += flat * min(1.0, 1 / max(norms[-1], 1e-30))
     return total, norms
 
 
@@ -287,10 +275,8 @@ class Runs:
     ) -> tuple[LM, L.Trainer, Look]:
         strategy = self.defended(*(defense if isinstance(defense, list) else [defense]))
         precision = settings.get("precision", "32-true")
-        clips = [d.clip for d in strategy.defenses if isinstance(d, DPSGD)]
-        per_layer = any(clip.per_layer for clip in clips)
         users = any(getattr(d, "unit", "") == "user" for d in strategy.defenses)
-        watch = Look(strategy, twin, precision, per_layer, users)
+        watch = Look(strategy, twin, precision, users)
         run = trainer(
             strategy,
             devices=2,
@@ -314,8 +300,6 @@ class Runs:
         build: Any = None,
         twin: Any = None,
         most: int | None = None,
-        per_layer: bool = False,
-        fill: int | None = None,
         users: Any = None,
         **settings: Any,
     ) -> Found:
@@ -325,9 +309,7 @@ class Runs:
             noise_multiplier=0.0,
             seed=1,
             max_physical_batch_size=most,
-            unit="example" if users is None else Users(users),
-            clip=ClipSettings(per_layer=per_layer),
-            release=ReleaseSettings(truncated_batch_size=fill),
+            unit="example" if users is None else Users(users, rows_per_user=most),
         )
         plain = LM((MODELS[name] if twin is None else twin)())
         module = self.module((MODELS[name] if build is None else build)())
@@ -352,14 +334,6 @@ class Runs:
             "ran": gathered(module.sizes),
             "drawn": sizes,
         }
-
-    def one_by_one(self) -> Found:
-        """Every parameter is summed by itself, as large ones are."""
-        original, clipped_sum_module.AT_ONCE = clipped_sum_module.AT_ONCE, 0
-        try:
-            return self.exact("gpt2 tied")
-        finally:
-            clipped_sum_module.AT_ONCE = original
 
     def checked_like_trusted(self) -> Found:
         """A look through the graph leaves training as it is: against runs without any."""
@@ -564,7 +538,7 @@ class Runs:
         """Clipped together with all of their rows, each on the one rank that has them."""
         return self.exact(
             "gpt2 tied",
-            most=2,
+            most=4,
             users=lambda example: user_of(example["input_ids"]),
             data=loader(batch_size=2),
         )

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_fedleak.defenses import (
     DPSGD,
     DefenseError,
-    ReleaseSettings,
     mean_of_sample_means,
 )
 from lightning_fedleak.model.snapshots import Stage
@@ -100,23 +99,6 @@ def test_local_is_the_mean_over_the_logical_batch_and_training_is_the_same() -> 
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
     for a, b in zip(weights, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["gpt2 tied", "lora"])
-@pytest.mark.parametrize("most", [None, 3])
-def test_every_batch_that_is_filled_up_has_one_shape(name: str, most: int | None) -> None:
-    """Lightning, monitors and callbacks see the rows that were drawn."""
-    module = CausalLM(MODELS[name]())
-    release = ReleaseSettings(truncated_batch_size=10)
-    clip = CLIPS.get(name, CLIP)
-    defense = DPSGD(clip, 0.0, seed=1, max_physical_batch_size=most, release=release)
-    look = looked(defense, module, max_epochs=3)
-    assert module.sizes == ([10] * 9 if most is None else [3, 3, 3, 1] * 9)
-    sizes = [len(batch["labels"]) for batch in look.batches]
-    assert len({*sizes}) > 2
-    assert max(sizes) <= 10
-    assert max(look.distances) < 1e-6
-    assert max(look.norms) > 1.5 * clip
 
 
 class Logs(CausalLM):

@@ -66,7 +66,7 @@ def check_exact(found: dict[str, Any], most: float, releases: int = 3) -> None:
         assert found[fact], fact
 
 
-@pytest.mark.parametrize("name", [*MODELS, "one by one"])
+@pytest.mark.parametrize("name", MODELS)
 def test_the_client_shares_the_clipped_sum_over_all_processes(ranks, name: str) -> None:
     for found in of(ranks, f"exact {name}"):
         check_exact(found, 1e-6)
@@ -108,13 +108,6 @@ def test_the_same_of_logical_batches_in_equally_many_pieces(
         steps = [*zip(*found["drawn"], strict=True)]
         assert len(first) == len(second) == sum(max(-(-a // 2), -(-b // 2)) for a, b in steps)
         assert max(first + second) == 2
-
-
-def test_the_same_of_batches_that_are_filled_up(ranks) -> None:
-    for found in of(ranks, "filled gpt2 tied"):
-        check_exact(found, 1e-6, releases=2)
-        assert found["ran"] == [[4, 2, 4, 2]] * 2
-        assert max(map(max, found["drawn"])) <= 6
 
 
 def test_a_rank_with_fewer_pieces_or_none_takes_part(ranks) -> None:

@@ -15,7 +15,5 @@ from lightning_fedleak.defenses.accounting.budget import Account as Account
 from lightning_fedleak.defenses.accounting.budget import Budget as Budget
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
+from lightning_fedleak.defenses.accounting.quantile import ClipPath as ClipPath
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme as SamplingScheme
-from lightning_fedleak.defenses.accounting.renyi import TruncatedPoisson as TruncatedPoisson
-from lightning_fedleak.defenses.accounting.schedules import ClipPath as ClipPath
-from lightning_fedleak.defenses.accounting.schedules import factors_of as factors_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from lightning_fedleak.defenses.accounting.ledger import (
     check_release,
 )
 from lightning_fedleak.defenses.accounting.renyi import (
-    Floats,
     SamplingScheme,
     check_opacus,
 )
@@ -34,8 +33,6 @@ from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
 
 CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
-# Orders without a fixed noise: the usual range of best orders; each more costs log(K). Not tuned
-DEFAULT_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
 
 
 class Ledger:
@@ -166,11 +163,6 @@ class Accountant(Ledger):
 
     share_spent: float | None = None
 
-    @property
-    def releases(self) -> tuple[tuple[float, float, int, SamplingScheme], ...]:
-        """Return the rows of :attr:`history` with their sampling, as ``private_search`` takes."""
-        return tuple((*row, self.sampling) for row in self.history)
-
     def step(
         self,
         noise_multiplier: float,
@@ -271,9 +263,7 @@ class RenyiFilter(Ledger):
     Fully adaptive composition (Feldman & Zrnic 2021, Theorem 3.1 and Sect. 4.1; Lecuyer 2021): at a
     fixed order each release may depend on all before, as long as the sum of their Renyi divergences
     stays within a budget that was fixed before the run. The budget of an order is what converts to
-    (epsilon, delta)-DP by Balle et al. 2020, Theorem 21. With K orders a release is allowed while
-    *any* of them has budget, and each converts at ``delta / K``, because the data may decide which
-    order is the last.
+    (epsilon, delta)-DP by Balle et al. 2020, Theorem 21.
 
     The guarantee is (epsilon, delta) for the whole run, from the start; there is no smaller epsilon
     "so far". It covers the releases. It does not cover *why* the noise was turned up, if data
@@ -284,21 +274,21 @@ class RenyiFilter(Ledger):
     Args:
         epsilon: of the whole run.
         delta: of the whole run.
-        orders: Renyi orders above 1. With one order all of delta is its own: :func:`best_order`
-            returns the one for the noise that the run begins with. None: :meth:`begin` fixes it.
         ledger: as for :class:`Accountant`. It
             stores releases, not the budget: begin again with the same one.
         sampling: how batches are drawn.
 
+    Attributes:
+        order: Renyi order of the budget; None until :meth:`begin` or a checkpoint fixes it.
+
     Raises:
-        DefenseError: a value out of range, or orders of which none leaves any budget.
+        DefenseError: a value out of range.
     """
 
     def __init__(
         self,
         epsilon: float,
         delta: float,
-        orders: Sequence[float] | None = DEFAULT_ORDERS,
         ledger: str | os.PathLike[str] | None = None,
         *,
         sampling: SamplingScheme = "poisson",
@@ -307,13 +297,11 @@ class RenyiFilter(Ledger):
         self.epsilon = check_number("epsilon", epsilon, above=0, error=DefenseError)
         self.delta = check_number("delta", delta, above=0, below=1, error=DefenseError)
         self.sampling: SamplingScheme = sampling
-        self.orders: tuple[float, ...] = ()
-        self._orders_fixed = orders is not None
-        if orders is not None:
-            self._fix(orders)
+        self.order: float | None = None
+        self._restored = False
 
     def begin(self, noise_multiplier: float, sample_rate: float) -> None:
-        """Fix the order for the noise that the run begins with, unless orders were set or restored.
+        """Fix the order for the noise that the run begins with, unless it was restored.
 
         It stays from the first release on. Where a ledger holds releases of an earlier process, it
         is the order for the noise of the first of them.
@@ -321,22 +309,22 @@ class RenyiFilter(Ledger):
         Raises:
             DefenseError: not one such release fits in the budget at any order.
         """
-        if not self.orders or not (self._orders_fixed or self.steps):
+        if self.order is None or not (self._restored or self.steps):
             for sigma, rate, _ in self.history[:1]:
                 noise_multiplier, sample_rate = sigma, rate
             event = noise_multiplier, sample_rate, self.sampling
-            self._fix((best_order(self.epsilon, self.delta, *event),))
+            self.order = best_order(self.epsilon, self.delta, *event)
 
     @property
     def share_spent(self) -> float:
-        """Return the share of the budget that is spent, by the order with the most left."""
+        """Return the share of the budget that is spent."""
         return self._share(self._spent())
 
     def allows(self, noise_multiplier: float, sample_rate: float, count: int = 1) -> bool:
-        """Return whether ``count`` more such releases fit in the budget; count none.
+        """Return whether ``count`` more releases stay within the budget; count none.
 
         Raises:
-            DefenseError: a value out of range.
+            DefenseError: a value out of range, or :meth:`begin` was not called.
         """
         check_release(noise_multiplier, sample_rate, count)
         spent = self._spent()
@@ -346,28 +334,27 @@ class RenyiFilter(Ledger):
         """Count releases that are about to happen.
 
         Raises:
-            DefenseError: they do not fit; nothing is counted, and they must not happen.
+            DefenseError: they would exceed the budget; nothing is counted.
         """
         if not self.allows(noise_multiplier, sample_rate, count):
             raise DefenseError(
                 f"{count} more release{'s' * (count > 1)} at noise_multiplier={noise_multiplier!r} "
-                f"would exceed (epsilon={self.epsilon:g}, delta={self.delta:g}) after {self.steps} "
-                "releases: stop here, or turn the noise up"
+                f"would exceed (epsilon={self.epsilon:g}, delta={self.delta:g}) after "
+                f"{self.steps} releases: stop here, or turn the noise up"
             )
         self.record(noise_multiplier, sample_rate, count)
 
     def state_dict(self) -> dict[str, Tensor | float]:  # type: ignore[override]
-        """Return ``releases``, (K, 3) float64, the budget, and (K,) ``orders``."""
-        orders = torch.tensor(self.orders, dtype=torch.float64)
+        """Return the counts, the budget and the order."""
+        orders = torch.tensor([] if self.order is None else [self.order], dtype=torch.float64)
         budget: dict[str, Tensor | float] = {"epsilon": self.epsilon, "delta": self.delta}
         return {**super().state_dict(), **budget, "orders": orders}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue counting: of every kind of release the larger count stays.
+        """Adopt the order, and set every kind of release to the larger count.
 
         Raises:
-            DefenseError: the state is of another budget or of other orders, which are fixed before
-                the run.
+            DefenseError: another budget or order: both are fixed before the run.
         """
         if "orders" in state:
             epsilon, delta = float(state["epsilon"]), float(state["delta"])
@@ -377,49 +364,34 @@ class RenyiFilter(Ledger):
                     f"run's (epsilon={self.epsilon!r}, delta={self.delta!r}): a budget is fixed "
                     "before the run, so go on with the checkpoint's"
                 )
-            fixed = tuple(torch.as_tensor(state["orders"], dtype=torch.float64).tolist())
-            if fixed and not self.orders:
-                self._fix(fixed)
-                self._orders_fixed = True
-            elif fixed and fixed != self.orders:
+            orders = torch.as_tensor(state["orders"], dtype=torch.float64).tolist()
+            if len(orders) == 1 and self.order is None:
+                (self.order,), self._restored = orders, True
+            if orders and orders != [self.order]:
                 raise DefenseError(
-                    f"orders={self.orders} differ from those of the checkpoint, {fixed}: they are "
-                    "fixed before the run, so go on with those"
+                    f"order={self.order} differs from that of the checkpoint, {orders}: it is "
+                    "fixed before the run, so go on with that"
                 )
         super().load_state_dict(state)
 
-    def _fix(self, orders: Sequence[float]) -> None:
-        if not orders or not set(orders) <= set(renyi.ORDERS):
-            raise DefenseError(f"orders={tuple(orders)!r}: give at least one, out of renyi.ORDERS")
-        orders = tuple(sorted(set(orders)))
-        places = np.array([renyi.ORDERS.index(order) for order in orders])
-        budget = self.epsilon - renyi.conversion(self.delta / len(orders))[places]
-        if not (budget > 0).any():
-            raise DefenseError(
-                f"epsilon={self.epsilon!r} at delta={self.delta!r} leaves no budget at the orders "
-                f"{orders}: take larger orders, or a larger epsilon or delta"
-            )
-        self.orders, self._places, self._budget = orders, places, budget
-
-    def _rdp(self, noise_multiplier: float, sample_rate: float) -> Floats:
+    def _rdp(self, noise_multiplier: float, sample_rate: float) -> float:
+        """Return the divergence of one release at the order."""
         if noise_multiplier < LEAST_NOISE:
-            return np.full(len(self.orders), np.inf)
-        rdp: Floats = renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._places]
-        return rdp
+            return math.inf
+        return float(renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._place])
 
-    def _spent(self) -> Floats:
-        if not len(self.orders):
-            raise DefenseError(
-                "RenyiFilter: without orders there is no budget yet; call begin first"
-            )
-        spent = np.zeros(len(self.orders))
-        for sigma, rate, count in self.history:
-            spent = spent + count * self._rdp(sigma, rate)
-        return spent
+    @property
+    def _place(self) -> int:
+        if self.order is None:
+            raise DefenseError("RenyiFilter: there is no budget yet; call begin first")
+        return renyi.ORDERS.index(self.order)
 
-    def _share(self, spent: Floats) -> float:
-        positive = self._budget > 0
-        return float((spent[positive] / self._budget[positive]).min())
+    def _spent(self) -> float:
+        return sum(count * self._rdp(sigma, rate) for sigma, rate, count in self.history)
+
+    def _share(self, spent: float) -> float:
+        budget = float(self.epsilon - renyi.conversion(self.delta)[self._place])
+        return spent / budget if budget > 0 else math.inf
 
 
 @functools.lru_cache(maxsize=64)

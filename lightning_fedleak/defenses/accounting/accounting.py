@@ -15,8 +15,7 @@ decisions that depend on the data.
 
 Both also cover batches of a fixed number, drawn without replacement
 (``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``renyi`` says. The number
-of examples is public then, and neighbours differ by one example put in another's place. And both
-cover Poisson samples of at most a fixed number (:class:`TruncatedPoisson`, Ganesh 2025).
+of examples is public then, and neighbours differ by one example put in another's place.
 
 Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
 reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
@@ -30,8 +29,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -41,9 +39,7 @@ from scipy.optimize import brentq
 from lightning_fedleak.defenses.accounting import ledger
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
-    MixturePRV,
     SamplingScheme,
-    TruncatedPoisson,
     WithoutReplacementPRV,
     deltas_of_rdp,
     epsilons_of_rdp,
@@ -147,8 +143,6 @@ def read_prv(
     half = max(loss, error) + 3
 
     def loss_of(sigma: float, rate: float) -> Any:
-        if isinstance(sampling, TruncatedPoisson):
-            return MixturePRV(rate, sampling.parts(sigma, rate))
         fixed = sampling == "without_replacement"
         return (WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
 
@@ -278,7 +272,6 @@ def noise_multiplier_for(
     steps: int,
     kind: AccountantKind = "prv",
     sampling: SamplingScheme = "poisson",
-    plan: Mapping[float, int] = MappingProxyType({}),
 ) -> float:
     """Return the noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
 
@@ -291,7 +284,6 @@ def noise_multiplier_for(
         steps: number of releases.
         kind: ``"prv"`` or ``"rdp"``.
         sampling: of the releases.
-        plan: how many releases have which factor of the noise multiplier; empty: all have 1.
 
     Raises:
         DefenseError: a value out of range, or a target that needs more noise than
@@ -312,8 +304,7 @@ def noise_multiplier_for(
 
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
-        counts = (plan or {1.0: steps}).items()
-        events = [(math.exp(log_noise) * f, sample_rate, count) for f, count in counts]
+        events = [(math.exp(log_noise), sample_rate, steps)]
         epsilon = epsilon_of(events, target_delta, accountant, sampling)
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
@@ -337,17 +328,6 @@ def noise_multiplier_for(
             low, high = 3 * low - 2 * high, low
         high = _find_root(functools.partial(excess, accountant="prv"), max(lowest, low), high)
     return math.exp(high)
-
-
-def factor_at(factors: Sequence[float], step: int, steps: int) -> float:
-    """Return the factor of a step, the last one beyond the plan's steps; 1 without a plan.
-
-    Args:
-        factors: of equal parts of the run.
-        step: counted from 0.
-        steps: of the run.
-    """
-    return factors[min(step * len(factors) // max(1, steps), len(factors) - 1)] if factors else 1.0
 
 
 def effective_noise_multiplier(
@@ -430,8 +410,7 @@ def check_kind(kind: str, sampling: object = "poisson") -> None:
     """Raise an error for an unknown accountant or sampling."""
     hint = "'prv' is tight, 'rdp' is fast"
     check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
-    if not isinstance(sampling, TruncatedPoisson):
-        check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
+    check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
 
 
 def check_probability(delta: float, name: str = "delta") -> None:

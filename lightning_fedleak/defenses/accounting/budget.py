@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
@@ -17,7 +16,6 @@ from lightning_fedleak.defenses.accounting.accounting import (
     MOST_NOISE,
     AccountantKind,
     curve_of,
-    factor_at,
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.groups import group_epsilon
@@ -25,10 +23,7 @@ from lightning_fedleak.defenses.accounting.ledger import (
     check_count,
     client_path,
 )
-from lightning_fedleak.defenses.accounting.renyi import (
-    SamplingScheme,
-    TruncatedPoisson,
-)
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
 
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
@@ -60,8 +55,6 @@ class Budget:
         notches: how often the noise was turned up.
         rate: chance of each example to be in a batch; None until the training data are known.
         delta: of the guarantee; None until then, unless it was passed.
-        factors: of sigma in equal parts of the run; none where it stays.
-        horizon: releases of the plan that factors are for; 0 until it is known.
     """
 
     kind: Account
@@ -77,8 +70,6 @@ class Budget:
 
     def __post_init__(self) -> None:
         self.notches = 0
-        self.factors: tuple[float, ...] = ()
-        self.horizon = 0
         self.rate: float | None = None
         self.delta = self.target_delta
         self.accountant = self._new_accountant(None)
@@ -139,24 +130,14 @@ class Budget:
 
     @property
     def noise_now(self) -> float:
-        """Return sigma of the next release, as planned and with all hardenings.
+        """Return sigma of the next release, with all hardenings.
 
         Raises:
             DefenseError: before the training data are known, where sigma is found from them.
         """
         if self.noise_multiplier is None:
             raise DefenseError(f"{self.owner}: no training data yet, so the noise is not known")
-        if not self.factors:
-            return self.noise_multiplier * self.harden_factor**self.notches
-        planned = factor_at(self.factors, self.accountant.steps, self.horizon)
-        return self.noise_multiplier * planned * self.harden_factor**self.notches
-
-    @property
-    def planned_noise(self) -> list[float]:
-        """Return sigma of every planned kind of release; 0 where it is guessed, or not found."""
-        sigma = 0.0 if self.seeded else (self.noise_multiplier or 0.0)
-        notched = sigma * self.harden_factor**self.notches
-        return [notched * factor for factor in self.factors or (1.0,)]
+        return self.noise_multiplier * self.harden_factor**self.notches
 
     @property
     def can_harden(self) -> bool:
@@ -201,31 +182,6 @@ class Budget:
         accountant.load_state_dict(self.accountant.state_dict())
         self.accountant = accountant
 
-    def plan(self, planned_steps: Callable[[], int]) -> None:
-        """Fix the number of releases that factors are for, unless releases were made by it.
-
-        Args:
-            planned_steps: returns how many the run is going to make.
-        """
-        if not (self.horizon and self.accountant.steps):
-            self.horizon = planned_steps()
-
-    def draw_by(self, sampling: SamplingScheme) -> None:
-        """Fix how batches are drawn, now that the training data are known.
-
-        Raises:
-            DefenseError: releases were drawn otherwise.
-        """
-        if sampling == self.sampling:
-            return
-        if self.accountant.steps:
-            raise DefenseError(
-                f"{self.owner}: the {self.accountant.steps} releases before were drawn by "
-                f"{self.sampling}, and this run draws by {sampling}. Go on with the data and the "
-                "truncated_batch_size of those, or begin a new run."
-            )
-        self.sampling = self.accountant.sampling = sampling
-
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
         """Find the noise, now that the training data are known.
 
@@ -247,10 +203,8 @@ class Budget:
             assert self.target_epsilon is not None
             steps = planned_steps()
             kind: AccountantKind = "prv" if self.kind == "prv" else "rdp"
-            parts = range(steps if self.factors else 0)
-            plan = Counter(factor_at(self.factors, n, self.horizon) for n in parts)
             self.noise_multiplier = noise_multiplier_for(
-                self.target_epsilon, delta, rate, steps, kind, self.sampling, plan
+                self.target_epsilon, delta, rate, steps, kind, self.sampling
             )
             self._covered = steps if self.accountant.steps == 0 else 0
             self._calibrated = True
@@ -287,11 +241,10 @@ class Budget:
         if isinstance(self.accountant, RenyiFilter) or not rows:
             return
         assert self.rate is not None
-        noises, noise = self.planned_noise, 0.0 if self.seeded else self.noise_now
+        noise = 0.0 if self.seeded else self.noise_now
         if not any(
-            math.isclose(one, sigma, rel_tol=1e-9) and self.rate == rate
+            math.isclose(noise, sigma, rel_tol=1e-9) and self.rate == rate
             for sigma, rate, _ in rows
-            for one in noises
         ):
             raise DefenseError(
                 f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
@@ -334,20 +287,15 @@ class Budget:
             DefenseError: the account cannot be written.
         """
         assert self.rate is not None
-        more = {"planned": True} if self.factors else {}
-        self.accountant.step(0.0 if self.seeded else noise_multiplier, self.rate, **more)
+        self.accountant.step(0.0 if self.seeded else noise_multiplier, self.rate)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return what releases were accounted as, the noise, and its hardenings."""
         state: dict[str, Tensor | int | float | str] = {}
-        if isinstance(self.sampling, TruncatedPoisson):
-            state |= {"truncated_at": self.sampling.most, "examples": self.sampling.examples}
         if self.rate is not None and self.delta is not None:
             state["rate"], state["delta"] = self.rate, self.delta
         if self.notches:
             state["notches"] = self.notches
-        if self.horizon:
-            state["horizon"], state["factors"] = self.horizon, repr(self.factors)
         if self.noise_multiplier is not None:
             state["noise_multiplier"] = self.noise_multiplier
         for key, value in self.accountant.state_dict().items():
@@ -372,22 +320,17 @@ class Budget:
         """
         account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
         filtered = "orders" in account
-        earlier = state.get("factors", repr(()))
         refusals = {
             f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
             f"accountant={self.kind!r}. A budget holds from the first release on: go on with the "
             "accountant of the checkpoint, or begin a new run.": (
                 filtered != (self.kind == "filter")
             ),
-            f"made with noise by the factors {earlier}, and this run has {self.factors!r}. Noise "
-            "is fixed before a run: go on with the same schedule, or begin a new run.": (
-                earlier != repr(self.factors)
-            ),
+            "drawn or noised by a rule that is gone (truncated batches, a noise schedule). Begin a "
+            "new run.": "truncated_at" in state or "factors" in state,
         }
         owner = f"{self.owner}: the checkpoint's {releases} releases were "
         refuse(owner, refusals if releases else {})
-        self.draw_by(self._sampling_in(state) if releases else self.sampling)
-        self.horizon = int(state.get("horizon", 0)) if releases else self.horizon
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
             # Until the data are known, `privacy` needs them.
@@ -401,17 +344,11 @@ class Budget:
         counted = account.get("releases")
         return 0 if counted is None else int(torch.as_tensor(counted)[:, 2].sum())
 
-    def _sampling_in(self, state: State) -> SamplingScheme:
-        """Return how the releases of a state were drawn."""
-        if "truncated_at" in state:
-            return TruncatedPoisson(int(state["examples"]), int(state["truncated_at"]))
-        return "poisson" if isinstance(self.sampling, TruncatedPoisson) else self.sampling
-
     def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> AnyAccountant:
         if self.kind == "filter":
             assert self.target_epsilon is not None
             assert self.target_delta is not None
             return RenyiFilter(
-                self.target_epsilon, self.target_delta, None, ledger, sampling=self.sampling
+                self.target_epsilon, self.target_delta, ledger, sampling=self.sampling
             )
         return Accountant(self.kind, ledger, sampling=self.sampling)

@@ -16,7 +16,7 @@ Event = tuple[float, float]
 """Noise multiplier and sample rate of a release."""
 
 LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
-_ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
+_ENDING = re.compile(r"(\.users)?(\.\d+-of-\d+)?")  # of a client's file
 _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -65,22 +65,21 @@ def client_path(
         path: of the ledger.
         client: whose file it is.
         clients: how many there are.
-        unit: ``"example"``, ``"user"``, or ``"at-most-N-of-n"`` for examples in truncated batches.
+        unit: ``"example"`` or ``"user"``.
 
     Raises:
         DefenseError: there are files of another unit, or of another number of clients: an example
             may have been another client's then, and its cost there would not be counted.
     """
     path = Path(path)
-    ending = {"example": "", "user": ".users"}.get(unit, f".{unit}")
+    ending = {"example": "", "user": ".users"}[unit]
     for other in sorted(path.parent.glob(f"{glob.escape(path.name)}*")):
         kind = _ENDING.fullmatch(other.name, len(path.name))
         if kind and (kind[1] or "") != ending and other.is_file():
             raise DefenseError(
-                f"ledger={str(other)!r} was kept for another unit of privacy, or for batches drawn "
-                f"otherwise, than {unit!r}, and no epsilon holds for releases of both. Go on with "
-                "the settings of before, or begin a new run from a model that this data did not "
-                "train, with a new path"
+                f"ledger={str(other)!r} was kept for another unit of privacy than {unit!r}, and no "
+                "epsilon holds for releases of both. Go on with the settings of before, or begin a "
+                "new run from a model that this data did not train, with a new path"
             )
     path = path.with_name(path.name + ending)
     if clients > 1:

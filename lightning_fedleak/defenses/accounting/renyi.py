@@ -1,8 +1,7 @@
 """Renyi differential privacy of one release of the sampled Gaussian mechanism.
 
 - Poisson sampling: Mironov, Talwar & Zhang 2019, as Opacus computes it.
-- Batches of a fixed number without replacement (Zhu, Dong & Wang 2022), and truncated Poisson
-  samples (Ganesh 2025), as said below.
+- Batches of a fixed number without replacement: Zhu, Dong & Wang 2022, as said below.
 
 Orders are converted to (epsilon, delta) by Balle et al. 2020, Theorem 21.
 
@@ -20,32 +19,17 @@ By symmetry one function gives all of it, for x beyond the middle of the two Gau
 
 Under A a loss g(x) has the density ``phi(x) exp(g(x))``, and a loss -g(x) the density ``phi(x)`` of
 N(0, sigma^2). One pair alone, composed with itself, is a lower bound of the whole.
-
-**Truncated** (Ganesh 2025, arXiv 2508.15089). Neighbours differ by one example, there or not. Each
-is drawn with chance q; where more than N are drawn, a random subset of N is the batch. Of the n - 1
-others k are drawn, whatever the example does:
-
-- k < N: the example joins the batch with chance q, as in a Poisson sample.
-- k >= N: the batch is full of others, a uniform subset of them. The example takes the place of one
-  of them with chance ``q N / (k + 1)``, at most q, and moves the sum by up to two clip norms.
-
-To say which of the two it was can only tell more. So a release costs at most a mixture of two
-Poisson samples at the rate q, of noise sigma and sigma / 2. The second tells more, and has more
-weight where n is larger: an upper bound on the number of examples is enough. With the mean of
-``q N / (k + 1)`` for the second rate epsilon would be smaller, but not the same for smaller n.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp, ndtr
-from scipy.stats import binom
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.extras import install
@@ -63,36 +47,7 @@ NODES = 8  # of Gauss and Legendre in a panel, which is at most sigma wide. Not 
 TAIL = 12  # standard deviations beyond the last peak where the integral ends; the rest is 1e-32
 
 
-@dataclass(frozen=True)
-class TruncatedPoisson:
-    """Poisson samples of at most N examples, a random subset where more are drawn.
-
-    Attributes:
-        examples: n, the most that the larger of two neighbours has.
-        most: N, in a batch.
-    """
-
-    examples: int
-    most: int
-
-    @property
-    def unit(self) -> str:
-        """Return what stands behind the name of a ledger."""
-        return f"at-most-{self.most}-of-{self.examples}"
-
-    def parts(self, noise_multiplier: float, sample_rate: float) -> list[tuple[float, float]]:
-        """Return weight and noise multiplier of the Poisson samples whose mixture a release is.
-
-        Args:
-            noise_multiplier: sigma.
-            sample_rate: q, in (0, 1].
-        """
-        full = float(binom.sf(self.most - 1, self.examples - 1, sample_rate))
-        parts = [(1 - full, noise_multiplier), (full, noise_multiplier / 2)]
-        return [part for part in parts if part[0]]
-
-
-SamplingScheme = Literal["poisson", "without_replacement"] | TruncatedPoisson
+SamplingScheme = Literal["poisson", "without_replacement"]
 
 
 def rdp_of(
@@ -108,14 +63,6 @@ def rdp_of(
     """
     if sampling == "without_replacement" and sample_rate < 1:
         return rdp_without_replacement(noise_multiplier, sample_rate, ORDERS)
-    if isinstance(sampling, TruncatedPoisson):
-        less_one = np.asarray(ORDERS) - 1
-        moments = [
-            math.log(weight) + less_one * _rdp_of_poisson(sigma, sample_rate)
-            for weight, sigma in sampling.parts(noise_multiplier, sample_rate)
-        ]
-        rdp: Floats = logsumexp(moments, axis=0) / less_one
-        return rdp
     return _rdp_of_poisson(noise_multiplier, sample_rate)
 
 
@@ -217,23 +164,3 @@ class WithoutReplacementPRV:
             np.asarray(t) < 0, tail, 1 - (1 - q) * tail - q * ndtr((1 - x) / sigma)
         )
         return cdf
-
-
-class MixturePRV:
-    """The privacy loss of a mixture of Poisson samples, as Opacus' parts of PRV take it.
-
-    Args:
-        sample_rate: q.
-        parts: weight and noise multiplier of each.
-    """
-
-    def __init__(self, sample_rate: float, parts: list[tuple[float, float]]) -> None:
-        from opacus.accountants.analysis.prv import PoissonSubsampledGaussianPRV as Loss
-
-        self._parts: list[tuple[float, Any]] = [
-            (weight, Loss(sample_rate, sigma)) for weight, sigma in parts
-        ]
-
-    def cdf(self, t: Floats | float) -> Floats:
-        """Return the chance of a loss of at most t."""
-        return np.asarray(sum(weight * loss.cdf(t) for weight, loss in self._parts))

@@ -1,13 +1,10 @@
 """One release of DP-SGD: clip norms, clip factors, clipped sums, and checks of the sums.
 
-A sample's gradient g is clipped as a whole, or each group of parameters separately:
+A sample's gradient g is clipped as a whole:
 
 - *Fixed*: ``min(1, C / |g|) g`` (Abadi et al. 2016).
 - *Automatic*: ``g / (|g| + gamma)``, AUTO-S of Bu et al. 2023 (arXiv 2206.07136). Its norm is below
   1 for every g, so there is no C to choose.
-- *Per layer*: group l is clipped to its C_l. Noise of standard deviation s_l on group l is one
-  Gaussian mechanism: divided by s_l all numbers have noise of 1, and one sample moves the sum by at
-  most ``sqrt(sum (C_l / s_l)^2)``.
 
 Bounds are for an example that is added or removed. Replacing one by another moves the sum by up to
 twice as much.
@@ -16,8 +13,8 @@ twice as much.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,14 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses import base, processes
 from lightning_fedleak.defenses.dpsgd import per_sample
-from lightning_fedleak.defenses.dpsgd.logical import Piece
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
 from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 
-MaxGradNorm = float | Literal["auto"] | Mapping[str, float]
+MaxGradNorm = float | Literal["auto"]
 
-AT_ONCE = 1 << 20  # numbers of small parameters that are summed over processes at once. Not tuned
 RELATIVE = 1e-2  # share of the largest gradient; smaller ones may be rounding (a bias of keys)
 # Distance of autograd's gradient from the sum of the samples' parts, over its size.
 FINE = 1e-3  # in float32
@@ -42,116 +37,27 @@ COARSE = 0.05  # with products of 8 or 11 bits: 12 times .0039, by which these m
 
 @dataclass(frozen=True)
 class Clip:
-    """Clip norms of groups of parameters.
+    """How each sample's gradient is clipped.
 
     Attributes:
-        norms: C_l of each group.
+        norm: C, the largest norm of one sample's addend.
         gamma: of automatic clipping; None where gradients are clipped at a fixed norm.
-        groups: number of each parameter's group; None where there is one group.
         form: of per-sample gradients in memory.
     """
 
-    norms: tuple[float, ...]
+    norm: float
     gamma: float | None = None
-    groups: Mapping[Tensor, int] | None = field(default=None, repr=False)
     form: per_sample.Clipping = "auto"
-
-    @property
-    def sensitivity(self) -> float:
-        """Return the largest norm of one sample's addend, over all groups."""
-        return math.hypot(*self.norms)
-
-    def group_of(self, parameter: Tensor) -> int:
-        """Return the number of a parameter's group; raise an error for one that was frozen."""
-        if self.groups is None:
-            return 0
-        if parameter not in self.groups:
-            raise base.DefenseError(
-                f"DPSGD: a parameter of shape {tuple(parameter.shape)} is trained that was frozen "
-                "or not there when the fit began, so it has no clip norm of its own. Unfreeze it "
-                "before the fit, or clip all layers together (a plain max_grad_norm)."
-            )
-        return self.groups[parameter]
 
     def factors(self, norms: Tensor) -> Tensor:
         """Return the factors that clip gradients, of the shape of their norms.
 
         Args:
-            norms: (groups, B) of samples' gradients, or (..., B) where there is one group; infinite
-                for a sample that is not to count.
+            norms: of samples' gradients; infinite for a sample that is not to count.
         """
-        if len(self.norms) == 1:
-            return _factors(norms, self.norms[0], self.gamma)
-        rows = [_factors(n, c, self.gamma) for n, c in zip(norms, self.norms, strict=True)]
-        return torch.stack(rows)
-
-    def times(self, factor: float) -> Clip:
-        """Return the norms times a factor."""
-        return replace(self, norms=tuple(factor * norm for norm in self.norms))
-
-
-def _factors(norms: Tensor, clip: float, gamma: float | None) -> Tensor:
-    if gamma is None:
-        return clip / norms.clamp(min=clip)
-    return clip / (norms + gamma)
-
-
-def clip_of(
-    max_grad_norm: MaxGradNorm,
-    root: nn.Module,
-    *,
-    gamma: float,
-    per_layer: bool,
-    form: per_sample.Clipping = "auto",
-) -> Clip:
-    """Return the clip norms of a model's layers.
-
-    Args:
-        max_grad_norm: see :class:`~lightning_fedleak.defenses.dpsgd.dpsgd.DPSGD`.
-        root: the module that is trained.
-        gamma: of automatic clipping.
-        per_layer: whether every layer that trains parameters is clipped separately.
-        form: of per-sample gradients in memory.
-
-    Raises:
-        DefenseError: a name that the model does not have, or a trained parameter without a norm.
-    """
-    trained = [(name, p) for name, p in root.named_parameters() if p.requires_grad]
-    automatic = gamma if max_grad_norm == "auto" else None
-    if isinstance(max_grad_norm, Mapping):
-        names = _longest_keys([name for name, _ in trained], max_grad_norm)
-        norms = [float(max_grad_norm[name]) for name in dict.fromkeys(names)]
-    else:
-        total = 1.0 if max_grad_norm == "auto" else float(max_grad_norm)
-        if not per_layer:
-            return Clip((total,), automatic, form=form)
-        names = [name.rpartition(".")[0] for name, _ in trained]
-        count = len(set(names))
-        norms = [total / math.sqrt(count)] * count
-    index = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    groups: dict[Tensor, int] = {
-        p: index[name] for name, (_, p) in zip(names, trained, strict=True)
-    }
-    return Clip(tuple(norms), automatic, groups, form)
-
-
-def _longest_keys(names: Sequence[str], norms: Mapping[str, float]) -> list[str]:
-    """Return for each parameter the longest key that names it or a module around it."""
-    longest = []
-    for name in names:
-        keys = [k for k in norms if not k or name == k or name.startswith(f"{k}.")]
-        if not keys:
-            raise base.DefenseError(
-                f"DPSGD: max_grad_norm has no norm for '{name}'. Add it, a module around it, or "
-                "'' for all the rest."
-            )
-        longest.append(max(keys, key=len))
-    if unused := sorted(set(norms) - set(longest) - {""}):
-        raise base.DefenseError(
-            f"DPSGD: max_grad_norm names '{unused[0]}', and the model trains nothing under that "
-            f"name. The first that it trains is '{names[0] if names else ''}'."
-        )
-    return longest
+        if self.gamma is None:
+            return self.norm / norms.clamp(min=self.norm)
+        return self.norm / (norms + self.gamma)
 
 
 class EarlierPieces:
@@ -180,7 +86,6 @@ class EarlierPieces:
         self._count = 0
         self.used: set[Tensor] = set()
         self.probes: dict[Tensor, tuple[float, float]] = {}
-        self._user_gradient: dict[nn.Parameter, Tensor] = {}
         self.half = False
         self.parameters: list[nn.Parameter] | None = None
 
@@ -198,7 +103,6 @@ class EarlierPieces:
         self,
         clipped: ClippedSum,
         parameters: Sequence[nn.Parameter],
-        piece: Piece,
         team: Team,
     ) -> None:
         """Add a piece; a collective where parameters are sharded.
@@ -206,17 +110,14 @@ class EarlierPieces:
         Args:
             clipped: the piece's samples.
             parameters: that are released, the same in all pieces.
-            piece: its rows and users.
             team: the processes of this client.
         """
         self.parameters = [*parameters]
         self.used.update(clipped.parts)
-        if not piece.user_rows:
-            count = clipped.real if piece.users is None else clipped.samples
-            end = self._count + count
-            self._norms_and_weights[0, self._count : end] = clipped.norms[:count]
-            self._norms_and_weights[1, self._count : end] = clipped.mean_weights[:count]
-            self._count = end
+        end = self._count + clipped.samples
+        self._norms_and_weights[0, self._count : end] = clipped.norms
+        self._norms_and_weights[1, self._count : end] = clipped.mean_weights[: clipped.samples]
+        self._count = end
         self.half = self.half or clipped.half
         if self.probed:
             for index, parameter in enumerate(parameters):
@@ -226,50 +127,14 @@ class EarlierPieces:
                     earlier = self.probes.get(parameter, (0.0, 0.0))
                     terms = clipped.unit * float(value), clipped.unit**2 * float(squares)
                     self.probes[parameter] = earlier[0] + terms[0], earlier[1] + terms[1]
-        user_gradient = self._add_to_user(clipped, piece) if piece.user_rows else None
 
-        def addend(parameter: nn.Parameter, total: Tensor | None = None) -> Tensor:
-            if user_gradient is None:
-                return clipped.sum_of(parameter, total)
-            gradient = user_gradient.get(parameter)
-            if gradient is None:
-                return per_sample.zeros_of(parameter) if total is None else total
-            return gradient if total is None else total.add_(gradient)
-
-        for parameter in clipped.parts if user_gradient is None else user_gradient:
+        for parameter in clipped.parts:
             if not isinstance(parameter, DTensor):
-                self.sums[parameter] = addend(parameter, self.sums.get(parameter))
+                self.sums[parameter] = clipped.sum_of(parameter, self.sums.get(parameter))
         sharded = [p for p in parameters if isinstance(p, DTensor)]
-        for _, parameter, piece_sum in clipped.sums(sharded, team, addend):
+        for _, parameter, piece_sum in clipped.sums(sharded, team, clipped.sum_of):
             total = self.sums.get(parameter)
             self.sums[parameter] = piece_sum if total is None else total.add_(piece_sum)
-
-    def _add_to_user(self, clipped: ClippedSum, piece: Piece) -> dict[nn.Parameter, Tensor]:
-        """Add to the gradient of a user whose rows are in several pieces.
-
-        Returns:
-            With the last of these pieces that gradient, clipped, by parameter. Nothing before it,
-            and nothing where the gradient is not finite.
-        """
-        weights, clip = clipped.weights / piece.user_rows, clipped.clip
-        for parameter, parts in clipped.parts.items():
-            self._user_gradient[parameter] = per_sample.weighted_sum(
-                parts,
-                weights.to(processes.where_whole(parameter)),
-                parameter.shape,
-                self._user_gradient.get(parameter),
-            )
-        if not piece.is_last:
-            return {}
-        gradients, self._user_gradient = self._user_gradient, {}
-        squares = torch.zeros(len(clip.norms), 1, dtype=torch.float64, device=weights.device)
-        for parameter, gradient in gradients.items():
-            square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            squares[clip.group_of(parameter)] += square.to(weights.device)
-        if not bool(torch.isfinite(squares).all()):
-            return {}
-        factors = clip.factors(squares.sqrt()).flatten().tolist()
-        return {p: gradient.mul_(factors[clip.group_of(p)]) for p, gradient in gradients.items()}
 
 
 class ClippedSum:
@@ -280,20 +145,20 @@ class ClippedSum:
     Args:
         parameters: that are released.
         recorder: holds the samples' gradients of the mean loss.
-        clip: clip norms of the layers.
+        clip: how they are clipped.
         context: where the step runs.
         weights: (B,) by which each gradient becomes that of its sample's mean; None for ones.
         earlier: the pieces before, where these are samples of a logical batch in pieces.
         users: how many adjacent rows each user has, where users are clipped.
 
     Attributes:
-        samples, real: B, and how many of them count: the first ones. The others' are zero.
-        factors: (B,), or (groups, B), by which a sample's part of the mean loss's gradient becomes
-            its clipped gradient; one for each row.
+        samples: B.
+        factors: (B,) by which a sample's part of the mean loss's gradient becomes its clipped
+            gradient; one for each row.
         weights: (B,) by which a part of the mean loss's gradient becomes that of a sample's loss.
         half: whether gradients came in half precision.
         unit, mean_weights: by which parts become the mean's, and (B,) these a sample's.
-        clip: clip norms of the layers.
+        clip: how they are clipped.
         norms: (B,) norms of the gradients of each sample's loss, before clipping; infinite for one
             that holds NaN or infinity, or whose norm overflows. Such a sample counts as zero,
             because whether a run goes on must not depend on one example.
@@ -311,9 +176,8 @@ class ClippedSum:
         users: Sequence[int] | None = None,
     ) -> None:
         samples, parts, device = recorder.samples, recorder.parts, context.device
-        self.real = recorder.real
         self.samples = samples if users is None else len(users)
-        self._earlier = earlier or EarlierPieces(self.real, device, probed=True)
+        self._earlier = earlier or EarlierPieces(samples, device, probed=True)
         weights = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
         self.mean_weights, self.unit = self._earlier.samples * weights.to(device), 1.0
         if recorder.terms is not None:
@@ -322,14 +186,14 @@ class ClippedSum:
         self.parts = {
             p: per_sample.in_form(parts[p], p.shape, clip.form) for p in parameters if p in parts
         }
-        self._users, row_weights, groups = users, self.weights, len(clip.norms)
+        self._users, row_weights = users, self.weights
         owners: Tensor | None = None
         if users is not None:
             counts = torch.tensor(users, dtype=torch.int64)
             owners = torch.arange(len(users)).repeat_interleave(counts).to(device)
             row_weights = self.weights / counts.to(device)[owners]
             self.weights = torch.ones(len(users), dtype=torch.float64, device=device)
-        squares = torch.zeros(groups, self.samples, dtype=torch.float64, device=device)
+        squares = torch.zeros(self.samples, dtype=torch.float64, device=device)
         for parameter, layer in self.parts.items():
             if users is None:
                 layer_squares = per_sample.squared_norms(layer)
@@ -337,15 +201,14 @@ class ClippedSum:
                 layer_squares = per_sample.squared_norms_of_users(
                     layer, row_weights, users, parameter.shape, clip.form
                 )
-            squares[clip.group_of(parameter)] += layer_squares.to(device)
-        group_norms = squares.sqrt() * self.weights
-        self.norms = squares.sum(0).sqrt() * self.weights
+            squares += layer_squares.to(device)
+        self.norms = squares.sqrt() * self.weights
         self._finite = torch.isfinite(self.norms)
         self._all_finite = bool(self._finite.all())
         self.norms = self.norms.masked_fill(~self._finite, math.inf)
-        factors = clip.factors(group_norms if groups > 1 else self.norms)
+        factors = clip.factors(self.norms)
         if owners is not None:
-            factors, self._finite = factors[..., owners], self._finite[owners]
+            factors, self._finite = factors[owners], self._finite[owners]
         self.factors = row_weights * factors
         self.clip, self.half = clip, recorder.half
 
@@ -359,18 +222,11 @@ class ClippedSum:
         if parameter not in self.parts:
             return per_sample.zeros_of(parameter) if target is None else target
         parts, factors = self.parts[parameter], self.factors
-        if factors.dim() == 2:
-            factors = factors[self.clip.group_of(parameter)]
         if not self._all_finite:  # zero times NaN is NaN
             parts, factors = per_sample.select_samples(parts, self._finite), factors[self._finite]
         return per_sample.weighted_sum(
             parts, factors.to(processes.where_whole(parameter)), parameter.shape, target
         )
-
-    def halves(self) -> Tensor:
-        """Return (1,) sum over samples of a half, with a minus where the norm is above the clip."""
-        norms = torch.cat([self._earlier.norms, self.norms[: self.real]])
-        return torch.where(norms <= self.clip.norms[0], 0.5, -0.5).double().sum()[None]
 
     def with_canary(self, samples: Tensor, divisor: float) -> base.CanaryGradient:
         """Return what is released of crafted layers, clipped together with the real ones.
@@ -380,21 +236,15 @@ class ClippedSum:
             divisor: of the update.
 
         Raises:
-            DefenseError: they are of other samples than the batch, users are clipped, or each layer
-                has its clip norm.
+            DefenseError: they are of other samples than the batch, or users are clipped.
         """
         if self._users is not None:
             raise base.DefenseError(
                 "DPSGD: a canary is one row, and with unit=Users() all rows of a user are clipped "
                 "together; what would leave of it is not computed"
             )
-        if len(self.clip.norms) > 1:
-            raise base.DefenseError(
-                "DPSGD: with clip norms for each layer it is not defined what those of crafted "
-                "layers would be; clip all layers together (a plain max_grad_norm) to play canaries"
-            )
-        norms = torch.cat([self._earlier.norms, self.norms[: self.real]])
-        weights = torch.cat([self._earlier.weights, self.mean_weights[: self.real]])
+        norms = torch.cat([self._earlier.norms, self.norms])
+        weights = torch.cat([self._earlier.weights, self.mean_weights])
         if len(samples) != len(norms):  # one would be broadcast to all
             raise base.DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
@@ -436,7 +286,6 @@ class ClippedSum:
         for index, parameter, total in self.sums(parameters, team, addend):
             if isinstance(parameter, DTensor) and parameter in earlier:
                 total.add_(earlier.pop(parameter))
-            self.clip.group_of(parameter)
             exact = None if gauge is None else gauge.before(total)
             if std:
                 add(index + (processes.shard_number(parameter) << SHARD_BITS), total, std)
@@ -455,27 +304,16 @@ class ClippedSum:
     ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
         """Yield the index of each parameter, the parameter, and this process's part of its sum.
 
-        Small parameters are summed in groups.
-
         Args:
             parameters: in the same order in all processes.
             team: the processes of this client; a collective of them.
             addend: returns this process's addend, in whole shape; it may be overwritten.
         """
-        if team.size == 1:
-            for index, parameter in enumerate(parameters):
-                yield index, parameter, addend(parameter)
-            return
-        start = 0
-        while start < len(parameters):
-            end, numbers = start + 1, parameters[start].numel()
-            while end < len(parameters) and numbers + parameters[end].numel() <= AT_ONCE:
-                numbers, end = numbers + parameters[end].numel(), end + 1
-            group = parameters[start:end]
-            totals = processes.own_parts_of_sums([addend(parameter) for parameter in group], group)
-            for index, (parameter, total) in enumerate(zip(group, totals, strict=True), start):
-                yield index, parameter, total
-            start = end
+        for index, parameter in enumerate(parameters):
+            total = addend(parameter)
+            if team.size > 1:
+                total = processes.own_part_of_sum(total, parameter)
+            yield index, parameter, total
 
     def check_explained(
         self, parameters: Sequence[nn.Parameter], context: base.DefenseContext, team: Team

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_fedleak.defenses.base import (
 )
 from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, clip_of
+from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
@@ -58,8 +58,8 @@ class DPSGD(Defense):
         against whoever sees every client's shared updates
 
     Args:
-        max_grad_norm: C, or norms by the names of layers (``""`` for the rest), or ``"auto"``: then
-            g becomes ``g / (|g| + gamma)``, and there is no norm to choose.
+        max_grad_norm: C, or ``"auto"``: then g becomes ``g / (|g| + gamma)``, and there is no norm
+            to choose.
         noise_multiplier: sigma.
         target_epsilon: what the whole run may cost; sigma is found from the number of steps.
         target_delta: delta of the guarantee, below one over the number of examples. Default: a
@@ -72,7 +72,8 @@ class DPSGD(Defense):
             released once. None for the whole batch.
         ledger: file that remembers every release through a crash.
         unit: what is added or removed: an ``"example"``, or :class:`Users` with all of their rows.
-        clip: by layers or together, and what is known of the loss: :class:`ClipSettings`.
+        clip: the form of gradients in memory, and what is known of the loss:
+            :class:`ClipSettings`.
         release: trust in the server, correlated noise, hardening, and the end of the budget:
             :class:`ReleaseSettings`.
         seed: for tests: noise and samples follow from it, and epsilon is infinite.
@@ -111,9 +112,13 @@ class DPSGD(Defense):
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_combination(
-            max_grad_norm, clip, release, unit, accountant, poisson=poisson_sampling
+            max_grad_norm,
+            release,
+            unit,
+            accountant,
+            max_physical_batch_size,
+            poisson=poisson_sampling,
         )
-        settings.check_rows(max_physical_batch_size)
         self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -144,12 +149,11 @@ class DPSGD(Defense):
             harden_factor=release.harden_factor,
             max_hardenings=release.max_hardenings,
         )
-        self._budget.factors = accounting.factors_of("noise_schedule", release.noise_schedule)
-        self._path: accounting.ClipPath | None = None
-        if clip.schedule is not None or clip.quantile is not None:
-            factors = accounting.factors_of("schedule", clip.schedule)
-            self._path = accounting.ClipPath(factors, clip.quantile)
-        self._base_clip: Clip | None = None
+        self._clip = (
+            Clip(1.0, clip.gamma, clip.form)
+            if max_grad_norm == "auto"
+            else Clip(float(max_grad_norm), form=clip.form)
+        )
         self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
@@ -169,11 +173,6 @@ class DPSGD(Defense):
     def noise_multiplier(self) -> float | None:
         """Return sigma at the beginning of the run; None until it is found."""
         return self._budget.noise_multiplier
-
-    @property
-    def noise_multiplier_now(self) -> float:
-        """Return sigma of the next release; raises a DefenseError before it is found."""
-        return self._budget.noise_now
 
     @property
     def notches(self) -> int:
@@ -206,21 +205,15 @@ class DPSGD(Defense):
         values = super().settings() | {"accountant": self._budget.kind, **self._noise.settings()}
         values["poisson"] = values.pop("poisson_sampling")  # the name in records
         clip, release, users = self.clip, self.release, self.users
-        norm: object = self.max_grad_norm
-        if isinstance(norm, Mapping):
-            norm = f"{math.hypot(*norm.values()):g}, by layers"
         optional = {
             "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": norm,
-            "truncated_batch_size": release.truncated_batch_size,
+            "max_grad_norm": self.max_grad_norm,
             "rows_per_user": None if users is None else users.rows_per_user,
             "group_by": None if users is None else users.group_by,
         }
         values |= {n: v for n, v in optional.items() if isinstance(v, int | float | str)}
-        values |= {"clipping": clip.form, "gamma": clip.gamma, "per_layer": clip.per_layer}
-        values |= {"loss": clip.loss, "trust": release.trust, "on_budget": release.on_budget}
-        path = self._path or accounting.ClipPath((), None)
-        return values | path.settings(self._budget.factors)
+        values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
+        return values | {"trust": release.trust, "on_budget": release.on_budget}
 
     def group_privacy(self, rows: int) -> Privacy:
         """Return the cost of the releases so far to ``rows`` examples, added or removed together.
@@ -229,14 +222,13 @@ class DPSGD(Defense):
 
         Returns:
             Epsilon at the delta of :attr:`privacy` (``accounting.group_epsilon``). With
-            ``accountant="filter"``, correlated noise or truncated batches, k times the epsilon of
-            one example at delta ``k e^((k - 1) epsilon)`` times its; infinite where that is over 1.
+            ``accountant="filter"`` or correlated noise, k times the epsilon of one example at delta
+            ``k e^((k - 1) epsilon)`` times its; infinite where that is over 1.
 
         Raises:
             DefenseError: ``rows`` is below 1, or the training data are not known yet.
         """
-        independent = not self._noise.correlated and self.release.truncated_batch_size is None
-        return self._budget.group_privacy(rows, independent=independent)
+        return self._budget.group_privacy(rows, independent=not self._noise.correlated)
 
     def curve(self) -> Curve:
         """Return pairs (epsilon, delta); raise an error where users or places are protected."""
@@ -266,24 +258,20 @@ class DPSGD(Defense):
             setup_checks.check_trainer(context, poisson=self.poisson_sampling)
             setup_checks.check_model(context.root, self.clip.form)
             setup_checks.check_shards(context.root, context.processes)
-        self._base_clip = self._clip_of(context)
-        if self.release.truncated_batch_size is None:
-            self._read_ledger(context, self.unit)
+        self._read_ledger(context)
         if self.accountant.steps > self._checkpointed:
             self._noise.forget()  # the ledger knows of releases after the checkpoint
         self._step = WatchedStep(
             context.root,
             team,
-            clip=self._base_clip,
+            clip=self._clip,
             noise=self._noise,
             poisson=self.poisson_sampling,
             trusted=self.clip.loss == "trusted",
             max_rows=self.max_physical_batch_size,
-            fill=self.release.truncated_batch_size,
         )
         if self._sampling is not None:  # set up again: batches are drawn as before
             self._step.sampling = self._sampling
-            self._set_clip()
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
         """Return a loader of Poisson samples, and fix the noise.
@@ -296,7 +284,7 @@ class DPSGD(Defense):
         self._team = team = Team(context)
         first_step = 0 if self._sampling is None else self._sampling.next_step
         team.check_alike(
-            max_grad_norm=0.0 if self._step is None else self._step.clip.sensitivity,
+            max_grad_norm=self._clip.norm,
             noise_multiplier=self.noise_multiplier or 0.0,
             target_epsilon=self.target_epsilon or 0.0,
             target_delta=self.target_delta or 0.0,
@@ -309,13 +297,9 @@ class DPSGD(Defense):
                 draws,
                 by_chance=self.poisson_sampling,
                 noise=self._noise,
-                release=self.release,
+                trust=self.release.trust,
                 users=self.users,
             )
-            self._budget.draw_by(sampling.scheme)
-        if isinstance(sampling.scheme, accounting.TruncatedPoisson):
-            self._read_ledger(context, sampling.scheme.unit)
-        with team.together():
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             accounting.check_delta_for(delta, sampling.examples)
             planned = self._noise.plan_steps(
@@ -325,11 +309,7 @@ class DPSGD(Defense):
                 sampling.examples,
                 sampling.users,
             )
-            if self._budget.factors or self.clip.schedule is not None:
-                self._budget.plan(planned)
             self._budget.settle(sampling.rate, delta, planned)
-            if self._path is not None:
-                self._path.share_of_noise(max(self._budget.planned_noise), sampling.expected)
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
         setup_checks.check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
@@ -338,14 +318,13 @@ class DPSGD(Defense):
         self._budget.noise_multiplier = team.broadcast(self.noise_multiplier)
         if self._step is not None:
             self._step.sampling = sampling
-            self._set_clip()
         return sampling.loader
 
-    def _read_ledger(self, context: DefenseContext, unit: str) -> None:
+    def _read_ledger(self, context: DefenseContext) -> None:
         """Open the ledger in the first process, once, and adopt its releases in all."""
         with self._team.together():
             if self.ledger is not None and not self._opened_ledger and self._team.process == 0:
-                self._budget.open_ledger(self.ledger, context.client, context.clients, unit)
+                self._budget.open_ledger(self.ledger, context.client, context.clients, self.unit)
         self._opened_ledger = True
         self.accountant.load_state_dict(self._team.broadcast(self.accountant.state_dict()))
 
@@ -358,13 +337,10 @@ class DPSGD(Defense):
         setup_checks.check_no_other_noise(trainer_of(context), self)
         self._forget_if_moved()
         self._noise.warn_if_lost(self.releases)
-        if self._step is not None:
+        if self._step is not None and self._sampling is not None:
             reshard(context.root)
-            self._step.sampling = self._fit_sampling
-            self._step.clip = self._base_clip = self._clip_of(context)
-            self._set_clip()
+            self._step.sampling = self._sampling
             self._step.adopt()
-        self._budget.draw_by(self._fit_sampling.scheme)
         self._budget.check_not_overdrawn()
         if self.accountant.steps:
             self._stop_if_spent(context)
@@ -420,8 +396,8 @@ class DPSGD(Defense):
         expected, release = step.sampling.expected, self.releases
         sigma, base = self._client_noise(context), self._base(context)
         # What follows would send other messages where these differ.
-        norm = step.clip.sensitivity
-        std = sigma * self._share_of_noise(sigma, expected) * norm
+        norm = self._clip.norm
+        std = sigma * norm
         team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
             step.weights.check(parameters, context.root)
@@ -438,9 +414,6 @@ class DPSGD(Defense):
                     optimizer.set_noise(self.noise_variances(parameters, context))
             if noise.is_accounted:
                 self._budget.record(self._budget.noise_now)
-        if self._path is not None and self._path.quantile is not None:
-            key = self._key(context, base, release, 0, "quantile")
-            self._path.follow(team.summed(clipped.halves()), expected, key if sigma else None)
         self.releases += 1
         gauge = NoiseGauge(std * noise.scale, expected) if checking else None
         add = functools.partial(noise.add, key=functools.partial(self._key, context))
@@ -452,7 +425,6 @@ class DPSGD(Defense):
                 self.measured_noise_multiplier = measured / norm / noise.scale
         noise.end()
         step.released(unchecked=not compared)
-        self._set_clip()
         self._stop_if_spent(context)
 
     def on_canary(
@@ -475,10 +447,8 @@ class DPSGD(Defense):
 
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
-        step, sigma = self._fit_step, self._client_noise(context)
-        expected = step.sampling.expected
-        std = sigma * self._share_of_noise(sigma, expected) * step.clip.sensitivity
-        return std / expected * self._noise.scale
+        std = self._client_noise(context) * self._clip.norm
+        return std / self._fit_step.sampling.expected * self._noise.scale
 
     def noise_variances(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -493,8 +463,6 @@ class DPSGD(Defense):
         """Return the releases, what they were accounted as, and the noise."""
         state: dict[str, Tensor | int | float | str] = {"releases": self.releases}
         state |= {"trust": self.release.trust, "unit": self.unit}
-        if self.clip.quantile is not None and self._path is not None:
-            state["log_factor"] = self._path.log_factor
         return {**state, **self._noise.state_dict(), **self._budget.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
@@ -514,8 +482,6 @@ class DPSGD(Defense):
         if releases:
             settings.check_continued(state, releases, self.release.trust, self.unit)
             self._noise.load_state_dict(state)
-        if self._path is not None:
-            self._path.log_factor = float(state.get("log_factor", 0.0))
         self._checkpointed = self._budget.load_state_dict(state, releases)
         self.releases = max(self.releases, releases)
 
@@ -558,29 +524,6 @@ class DPSGD(Defense):
         if self._step is None or self._sampling is None:
             raise DefenseError("DPSGD: a step or a release outside of fit; nothing was released")
         return self._step
-
-    @property
-    def _fit_sampling(self) -> Sampling:
-        assert self._sampling is not None
-        return self._sampling
-
-    def _set_clip(self) -> None:
-        """Set the clip norm of the next release, where it changes over the run."""
-        if self._path is not None and self._step is not None and self._base_clip is not None:
-            factor = self._path.factor(self.accountant.steps, self._budget.horizon)
-            self._step.clip = self._base_clip.times(factor)
-
-    def _share_of_noise(self, sigma: float, expected: float) -> float:
-        return 1.0 if self._path is None else self._path.share_of_noise(sigma, expected)
-
-    def _clip_of(self, context: DefenseContext) -> Clip:
-        return clip_of(
-            self.max_grad_norm,
-            context.root,
-            gamma=self.clip.gamma,
-            per_layer=self.clip.per_layer,
-            form=self.clip.form,
-        )
 
     def _client_noise(self, context: DefenseContext) -> float:
         """Return the noise multiplier of this client's noise."""

@@ -44,16 +44,11 @@ class Piece:
         batch: of the form of the logical batch.
         rows: how many count: all, or none where one row stands in for no rows.
         users: how many rows each user has, where users are clipped.
-        user_rows: rows that the user has in all pieces, where these are a part of one user's; 0
-            where they are those of whole users.
-        is_last: whether these are the last rows of that user.
     """
 
     batch: Any
     rows: int
     users: Sequence[int] | None = None
-    user_rows: int = 0
-    is_last: bool = False
 
 
 def pieces_of(
@@ -67,39 +62,31 @@ def pieces_of(
         samples: rows that count, 0 where the batch stands in for an empty one.
         max_rows: of a piece.
         team: the processes; a collective.
-        users: how many rows each user has. A piece holds whole users, or rows of one user who has
-            more than ``max_rows``. The last piece is never of the second kind: one that does not
-            count follows it where needed.
+        users: how many rows each user has, at most ``max_rows``. A piece holds whole users.
     """
-    shares, parts = _shares([1] * samples if users is None else users, max_rows)
-    (count,) = team.largest([len(shares) + bool(parts and parts[-1][0])])
+    shares = _shares([1] * samples if users is None else users, max_rows)
+    (count,) = team.largest([len(shares)])
     if count <= 1:
         return [Piece(batch, samples, users)]
     pieces, start = [], 0
-    for share, (user_rows, is_last) in zip(shares, parts, strict=True):
+    for share in shares:
         rows = slice(start, start + sum(share))
         by_user = None if users is None else share
-        pieces.append(Piece(_rows(batch, rows, samples), sum(share), by_user, user_rows, is_last))
+        pieces.append(Piece(_rows(batch, rows, samples), sum(share), by_user))
         start = rows.stop
     spare = Piece(_rows(batch, slice(0, 1), samples) if samples else batch, 0)
     return pieces + [spare] * (int(count) - len(pieces))
 
 
-def _shares(users: Sequence[int], max_rows: int) -> tuple[list[list[int]], list[tuple[int, bool]]]:
-    """Return the rows of each piece by user, and each piece's ``user_rows`` and ``is_last``."""
+def _shares(users: Sequence[int], max_rows: int) -> list[list[int]]:
+    """Return the rows of each piece by user."""
     shares: list[list[int]] = []
-    parts: list[tuple[int, bool]] = []
     for count in users:
-        if count > max_rows:
-            for start in range(0, count, max_rows):
-                shares.append([min(max_rows, count - start)])
-                parts.append((count, start + max_rows >= count))
-        elif shares and not parts[-1][0] and sum(shares[-1]) + count <= max_rows:
+        if shares and sum(shares[-1]) + count <= max_rows:
             shares[-1].append(count)
         else:
             shares.append([count])
-            parts.append((0, False))
-    return shares, parts
+    return shares
 
 
 def run_pieces(
@@ -108,7 +95,7 @@ def run_pieces(
     context: DefenseContext,
     *,
     begin_piece: Callable[[Piece], None],
-    end_piece: Callable[[Piece], None],
+    end_piece: Callable[[], None],
     reduced_last: bool,
 ) -> Any:
     """Run forward and backward of every piece, and combine the outputs of ``training_step``.
@@ -154,7 +141,7 @@ def run_pieces(
                 del value
             del output, loss
             if not last:
-                end_piece(piece)
+                end_piece()
     _restore(wide)
     gradients = _pop_gradients(trained)
     mean = _loss_in(combined).to(dtype)
@@ -230,12 +217,7 @@ def _unreduced(context: DefenseContext) -> AbstractContextManager[Any]:
 # ---- rows of a batch -------------------------------------------------------------------------
 
 
-def filled(batch: Any, samples: int, rows: int) -> Any:
-    """Return a batch of ``samples`` rows with as many as ``rows``, which repeat them in turn."""
-    return _rows(batch, [row % samples for row in range(rows)], samples)
-
-
-def _rows(value: Any, rows: slice | list[int], samples: int) -> Any:
+def _rows(value: Any, rows: slice, samples: int) -> Any:
     """Return a batch with these rows of everything in it that has one row for each sample."""
     if isinstance(value, Tensor):
         return value[rows] if value.dim() else value
@@ -245,7 +227,7 @@ def _rows(value: Any, rows: slice | list[int], samples: int) -> Any:
         return value
     if isinstance(value, list | tuple):
         if len(value) == samples and not any(tensor.dim() for tensor in tensors_of(value)):
-            return value[rows] if isinstance(rows, slice) else [value[row] for row in rows]
+            return value[rows]
         return rebuilt(value, [_rows(item, rows, samples) for item in value])
     shape = getattr(value, "shape", None)
     return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_fedleak.defenses.accounting import SamplingScheme
 from lightning_fedleak.defenses.base import DefenseError
 
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"  # prefix of the hash; another gives other masks
@@ -37,7 +36,6 @@ class Draws:
         groups: into which the examples or users are split by their places, which is public. Batches
             are drawn from them in turn (cyclic Poisson sampling, Choquette-Choo et al. 2023, arXiv
             2306.08153, Sect. 4).
-        most: examples in a batch, a random subset where more are drawn; None for no limit.
         turn: returns the number of the release for an epoch's first batch, which decides the group.
     """
 
@@ -45,7 +43,6 @@ class Draws:
     client: int = 0
     first_step: int = 0
     groups: int = 1
-    most: int | None = None
     turn: Callable[[], int] = int
 
 
@@ -80,7 +77,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.rate = rate
         self.steps = steps
         self.step = draws.first_step
-        self.groups, self._most = draws.groups, draws.most
+        self.groups = draws.groups
         self._turn = draws.turn
         self._ahead = 0
         self._turns: deque[tuple[int, int]] = deque(maxlen=MOST_WAITING)
@@ -141,16 +138,11 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def draw(self, step: int) -> list[int]:
         """Return the indices in batch number ``step``."""
         inside = self._group == (step + self._ahead) % self.groups
-        numbers = np.zeros(0, dtype="<u8")
-        if self.rate < 1 or self._most is not None:
+        if self.rate < 1:
             key = self._key + step.to_bytes(8, "big")
             numbers = np.frombuffer(hashlib.shake_256(key).digest(8 * len(self.shard)), dtype="<u8")
-        if self.rate < 1:
             inside &= numbers < np.uint64(int(self.rate * 2**64))
-        places = np.flatnonzero(inside)
-        if self._most is not None:  # given who is drawn, all orders of their numbers are as likely
-            places = np.sort(places[np.argsort(numbers[places])[: self._most]])
-        return [self.shard[place] for place in places.tolist()]
+        return [self.shard[place] for place in np.flatnonzero(inside).tolist()]
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: masks do not depend on the epoch."""
@@ -330,7 +322,6 @@ class Sampling:
         examples: of all clients; where users are drawn, the number of users.
         users: the rows of each user by key; None where examples are drawn.
         groups: of examples or users, from which batches are drawn in turn.
-        scheme: by which batches are drawn, as it is to be accounted.
     """
 
     loader: DataLoader[Any]
@@ -339,7 +330,6 @@ class Sampling:
     examples: int
     users: Mapping[Any, Sequence[int]] | None = None
     groups: int = 1
-    scheme: SamplingScheme = "poisson"
 
     @property
     def next_step(self) -> int:

@@ -103,7 +103,6 @@ class Recorder:
         parts: per-sample gradients of the mean loss, by parameter.
         calls: the calls of layers in the last step.
         samples: number of samples in the last step.
-        real: number of samples that count. They come first.
         half: whether a gradient came in half precision.
         terms: number of terms of the loss, if gradients are those of the terms' sum; None if they
             are those of the mean.
@@ -112,8 +111,8 @@ class Recorder:
     def __init__(self, root: nn.Module) -> None:
         self.parts: dict[Tensor, list[Part]] = {}
         self.calls: list[Call] = []
-        self.samples = self.real = 0
-        self._padded = self.half = False
+        self.samples = 0
+        self.half = False
         self.terms: int | None = None
         self._recording = self._paused = False
         self._counts = True
@@ -164,7 +163,6 @@ class Recorder:
         samples: int,
         *,
         counts: bool = True,
-        real: int | None = None,
         tensors: Iterable[Tensor] = (),
     ) -> Iterator[None]:
         """Discard earlier records, and record the calls within this context.
@@ -173,14 +171,11 @@ class Recorder:
             samples: number of samples in the batch.
             counts: False for a batch that does not count. Its gradients are set to zero at every
                 trained layer, also where they are NaN, and are not recorded.
-            real: number of samples that count, which come first; None if all do. Gradients of the
-                others are set to zero but recorded, so that a step's time does not depend on it.
             tensors: the tensors of the batch. Rows of a layer are compared with theirs, to find
                 rows that would be taken for those of another sample.
         """
         self.clear()
         self.samples, self._recording, self._counts = samples, True, counts
-        self.real, self._padded = samples if real is None else real, real is not None
         self._batch_tensors = [t for t in tensors if t.dim() == 2 and len(t) == samples]
         self._lone_samples = set()
         expanded_before = set(self._expanded_layers)
@@ -210,7 +205,7 @@ class Recorder:
 
     def clear(self) -> None:
         """Discard all records, and with them the autograd graph."""
-        self.parts, self.calls, self.samples, self.real = {}, [], 0, 0
+        self.parts, self.calls, self.samples = {}, [], 0
         self.half, self.terms, self._failure = False, None, None
 
     def remove(self) -> None:
@@ -271,8 +266,6 @@ class Recorder:
         if not self._counts:
             output.register_hook(self._zero_gradient)
             return
-        if self._padded:
-            output.register_hook(functools.partial(self._zero_padding, self.samples, self.real))
         hook = functools.partial(self._record_gradient, module, inputs.detach(), self.parts)
         output.register_hook(hook)
 
@@ -360,13 +353,6 @@ class Recorder:
 
     def _zero_gradient(self, gradient: Tensor) -> Tensor | None:
         return None if self._paused else torch.zeros_like(gradient)
-
-    def _zero_padding(self, samples: int, real: int, gradient: Tensor) -> Tensor | None:
-        if self._paused:
-            return None
-        gradient = gradient.clone()
-        gradient[len(gradient) // samples * real :] = 0
-        return gradient
 
     def _record_gradient(
         self,

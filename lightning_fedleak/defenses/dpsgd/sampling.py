@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +11,10 @@ from typing import Any
 import numpy as np
 from torch.utils import data
 
-from lightning_fedleak.defenses.accounting import SamplingScheme, TruncatedPoisson
+from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import poisson
-from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
+from lightning_fedleak.defenses.dpsgd.settings import Users
 from lightning_fedleak.defenses.dpsgd.users import check_documents, check_order, rows_by_user
 from lightning_fedleak.defenses.noise import ReleaseNoise
 
@@ -37,7 +36,7 @@ def sampling_of(
     *,
     by_chance: bool,
     noise: ReleaseNoise,
-    release: ReleaseSettings,
+    trust: Trust,
     users: Users | None = None,
 ) -> poisson.Sampling:
     """Return the loader to train with instead of ``dataloader``.
@@ -47,7 +46,6 @@ def sampling_of(
     ================  =================  =========================================
     the loader's      all examples       1
     Poisson           examples or users  mean batch size over their number
-    truncated         examples           the same, at most so many in a batch
     of ``noise``      those of a group   as its mechanism says, by groups in turn
     ================  =================  =========================================
 
@@ -59,7 +57,7 @@ def sampling_of(
             not by its length. Otherwise the loader's batches are taken, and each example is
             accounted as if it were in all of them.
         noise: may draw from groups of the examples in turn.
-        release: trust, and the ``truncated_batch_size``.
+        trust: in the server.
         users: None to draw examples.
 
     Raises:
@@ -69,7 +67,7 @@ def sampling_of(
     """
     check_torch_loader(dataloader)
     if context.clients > 1 and not is_sharded(dataloader):
-        warnings.warn(overlap_warning(context.clients, release.trust), stacklevel=3)
+        warnings.warn(overlap_warning(context.clients, trust), stacklevel=3)
     if context.processes > 1:
         _check_shares(dataloader, context)
     dataset, batch_size = dataloader.dataset, dataloader.batch_size
@@ -85,12 +83,10 @@ def sampling_of(
     steps = max(1, round(share / batch_size))
     groups = noise.count_groups(steps, share, batch_size)
     rate = noise.sample_rate(share, batch_size, groups)
-    most = release.truncated_batch_size
     loader = poisson_loader(
         dataloader,
         rate,
-        replace(draws, groups=groups, most=most),
-        clients=context.clients,
+        replace(draws, groups=groups),
         steps=steps if groups > 1 else None,
         users=None if by_key is None else [*by_key.values()],
         rows_per_user=None if users is None else users.rows_per_user,
@@ -99,15 +95,14 @@ def sampling_of(
     check_documents(loader, by_user=users is not None)
     if users is not None:
         check_order(loader)
-    if release.trust == "central" and context.clients > 1:
+    if trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
     elif context.processes == 1:
         expected = rate * (len(loader.batch_sampler.shard) + absent // replicas) / groups
     else:
         expected = rate * population / groups
-    scheme = _scheme(most, batch_size, -(-population // replicas))
-    return poisson.Sampling(loader, rate, expected, population, by_key, groups, scheme)
+    return poisson.Sampling(loader, rate, expected, population, by_key, groups)
 
 
 def _population(
@@ -123,23 +118,6 @@ def _population(
     size = len(dataset)
     population = getattr(dataset, "public_length", size) if public else size
     return population, population - size
-
-
-def _scheme(most: int | None, batch_size: int, population: int) -> SamplingScheme:
-    """Return how batches are accounted.
-
-    Raises:
-        DefenseError: most batches would be cut.
-    """
-    if most is None:
-        return "poisson"
-    if most < batch_size:
-        raise DefenseError(
-            f"DPSGD: truncated_batch_size={most} is below batch_size={batch_size}, so that "
-            "most batches would be cut, at twice the cost. Take batch_size and six times its "
-            f"root: {math.ceil(batch_size + 6 * math.sqrt(batch_size))}."
-        )
-    return TruncatedPoisson(population + 1, most)  # with one added
 
 
 def _check_shares(dataloader: Any, context: DefenseContext) -> None:
@@ -181,7 +159,6 @@ def poisson_loader(
     rate: float,
     draws: poisson.Draws,
     *,
-    clients: int,
     steps: int | None = None,
     users: Sequence[Sequence[int]] | None = None,
     rows_per_user: int | None = None,
@@ -198,7 +175,6 @@ def poisson_loader(
         rate: chance of each example to be in a batch, in (0, 1]; mean batch size over size of the
             shard.
         draws: entropy, client and groups.
-        clients: number of clients.
         steps: batches in an epoch; default ``round(1 / rate)``, so that each example is drawn once
             an epoch on average.
         users: the rows of every user, where users are drawn; then the rate is that of a user, and

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from lightning_fedleak import validate
 from lightning_fedleak.defenses.accounting.accounting import Trust
-from lightning_fedleak.defenses.accounting.schedules import Factors, QuantileClip, factors_of
 from lightning_fedleak.defenses.base import DefenseError, State, refuse
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
@@ -25,13 +24,8 @@ class ClipSettings:
         form: of per-sample gradients in memory: ``"ghost"`` for factors, ``"per_sample"`` for all
             numbers, ``"auto"`` for the smaller one in each layer.
         gamma: of automatic clipping, ``max_grad_norm="auto"``.
-        per_layer: whether each layer is clipped separately, to ``max_grad_norm`` over the root of
-            their number.
         loss: ``"trusted"`` if you have proved that the loss is a mean over samples of terms that
             depend on one sample each, ``"checked"`` to let DPSGD check it.
-        schedule: of ``max_grad_norm``: factors over the run, planned before it. It changes no
-            epsilon, because the noise follows the norm.
-        quantile: lets the norm follow a quantile of the gradients' norms, at its own cost.
 
     Raises:
         DefenseError: a value out of range.
@@ -39,13 +33,9 @@ class ClipSettings:
 
     form: Clipping = "auto"
     gamma: float = 0.01
-    per_layer: bool = False
     loss: Literal["checked", "trusted"] = "checked"
-    schedule: Factors | None = None
-    quantile: QuantileClip | None = None
 
     def __post_init__(self) -> None:
-        factors_of("ClipSettings(schedule=)", self.schedule)
         _check_choice("form", self.form, ("auto", "per_sample", "ghost"))
         _check_number("gamma", self.gamma, above=0)
         _check_choice("loss", self.loss, ("checked", "trusted"))
@@ -71,10 +61,6 @@ class ReleaseSettings:
             :class:`BudgetSpent` (``"raise"``). Nothing is released beyond it.
         harden_factor: by which a gate multiplies the noise, with ``accountant="filter"``.
         max_hardenings: how often it may; None for no limit.
-        noise_schedule: of the noise multiplier: factors over the run, planned before it and
-            accounted as they are.
-        truncated_batch_size: rows of every batch in each process, whatever is drawn: a random
-            subset where more are, filled up with rows that do not count where fewer are.
 
     Raises:
         DefenseError: a value out of range.
@@ -85,11 +71,8 @@ class ReleaseSettings:
     on_budget: Literal["stop", "raise"] = "stop"
     harden_factor: float = 2.0
     max_hardenings: int | None = None
-    noise_schedule: Factors | None = None
-    truncated_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        factors_of("ReleaseSettings(noise_schedule=)", self.noise_schedule)
         _check_choice("trust", self.trust, ("local", "central"))
         if self.mechanism is not None and not hasattr(self.mechanism, "noise"):
             raise DefenseError(
@@ -99,8 +82,6 @@ class ReleaseSettings:
         _check_choice("on_budget", self.on_budget, ("stop", "raise"))
         _check_number("harden_factor", self.harden_factor, above=1)
         _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)
-        hint = "batch_size and six times its root leave epsilon as it is"
-        _check_integer("truncated_batch_size", self.truncated_batch_size, optional=True, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -126,9 +107,6 @@ class Users:
 
 Unit = Literal["example"] | Users
 """What is added or removed."""
-
-
-MOST_KINDS = 32  # of planned noise under PRV, which takes .1 s longer a call for each
 
 
 def check_budget(
@@ -168,92 +146,40 @@ def check_budget(
 
 def check_combination(
     max_grad_norm: MaxGradNorm,
-    clip: ClipSettings,
     release: ReleaseSettings,
     unit: Unit,
     accountant: str,
+    max_physical_batch_size: int | None,
     *,
     poisson: bool,
 ) -> None:
-    """Raise an error for clip norms out of range, and settings that do not hold together.
+    """Raise an error for a clip norm or a number of rows out of range, and what contradicts.
 
     Raises:
         DefenseError: says which.
     """
-    by_name, automatic = isinstance(max_grad_norm, Mapping), max_grad_norm == "auto"
-    norms: Sequence[object] = () if automatic else (max_grad_norm,)
-    if isinstance(max_grad_norm, Mapping):
-        norms = [*max_grad_norm.values()] or [max_grad_norm]
-    for norm in norms:
-        hint = "or 'auto', or such numbers by the names of layers"
-        _check_number("max_grad_norm", norm, above=0, hint=hint)
-    by_user = isinstance(unit, Users)
-    if not by_user:
+    if max_grad_norm != "auto":
+        _check_number("max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
+    most, rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
+    _check_integer("max_physical_batch_size", most, optional=True, hint="rows that are run at once")
+    if isinstance(unit, Users):
+        rows = unit.rows_per_user
+    else:
         _check_choice("unit", unit, ("example",), hint="or Users(group_by)")
-    filtered = accountant == "filter"
-    correlated, truncated = release.mechanism is not None, release.truncated_batch_size is not None
-    _check_plans(clip, release, accountant, whole=not (by_name or automatic or by_user))
+    correlated = release.mechanism is not None
     refusals = {
-        "max_grad_norm names layers already; leave per_layer out, which gives each layer an equal "
-        "share of one norm": by_name and clip.per_layer,
-        "max_grad_norm='auto' has no clip norm that could change: pass a number, or leave "
-        "schedule= out": automatic and clip.schedule is not None,
         "users are drawn by chance, and poisson_sampling=False takes the loader's batches as they "
         "are: leave it out": by_user and not poisson,
-        "truncated_batch_size fixes the rows of a batch, and users have different numbers of "
-        "rows: leave unit=Users() out": truncated and by_user,
-        "truncated_batch_size fixes the rows of a batch, and the loader's batches have one size: "
-        "leave poisson_sampling=False out": truncated and not poisson,
-        "mechanism= is not accounted for an example that takes another's place: leave it or "
-        "truncated_batch_size out": truncated and correlated,
+        f"max_physical_batch_size={most} runs whole users, and one may have more rows: pass "
+        f"Users(..., rows_per_user={most}) or fewer": (
+            by_user and most is not None and (rows is None or rows > most)
+        ),
         "mechanism= decides itself how batches are drawn, and poisson_sampling=False takes the "
         "loader's as they are: leave one out": correlated and not poisson,
         "mechanism= needs noise that is fixed before the run, and accountant='filter' is there to "
-        "turn it up. Use accountant='prv' or 'rdp'.": correlated and filtered,
+        "turn it up. Use accountant='prv' or 'rdp'.": correlated and accountant == "filter",
     }
     refuse("DPSGD: ", refusals)
-
-
-def _check_plans(
-    clip: ClipSettings, release: ReleaseSettings, accountant: str, *, whole: bool
-) -> None:
-    """Raise an error for a schedule or a quantile beside what it does not hold with.
-
-    Args:
-        clip: schedule and quantile of the clip norm.
-        release: schedule of the noise.
-        accountant: of the releases.
-        whole: whether examples are clipped at one given norm.
-    """
-    quantile, scheduled = clip.quantile is not None, clip.schedule is not None
-    filtered, kinds = accountant == "filter", len(set(factors_of("", release.noise_schedule)))
-    planned = bool(kinds) or scheduled or quantile
-    refusals: dict[str, object] = {
-        "a schedule or quantile changes the noise from step to step, and mechanism= correlates it "
-        "over steps of one clip norm: leave one out": planned and release.mechanism is not None,
-        "a schedule or quantile follows each client's own count of releases, which a crash may "
-        "make differ, and trust='central' adds shares of one noise: leave one out": (
-            planned and release.trust != "local"
-        ),
-        "noise_schedule= is planned before the run, and accountant='filter' is there for noise "
-        "that is not: use accountant='prv' or 'rdp'": bool(kinds) and filtered,
-        f"noise_schedule= has {kinds} different factors, and PRV takes longer with each: give at "
-        f"most {MOST_KINDS}, or use accountant='rdp'": accountant == "prv" and kinds > MOST_KINDS,
-        "ClipSettings(schedule=, quantile=) both change the clip norm: leave one out": (
-            quantile and scheduled
-        ),
-        "ClipSettings(quantile=) follows the norms of whole gradients of examples, with a fixed "
-        "noise: pass a plain max_grad_norm, unit='example' and accountant='prv' or 'rdp'": (
-            quantile and (not whole or clip.per_layer or filtered)
-        ),
-    }
-    refuse("DPSGD: ", refusals)
-
-
-def check_rows(max_physical_batch_size: int | None) -> None:
-    """Raise an error for a number of rows out of range."""
-    hint = "the rows that are run at once"
-    _check_integer("max_physical_batch_size", max_physical_batch_size, optional=True, hint=hint)
 
 
 def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.logical import Piece, filled, pieces_of, run_pieces
+from lightning_fedleak.defenses.dpsgd.logical import Piece, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, count_samples, tensors_of
 from lightning_fedleak.defenses.dpsgd.recorder import SMALL_BATCH, Call, Layout, Recorder
 from lightning_fedleak.defenses.dpsgd.weights import Buffers, Weights
@@ -171,11 +171,10 @@ class WatchedStep:
     Args:
         root: the module that is trained; hooks are put on its layers.
         team: the processes of this client.
-        clip: clip norms of the layers.
+        clip: how samples are clipped.
         poisson: whether batches are Poisson samples.
         trusted: whether the user has proved that the loss is a mean of per-sample means.
         max_rows: rows that are run at once; None for all.
-        fill: rows of every batch, of which those that are drawn count; None for those alone.
         noise: of the releases; it knows the number of the next one in its mechanism.
 
     Attributes:
@@ -198,7 +197,6 @@ class WatchedStep:
         poisson: bool,
         trusted: bool,
         max_rows: int | None = None,
-        fill: int | None = None,
     ) -> None:
         self._noise = noise
         self.check, self.canaries = LossCheck(trusted), 0
@@ -212,9 +210,8 @@ class WatchedStep:
         self._clipped: ClippedSum | None = None
         self._earlier: EarlierPieces | None = None
         self._users: Sequence[int] | None = None
-        self._max_rows, self._fill = max_rows, fill
-        self._real: int | None = None
-        self._share, self._scaling = 1.0, list[Any]()
+        self._max_rows = max_rows
+        self._scaling = list[Any]()
         self._in_logical_batch = self._stands_in = False
         self._failure: Exception | None = None
         self._last_comparison: int | None = None
@@ -253,39 +250,28 @@ class WatchedStep:
             DefenseError: as :meth:`run`.
         """
         self._begin(batch, context)
-        samples = real = 0 if self._stands_in else count_samples(batch)
+        samples = 0 if self._stands_in else count_samples(batch)
         self._in_logical_batch = True
         try:
-            if self._fill is not None:
-                if not samples and not self._stands_in:
-                    batch = _on_device(self.sampling.placeholder(), context)
-                batch = filled(batch, max(1, samples), self._fill)
-                samples, self._real, self._stands_in = self._fill, real, False
-                self._share = self._fill / max(1, real)
             if self._max_rows is None:
                 return step(batch)
             pieces = pieces_of(batch, samples, self._max_rows, self._team, self._users)
             if len(pieces) == 1:
                 return step(batch)
             parameters = _released_parameters(context)
-            by_user, rows_run = self._users is not None, 0
+            by_user = self._users is not None
 
             def begin(piece: Piece) -> None:
-                nonlocal rows_run
-                if self._fill is not None:
-                    self._real = max(0, min(piece.rows, real - rows_run))
-                    rows_run += piece.rows
                 self._stands_in, self._clipped = not piece.rows, None
-                users = [] if by_user and not piece.rows else piece.users
-                self._users = None if piece.user_rows else users
+                self._users = [] if by_user and not piece.rows else piece.users
 
-            def end(piece: Piece) -> None:
+            def end() -> None:
                 if self._earlier is None:
                     due = self.check.is_due(releases)
-                    self._earlier = EarlierPieces(real, context.device, probed=due)
+                    self._earlier = EarlierPieces(samples, context.device, probed=due)
                 with self._team.together():
                     clipped = self.clipped(parameters, context)
-                self._earlier.add(clipped, parameters, piece, self._team)
+                self._earlier.add(clipped, parameters, self._team)
                 self._clipped = None
                 self._recorder.clear()
 
@@ -295,7 +281,6 @@ class WatchedStep:
             )
         finally:
             self._in_logical_batch = self._stands_in = False
-            self._real = None
 
     def _begin(self, batch: Any, context: DefenseContext) -> None:
         with self._team.together():
@@ -342,8 +327,8 @@ class WatchedStep:
         # A batch of few samples, where most have more, may be joined as it is by chance.
         comparable = samples >= SMALL_BATCH or self.sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if comparable else ()
-        counts, real = not self._stands_in, self._real
-        with recorder.step(samples, counts=counts, real=real, tensors=tensors), synchronized:
+        counts = not self._stands_in
+        with recorder.step(samples, counts=counts, tensors=tensors), synchronized:
             output = training_step()
         with team.together():
             recorder.check()
@@ -358,8 +343,6 @@ class WatchedStep:
         alone = context.clients == context.processes == 1
         if alone and not any(isinstance(p, DTensor) for p in _released_parameters(context)):
             self._begin_with_ones(loss, context.root)
-        elif self._real is not None:  # local is a mean of the rows that count
-            loss.register_hook(functools.partial(torch.mul, self._share))  # type: ignore[no-untyped-call]
         return output
 
     def _begin_with_ones(self, loss: Tensor, root: nn.Module) -> None:
@@ -375,7 +358,7 @@ class WatchedStep:
         trained: list[Any] = [p for p in root.parameters() if p.requires_grad]
 
         def begin(gradient: Tensor) -> Tensor:
-            scale = gradient * (self._share / terms)
+            scale = gradient * (1.0 / terms)
             self._scaling += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
             engine.queue_callback(self._end_scaling)
             return torch.full_like(gradient, terms)

@@ -15,8 +15,9 @@ NeurIPS 2017):
   that the ratio is (p/q)^2 = e^eps. This is RAPPOR's permanent response.
 - **the**, histogram encoding: k numbers, 1 at the value and 0 elsewhere, each with Laplace noise of
   scale 2/eps (two inputs are 2 apart in L1). THE sets the bits of the numbers above a threshold.
-- **dbitflip**: the k values in b buckets, one bit for each of d of them that are drawn without
-  regard to the value, with the p and q of RAPPOR. With d = b = k it has RAPPOR's law.
+- **dbitflip**: one bit for each of d of the k values that are drawn without regard to the value,
+  with the p and q of RAPPOR (dBitFlipPM with a bucket for each value). With d = k it has RAPPOR's
+  law.
 
 The rules:
 
@@ -191,9 +192,7 @@ class Randomizer:
         k: size of the domain, at least 2.
         decode: the rule; ``"uniform"`` is the only one of ``grr``, which reports a value and needs
             none.
-        buckets: b of dBitFlipPM, k for every other mechanism. A decoded bucket becomes a uniform
-            one of its values.
-        bits: d of dBitFlipPM, ``buckets`` for every other mechanism.
+        bits: d of dBitFlipPM, k for every other mechanism.
 
     Raises:
         ValueError: a value out of range, or a rule that the mechanism does not have.
@@ -202,7 +201,6 @@ class Randomizer:
     mechanism: Mechanism
     k: int
     decode: Decode
-    buckets: int
     bits: int
 
     @classmethod
@@ -211,15 +209,13 @@ class Randomizer:
         mechanism: Mechanism,
         k: int,
         decode: Decode | None = None,
-        buckets: int | None = None,
         bits: int | None = None,
     ) -> Randomizer:
         """Return a randomizer; by default ``"argmax"`` for ``the``, else ``"uniform"``, with all
         bits.
         """
         rule = decode or ("argmax" if mechanism == "the" else "uniform")
-        b = k if buckets is None else buckets
-        return cls(mechanism, k, rule, b, b if bits is None else bits)
+        return cls(mechanism, k, rule, k if bits is None else bits)
 
     def __post_init__(self) -> None:
         check_choice("mechanism", self.mechanism, get_args(Mechanism))
@@ -227,37 +223,25 @@ class Randomizer:
         allowed = rules.get(self.mechanism, ("uniform", "first"))
         check_choice("decode", self.decode, allowed, hint=f"mechanism='{self.mechanism}'")
         check_integer("domain", self.k, at_least=2, hint="the number of its values")
-        if self.mechanism != "dbitflip" and (self.buckets, self.bits) != (self.k, self.k):
-            raise ValueError("buckets and bits belong to mechanism='dbitflip'")
-        hint = f"the domain has {self.k} values"
-        check_integer("buckets", self.buckets, at_least=2, at_most=self.k, hint=hint)
-        hint = f"there are {self.buckets} buckets"
-        check_integer("bits", self.bits, at_most=self.buckets, hint=hint)
-        if self.decode == "first" and self.bits < self.buckets:
+        if self.mechanism != "dbitflip" and self.bits != self.k:
+            raise ValueError("bits belong to mechanism='dbitflip'")
+        check_integer("bits", self.bits, at_most=self.k, hint=f"the domain has {self.k} values")
+        if self.decode == "first" and self.bits < self.k:
             raise ValueError("decode='first' needs all bits: leave `bits` out")
 
-    @property
-    def n_uniforms(self) -> int:
-        """Return how many uniform numbers one draw needs."""
-        return 2 if self.buckets == self.k else 3
-
     def keep(self, epsilon: float) -> float:
-        """Return the probability that the bucket is kept, under a symmetric rule."""
+        """Return the probability that the value is kept, under a symmetric rule."""
         if self.mechanism == "grr":
             return grr_keep(self.k, epsilon)
         if self.decode == "argmax":
             return argmax_keep(self.k, epsilon)
-        return uniform_keep(self.buckets, *self._rates(epsilon), self.bits)
+        return uniform_keep(self.k, *self._rates(epsilon), self.bits)
 
     def law(self, epsilon: float) -> Tensor:
         """Return (k, k) float64: row x is the exact law of the output for input x."""
         if self.decode == "first":
-            law = first_law(self.buckets, *self._rates(epsilon))
-        else:
-            law = symmetric_law(self.buckets, self.keep(epsilon))
-        bucket = self.bucket_of(torch.arange(self.k))
-        sizes = torch.bincount(bucket, minlength=self.buckets)
-        return law[bucket][:, bucket] / sizes[bucket]
+            return first_law(self.k, *self._rates(epsilon))
+        return symmetric_law(self.k, self.keep(epsilon))
 
     def sample(self, index: Tensor, epsilon: float | Tensor, uniforms: Tensor) -> Tensor:
         """Return one draw for each index.
@@ -265,29 +249,16 @@ class Randomizer:
         Args:
             index: (n,) int64 in [0, k).
             epsilon: of each draw: one number, or (n,) float64.
-            uniforms: (n, :attr:`n_uniforms`) float64 in [0, 1), independent.
+            uniforms: (n, 2) float64 in [0, 1), independent.
 
         Returns:
             (n,) int64 in [0, k).
         """
-        bucket = self.bucket_of(index)
         if self.decode == "first":
             p, q = _each(self._rates, epsilon, index.device)
-            buckets = sample_first(bucket, p, q, self.buckets, uniforms)
-        else:
-            keep = _each(lambda e: (self.keep(e),), epsilon, index.device)[0]
-            buckets = sample_symmetric(bucket, keep, self.buckets, uniforms)
-        return buckets if self.buckets == self.k else self.value_in(buckets, uniforms[:, 2])
-
-    def bucket_of(self, index: Tensor) -> Tensor:
-        """Return the buckets of values, which they fill in order: floor(index b / k)."""
-        return index if self.buckets == self.k else index * self.buckets // self.k
-
-    def value_in(self, bucket: Tensor, uniforms: Tensor) -> Tensor:
-        """Return a uniform value of each bucket; ``uniforms`` (n,) in [0, 1)."""
-        start = -(-bucket * self.k // self.buckets)
-        size = -(-(bucket + 1) * self.k // self.buckets) - start
-        return start + torch.minimum((uniforms * size).long(), size - 1)
+            return sample_first(index, p, q, self.k, uniforms)
+        keep = _each(lambda e: (self.keep(e),), epsilon, index.device)[0]
+        return sample_symmetric(index, keep, self.k, uniforms)
 
     def _rates(self, epsilon: float) -> tuple[float, float]:
         return the_rates(epsilon) if self.mechanism == "the" else bit_rates(epsilon)

@@ -78,7 +78,7 @@ def draw_replacements(
         (n,) int64.
     """
     k = randomizer.k
-    numbers = uniforms(keys, counts, randomizer.n_uniforms + (outside is not None))
+    numbers = uniforms(keys, counts, 2 + (outside is not None))
     if outside is not None:
         index = torch.where(outside, (numbers[:, -1] * k).long().clamp_(max=k - 1), index)
     return randomizer.sample(index, epsilon, numbers)

@@ -17,6 +17,7 @@ from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.defenses.token_ldp import randomness, words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.words import BatchForm
+from lightning_fedleak.model.batches import write_batch
 from lightning_fedleak.validate import check_choice, check_number
 
 Per = Literal["token", "sequence"]
@@ -165,12 +166,9 @@ class TokenLDP(Defense):
             replaced by a uniform one of the set before the mechanism acts. ``"batch"``: the ids
             that occur in the batch, as in the published code of Vu et al. 2024: **no guarantee**,
             since which words occur is visible.
-        labels: ``"original"`` leaves labels as they are: **no guarantee**, since a language model's
-            labels are the text.
         special_ids: ids that are no words: a collection, or a tokenizer (whose unknown token is
             taken for a word, unless it is another special token too). None: those in the model's
             config, which names them for causal and encoder-decoder models alone.
-        buckets: b of dBitFlipPM; None for one per token.
         bits: d of dBitFlipPM; None for all.
         memoize: whether a row keeps its replacement for the fit; None: yes, except with
             ``domain="batch"``, where it is impossible.
@@ -191,10 +189,8 @@ class TokenLDP(Defense):
         epsilon: float,
         per: Per = "sequence",
         domain: Literal["vocabulary", "batch"] | Sequence[int] | Tensor = "vocabulary",
-        labels: Literal["replaced", "original"] = "replaced",
         *,
         special_ids: Collection[int] | Any = None,
-        buckets: int | None = None,
         bits: int | None = None,
         memoize: bool | None = None,
         protocol: LDPProtocol | None = None,
@@ -204,21 +200,19 @@ class TokenLDP(Defense):
         protocol, form = protocol or LDPProtocol(), form or BatchForm()
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
-        check_choice("TokenLDP: labels", labels, ("replaced", "original"), error=DefenseError)
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
             raise words.refused(
                 f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
             )
-        if isinstance(domain, str) and domain == "batch" and (memoize or buckets or bits):
+        if isinstance(domain, str) and domain == "batch" and (memoize or bits):
             raise words.refused(
-                "domain='batch' changes with the batch, and memoize=True, buckets and bits need a "
-                "fixed one: use domain='vocabulary', or leave them out"
+                "domain='batch' changes with the batch, and memoize=True and bits need a fixed "
+                "one: use domain='vocabulary', or leave them out"
             )
         self.mechanism: Mechanism = mechanism
         self.epsilon = float(epsilon)
         self.per: Per = per
         self.domain = domain
-        self.labels = labels
         self.special_ids = special_ids
         self.keep_special = protocol.keep_special
         self.memoize = domain != "batch" if memoize is None else memoize
@@ -226,16 +220,21 @@ class TokenLDP(Defense):
         self.kind = form.kind
         self.public_fields = frozenset(form.public_fields) | words.PUBLIC_FIELDS
         self.seed = seed
-        self._settings = (protocol.decode, buckets, bits)
+        self._settings = (protocol.decode, bits)
         self._form = form
         self._set = None if isinstance(domain, str) else words.public_set(domain)
-        self._randomizer(max(2, buckets or bits or 2))  # checks the settings
+        self._randomizer(max(2, bits or 2))  # checks the settings
         self._releases = ReleaseCounter()
         self._earlier = 0.0
         self._ready: words.Words | None = None
         self.guarantee = self._guarantee()
-        for warning in self._warnings():
-            warnings.warn(f"TokenLDP: {warning}", UserWarning, stacklevel=2)
+        if self._in_batch:
+            warnings.warn(
+                "TokenLDP: domain='batch' holds no guarantee: which words occur in the batch is "
+                f"visible, and with per='token' a row of 32 would cost 32 x {epsilon:g} in any "
+                "case. For comparison with published figures only; use domain='vocabulary'.",
+                stacklevel=2,
+            )
 
     @classmethod
     def as_published(cls, mechanism: Mechanism, epsilon: float, **settings: Any) -> TokenLDP:
@@ -329,8 +328,8 @@ class TokenLDP(Defense):
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         self._agree(context)
         self._earlier = max(self._earlier, self.epsilon_per_sequence)
-        randomised = text.written(tokens, replacements, self.labels == "replaced")
-        return self._form.write(batch, randomised)
+        randomised = text.written(tokens, replacements)
+        return write_batch(batch, randomised)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return counts that hold for every process: batches, releases of an example, longest row.
@@ -381,8 +380,6 @@ class TokenLDP(Defense):
                 f"none: every token is randomised with epsilon={self.epsilon:g}, but among the ids "
                 "of its own batch, so that whoever sees the batch knows which words occur in it"
             )
-        if self.labels == "original":
-            return "none: the inputs are randomised, but the labels hold the original words"
         if self.seed is not None:
             return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
         unit, total = (
@@ -403,26 +400,9 @@ class TokenLDP(Defense):
             "special tokens. Not covered: labels of a classifier"
         )
 
-    def _warnings(self) -> list[str]:
-        """Return warnings of settings that void the guarantee."""
-        messages = []
-        if self._in_batch:
-            messages.append(
-                "domain='batch' holds no guarantee: which words occur in the batch is visible, and "
-                f"with per='token' a row of 32 would cost 32 x {self.epsilon:g} in any case. For "
-                "comparison with published figures only; use domain='vocabulary'."
-            )
-        if self.labels == "original":
-            messages.append(
-                "labels='original' voids the guarantee: a language model's labels are the text. "
-                "Leave `labels` out."
-            )
-        return messages
-
     def _randomizer(self, k: int) -> Randomizer:
-        decode, buckets, bits = self._settings
         try:
-            return Randomizer.with_defaults(self.mechanism, k, decode, buckets, bits)
+            return Randomizer.with_defaults(self.mechanism, k, *self._settings)
         except ValueError as error:
             raise words.refused(str(error)) from error
 

@@ -19,7 +19,7 @@ from lightning_fedleak.model.anatomy import (
     Kind,
     find_anatomy,
 )
-from lightning_fedleak.model.batches import BatchAdapter, BatchWriter, TokenBatch
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.validate import check_choice
 
 _SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
@@ -196,13 +196,12 @@ class Text:
     kind: Kind
     special: Tensor
 
-    def written(self, tokens: TokenBatch, replacements: Tensor, replace_labels: bool) -> TokenBatch:
+    def written(self, tokens: TokenBatch, replacements: Tensor) -> TokenBatch:
         """Return ``tokens`` with other words, and with their labels.
 
         Args:
             tokens: what the text was read from.
             replacements: (n,) the words in reading order.
-            replace_labels: False leaves labels out of the result.
         """
         new = self.ids.masked_fill(self.hidden, _HIDDEN)
         new[self.words] = replacements
@@ -211,7 +210,7 @@ class Text:
         if self.kind == "masked":
             old = tokens.input_ids.to("cpu", torch.int64)
             inputs = torch.where(torch.isin(old, self.special), old, inputs)
-        if not replace_labels or self.kind == "classifier":
+        if self.kind == "classifier":
             labels = None
         if labels is not None:
             text = new[:, width:] if self.kind == "seq2seq" else new
@@ -240,8 +239,8 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
         elif bool((looked_at & (labels != ids)).any()):
             raise refused(
                 "the labels of a causal model must be its inputs (-100 where the loss looks away), "
-                "so that both are replaced alike. Labels that are shifted already need "
-                "batch_adapter= and batch_writer= in form=BatchForm(), which join and part the two"
+                "so that both are replaced alike. Return labels that are not shifted, and shift "
+                "them in the loss"
             )
         else:
             visible = visible | looked_at
@@ -262,28 +261,18 @@ class BatchForm:
         example_ids: name of a field with one public integer for each row, that distinguishes rows
             of equal words.
         public_fields: further fields that hold nothing private.
-        batch_adapter: reads a batch of the user's own form; with ``batch_writer``.
-        batch_writer: gives a copy of such a batch with the ids and labels of a TokenBatch. The copy
-            is read again and must hold them.
 
     Raises:
-        DefenseError: an unknown kind, or an adapter without a writer.
+        DefenseError: an unknown kind.
     """
 
     kind: Kind | None = None
     example_ids: str | None = None
     public_fields: Collection[str] = ()
-    batch_adapter: BatchAdapter | None = None
-    batch_writer: BatchWriter | None = None
 
     def __post_init__(self) -> None:
         kinds = get_args(Kind)
         check_choice("TokenLDP: kind", self.kind, kinds, optional=True, error=DefenseError)
-        if (self.batch_adapter is None) != (self.batch_writer is None):
-            raise refused(
-                "batch_adapter and batch_writer belong together: one reads your batch, the other "
-                "makes a copy with other ids"
-            )
 
     def read(self, batch: Any, kind: Kind) -> TokenBatch:
         """Return ids, mask and labels of a batch.
@@ -292,15 +281,13 @@ class BatchForm:
             DefenseError: it cannot be read, or it holds fields that may be text.
         """
         try:
-            if self.batch_adapter is not None:
-                return self.batch_adapter(batch)
             tokens = batches.read_batch(batch, kind)
             allowed = {*PUBLIC_FIELDS, *self.public_fields, self.example_ids}
             unknown = [name for name in batches.other_fields(batch) if name not in allowed]
         except batches.BatchError as error:
             raise refused(
-                f"the batch cannot be read ({error}). Give form=BatchForm(batch_adapter=..., "
-                "batch_writer=...)"
+                f"the batch cannot be read ({error}). Let the collate function return a dict with "
+                "input_ids and labels"
             ) from error
         if unknown:
             raise refused(
@@ -309,25 +296,6 @@ class BatchForm:
                 f"name them in form=BatchForm(public_fields={unknown})"
             )
         return tokens
-
-    def write(self, batch: Any, tokens: TokenBatch) -> Any:
-        """Return a copy of ``batch`` with the ids and labels of ``tokens``.
-
-        Raises:
-            DefenseError: it cannot be copied, or the user's writer does not put them in.
-        """
-        if self.batch_writer is None or self.batch_adapter is None:
-            return batches.write_batch(batch, tokens)
-        copy = self.batch_writer(batch, tokens)
-        read = self.batch_adapter(copy)
-        pairs = [(read.input_ids, tokens.input_ids), (read.labels, tokens.labels)]
-        for copied, expected in pairs:
-            if expected is not None and (copied is None or not torch.equal(copied, expected)):
-                raise refused(
-                    "batch_writer gave a batch that batch_adapter reads other ids or labels from "
-                    "than it was given: it must put both in"
-                )
-        return copy
 
     def ids_of_examples(self, batch: Any, rows: int) -> list[int] | None:
         """Return one integer for each row; None where no field is named.

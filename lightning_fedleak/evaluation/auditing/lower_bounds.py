@@ -1,14 +1,8 @@
 """Lower bounds on epsilon from independent games, under one of two neighbouring relations.
 
 In an ``"add_remove"`` game the target is in the batch or absent, as the accountants of DP-SGD
-assume. In Fig. 2's game (Vu et al. 2024) another sample stands in its place: ``"replace_one"``. A
-bound is for the relation of the game unless ``accountant`` names the other one.
-
-A replace-one game can bound an add/remove epsilon. To replace is to remove and to add, so
-(epsilon, delta)-DP under add/remove implies ``(2 epsilon, (1 + e^epsilon) delta)``-DP under
-replace-one, and mu-Gaussian DP implies 2 mu. A game that refutes the second refutes the first; the
-bound is about half as large. An add/remove game bounds no replace-one epsilon: a mechanism that is
-private when one record is replaced may publish how many records there are.
+assume. In Fig. 2's game (Vu et al. 2024) another sample is in its place: ``"replace_one"``. A bound
+is for the relation of the game, and for no other.
 """
 
 from __future__ import annotations
@@ -95,18 +89,15 @@ class AuditedClaim:
         delta: delta of the bound.
         confidence: confidence of the bound.
         relation: relation of the game.
-        accountant: relation of the epsilon; None for the game's.
         claim: as for :func:`audit_scores`.
 
     Raises:
-        ValueError: a value out of range, a claim without an epsilon at this delta, or a game that
-            bounds no epsilon of the accountant's relation.
+        ValueError: a value out of range, or a claim without an epsilon at this delta.
     """
 
     delta: float
     confidence: float
     relation: Relation = "add_remove"
-    accountant: Relation | None = None
     claim: Claim = "dp"
 
     def __post_init__(self) -> None:
@@ -116,18 +107,6 @@ class AuditedClaim:
         if self.gaussian and self.delta == 0:
             raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
         check_choice("relation", self.relation, list(RELATION_NAMES))
-        check_choice("accountant", self.accountant, list(RELATION_NAMES), optional=True)
-        if self.is_converted and self.accountant == "replace_one":
-            raise ValueError(
-                "an add/remove game bounds no replace-one epsilon: a mechanism that is private "
-                "when one record is replaced may still reveal how many there are. Play the game "
-                "that replaces the target, or audit an add/remove accountant."
-            )
-
-    @property
-    def is_converted(self) -> bool:
-        """Return whether a replace-one game shall bound an add/remove epsilon."""
-        return self.accountant not in (None, self.relation)
 
     @property
     def gaussian(self) -> bool:
@@ -148,17 +127,9 @@ class AuditedClaim:
         """
         if self.gaussian:
             mu: Floats = -ndtri(fnr) - ndtri(fpr)
-            return mu / 2 if self.is_converted else mu
-        return np.maximum(self._factor(1 - fnr, fpr), self._factor(1 - fpr, fnr))
-
-    def _factor(self, p: Floats, q: Floats) -> Floats:
-        """Solve ``p = x q + delta`` for x, or if converted ``p = x^2 q + (1 + x) delta``."""
-        rest = np.maximum(p - self.delta, 0.0)
-        if not self.is_converted:
-            return rest / q
-        divisor = self.delta + np.sqrt(self.delta**2 + 4 * q * rest)
-        factor: Floats = np.divide(2 * rest, divisor, out=np.zeros_like(rest), where=divisor > 0)
-        return factor
+            return mu
+        tpr, tnr = np.maximum(1 - fnr - self.delta, 0.0), np.maximum(1 - fpr - self.delta, 0.0)
+        return np.maximum(tpr / fpr, tnr / fnr)
 
     def epsilon(self, fnr: Floats, fpr: Floats) -> float:
         """Return the largest epsilon that any pair of rates refutes; 0 if none does."""
@@ -171,9 +142,9 @@ class AuditedClaim:
 
     def bound(self, epsilon: float, limit: float, games: int, method: str) -> EpsilonBound:
         """Return a bound together with its assumptions."""
-        relation = self.accountant or self.relation
         method += ", as a Gaussian mechanism" if self.gaussian else ""
-        return EpsilonBound(epsilon, self.delta, self.confidence, relation, games, limit, method)
+        stated = epsilon, self.delta, self.confidence, self.relation
+        return EpsilonBound(*stated, games, limit, method)
 
 
 def audit_scores(
@@ -184,7 +155,6 @@ def audit_scores(
     confidence: float = 0.95,
     threshold: Literal["union"] | float = "union",
     relation: Relation = "add_remove",
-    accountant: Relation | None = None,
     claim: Claim = "dp",
 ) -> EpsilonBound:
     """Return a lower bound on epsilon from the scores of independent games.
@@ -212,16 +182,14 @@ def audit_scores(
         delta: delta of the bound.
         confidence: confidence of the bound.
         threshold: ``"union"`` or a number.
-        relation: relation of the game.
-        accountant: relation of the epsilon; by default the game's.
+        relation: relation of the game, and so of the epsilon.
         claim: ``"dp"`` or ``"gaussian"``.
 
     Raises:
         ValueError: lengths differ, members or non-members are missing, an unknown threshold or
-            claim, delta or confidence out of range, or a game that bounds no epsilon of the
-            accountant's relation.
+            claim, or delta or confidence out of range.
     """
-    audited = AuditedClaim(delta, confidence, relation, accountant, claim)
+    audited = AuditedClaim(delta, confidence, relation, claim)
     score, member = columns(scores, members)
     member_scores, other_scores = np.sort(score[member]), np.sort(score[~member])
     if not member_scores.size or not other_scores.size:
@@ -299,13 +267,12 @@ def audit_games(
     delta: float = 0.0,
     confidence: float = 0.95,
     threshold: Literal["union"] | float = "union",
-    accountant: Relation | None = None,
 ) -> EpsilonBound:
     """Return a lower bound on epsilon from the games of one adversary.
 
     For the usual accountant of DP-SGD play ``GameConfig(relation="add_remove")``. Games of
-    ``"replace_one"`` bound its epsilon too, but only about half as high. They are for a replace-one
-    epsilon: that of a client that randomises its tokens, ``play(..., defend=...)``.
+    ``"replace_one"`` are for a replace-one epsilon: that of a client that randomises its tokens,
+    ``play(..., defend=...)``.
 
     Args:
         result: what :func:`~lightning_fedleak.evaluation.games.play` returned, with one target in
@@ -313,7 +280,6 @@ def audit_games(
         delta: delta of the bound.
         confidence: confidence of the bound.
         threshold: as in :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
-        accountant: relation of the epsilon; by default that of the games.
 
     Raises:
         ValueError: games that share batches or follow the authors' protocol, or what
@@ -335,5 +301,4 @@ def audit_games(
         confidence=confidence,
         threshold=threshold,
         relation=result.relation,
-        accountant=accountant,
     )

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from lightning_fedleak.attacks import MembershipAttack
-from lightning_fedleak.attacks.membership.insertion import Inserted
-from lightning_fedleak.evaluation.games.config import GameError
 from lightning_fedleak.evaluation.games.pool import Challenge, pad
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy, place_of
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.model_runs import hidden_states, predicting, stop_behind, undisturbed
+from lightning_fedleak.model.model_runs import hidden_states, stop_behind, undisturbed
 
 PROBE_TOKENS = 4  # before and after the token that tests whether a model reads ahead; not tuned
 
@@ -198,122 +192,10 @@ def find_collisions(
     return collisions
 
 
-Loss = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
-"""(model, ids (B, L), mask (B, L) or None) to a scalar; the mean over what it is computed on."""
-
-RANDOM_HEAD_CLASSES = 8  # of the loss for a model without a head; not tuned
-
-
 def client_batch(anatomy: Anatomy, ids: Tensor, mask: Tensor | None) -> TokenBatch:
     """Return the batch of ids (B, L) whose labels are the ids themselves, except where masked."""
     labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
     return TokenBatch(ids, labels, mask, anatomy.kind)
-
-
-def default_loss(anatomy: Anatomy) -> Loss:
-    """Return the loss that fine-tuning a model of this kind minimises.
-
-    - Causal: cross-entropy of the next tokens.
-    - Masked: cross-entropy of the batch's own tokens. None is masked, because the masks are the
-      client's own random numbers, with which the server could not embed its target.
-    - Classifier: cross-entropy of class i mod the number of classes for sentence i.
-    - A model without a head, as encoders are published: the same with a fixed random linear head of
-      8 classes over the mean of its last hidden states.
-
-    Raises:
-        GameError: when called, for an encoder-decoder or a model that returns neither logits nor
-            hidden states.
-    """
-
-    def loss(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
-        inputs = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
-        output = model(**inputs)
-        logits, last = _output_tensor(output, "logits"), _output_tensor(output, "last_hidden_state")
-        if logits is not None and logits.dim() == 3 and anatomy.kind in ("causal", "masked"):
-            values, targets = predicting(logits, client_batch(anatomy, ids, mask))
-            return functional.cross_entropy(values, targets)
-        if logits is None and last is not None:
-            logits = _pooled(last, mask) @ _random_head(last)
-        if logits is None or logits.dim() != 2:
-            raise GameError(
-                f"{type(model).__name__} has no loss that a game could use: pass loss=, a function "
-                "of (model, ids, mask)"
-            )
-        labels = torch.arange(len(ids), device=logits.device) % logits.shape[1]
-        return functional.cross_entropy(logits, labels)
-
-    return loss
-
-
-def _output_tensor(output: Any, name: str) -> Tensor | None:
-    value = getattr(output, name, None)
-    return value if isinstance(value, Tensor) else None
-
-
-def _pooled(states: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return states.mean(1)
-    weight = mask.to(states)[..., None]
-    pooled: Tensor = (states * weight).sum(1) / weight.sum(1)
-    return pooled
-
-
-def _random_head(states: Tensor) -> Tensor:
-    d, generator = states.shape[-1], torch.Generator().manual_seed(0)
-    head = torch.randn(d, RANDOM_HEAD_CLASSES, generator=generator, dtype=torch.float64)
-    scaled: Tensor = head / d**0.5
-    return scaled.to(states)
-
-
-def autograd_gradient(
-    anatomy: Anatomy,
-    attack: MembershipAttack,
-    target: Tensor,
-    ids: Tensor,
-    mask: Tensor | None,
-    loss: Loss,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``attack.craft(target)`` inside the model, in eval mode.
-
-    Args:
-        anatomy: of the model, which is not changed.
-        attack: the adversary.
-        target: (D,).
-        ids: (B, L).
-        mask: (B, L) or None.
-        loss: the client's.
-
-    Returns:
-        The gradient of the rungs, (K,), and that of the crafted layers' output, the same for all
-        rungs, (B, L), or (B, 1) for whole sentences.
-    """
-    crafted = attack.craft(target)
-    bias = crafted.get_parameter("bias")
-    with _output_of(crafted) as outputs, Inserted(anatomy, attack.layer, crafted):
-        gradient, upstream = _gradients(anatomy, ids, mask, loss, lambda: [bias, outputs[-1]])
-    return gradient, upstream[..., 0]
-
-
-@contextmanager
-def _output_of(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Yield a list that collects what a module returns."""
-    outputs: list[Tensor] = []
-    with module.register_forward_hook(lambda _, args, output: outputs.append(output)):
-        yield outputs
-
-
-def _gradients(
-    anatomy: Anatomy,
-    ids: Tensor,
-    mask: Tensor | None,
-    loss: Loss,
-    quantities: Callable[[], Sequence[Tensor]],
-) -> tuple[Tensor, ...]:
-    """Return gradients of the loss in what ``quantities`` returns once the model has run."""
-    device = anatomy.device
-    with undisturbed(anatomy) as model, torch.enable_grad():
-        value = loss(model, ids.to(device), None if mask is None else mask.to(device))
-        return torch.autograd.grad(value, quantities())
 
 
 def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Generator) -> Tensor:

@@ -19,7 +19,6 @@ class GameError(ValueError):
 
 Protocol = Literal["game", "authors"]
 Relation = Literal["replace_one", "add_remove"]
-Gradients = Literal["autograd", "closed_form"]
 Forwards = Literal["fresh", "pooled"]
 
 
@@ -39,14 +38,7 @@ class GameConfig:
             (Fig. 2: D always has ``batch`` sentences). ``"add_remove"``: nothing, so D is
             ``batch - 1`` sentences with or without the target, as accountants of DP-SGD compare
             (:func:`lightning_fedleak.evaluation.auditing.audit_games`).
-        gradients: ``"autograd"`` runs backward through crafted layers that are really inserted into
-            the model (``forwards`` must then be ``"fresh"``); ``"closed_form"`` uses the attack's
-            own formula with random upstream gradients, on which no guess may depend.
-        position: the target token, where an attack asks for tokens: ``"random"``, ``"last"`` or an
-            index counted from 0. The first two skip special tokens, whose states in early layers
-            hardly differ between sentences, and in a causal model the last token, whose hidden
-            states enter no next-token loss: ``"last"`` is then the one before.
-        forwards: of the client, in closed form. ``"fresh"``: one forward of the whole batch D in
+        forwards: of the client. ``"fresh"``: one forward of the whole batch D in
             every game. ``"pooled"``: each sentence is computed once, in a batch of ``batch``
             sentences with its padding, and every D is assembled from these. Sentences of a batch do
             not attend to each other, so both agree up to rounding; ``"pooled"`` is cheap enough for
@@ -61,16 +53,14 @@ class GameConfig:
     Examples:
         >>> from lightning_fedleak.evaluation.games import GameConfig
         >>> config = GameConfig(games=100, batch=8, relation="add_remove")
-        >>> config.gradients
-        'closed_form'
+        >>> config.protocol
+        'game'
     """
 
     games: int = 240
     batch: int = 40
     protocol: Protocol = "game"
     relation: Relation = "replace_one"
-    gradients: Gradients = "closed_form"
-    position: Literal["random", "last"] | int = "random"
     forwards: Forwards = "fresh"
     targets_per_batch: int = 1
     seed: int = 0
@@ -81,12 +71,8 @@ class GameConfig:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal:
                 check_choice(name, getattr(self, name), get_args(hint), error=GameError)
-        position = self.position
-        index = isinstance(position, int) and not isinstance(position, bool) and position >= 0
-        if not index and position not in ("random", "last"):
-            raise GameError(f"position must be 'random', 'last' or an index, got {position!r}")
-        if self.protocol == "authors" and (position == "last" or self.targets_per_batch > 1):
-            raise GameError("the authors' protocol has one target at one index in each batch")
+        if self.protocol == "authors" and self.targets_per_batch > 1:
+            raise GameError("the authors' protocol has one target in each batch")
         if self.relation == "add_remove" and (
             self.protocol == "authors" or self.targets_per_batch > 1 or self.batch < 2
         ):
@@ -94,14 +80,9 @@ class GameConfig:
                 "relation='add_remove' removes the target from its batch: set protocol='game', "
                 "batch to at least 2 and targets_per_batch to 1"
             )
-        if self.gradients == "autograd" and self.forwards == "pooled":
-            raise GameError(
-                "gradients='autograd' runs the client's own forward in every game: leave "
-                "forwards='pooled' out, or set gradients='closed_form'"
-            )
 
 
-_SETTINGS = ("attack", "layer", "granularity", "protocol", "relation", "gradients", "dtype")
+_SETTINGS = ("attack", "layer", "granularity", "protocol", "relation", "dtype")
 _COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
 
 
@@ -122,7 +103,6 @@ class GameResult:
         batches: (n,) int, the number of the D that a game was played on.
         positions: (n,) int, the target token (not used by an attack on whole sentences).
         protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.
-        gradients: ``"autograd"`` or ``"closed_form"``.
         dtype: of the model.
         config: settings of game and attack, plain values.
         seconds: the adversary's own work in all games (A_attack, gradient, A_guess).
@@ -139,7 +119,6 @@ class GameResult:
     batches: Tensor
     positions: Tensor
     protocol: Protocol
-    gradients: Gradients
     dtype: str
     config: Mapping[str, object] = field(default_factory=dict)
     seconds: float = 0.0
@@ -204,8 +183,7 @@ class GameResult:
         right = int((self.guesses == self.bits).sum())
         return (
             f"GameResult({self.attack!r}, layer={self.layer}, protocol={self.protocol!r}, "
-            f"relation={self.relation!r}, gradients={self.gradients!r}, "
-            f"{right} of {len(self)} right)"
+            f"relation={self.relation!r}, {right} of {len(self)} right)"
         )
 
 

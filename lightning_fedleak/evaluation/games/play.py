@@ -21,12 +21,9 @@ from lightning_fedleak.attacks import (
     gradient_of,
 )
 from lightning_fedleak.evaluation.games.client import (
-    Loss,
     PooledStates,
-    autograd_gradient,
     client_batch,
     client_states,
-    default_loss,
     find_collisions,
     generic_upstream,
     reads_ahead,
@@ -58,7 +55,6 @@ def play(
     config: GameConfig | None = None,
     *,
     planted: Tensor | None = None,
-    loss: Loss | None = None,
     progress: Callable[[int], object] | None = None,
     defend: Defend | None = None,
 ) -> list[GameResult]:
@@ -77,9 +73,6 @@ def play(
         pool: the sentences that data and targets are drawn from.
         config: how the games are played; default :class:`GameConfig`.
         planted: ids of the sentence that the authors' protocol plants.
-        loss: the client's; default
-            :func:`~lightning_fedleak.evaluation.games.client.default_loss`. Used with
-            ``gradients="autograd"``.
         progress: called with the number of games played since the last call.
         defend: a defence of the client's token ids, called for every batch; the adversary knows of
             it (:meth:`~lightning_fedleak.attacks.base.Attack.meet`). The server's own forwards and
@@ -96,7 +89,7 @@ def play(
     config = config or GameConfig()
     if planted is not None:
         planted = planted[: pool.tokens]
-    run = _GameRun(anatomy, attacks, pool, config, planted, loss or default_loss(anatomy), defend)
+    run = _GameRun(anatomy, attacks, pool, config, planted, defend)
     spare = 1 if anatomy.kind == "causal" else 0
     for number, challenge in enumerate(_challenges(pool, config, planted, spare)):
         run.play(number, challenge)
@@ -111,13 +104,8 @@ def _challenges(
     if config.protocol == "authors":
         if planted is None:
             raise GameError("the authors' protocol needs planted=, the ids of its fixed sentence")
-        place = _authors_place(config)
-        return authors_challenges(pool.rows, planted, config.batch, config.games, place)
+        return authors_challenges(pool.rows, planted, config.batch, config.games, AUTHORS_POSITION)
     return game_challenges(pool, config, spare)
-
-
-def _authors_place(config: GameConfig) -> int:
-    return config.position if isinstance(config.position, int) else AUTHORS_POSITION
 
 
 def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
@@ -158,7 +146,6 @@ class _GameRun:
         pool: SentencePool,
         config: GameConfig,
         planted: Tensor | None,
-        loss: Loss,
         defend: Defend | None = None,
     ) -> None:
         if defend is not None and config.forwards == "pooled":
@@ -177,7 +164,7 @@ class _GameRun:
             except ValueError as error:
                 raise GameError(f"attack '{attack.name}': {error}") from error
         self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
-        self.config, self.loss, self.defend = config, loss, defend
+        self.config, self.defend = config, defend
         self.layers = sorted({a.layer for a in attacks if isinstance(a, MembershipAttack)})
         self.passive = [a for a in attacks if isinstance(a, PassiveMembership)]
         self.roles = tuple(
@@ -221,19 +208,15 @@ class _GameRun:
                 guess = attack.run(Observation((shared,)), query)
                 collides = torch.zeros_like(challenge.bits)
             else:
-                if self.config.gradients == "closed_form":
-                    kind = (attack.layer, attack.granularity)
-                    if kind not in upstreams:
-                        upstreams[kind] = generic_upstream(
-                            client.hidden[attack.layer],
-                            attack.granularity == "full",
-                            self.client_generator,
-                        )
-                        start = time.perf_counter()
+                hidden, kind = client.hidden[attack.layer], (attack.layer, attack.granularity)
+                if kind not in upstreams:
+                    whole = attack.granularity == "full"
+                    upstreams[kind] = generic_upstream(hidden, whole, self.client_generator)
+                    start = time.perf_counter()
                 targets = attack.embed(embedded[attack.layer], query)
                 self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
-                upstream = upstreams.get((attack.layer, attack.granularity))
-                guess = attack.guess(self._gradient(attack, targets, client, upstream))
+                gradient = attack.gradient(targets, hidden, client.mask, upstreams[kind]).sum(0)
+                guess = attack.guess(gradient)
                 collides = find_collisions(
                     challenge,
                     layer=attack.layer,
@@ -275,29 +258,19 @@ class _GameRun:
                     **all_columns,
                     protocol=self.config.protocol,
                     relation=self.config.relation,
-                    gradients=self.config.gradients,
                     dtype=self.dtype,
-                    config=self._settings()
+                    config=asdict(self.config)
                     | {f"attack.{k}": v for k, v in attack.config().items()},
                     seconds=seconds,
                 )
             )
         return results
 
-    def _settings(self) -> dict[str, object]:
-        """Return the settings of the game that had an effect."""
-        settings = asdict(self.config)
-        if self.config.gradients == "autograd":
-            del settings["forwards"]
-        if self.config.protocol == "authors":
-            settings["position"] = _authors_place(self.config)
-        return settings
-
     def _client_batch(self, number: int, challenge: Challenge) -> _Client:
         ids, mask = self._pad(challenge.data)
         if self.defend is not None:
             ids = self.defend(ids, mask)
-        if self.config.gradients == "autograd" or not self.layers:
+        if not self.layers:
             return _Client(ids, mask, {})
         if self.pooled is not None:
             return _Client(ids, mask, self.pooled.batch_states(challenge.data))
@@ -324,18 +297,3 @@ class _GameRun:
         return query, {
             k: nn.utils.rnn.pad_sequence(rows, batch_first=True) for k, rows in states.items()
         }
-
-    def _gradient(
-        self,
-        attack: MembershipAttack,
-        targets: Tensor,
-        client: _Client,
-        upstream: Tensor | None,
-    ) -> Tensor:
-        """Return the gradient (G, K) that the client's batch gives the crafted layers."""
-        if upstream is not None:
-            hidden = client.hidden[attack.layer]
-            return attack.gradient(targets, hidden, client.mask, upstream).sum(0)
-        rest = (client.ids, client.mask, self.loss)
-        gradients = [autograd_gradient(self.anatomy, attack, t, *rest)[0] for t in targets]
-        return torch.stack(gradients)

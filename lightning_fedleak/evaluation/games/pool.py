@@ -105,22 +105,6 @@ class SentencePool:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def words(self, row: Tensor) -> Tensor:
-        """Return (k,) indices of a row's ids that are not special."""
-        return torch.tensor([i not in self.special_ids for i in row.tolist()]).nonzero()[:, 0]
-
-    def pad(self, indices: Sequence[int], length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return rows as one batch, padded on the right.
-
-        Args:
-            indices: rows of the pool.
-            length: columns; None for the longest row.
-
-        Returns:
-            ids and mask, each (len(indices), L) int64.
-        """
-        return pad([self.rows[i] for i in indices], self.pad_id, length)
-
 
 def pad(rows: Sequence[Tensor], pad_id: int, length: int | None = None) -> tuple[Tensor, Tensor]:
     """Return rows as ids and mask, each (n, L), where L is the longest row or ``length``."""
@@ -168,29 +152,22 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
 
     Args:
         pool: the distribution.
-        config: how the games are played; the challenges depend on its seed and on nothing else. A
-            ``position`` that is an index may be that of a special token.
+        config: how the games are played; the challenges depend on its seed and on nothing else.
         spare: tokens at the end of a sentence that are no targets: 1 for a next-token loss, which
             no hidden state of the last token enters.
 
+    A target token is a random one of its sentence. Special tokens, whose states in early layers
+    hardly differ between sentences, are none.
+
     Raises:
-        GameError: the pool has no more than ``batch`` sentences, or rows too short for
-            ``position``.
+        GameError: the pool has no more than ``batch`` sentences, or a row without a target.
     """
-    batch, position = config.batch, config.position
+    batch = config.batch
     generator = torch.Generator().manual_seed(config.seed)
     if len(pool) <= batch:
         raise GameError(
             f"batch={batch} needs more than {batch} distinct sentences, so that a target outside "
             f"it exists; the text gives {len(pool)}. Give more text or a smaller batch."
-        )
-    shortest = min(pool.rows, key=len)
-    if isinstance(position, int) and len(shortest) <= position + spare:
-        last = " (the last one enters no loss)" if spare else ""
-        raise GameError(
-            f"position={position} asks for token {position} (counted from 0), and the pool's "
-            f"shortest sentence has {len(shortest)} tokens{last}: make the pool with "
-            f"at_least={position + 1 + spare}"
         )
     if any(len(_target_places(pool, row, spare)) == 0 for row in pool.rows):
         raise GameError(
@@ -215,9 +192,7 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
             data=tuple(pool.rows[i] for i in data.tolist()),
             targets=targets,
             bits=bits,
-            positions=torch.tensor(
-                [_position(pool, t, position, generator, spare) for t in targets]
-            ),
+            positions=torch.tensor([_position(pool, t, generator, spare) for t in targets]),
             places=torch.where(bits, inside_places, -1),
         )
 
@@ -271,16 +246,10 @@ def authors_challenges(
 
 def _target_places(pool: SentencePool, row: Tensor, spare: int) -> Tensor:
     """Return (k,) places of the tokens that may be targets."""
-    words = pool.words(row)
-    return words[words < len(row) - spare]
+    ordinary = torch.tensor([i not in pool.special_ids for i in row.tolist()])
+    return ordinary[: len(row) - spare].nonzero()[:, 0]
 
 
-def _position(
-    pool: SentencePool, row: Tensor, position: str | int, generator: torch.Generator, spare: int
-) -> int:
-    if isinstance(position, int):
-        return position
+def _position(pool: SentencePool, row: Tensor, generator: torch.Generator, spare: int) -> int:
     places = _target_places(pool, row, spare)
-    if position == "last":
-        return int(places[-1])
     return int(places[torch.randint(len(places), (1,), generator=generator)])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.fft import irfft, rfft
 from scipy.special import logsumexp
-from scipy.stats import binom, norm
+from scipy.stats import norm
 
 from lightning_fedleak.defenses.accounting import Accountant, RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import (
@@ -21,7 +19,6 @@ from lightning_fedleak.defenses.accounting.accounting import (
 )
 from lightning_fedleak.defenses.accounting.renyi import (
     ORDERS,
-    TruncatedPoisson,
     WithoutReplacementPRV,
     rdp_of,
 )
@@ -179,151 +176,7 @@ def test_accountants_targets_and_filters_use_the_same_account() -> None:
     for kind in ("prv", "rdp"):
         noise = noise_multiplier_for(3.0, DELTA, rate, rounds, kind, FIXED)
         assert epsilon_of([(noise, rate, rounds)], DELTA, kind, FIXED) == pytest.approx(3, abs=1e-3)
-    budget = RenyiFilter(3.0, DELTA, None, sampling=FIXED)
+    budget = RenyiFilter(3.0, DELTA, sampling=FIXED)
     budget.begin(noise, rate)
     assert budget.allows(noise, rate, rounds - 1)
     assert not budget.allows(noise, rate, rounds + 1)
-
-
-# ---- truncated Poisson samples ------------------------------------------------------------------
-
-TRUNCATED = [  # sigma, rate, rounds, examples, the most in a batch
-    (1.0, 0.05, 100, 1000, 50),
-    (1.0, 0.05, 100, 1000, 75),
-    (2.0, 0.5, 10, 100, 50),
-    (2.0, 0.9, 5, 50, 25),
-    (0.8, 0.02, 300, 500, 12),
-]
-
-
-@pytest.mark.parametrize(("examples", "most"), [(5, 2), (6, 1), (4, 3), (5, 5)])
-def test_a_full_batch_is_uniform_and_gives_a_place_no_more_often_than_accounted(
-    examples: int, most: int
-) -> None:
-    """By all draws of all examples; number 0 is there or not."""
-    rate = Fraction(1, 3)
-    full, places = Fraction(0), Fraction(0)
-    batches: dict[tuple[int, ...], Fraction] = {}
-    for drawn in itertools.product((False, True), repeat=examples):
-        count = sum(drawn)
-        chance = rate**count * (1 - rate) ** (examples - count)
-        rest = [i for i in range(1, examples) if drawn[i]]
-        if len(rest) < most:
-            continue
-        full += chance
-        subsets = [*itertools.combinations(([0] if drawn[0] else []) + rest, most)]
-        places += chance * Fraction(sum(0 in batch for batch in subsets), len(subsets))
-        without = [*itertools.combinations(rest, most)]
-        for batch in without:
-            batches[batch] = batches.get(batch, Fraction(0)) + chance / len(without)
-    assert len(set(batches.values())) <= 1  # whatever the number of those drawn
-    assert places <= full * rate
-    parts = TruncatedPoisson(examples, most).parts(1.5, float(rate))
-    assert parts[0] == (pytest.approx(float(1 - full)), 1.5)
-    assert parts[1:] == ([(pytest.approx(float(full)), 0.75)] if full else [])
-
-
-def of_pairs(
-    cell: tuple[float, float, int, int, int], *, up: bool, removed: bool
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return losses and masses of all rounds, of both pairs, with the example removed or added."""
-    sigma, rate, rounds, examples, most = cell
-    full = binom.pmf(np.arange(most, examples), examples - 1, rate).sum()
-    masses, losses = [], []
-    for weight, move in ((1 - full, 1), (full, 2)):
-        ends = np.linspace(-10 * sigma, move + 10 * sigma, 200_001)
-        there, absent = (np.diff(norm.cdf(ends, mean, sigma)) for mean in (move, 0))
-        there = (1 - rate) * absent + rate * there
-        seen = (there > 0) & (absent > 0)
-        p, q = (there[seen], absent[seen]) if removed else (absent[seen], there[seen])
-        masses.append(weight * p)
-        losses.append(np.log(p / q))
-    return summed(np.concatenate(masses), np.concatenate(losses), rounds, up=up, width=4e-4)
-
-
-@pytest.mark.parametrize("cell", TRUNCATED)
-def test_epsilon_of_truncated_samples_is_that_of_a_mesh(
-    cell: tuple[float, float, int, int, int],
-) -> None:
-    sigma, rate, rounds, examples, most = cell
-    low, high = (epsilon_at(*of_pairs(cell, up=up, removed=True)) for up in (False, True))
-    scheme = TruncatedPoisson(examples, most)
-    found = epsilon_of([(sigma, rate, rounds)], DELTA, "prv", scheme)
-    assert low <= found <= 1.006 * high
-    assert epsilon_at(*of_pairs(cell, up=False, removed=False)) <= found
-    assert found < epsilon_of([(sigma, rate, rounds)], DELTA, "rdp", scheme)
-    assert found > epsilon_of([(sigma, rate, rounds)], DELTA, "prv")
-    larger = epsilon_of([(sigma, rate, rounds)], DELTA, "prv", TruncatedPoisson(examples + 1, most))
-    assert larger >= found * (1 - 1e-6)  # so a bound on the number of examples is enough
-
-
-@pytest.mark.parametrize(
-    ("cell", "rest", "number"),
-    [
-        (TRUNCATED[0], -1.0, 1.0),
-        (TRUNCATED[1], 0.0, 1.0),
-        (TRUNCATED[2], 1.0, 1.0),
-        (TRUNCATED[3], 1.0, -1.0),
-        (TRUNCATED[4], 1.0, 1.0),
-    ],
-)
-def test_no_numbers_are_told_apart_by_more_than_accounted(
-    cell: tuple[float, float, int, int, int], rest: float, number: float
-) -> None:
-    """The law of the noised sum itself, over all numbers that may be drawn, composed."""
-    sigma, rate, rounds, examples, most = cell
-    ks = np.arange(examples)
-    chances = binom.pmf(ks, examples - 1, rate)
-    sums = np.minimum(ks, most) * rest
-    stays = np.minimum(1.0, most / (ks + 1))
-    ends = np.linspace(-most - 10 * sigma, most + 10 * sigma, 12_001)
-
-    def law(weights: NDArray[np.float64], means: NDArray[np.float64]) -> NDArray[np.float64]:
-        means, places = np.unique(means, return_inverse=True)
-        weights = np.bincount(places, weights)
-        kept = weights > 1e-18
-        terms = norm.cdf(ends[:, None], means[kept], sigma) @ weights[kept]
-        return np.asarray(np.diff(terms))
-
-    joined = np.minimum(ks, most - 1) * rest + number
-    absent = law(chances, sums)
-    there = (1 - rate) * absent + rate * (law(chances * stays, joined))
-    there = there + rate * law(chances * (1 - stays), sums)
-    both = (there > 1e-300) & (absent > 1e-300)
-    scheme = TruncatedPoisson(examples, most)
-    most_epsilon = epsilon_of([(sigma, rate, rounds)], DELTA, "prv", scheme)
-    for p, q in ((there[both], absent[both]), (absent[both], there[both])):
-        composed_law = summed(p, np.log(p / q), rounds, up=False, width=4e-4)
-        assert epsilon_at(*composed_law) <= most_epsilon
-
-
-def test_the_account_of_truncated_samples_is_near_dp_accountings() -> None:
-    """Its second law is another: of replaced examples, at the mean rate."""
-    dp = pytest.importorskip("dp_accounting")
-    for sigma, rate, rounds, examples, most in TRUNCATED[1:3]:
-        event = dp.TruncatedSubsampledGaussianDpEvent(examples, rate, most, sigma)
-        theirs = dp.pld.PLDAccountant(value_discretization_interval=1e-3)
-        theirs.compose(event, rounds)
-        scheme = TruncatedPoisson(examples, most)
-        found = epsilon_of([(sigma, rate, rounds)], DELTA, "prv", scheme)
-        assert 0.6 * theirs.get_epsilon(DELTA) < found < 1.02 * theirs.get_epsilon(DELTA)
-
-
-@pytest.mark.parametrize("order", [1.5, 4.0, 12.0])
-def test_renyi_divergence_of_truncated_samples_is_the_pairs(order: float) -> None:
-    sigma, rate, _, examples, most = TRUNCATED[2]
-    moment = 0.0
-    full = float(binom.sf(most - 1, examples - 1, rate))
-    for weight, noise in ((1 - full, sigma), (full, sigma / 2)):
-        x = np.linspace(-12 * noise, order + 12 * noise, 200_001)
-        loss = np.log1p(rate * np.expm1((x - 0.5) / noise**2))
-        moment += weight * float(np.trapezoid(norm.pdf(x, 0, noise) * np.exp(order * loss), x))
-    found = rdp_of(sigma, rate, TruncatedPoisson(examples, most))[ORDERS.index(order)]
-    assert found == pytest.approx(math.log(moment) / (order - 1), rel=1e-6)
-
-
-def test_where_no_batch_can_be_full_the_account_is_that_of_poisson_samples() -> None:
-    cell = [(1.0, 0.1, 20)]
-    for kind in ("prv", "rdp"):
-        alone = epsilon_of(cell, DELTA, kind, TruncatedPoisson(30, 30))
-        assert alone == pytest.approx(epsilon_of(cell, DELTA, kind), rel=1e-9)

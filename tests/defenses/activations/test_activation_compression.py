@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from sklearn.decomposition import PCA
 from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.activations.compression import ActivationCompression
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
-from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 from tests.defenses.activations.activation_runs import (
     Passing,
     batch,
@@ -23,22 +18,16 @@ from tests.defenses.activations.activation_runs import (
     rewriting,
     step,
 )
-from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.models import DIM, VOCAB, tiny_gpt2, tiny_llama, tiny_t5
-from tests.strategies.toy import trainer
+from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.models import DIM, tiny_gpt2, tiny_llama, tiny_t5
 from tests.taps.test_activation_tap import checkpointed
 
 K = 5
 
 
-def public(n: int = 12, length: int = 9) -> Tensor:
-    return torch.randint(3, VOCAB, (n, length), generator=torch.Generator().manual_seed(9))
-
-
 def compressed(model, defense: ActivationCompression) -> tuple[Passing, Passing]:
     local = Passing(model, defense.layer)
     defense.before_setup(context(CausalLMModule(model)))
-    local.seen.clear()  # of public text
     return local, Passing(model, defense.layer)
 
 
@@ -90,49 +79,6 @@ def test_the_gradient_is_that_of_the_linear_map(layer, setting, reentrant) -> No
     expected = step(reference, batch())
     assert distance(got, expected) < 1e-3
     assert distance(step(tiny_gpt2(layers=2, dropout=0.0).train(), batch()), got) > 0.02
-
-
-@pytest.mark.parametrize("layer", [0, 2])
-def test_principal_components_are_those_of_scikit_learn(layer: int) -> None:
-    model = tiny_llama(layers=2)
-    states = hidden_states(find_anatomy(model), layer, public()).flatten(0, 1).double()
-    fitted = PCA(n_components=K).fit(states.numpy())
-    defense = ActivationCompression(layer, K, basis="principal", public_ids=public())
-    local, shared = compressed(model, defense)
-    step(model, batch(), defense=defense)
-    tokens = local.seen[0].flatten(0, 1).double().numpy()
-    expected = fitted.inverse_transform(fitted.transform(tokens))
-    got = shared.seen[0].flatten(0, 1).double()
-    torch.testing.assert_close(got, torch.from_numpy(expected), atol=1e-5, rtol=1e-4)
-
-
-def test_a_trainer_validates_first_trains_and_resumes_with_the_same_components(tmp_path) -> None:
-    def strategy(seed: int) -> DefendedStrategy:
-        ids = torch.randint(3, VOCAB, (6, 8), generator=torch.Generator().manual_seed(seed))
-        return DefendedStrategy(
-            defenses=[ActivationCompression(1, K, basis="principal", public_ids=ids)]
-        )
-
-    class Validated(CausalLMModule):
-        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-            self.model(**batch)
-
-    loader = random_token_loader(n=8)
-    keep = ModelCheckpoint(dirpath=tmp_path, save_last=True)
-    first = strategy(1)
-    run = trainer(first, callbacks=[keep], enable_checkpointing=True, num_sanity_val_steps=1)
-    run.fit(Validated(tiny_llama()), loader, loader)
-    path = str(tmp_path / "last.ckpt")
-    saved = torch.load(path, weights_only=True)[CHECKPOINT_KEY]["activation_compression"]
-    assert saved["span"].shape == (DIM, K)
-    again = strategy(2)
-    trainer(again, max_epochs=2).fit(Validated(tiny_llama()), loader, loader, ckpt_path=path)
-    restored = again.defenses[0].state_dict()
-    assert torch.equal(restored["span"], saved["span"])
-    assert torch.equal(restored["mean"], saved["mean"])
-    other = ActivationCompression(1, K + 1, basis="principal", public_ids=public())
-    with pytest.raises(DefenseError, match=r"other components than keep_dims=6"):
-        other.load_state_dict(saved)
 
 
 def test_noise_belongs_in_front() -> None:

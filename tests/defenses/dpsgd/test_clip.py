@@ -1,4 +1,4 @@
-"""Automatic and per-layer clipping: sums against brute force, sensitivity, noise, account."""
+"""Automatic clipping: sums against brute force, sensitivity, noise, account."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_fedleak.defenses import (
     DPSGD,
     CanaryGradient,
-    ClipSettings,
     DefenseError,
 )
 from tests.defenses.dpsgd.test_dpsgd import Run, first
@@ -20,43 +19,26 @@ from tests.defenses.dpsgd.test_logical import Pieces
 from tests.helpers.dpsgd_settings import grouped
 
 GAMMA = 0.01
-NORMS = {"below": 0.3, "above.weight": 0.2, "": 0.05}
-TWO = [[0, 1], [2, 3]]
-GROUPS: dict[str, Any] = {
-    "together": ({"max_grad_norm": 0.4}, [[0, 1, 2, 3]], [0.4]),
-    "auto": ({"max_grad_norm": "auto"}, [[0, 1, 2, 3]], [1.0]),
-    "gamma": ({"max_grad_norm": "auto", "gamma": 0.5}, [[0, 1, 2, 3]], [1.0]),
-    "per layer": ({"max_grad_norm": 0.4, "per_layer": True}, TWO, [0.4 / 2**0.5] * 2),
-    "auto per layer": ({"max_grad_norm": "auto", "per_layer": True}, TWO, [0.5**0.5] * 2),
-    "named": ({"max_grad_norm": NORMS}, [[0, 1], [2], [3]], [0.3, 0.2, 0.05]),
+FORMS: dict[str, tuple[dict[str, Any], float, float | None]] = {
+    "fixed": ({"max_grad_norm": 0.4}, 0.4, None),
+    "auto": ({"max_grad_norm": "auto"}, 1.0, GAMMA),
+    "gamma": ({"max_grad_norm": "auto", "gamma": 0.5}, 1.0, 0.5),
 }
-"""Settings; which of Net's four parameters are clipped together; to what norms."""
-
-
-def split(run: Run, flat: Tensor) -> list[Tensor]:
-    """(..., d) by parameter."""
-    return list(flat.split([p.numel() for p in run.parameters], dim=-1))
+"""Settings; to what norm they clip; gamma of automatic clipping."""
 
 
 def brute(run: Run, batch: Any, name: str) -> Tensor:
-    """(B, d) clipped gradients, each sample and group by itself, in float64."""
-    settings, groups, norms = GROUPS[name]
-    gamma = settings.get("gamma", GAMMA) if settings["max_grad_norm"] == "auto" else None
-    parts = split(run, run.one_by_one(batch).double())
-    for group, clip in zip(groups, norms, strict=True):
-        norm = torch.cat([parts[i] for i in group], 1).norm(dim=1, keepdim=True)
-        factor = clip / norm.clamp(min=clip) if gamma is None else clip / (norm + gamma)
-        for i in group:
-            parts[i] = parts[i] * factor
-    return torch.cat(parts, 1)
+    """(B, d) clipped gradients, each sample by itself, in float64."""
+    _, clip, gamma = FORMS[name]
+    gradients = run.one_by_one(batch).double()
+    norm = gradients.norm(dim=1, keepdim=True)
+    return gradients * (clip / norm.clamp(min=clip) if gamma is None else clip / (norm + gamma))
 
 
 @pytest.mark.parametrize("most", [None, 5])
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", FORMS)
 def test_clipped_sums_are_those_of_brute_force(name: str, most: int | None) -> None:
-    defense = DPSGD(
-        noise_multiplier=0.0, max_physical_batch_size=most, **grouped(**GROUPS[name][0])
-    )
+    defense = DPSGD(noise_multiplier=0.0, max_physical_batch_size=most, **grouped(**FORMS[name][0]))
     run, batch = Pieces(defense), first(12)
     batch[0] = batch[0] * torch.linspace(0.01, 30, 12)[:, None]
     expected = brute(run, batch, name).sum(0) / 8
@@ -64,9 +46,9 @@ def test_clipped_sums_are_those_of_brute_force(name: str, most: int | None) -> N
     assert float((found - expected).norm() / expected.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_one_example_moves_the_sum_by_no_more_than_the_norms_say(name: str) -> None:
-    settings, groups, norms = GROUPS[name]
+@pytest.mark.parametrize("name", FORMS)
+def test_one_example_moves_the_sum_by_no_more_than_the_norm(name: str) -> None:
+    settings, clip, _ = FORMS[name]
     runs = []
     for scale in (None, 1e-3, 1.0, 1e6, -1e6):
         batch = first(9 if scale is not None else 8)
@@ -76,40 +58,30 @@ def test_one_example_moves_the_sum_by_no_more_than_the_norms_say(name: str) -> N
         run = Run(DPSGD(noise_multiplier=0.0, **grouped(**settings)))
         runs.append(8 * run.step(batch).double())
     without, *with_it = runs
-    sensitivity = math.hypot(*norms)
-    for found in with_it:
-        parts = split(run, found - without)
-        for group, norm in zip(groups, norms, strict=True):
-            assert float(torch.cat([parts[i] for i in group]).norm()) <= norm + 1e-5
-        assert float((found - without).norm()) <= sensitivity + 1e-5
-    used = 0.9 if name in ("together", "auto") else 0.5  # not all groups have long gradients
-    assert max(float((found - without).norm()) for found in with_it) > used * sensitivity
+    moved = [float((found - without).norm()) for found in with_it]
+    assert max(moved) <= clip + 1e-5
+    assert max(moved) > (0.5 if name == "gamma" else 0.9) * clip
     one, other = with_it[2:]
-    assert float((one - other).norm()) <= 2 * sensitivity + 1e-5  # an example that is replaced
+    assert float((one - other).norm()) <= 2 * clip + 1e-5  # an example that is replaced
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", FORMS)
 def test_noise_is_accounted_as_one_gaussian_of_the_noise_multiplier(name: str) -> None:
-    settings, groups, norms = GROUPS[name]
+    settings, clip, _ = FORMS[name]
     sigma = 1.7
-    std = sigma * math.hypot(*norms)
     defense = DPSGD(
         noise_multiplier=sigma, target_delta=1e-3, accountant="rdp", **grouped(**settings)
     )
     run = Run(defense)
-    drawn = [split(run, 8 * run.step(first(0), lr=1e-3).double()) for _ in range(250)]
-    for group in groups:
-        noise = torch.cat([parts[i] for parts in drawn for i in group])
-        assert float(noise.std()) == pytest.approx(std, rel=6 / math.sqrt(2 * len(noise)))
-    # Noise s on norms C_l together is one Gaussian mechanism of 1 / sqrt(sum (C_l / s)^2).
-    assert 1 / math.hypot(*(c / std for c in norms)) == pytest.approx(sigma, rel=1e-12)
+    noise = torch.cat([8 * run.step(first(0), lr=1e-3).double() for _ in range(250)])
+    assert float(noise.std()) == pytest.approx(sigma * clip, rel=6 / math.sqrt(2 * len(noise)))
     assert defense.accountant.history == ((sigma, 0.2, 250),)
     assert defense.measured_noise_multiplier == pytest.approx(sigma, rel=0.35)
-    assert defense.noise_std(run.context) == pytest.approx(std / 8, rel=1e-9)
+    assert defense.noise_std(run.context) == pytest.approx(sigma * clip / 8, rel=1e-9)
 
 
-def test_too_little_noise_on_layers_clipped_apart_is_seen() -> None:
-    run = Run(DPSGD(noise_multiplier=1.0, **grouped(**GROUPS["named"][0])))
+def test_too_little_noise_is_seen() -> None:
+    run = Run(DPSGD(0.4, noise_multiplier=1.0))
     run.backward(first(8))
     step = run.defense._step
     assert step is not None
@@ -127,7 +99,7 @@ def test_too_little_noise_on_layers_clipped_apart_is_seen() -> None:
         run.release()
 
 
-def test_a_canary_is_clipped_automatically_too_and_unknown_where_layers_are_apart() -> None:
+def test_a_canary_is_clipped_automatically_too() -> None:
     run = Run(DPSGD("auto", noise_multiplier=0.0))
     batch = first(5)
     own = run.one_by_one(batch)
@@ -137,16 +109,12 @@ def test_a_canary_is_clipped_automatically_too_and_unknown_where_layers_are_apar
     joint = torch.cat([own, 5 * canary.samples[:, 0]], 1)
     expected = 5 * canary.samples[:, 0] / (joint.norm(dim=1, keepdim=True) + GAMMA) / 8
     torch.testing.assert_close(found[:, 0], expected, rtol=1e-4, atol=1e-8)
-    apart = Run(DPSGD(0.4, noise_multiplier=0.0, clip=ClipSettings(per_layer=True)))
-    apart.backward(batch)
-    with pytest.raises(DefenseError, match="clip all layers together"):
-        apart.defense.on_canary(canary, apart.parameters, apart.context)
 
 
-@pytest.mark.parametrize("name", ["auto", "per layer"])
+@pytest.mark.parametrize("name", ["auto", "fixed"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_sample_that_is_not_finite_counts_as_zero(name: str, bad: float) -> None:
-    run, batch = Run(DPSGD(noise_multiplier=0.0, **grouped(**GROUPS[name][0]))), first(6)
+    run, batch = Run(DPSGD(noise_multiplier=0.0, **grouped(**FORMS[name][0]))), first(6)
     expected = brute(run, batch, name)
     expected[2] = 0
     batch[0] = batch[0].clone()

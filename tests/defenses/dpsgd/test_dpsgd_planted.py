@@ -96,29 +96,6 @@ def standard_error(auc: float, n: int, m: int) -> float:
     return math.sqrt((auc * (1 - auc) + spread) / (n * m))
 
 
-@pytest.mark.slow
-def test_truncated_sampling_leaves_the_law_of_whoever_finds_a_place() -> None:
-    sigma, rate, n, most = 0.5, BATCH / N, 400, 5
-    server = Server(sigma, truncated_batch_size=most, max_physical_batch_size=2)
-    sampler = server.loader.batch_sampler
-    inside, outside, places = [], [], 0
-    for step in range(n):
-        members = sampler.draw(step)
-        places += 0 in members
-        inside.append(server.score(server.data[members]))
-        sampler._group[0] = -1  # the target is not there
-        rest = sampler.draw(n + step)
-        sampler._group[0] = 0
-        outside.append(server.score(server.data[rest]))
-    law = scipy.stats.binom(N - 1, rate)
-    chance = rate * sum(law.pmf(k) * min(1, most / (k + 1)) for k in range(N))
-    assert chance < 0.95 * rate
-    assert scipy.stats.binomtest(places, n, chance).pvalue > 1e-4
-    full = scipy.stats.norm.cdf(1 / (sigma * math.sqrt(2)))
-    expected = 0.5 + chance * (full - 0.5)
-    assert abs(auc_of(inside, outside) - expected) < 2 * standard_error(expected, n, n)
-
-
 @pytest.mark.parametrize(("sigma", "delta"), [(1.0, 1e-3), (2.0, 1e-3)])
 def test_no_game_of_a_canary_shows_more_than_the_accounted_epsilon(
     sigma: float, delta: float

@@ -58,7 +58,7 @@ def poisson(loader: DataLoader, rate: float = 0.1, **changes) -> DataLoader:
     where = {name: value for name, value in changes.items() if name in names}
     others = {name: value for name, value in changes.items() if name not in names}
     draws = Draws(**{"entropy": SECRET, **where})
-    return poisson_loader(loader, rate, draws, **{"clients": 1, **others})
+    return poisson_loader(loader, rate, draws, **others)
 
 
 # ---- the law --------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_under_a_distributed_sampler_the_shard_is_the_clients_own() -> None:
     for rank in range(3):
         split = DistributedSampler(dataset, num_replicas=3, rank=rank, shuffle=True)
         loader = DataLoader(dataset, batch_size=2, sampler=split)
-        (batch,) = poisson(loader, 1.0, client=rank, clients=3)
+        (batch,) = poisson(loader, 1.0, client=rank)
         assert batch[1].tolist() == list(range(rank, 11, 3))
         seen += batch[1].tolist()
     assert sorted(seen) == list(range(11))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
-from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
+from lightning_fedleak.defenses.dpsgd.settings import Users
 from lightning_fedleak.defenses.noise import ReleaseNoise
 
 
@@ -40,7 +40,7 @@ def sampled(
         Draws(bytes(32), client),
         by_chance=poisson,
         noise=ReleaseNoise(),
-        release=ReleaseSettings(),
+        trust="local",
     )
 
 
@@ -164,7 +164,7 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
         Draws(bytes(32)),
         by_chance=True,
         noise=ReleaseNoise(),
-        release=ReleaseSettings(),
+        trust="local",
         users=Users([row // 2 for row in range(len(dataset))]),  # type: ignore[arg-type]
     )
 
@@ -220,7 +220,7 @@ def test_a_public_length_decides_rate_steps_and_mean_size_in_place_of_the_length
         loader = DataLoader(Rows(torch.arange(length)), batch_size=8, shuffle=True)
         draws = Draws(bytes(32))
         return sampling_of(
-            loader, context, draws, by_chance=True, noise=ReleaseNoise(), release=ReleaseSettings()
+            loader, context, draws, by_chance=True, noise=ReleaseNoise(), trust="local"
         )
 
     one, more = draw(120), draw(121)

@@ -66,7 +66,7 @@ def clients() -> dict[str, Any]:
 
 
 def _sample_one(randomizer: Randomizer, x: int, epsilon: float, rng: np.random.Generator) -> int:
-    client, k, b = clients()[randomizer.mechanism], randomizer.k, randomizer.buckets
+    client, k = clients()[randomizer.mechanism], randomizer.k
     if randomizer.mechanism == "grr":
         return int(client(x, k, epsilon))
     if randomizer.mechanism == "rappor":
@@ -76,11 +76,7 @@ def _sample_one(randomizer: Randomizer, x: int, epsilon: float, rng: np.random.G
         if randomizer.decode == "argmax":
             return int(noised.argmax())
         return _decoded(noised > the_threshold(epsilon), randomizer, rng)
-    bucket = _decoded(client(x, k, b, randomizer.bits, epsilon) == 1, randomizer, rng)
-    if b == k:
-        return bucket
-    values = [v for v in range(k) if v * b // k == bucket]
-    return int(rng.choice(values))
+    return _decoded(client(x, k, k, randomizer.bits, epsilon) == 1, randomizer, rng)
 
 
 def _decoded(

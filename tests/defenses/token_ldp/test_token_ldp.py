@@ -24,7 +24,6 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
-from lightning_fedleak.model.batches import BatchWriter, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.token_ldp.ldpy_clients import reference_sample
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -253,16 +252,6 @@ def test_whatever_the_batch_holds(
     assert new["input_ids"].dtype == new["labels"].dtype == dtype
 
 
-def test_original_labels_are_warned_about(gpt2: nn.Module) -> None:
-    ids = rows(4, 6)
-    with pytest.warns(UserWarning, match="voids the guarantee"):
-        defense = TokenLDP("grr", 1.0, labels="original")
-    new = defended(defense, gpt2, {"input_ids": ids, "labels": ids})
-    assert new["labels"] is ids
-    assert defense.guarantee.startswith("none")
-    assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
-
-
 def test_masked_words_have_one_replacement() -> None:
     ids = rows(400, 8, seed=2).clamp(min=5)
     chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.4
@@ -425,30 +414,10 @@ def test_the_published_protocol_is_available_and_warned_about(gpt2: nn.Module) -
     assert torch.equal(defended(defense, gpt2, one), one)
 
 
-def shifted_adapter(batch: dict[str, Tensor]) -> TokenBatch:
-    text = torch.cat([batch["x"][:, :1], batch["y"]], dim=1)
-    return TokenBatch(text, text, None, "causal")
-
-
-def shifted_writer(batch: dict[str, Tensor], tokens: TokenBatch) -> dict[str, Tensor]:
-    return {"x": tokens.input_ids[:, :-1], "y": tokens.input_ids[:, 1:]}
-
-
-def shifted_form(writer: BatchWriter) -> BatchForm:
-    return BatchForm(batch_adapter=shifted_adapter, batch_writer=writer)
-
-
-def test_labels_that_are_shifted_need_an_adapter(gpt2: nn.Module) -> None:
+def test_labels_that_are_shifted_are_refused(gpt2: nn.Module) -> None:
     text = rows(4, 9)
-    with pytest.raises(DefenseError, match="shifted already need batch_adapter"):
+    with pytest.raises(DefenseError, match="labels that are not shifted"):
         defended(TokenLDP("grr", 1.0), gpt2, (text[:, :-1], text[:, 1:]))
-    defense = TokenLDP("grr", 1.0, form=shifted_form(shifted_writer))
-    new = defended(defense, gpt2, {"x": text[:, :-1], "y": text[:, 1:]})
-    assert torch.equal(new["x"][:, 1:], new["y"][:, :-1])
-    assert not torch.equal(new["x"], text[:, :-1])
-    lazy = TokenLDP("grr", 1.0, form=shifted_form(lambda batch, _: batch))
-    with pytest.raises(DefenseError, match="batch_writer gave a batch that batch_adapter reads"):
-        defended(lazy, gpt2, {"x": text[:, :-1], "y": text[:, 1:]})
 
 
 def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:

@@ -237,7 +237,7 @@ class TrainedMembership(MembershipAttack):
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
-        self.reader = RungReader(0.01, 0)
+        self.reader = RungReader()
         self._public: Tensor | None = None
         self._embedded_at = 0
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()

@@ -1,4 +1,4 @@
-"""L1 distances of hidden states: pairs of rows and targets that lie near, and a model's rounding.
+"""L1 distances of hidden states: pairs of rows and targets that lie near.
 
 For any signs s, ``‖x - T‖_1 >= s·T - s·x``, with equality where s is the sign of T - x. With s the
 sign of T less the rows' median, one product of all rows with all signs excludes nearly every pair
@@ -7,31 +7,16 @@ MiniLM-L6 and SmolLM2-135M remain. With the 2-norm, which never exceeds the 1-no
 the same product, 99 to 100% remain: for a vector of many equal coordinates it is smaller by about
 the root of their number. The bound is linear, so its rounding error is a small part of the 1-norms;
 it is subtracted, and no pair within the limit is lost.
-
-A model's rounding is measured on the model, because it differs between models, and between the
-layers of one model, by a factor of a hundred.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
-
-from lightning_fedleak.attacks.membership.base import sentence_rows
-from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
-from lightning_fedleak.model.model_runs import context_length, hidden_states, takes
 
 MEDIAN_ROWS = 64  # of which the median is taken; not tuned; more: slower, the result is the same
 BLOCK_NUMBERS = {"cpu": 1 << 18}  # of a sum at once (1 MiB in float32), to stay in cache
 BLOCK_NUMBERS_ELSEWHERE = 1 << 26  # the same on other devices (256 MiB), to fit in memory
-
-LENGTHS = (2, 3, 5, 7, 9, 12, 15, 18, 21, 24, 28, 32)
-"""Tokens of the random texts that a model's rounding is measured on; not tuned."""
-
-PADDING = 3
-"""Columns of padding after the longest of them; not tuned."""
 
 
 def neighbours(
@@ -133,68 +118,3 @@ def product_rounding(dtype: torch.dtype) -> float:
         and not torch.backends.cuda.matmul.allow_tf32
     )
     return 0.0 if exact else 2.0**-8
-
-
-@torch.no_grad()
-def model_rounding(
-    anatomy: Anatomy,
-    layer: int,
-    dead_zone: float,
-    *,
-    together: int | None = None,
-    cast: torch.dtype | None = None,
-) -> float | None:
-    """Return the largest L1 distance of a random text's states alone from those in a padded batch.
-
-    Token ids are random, because rounding depends on the model more than on the text; they are the
-    same in every call.
-
-    Args:
-        anatomy: of the model.
-        layer: whose hidden states are compared.
-        dead_zone: difference of a coordinate that does not count, in units of the mean size of the
-            coordinates that are not zero.
-        together: positions of a sentence that are read as one input; None: each token is one.
-        cast: run under autocast to this dtype; None: in the model's own dtype.
-
-    Returns:
-        In units of ``‖T‖_1``; None where the size of the vocabulary is not known, or hidden states
-        are not finite.
-    """
-    weight = anatomy.parameter(EMBEDDING_WEIGHT)
-    if weight is None:
-        return None
-    context = context_length(anatomy) or LENGTHS[-1] + PADDING
-    masked = takes(anatomy.model, "attention_mask")
-    longest = min(LENGTHS[-1], max(1, context - PADDING))
-    lengths = torch.tensor([min(n, longest) if masked else longest for n in LENGTHS])
-    columns = min(context, longest + PADDING) if masked else longest
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(len(weight), (len(LENGTHS), columns), generator=generator)
-    mask = (torch.arange(columns) < lengths[:, None]).long()
-    with nullcontext() if cast is None else torch.autocast(anatomy.device.type, dtype=cast):
-        batch = hidden_states(anatomy, layer, ids, mask if masked else None)
-        separate = [
-            hidden_states(anatomy, layer, row[None, :n])
-            for row, n in zip(ids, lengths.tolist(), strict=True)
-        ]
-    rounding = max(
-        _farthest(
-            _rows(one, together), _rows(batch[i : i + 1, : one.shape[1]], together), dead_zone
-        )
-        for i, one in enumerate(separate)
-    )
-    return rounding if rounding < float("inf") else None
-
-
-def _rows(hidden: Tensor, together: int | None) -> Tensor:
-    return (hidden[0] if together is None else sentence_rows(hidden, None, together)).double()
-
-
-def _farthest(targets: Tensor, rows: Tensor, dead_zone: float) -> float:
-    """Return the largest relative distance of a row from its target; inf if not finite."""
-    sizes = targets.abs().sum(1)
-    zones = dead_zone * sizes / (targets != 0).sum(1).clamp(min=1)
-    distance = ((rows - targets).abs() - zones[:, None]).clamp(min=0).sum(1)
-    relative = (distance / sizes).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return float(torch.where(sizes == 0, distance, relative).max())

@@ -34,7 +34,6 @@ from lightning_fedleak.attacks.words.aligned_readout import (
     best_count,
     rehearse,
     turn,
-    turn_on_long_rows,
 )
 from lightning_fedleak.attacks.words.aligned_updates import (
     normalize_update,
@@ -68,7 +67,6 @@ _NOT_OF_LORA = (
     "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
     "(leave local_steps out)"
 )
-_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step
 _TOKENS = 1600  # tokens of such a batch at most: a limit of time, not tuned
 
 
@@ -99,15 +97,12 @@ class AlignedFlatChat(Attack):
         tokenizer: for strings; a masked language model needs its ``mask_token_id``.
         readout: ``"learned"`` or ``"sign"``. Use ``"learned"`` if ``prepare`` warns that fewer than
             95% of the public hidden states are positive on u.
-        n_directions: clusters of hidden states that rows are projected on (learned).
         calibration_tokens: public tokens of the calibration at most (on SmolLM2-135M 2,000 reached
             an F1 of .97, 6,000 .978, 12,000 .982). The time is about twice that of a forward and
             backward over them.
         lengths: tokens in the calibrating texts, which are cut to these lengths in equal numbers.
         refresh_every: steps after which :meth:`refresh` aligns with the changed model again; the
             classifier stays.
-        updates: public updates that a readout for Adam is fitted on, at least 2. For rounds of
-            several steps each one is that many steps of training on a copy of the weights.
         seed: of everything random in the calibration.
         name: as in the logs.
 
@@ -144,7 +139,7 @@ class AlignedFlatChat(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "aligned_flatchat"
-    config_names = ("readout", "n_directions", "calibration_tokens", "refresh_every", "seed")
+    config_names = ("readout", "calibration_tokens", "refresh_every", "seed")
     needs_float64 = True
     reads_adaptive_updates = True
     reads_clipped = True
@@ -156,20 +151,16 @@ class AlignedFlatChat(Attack):
         *,
         tokenizer: Any = None,
         readout: Literal["sign", "learned"] = "learned",
-        n_directions: int = 64,
         calibration_tokens: int = 12_000,
         lengths: Sequence[int] = LENGTHS,
         refresh_every: int = 500,
-        updates: int = 80,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
         self.readout = check_choice("readout", readout, ("sign", "learned"))
-        self.n_directions = check_integer("n_directions", n_directions)
         self.calibration_tokens = check_integer("calibration_tokens", calibration_tokens)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        self.updates = check_integer("updates", updates, at_least=2)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
         attack = type(self).__name__
@@ -269,19 +260,10 @@ class AlignedFlatChat(Attack):
             )
         if steps is None:
             weight, bias = head_parameters(anatomy)
-            k = self.n_directions
             more: dict[str, Any] = {**self._clip, "compression": self._rehearsed}
-            return rehearse(parts, weight, bias, generator, n_directions=k, **more)
-        return rehearse_updates(
-            anatomy,
-            parts,
-            steps,
-            self._public_batches(anatomy, generator),
-            generator,
-            updates=self.updates,
-            texts=_TEXTS,
-            n_directions=self.n_directions,
-        )
+            return rehearse(parts, weight, bias, generator, **more)
+        batches = self._public_batches(anatomy, generator)
+        return rehearse_updates(anatomy, parts, steps, batches, generator)
 
     def _text(self, anatomy: Anatomy) -> PublicText:
         return PublicText.resolve(self.public_text, anatomy, self.seed, or_tokens=True)
@@ -410,7 +392,7 @@ class AlignedFlatChat(Attack):
     def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
         assert self._u is not None
         self._u = self._u.to(gradient.device)
-        summary, u = turn_on_long_rows(gradient, self._u)
+        summary, u = turn(gradient, aligned_rows.RowSummary.read(gradient, self._u), self._u)
         self._check_clip(gradient, summary.norms)
         types = aligned_rows.significant(summary.projection, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.projection, n_types=float(len(types)))
@@ -487,7 +469,6 @@ class AlignedFlatChat(Attack):
             **self._clip,
             **self._compressed,
             "steps": None if steps is None else sorted(steps.describe().items()),
-            "updates": self.updates,
             "lengths": self.lengths,
             "public_text": PublicText.label(self.public_text),
             "mask": getattr(self.tokenizer, "mask_token_id", None),

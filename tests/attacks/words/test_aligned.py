@@ -375,9 +375,7 @@ def test_every_kind_of_language_model_can_be_calibrated_on(name):
     class Tokenizer:
         mask_token_id = 4
 
-    attack = AlignedFlatChat(
-        text, tokenizer=Tokenizer(), lengths=(6, 12), calibration_tokens=300, n_directions=8
-    )
+    attack = AlignedFlatChat(text, tokenizer=Tokenizer(), lengths=(6, 12), calibration_tokens=300)
     attack.prepare(anatomy)
     batch = batch_of(kind)
     gradient = gradient_of(anatomy, batch, ["head.weight"])["head.weight"]
@@ -461,7 +459,6 @@ def test_readout_learns_probabilities():
         (lambda: AlignedFlatChat("some text"), "one string"),
         (lambda: AlignedFlatChat(["some text"]), "tokenizer"),
         (lambda: AlignedFlatChat([[1, 2]], readout="magic"), "readout"),
-        (lambda: AlignedFlatChat([[1, 2]], n_directions=0), "n_directions"),
         (lambda: AlignedFlatChat([[1, 2]], lengths=(1,)), "lengths"),
         (
             lambda: AlignedFlatChat([[1, 2]] * 3).prepare(find_anatomy(models.tiny_gpt2())),

@@ -14,7 +14,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -40,7 +39,6 @@ Granularity = Literal["full", "token"]
 
 FALSE_POSITIVE_RATE = 0.01
 """Rate at which a batch without the target is taken for one with it, under noise."""
-NOISE_DRAWS = 400_000  # for the quantile of a guess under noise; not tuned; more: slower, steadier
 
 CRAFTED = "crafted.rungs"
 """Role of the crafted layers' trainable numbers in a snapshot: (G, K) for G targets, K rungs."""
@@ -373,9 +371,8 @@ class RungReader:
     """A_guess on the rungs of a gradient, (G, K), with or without noise on it.
 
     Without noise, a guess depends on which rungs are not zero. With Gaussian noise, the statistic
-    is the largest over n of the sum of n rungs from the guess rung downwards, in units of its
-    standard deviation. The threshold is the quantile of that statistic where all rungs hold noise
-    alone.
+    is the size of the guess rung in units of the noise, and the threshold is its quantile where
+    that rung holds noise alone.
 
     Args:
         false_positive_rate: of the decision under noise.
@@ -399,27 +396,7 @@ class RungReader:
             places = torch.arange(rungs, 0, -1, device=gradient.device)
             scores = (fires * places).amax(1).to(torch.float32)
             return MembershipGuess(scores, fires[:, guess_rung])
-        down = gradient[:, : guess_rung + 1].flip(1) / noise_std
-        scores = _standardised(down).abs().amax(1)
-        threshold = _noise_quantile(guess_rung + 1, self.false_positive_rate)
+        scores = gradient[:, guess_rung].abs() / noise_std
+        tail = torch.tensor(1 - self.false_positive_rate / 2, dtype=torch.float64)
+        threshold = float(torch.special.ndtri(tail))
         return MembershipGuess(scores, scores > threshold)
-
-
-def _standardised(numbers: Tensor) -> Tensor:
-    """Return the sums of the first n columns over sqrt(n), n = 1, 2, ..."""
-    n = torch.arange(1, numbers.shape[1] + 1, device=numbers.device)
-    return numbers.cumsum(1) / n.to(numbers.dtype).sqrt()
-
-
-@cache
-def _noise_quantile(n: int, rate: float) -> float:
-    """Return what the largest size of n columns' :func:`_standardised` noise exceeds at ``rate``.
-
-    It is exact for one column, and estimated from :data:`NOISE_DRAWS` draws for more.
-    """
-    if n == 1:
-        return float(torch.special.ndtri(torch.tensor(1 - rate / 2, dtype=torch.float64)))
-    generator = torch.Generator().manual_seed(0)
-    sums = _standardised(torch.randn(NOISE_DRAWS, n, generator=generator))
-    largest = sums.abs().amax(1).sort().values
-    return float(largest[min(len(largest) - 1, int((1 - rate) * len(largest)))])

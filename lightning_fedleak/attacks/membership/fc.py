@@ -23,7 +23,6 @@ from lightning_fedleak.attacks.membership.base import (
     RungReader,
     sentence_rows,
 )
-from lightning_fedleak.attacks.membership.l1_distance import neighbours
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_number
 
@@ -165,6 +164,8 @@ tau is in units of ``‖T‖_1``, the dead zone in units of the mean size of T's
 The class says on which models they were measured.
 """
 
+NUMBERS_AT_ONCE = 1 << 20  # of a sum at once (4 MiB in float32), which bounds the memory
+
 WIDEST_RUNG = 0.5
 """The highest rung of an automatic ladder, in units of ``‖T‖_1``; not tuned."""
 
@@ -204,11 +205,9 @@ class FCMembership(MembershipAttack):
     Where the gradient at the target's token is exactly zero (a label that is ignored, say), the
     rung stays zero and the guess is "no".
 
-    Under noise of a known standard deviation the rungs up to ``tau`` are averaged from ``tau``
-    downwards, as far as that helps: a member has the same mean in all of them from its distance
-    upwards, a non-member zero in all. But rungs share the norm under clipping, so a ladder then
-    shows less than one rung. Where a defence acts on gradients (:meth:`meet`), ``ladder="auto"`` is
-    therefore the rung ``tau`` alone.
+    Under noise of a known standard deviation the rung ``tau`` alone is read. Rungs share the norm
+    under clipping, so where a defence acts on gradients (:meth:`meet`), ``ladder="auto"`` is that
+    rung alone.
 
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
@@ -366,9 +365,9 @@ class FCMembership(MembershipAttack):
         gradient = torch.zeros((b * len(targets), self.rungs), dtype=dtype, device=hidden.device)
         if len(targets) and len(rows):
             taus, zones = (x.to(dtype) for x in self.settings(targets))
-            row, target_index, distance = neighbours(
-                rows.to(dtype), targets.to(dtype), taus[:, -1], zones
-            )
+            distances = l1_distances(rows.to(dtype), targets.to(dtype), zones)
+            target_index, row = (~(distances >= taus[:, -1:])).nonzero(as_tuple=True)
+            distance = distances[target_index, row]
             fires = distance[:, None] < taus[target_index]
             parts = torch.where(fires, weights[row].to(dtype)[:, None], 0.0)
             parts.masked_fill_(distance.isnan()[:, None], torch.nan)
@@ -410,6 +409,24 @@ class FCMembership(MembershipAttack):
             "ladder": ladder if ladder == "auto" else list(ladder),
             "tokens": self.tokens,
         }
+
+
+def l1_distances(rows: Tensor, targets: Tensor, dead_zones: Tensor) -> Tensor:
+    """Return (G, N) ``sum_i relu(|x_i - T_i| - dead_zone)``; NaN for rows that are not finite.
+
+    Args:
+        rows: (N, D).
+        targets: (G, D), of the same floating dtype.
+        dead_zones: (G,), 0 for the plain L1 distance.
+    """
+    distances = rows.new_empty(len(targets), len(rows))
+    parts = torch.split(rows, max(1, NUMBERS_AT_ONCE // max(1, rows.shape[1])))
+    for k, (target, zone) in enumerate(zip(targets, dead_zones.tolist(), strict=True)):
+        differences = ((part - target).abs_() for part in parts)
+        sums = [(x.sub_(zone).clamp_min_(0) if zone > 0 else x).sum(1) for x in differences]
+        torch.cat(sums, out=distances[k])
+    sizes = torch.linalg.vector_norm(rows, ord=1, dim=1)
+    return distances.masked_fill(~sizes.isfinite(), torch.nan)
 
 
 def _promote(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import each_gradient, head_surface
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import whole_tensor
-from lightning_fedleak.validate import check_choice, check_integer
+from lightning_fedleak.validate import check_choice
 
 Scorer = Literal["gmm", "abs"]
 
@@ -255,20 +255,14 @@ class FlatChat(Attack):
         public_text: text that the regression is fitted on: strings (with ``tokenizer``), token ids,
             or ``"sampled"``, which a causal model writes itself. ``n_types="predicted"`` needs it
             unless a fitted state is loaded.
-        tokenizer: for strings.
-        n_types: ``"predicted"``, or a number the adversary assumes, or a function of the mixture.
-        oracle_n_types: the *true* number of types, or a function that returns it for the batch
-            under attack. No adversary has it: it is for the paper's oracle columns only.
-        scorer: ``"gmm"`` (Eq. 11) or ``"abs"``.
-        degree: of the polynomial (1 in the paper, higher in its Appendix B).
+        tokenizer: for strings; a masked language model needs its ``mask_token_id``.
+        n_types: ``"predicted"``, or a number the adversary assumes.
         shapes: (sentences, length) of the public batches.
-        batches_per_shape: public gradients for each shape (20 in the paper).
-        mask_token_id: needed to calibrate a masked language model.
         seed: of the public batches.
         name: as in the logs.
 
     Raises:
-        ValueError: an argument is out of range, or both numbers of types are set.
+        ValueError: ``n_types`` is another word.
 
     Examples:
         >>> import torch
@@ -292,36 +286,25 @@ class FlatChat(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "flatchat"
+    config_names = ("n_types",)
 
     def __init__(
         self,
         public_text: TextSource | None = None,
         *,
         tokenizer: Any = None,
-        n_types: Literal["predicted"] | float | Callable[[Mixture], float] = "predicted",
-        oracle_n_types: int | Callable[[], int] | None = None,
-        scorer: Scorer = "gmm",
-        degree: int = 1,
+        n_types: Literal["predicted"] | float = "predicted",
         shapes: Sequence[tuple[int, int]] = SHAPES,
-        batches_per_shape: int = 1,
-        mask_token_id: int | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        check_choice("scorer", scorer, ("gmm", "abs"))
-        self.degree = check_integer("degree", degree)
-        self.batches_per_shape = check_integer("batches_per_shape", batches_per_shape)
-        if isinstance(n_types, str) and n_types != "predicted":
-            raise ValueError(f"n_types must be 'predicted', a number or callable, got {n_types!r}")
-        if oracle_n_types is not None and n_types != "predicted":
-            raise ValueError("give n_types or oracle_n_types, not both")
+        if isinstance(n_types, str):
+            check_choice("n_types", n_types, ("predicted",), hint="or a number")
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.n_types = n_types
-        self.oracle_n_types = oracle_n_types
-        self.scorer: Scorer = scorer
         self.shapes = tuple(shapes)
-        self.mask_token_id = mask_token_id
+        self._mask_token_id = getattr(tokenizer, "mask_token_id", None)
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
         self._role = HEAD_WEIGHT
@@ -330,7 +313,7 @@ class FlatChat(Attack):
     @property
     def predicts(self) -> bool:
         """Return whether the regression predicts the number of types."""
-        return self.oracle_n_types is None and self.n_types == "predicted"
+        return self.n_types == "predicted"
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the head's weight (a tied matrix as it is shared), or the B of a LoRA on it."""
@@ -361,10 +344,8 @@ class FlatChat(Attack):
             text = PublicText.sampled_from(anatomy, 2 * sentences, length, self.seed)
         generator = torch.Generator().manual_seed(self.seed)
         batches = [
-            text.batch(
-                sentences, length, generator, kind=anatomy.kind, mask_token_id=self.mask_token_id
-            )
-            for sentences, length in self.shapes * self.batches_per_shape
+            text.batch(*shape, generator, kind=anatomy.kind, mask_token_id=self._mask_token_id)
+            for shape in self.shapes
         ]
         weights = []
         try:
@@ -375,7 +356,7 @@ class FlatChat(Attack):
             self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
             return
         counts = [float(len(torch.unique(batch.target_ids()))) for batch in batches]
-        self.regressor = TypeCountRegressor.fit(weights, counts, self.degree)
+        self.regressor = TypeCountRegressor.fit(weights, counts)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Fit the regression if ``prepare`` could not, because the model was not trained yet."""
@@ -389,14 +370,10 @@ class FlatChat(Attack):
             UnusableObservation: row sums are non-finite, all zero or rounding errors, or there is
                 no regression to predict the number of types.
         """
-        gradient, oracle = view.gradient(self._role), self.oracle_n_types
-        if oracle is not None:
-            number = oracle() if callable(oracle) else oracle
-            return replace(flatchat(gradient, number, self.scorer), n_types=None)
         n_types = self.regressor if isinstance(self.n_types, str) else self.n_types
         if n_types is None:
             raise UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
-        return flatchat(gradient, n_types, self.scorer)
+        return flatchat(view.gradient(self._role), n_types)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the fitted regression, if there is one."""
@@ -413,20 +390,7 @@ class FlatChat(Attack):
             return None
         return self.config() | {
             "shapes": self.shapes,
-            "batches_per_shape": self.batches_per_shape,
-            "mask": self.mask_token_id,
+            "mask": self._mask_token_id,
             "seed": self.seed,
             "public_text": PublicText.label(self.public_text),
-        }
-
-    def config(self) -> dict[str, object]:
-        """Return the settings for reports, with the source of the number of types."""
-        if self.oracle_n_types is not None:
-            source: object = "oracle"
-        else:
-            source = "function" if callable(self.n_types) else self.n_types
-        return {
-            "scorer": self.scorer,
-            "n_types": source,
-            "degree": self.degree,
         }

@@ -134,7 +134,7 @@ def mean_f1(attack, cases):
 def test_learned_beats_sign_beats_flatchat_with_the_oracle(learned, by_sign, private):
     oracle = []
     for view, truth in private:
-        guess = FlatChat(oracle_n_types=len(truth)).run(view)
+        guess = FlatChat(n_types=len(truth)).run(view)
         oracle.append(rates(guess.types, truth)[2])
     flat = sum(oracle) / len(oracle)
     sign, best = mean_f1(by_sign, private), mean_f1(learned, private)
@@ -520,7 +520,7 @@ def test_a_real_model_on_text_unlike_the_public_text(assets):
     batch = reviews.batch(8, 25, generator())
     truth = batch.target_ids().unique()
     view = seen(gradient_of(anatomy, batch, ["head.weight"])["head.weight"])
-    flat = FlatChat(oracle_n_types=len(truth)).run(view)
+    flat = FlatChat(n_types=len(truth)).run(view)
     assert rates(attack.run(view).types, truth)[2] > 0.95
     assert rates(flat.types, truth)[2] < 0.9
 

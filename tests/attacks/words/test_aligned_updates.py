@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +36,15 @@ def facts(optimizer: str = "AdamW", steps: int = 1, **settings: Any) -> RunFacts
     return RunFacts(optimizer=optimizer, optimizer_settings=given, local_steps=steps)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_updates() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aligned_updates, "_UPDATES", 32)
+        yield
+
+
 def attack(public: PublicText, round_: RunFacts, **settings: Any) -> AlignedFlatChat:
-    given = {"calibration_tokens": 4000, "updates": 32, "lengths": (8, 16, 24)}
+    given = {"calibration_tokens": 4000, "lengths": (8, 16, 24)}
     made = AlignedFlatChat(public, **(given | settings))
     made.meet(round_)
     return made

@@ -20,13 +20,7 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
     check_readable,
 )
-from lightning_fedleak.attacks.local_steps import (
-    ROUNDED,
-    LocalSteps,
-    check_compressed,
-    cut_size,
-    rounding_error,
-)
+from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed, rounding_error
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words import aligned_rows
 from lightning_fedleak.attacks.words.aligned_readout import (
@@ -61,7 +55,6 @@ from lightning_fedleak.validate import check_choice, check_integer
 LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens in a calibrating text; not tuned
 _SIGN_TOKENS = 2048  # public tokens whose hidden states give the sign's direction; not tuned
 _ONE_SIDED = 0.95  # share of positive hidden states below which prepare warns; not tuned
-_LONGEST = 512  # rows that are searched for clipped entries: the longest are of used types
 _RULED_OUT = -30.0  # log odds of types without any evidence, the least of all
 _NOT_OF_LORA = (
     "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
@@ -142,7 +135,6 @@ class AlignedFlatChat(Attack):
     config_names = ("readout", "calibration_tokens", "refresh_every", "seed")
     needs_float64 = True
     reads_adaptive_updates = True
-    reads_clipped = True
     reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
 
     def __init__(
@@ -169,10 +161,8 @@ class AlignedFlatChat(Attack):
         self.lengths = tuple(lengths)
         self.steps: LocalSteps | None = None
         self._role = HEAD_WEIGHT
-        self._clip: dict[str, Any] = {}
         self._compression: Compression | None = None
         self._why_unreadable: str | None = None
-        self._why_not_fitted: str | None = None
         self._before: Tensor | None = None
         self.seed = seed
         self.calibration_seconds = 0.0
@@ -182,11 +172,9 @@ class AlignedFlatChat(Attack):
         self._aligned_at = 0
 
     def meet(self, facts: RunFacts) -> None:
-        """Store the clip value, the compression, and what makes an update."""
-        self._why_unreadable, self._clip = None, {}
+        """Store the compression, and what makes an update."""
+        self._why_unreadable = None
         self._compression = facts.compression
-        if facts.clip_value is not None:
-            self._clip = {"clip_value": facts.clip_value, "steps": facts.local_steps or 1}
         try:
             self.steps = LocalSteps.from_facts(facts)
         except UnusableObservation as error:
@@ -242,10 +230,7 @@ class AlignedFlatChat(Attack):
                 )
         else:
             generator = torch.Generator().manual_seed(self.seed)
-            try:
-                self._calibration = self._calibrate(anatomy, generator)
-            except UnusableObservation as error:
-                self._why_not_fitted = str(error)
+            self._calibration = self._calibrate(anatomy, generator)
             self._keep_weights(anatomy)
         self.calibration_seconds = time.perf_counter() - start
 
@@ -260,8 +245,7 @@ class AlignedFlatChat(Attack):
             )
         if steps is None:
             weight, bias = head_parameters(anatomy)
-            more: dict[str, Any] = {**self._clip, "compression": self._rehearsed}
-            return rehearse(parts, weight, bias, generator, **more)
+            return rehearse(parts, weight, bias, generator, self._rehearsed)
         batches = self._public_batches(anatomy, generator)
         return rehearse_updates(anatomy, parts, steps, batches, generator)
 
@@ -393,17 +377,13 @@ class AlignedFlatChat(Attack):
         assert self._u is not None
         self._u = self._u.to(gradient.device)
         summary, u = turn(gradient, aligned_rows.RowSummary.read(gradient, self._u), self._u)
-        self._check_clip(gradient, summary.norms)
         types = aligned_rows.significant(summary.projection, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.projection, n_types=float(len(types)))
 
     def _read_gradient(self, gradient: Tensor) -> WordGuess:
-        if self._calibration is None and self._why_not_fitted is not None:
-            raise UnusableObservation(self._why_not_fitted)
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
         summary = aligned_rows.RowSummary.read(gradient, directions.u)
-        self._check_clip(gradient, summary.norms)
         summary, _ = turn(gradient, summary, directions.u, expected.reference)
         units = aligned_rows.Units.estimate(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _RULED_OUT)
@@ -418,27 +398,6 @@ class AlignedFlatChat(Attack):
         scores[rows] = odds.clamp(min=_RULED_OUT)
         types = rows[odds.argsort(descending=True)[: int(best_count(used))]]
         return WordGuess(types, scores, float(used.sum()))
-
-    def _check_clip(self, gradient: Tensor, norms: Tensor) -> None:
-        """Raise an error if entries were cut to a size that no readout was fitted on.
-
-        Raises:
-            UnusableObservation: says what to change.
-        """
-        sign = self.readout == "sign"
-        if (self._clip or self._rehearsed) and not sign:
-            return
-        longest = gradient.index_select(0, norms.topk(min(_LONGEST, len(norms))).indices)
-        if cut_size(longest, ROUNDED if self.steps is not None else 0.0) is not None:
-            raise UnusableObservation(
-                "clipping by value has cut entries of the head's gradient to one size, "
-                + (
-                    "which turns rows: use readout='learned'"
-                    if sign
-                    else "which the run does not declare: clip with Trainer(gradient_clip_val=..., "
-                    "gradient_clip_algorithm='value'), so that the readout is fitted on its value"
-                )
-            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the calibration."""
@@ -466,7 +425,6 @@ class AlignedFlatChat(Attack):
         steps = self._adaptive_steps
         return {
             **self.config(),
-            **self._clip,
             **self._compressed,
             "steps": None if steps is None else sorted(steps.describe().items()),
             "lengths": self.lengths,
@@ -477,8 +435,7 @@ class AlignedFlatChat(Attack):
     def arguments(self) -> dict[str, object]:
         """Return the settings, and what makes the updates that the readout is fitted on."""
         steps = self._adaptive_steps
-        rules = self._clip | self._compressed
-        return self.config() | rules | ({} if steps is None else steps.describe())
+        return self.config() | self._compressed | ({} if steps is None else steps.describe())
 
     @property
     def _compressed(self) -> dict[str, str]:

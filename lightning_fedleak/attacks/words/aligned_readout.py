@@ -29,7 +29,6 @@ from lightning_fedleak.attacks.words.aligned_rows import (
 )
 from lightning_fedleak.attacks.words.public_gradients import GradientParts
 from lightning_fedleak.model.compression import Compression
-from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.progress import track
 
 _ROWS = 512  # unused rows that the direction is fitted to, the longest: a limit of time, not tuned
@@ -243,9 +242,6 @@ def rehearse(
     weight: Tensor,
     bias: Tensor | None,
     generator: torch.Generator,
-    *,
-    clip_value: float | None = None,
-    steps: int = 1,
     compression: Compression | None = None,
 ) -> HeadCalibration:
     """Return a readout fitted on batches of public sentences.
@@ -258,12 +254,7 @@ def rehearse(
         weight: (V, d) of the head.
         bias: (V,) or None.
         generator: CPU generator.
-        clip_value: size that entries of each step's gradient are cut to; None without clipping.
-        steps: number of steps whose clipped gradients are added.
         compression: of half of the batches; the other half is read as it was before.
-
-    Raises:
-        UnusableObservation: clipping leaves nothing to fit on.
     """
     directions = Directions.fit(parts, generator)
     unit = F.normalize(parts.states, dim=1)
@@ -276,7 +267,7 @@ def rehearse(
     for public, other_half in zip(reversed(halves), expected, strict=True):
         for batch in _draw_batches(public, generator):
             types, importance = _draw_types(batch, other_half, generator)
-            gradient = batch.clipped_gradient(weight, bias, types, clip_value, steps)
+            gradient = batch.gradient(weight, bias, types)
             token = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
             gradient += _draw_noise(gradient, token, generator)
             if compression is not None and float(torch.rand((), generator=generator)) < 0.5:
@@ -298,12 +289,6 @@ def rehearse(
                 other_half.rows(types[some]),
             )
             rows.append((features, torch.isin(types[some], batch.labels), importance[some]))
-    if not rows:
-        raise UnusableObservation(
-            f"clipping by value at {clip_value:g} leaves every row of a public gradient the same "
-            "size, so that no readout can be fitted: raise gradient_clip_val, or clip by norm "
-            "(gradient_clip_algorithm='norm')"
-        )
     features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
     readout = Readout.fit(features, used, importance, generator)
     return HeadCalibration(directions, clusters, ExpectedRows.average(*expected), readout)

@@ -84,7 +84,7 @@ def one_step_updates(
         sentences = pool[torch.randperm(len(pool), generator=generator)[:size]]
         batch = parts.select(sentences.to(parts.labels.device))
         parameter = nn.Parameter(weight.clone())
-        parameter.grad = batch.clipped_gradient(weight, bias, None, steps.clip_value)
+        parameter.grad = batch.gradient(weight, bias)
         steps.make_optimizer([parameter]).step()
         yield _public_update(weight, parameter.detach(), batch.labels, steps)
 

@@ -213,6 +213,10 @@ class TrainedMembership(MembershipAttack):
         "a dishonest server that adds layers trained on a text it holds and on public text"
     )
     default_name = "trained_membership"
+    config_names = (
+        *("layer", "granularity", "hidden_units", "steps", "public_rows", "public_text"),
+        *("refresh_every", "seed", "rungs", "tokens"),
+    )
 
     def __init__(
         self,
@@ -297,7 +301,7 @@ class TrainedMembership(MembershipAttack):
 
     def calibration_inputs(self) -> dict[str, object]:
         """Return the settings and the public text."""
-        return self.config() | {"public_text": PublicText.label(self.public_text)}
+        return self.config()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the public samples, and when they were embedded; neurons follow from them."""
@@ -389,18 +393,3 @@ class TrainedMembership(MembershipAttack):
             ValueError: it has another number of rungs, or the noise is negative.
         """
         return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
-
-    def config(self) -> dict[str, object]:
-        """Return the settings for reports; of the public text the beginning of its SHA-256."""
-        return {
-            "layer": self.layer,
-            "granularity": self.granularity,
-            "hidden_units": self.hidden_units,
-            "steps": self.steps,
-            "public_rows": self.public_rows,
-            "public_text": PublicText.label(self.public_text),
-            "refresh_every": self.refresh_every,
-            "seed": self.seed,
-            "rungs": self.rungs,
-            "tokens": self.tokens,
-        }

@@ -192,7 +192,7 @@ def test_any_change_of_the_weights_is_another_calibration() -> None:
 
 
 def _save_and_load(folder: str, times: int, failures: Any) -> None:
-    from lightning_fedleak.attacks import TypeCountRegressor
+    from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor
 
     warnings.simplefilter("error")
     cache, attack_ = CalibrationCache(Path(folder)), attack()

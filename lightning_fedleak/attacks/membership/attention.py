@@ -162,14 +162,6 @@ class AttentionMembership(MembershipAttack):
                 )
             self._calibration = self._fixed_calibration()
 
-    @classmethod
-    def as_published(
-        cls, layer: int, public_text: Any = None, **arguments: Any
-    ) -> AttentionMembership:
-        """Return the attack of the paper: raw hidden states, all coordinates, the authors' beta."""
-        paper = AttentionSettings(beta="authors", whiten=False, score="coordinates")
-        return cls(layer, public_text, attention=paper, **arguments)
-
     def meet(self, facts: RunFacts) -> None:
         """Choose the default beta and widths for the run's defences.
 

@@ -116,29 +116,23 @@ def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
     return bool(shares.nanmedian() < _ROUNDING_UNITS * unit)
 
 
-def separate_clusters(
-    s: Tensor, min_ratio: float = MIN_RATIO, tails: Sequence[float] = TAILS
-) -> tuple[Mixture, bool]:
+def separate_clusters(s: Tensor) -> Mixture:
     """Return the first mixture whose positive cluster is wide enough (Remark 1).
+
+    Other starts are tried in turn (the paper re-runs with random ones).
 
     Args:
         s: (V,) flattened gradient, of norm 1.
-        min_ratio: of the variances, wide over narrow, from which they count as separated.
-        tails: shares of the values that start in the wide component, tried in this order until
-            one succeeds (the paper re-runs with random starts).
 
     Returns:
-        The mixture (of the largest ratio if none reached ``min_ratio``), and whether the clusters
-        are separated.
-
+        The mixture; that of the largest ratio of variances if no start separates the clusters.
     """
     mixtures: list[Mixture] = []
-    for tail in tails:
-        mixture = fit_two_gaussians(s, start=tail, regularization=REGULARIZATION)
-        mixtures.append(mixture)
-        if mixture.variance_ratio >= min_ratio:
-            return mixture, True
-    return max(mixtures, key=lambda m: m.variance_ratio), False
+    for tail in TAILS:
+        mixtures.append(fit_two_gaussians(s, start=tail, regularization=REGULARIZATION))
+        if mixtures[-1].variance_ratio >= MIN_RATIO:
+            return mixtures[-1]
+    return max(mixtures, key=lambda m: m.variance_ratio)
 
 
 def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
@@ -170,12 +164,9 @@ class FlatChatGuess(WordGuess):
 
     Attributes:
         mixture: fitted to the normalised row sums; its wide component is the positive cluster.
-        separated: whether the variances of the clusters differ enough. If not, ``mixture`` is the
-            one of the largest ratio, and the guess is less reliable.
     """
 
     mixture: Mixture
-    separated: bool
 
 
 @dataclass(frozen=True)
@@ -231,7 +222,7 @@ def flatchat(
         UnusableObservation: the row sums are non-finite, all zero, or rounding errors.
     """
     s = normalized_row_sums(gradient)
-    mixture, separated = separate_clusters(s)
+    mixture = separate_clusters(s)
     scores = rank_types(s, mixture, scorer)
     estimate = float(n_types(mixture) if callable(n_types) else n_types)
     top = scores.topk(min(max(round(estimate), 1), len(scores)))
@@ -240,7 +231,6 @@ def flatchat(
         scores=scores.float().to(gradient.device),
         n_types=estimate,
         mixture=mixture,
-        separated=separated,
     )
 
 
@@ -350,7 +340,7 @@ class FlatChat(Attack):
         weights = []
         try:
             for gradient in each_gradient(anatomy, batches, self._role):
-                mixture, _ = separate_clusters(normalized_row_sums(gradient))
+                mixture = separate_clusters(normalized_row_sums(gradient))
                 weights.append(float(mixture.weights[1]))
         except UnusableObservation as error:
             self._why_not_fitted = f"its regression on public text could not be fitted: {error}"

@@ -12,20 +12,17 @@ from sklearn.linear_model import LinearRegression
 from sklearn.mixture import GaussianMixture
 from torch import distributed as dist
 
-from lightning_fedleak.attacks import (
-    FlatChat,
-    PublicText,
-    TypeCountRegressor,
-    UnusableObservation,
-    gradient_of,
-    rank_types,
-)
+from lightning_fedleak.attacks import FlatChat, PublicText, UnusableObservation, gradient_of
+from lightning_fedleak.attacks.words import flatchat as flatchat_module
 from lightning_fedleak.attacks.words.flatchat import (
+    TAILS,
+    TypeCountRegressor,
     flatchat,
     flatten,
+    rank_types,
     separate_clusters,
 )
-from lightning_fedleak.attacks.words.mixture import Mixture
+from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers.models import tiny_gpt2, tiny_llama
@@ -67,7 +64,6 @@ def algorithm_1(grad: torch.Tensor, k: int, scorer: str) -> set[int]:
 def test_names_the_types_of_algorithm_1(scorer: str, k: int) -> None:
     guess = flatchat(gradient(), k, scorer)
     assert set(guess.types.tolist()) == algorithm_1(gradient(), k, scorer)
-    assert guess.separated
     assert guess.n_types == k
     assert guess.surface == "output"
 
@@ -124,16 +120,13 @@ def test_a_sharded_gradient_is_gathered_after_the_sum() -> None:
         dist.destroy_process_group()
 
 
-def test_refits_until_the_clusters_separate_and_says_when_they_do_not() -> None:
+def test_refits_until_the_clusters_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     s = randn(4000, seed=6)
     s = s / s.norm()
-    mixture, separated = separate_clusters(s, tails=(0.01, 0.1, 0.25))
-    assert not separated
-    ratios = [separate_clusters(s, tails=(t,))[0].variance_ratio for t in (0.01, 0.1, 0.25)]
-    assert mixture.variance_ratio == max(ratios) < 4
-    first, separated = separate_clusters(s, 1.0, (0.01, 0.1, 0.25))
-    assert separated
-    assert first.variance_ratio == ratios[0]
+    ratios = [fit_two_gaussians(s, start=t, regularization=1e-6).variance_ratio for t in TAILS]
+    assert separate_clusters(s).variance_ratio == max(ratios) < 4
+    monkeypatch.setattr(flatchat_module, "MIN_RATIO", 1.0)
+    assert separate_clusters(s).variance_ratio == ratios[0]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +209,7 @@ def test_prepare_fits_the_regression_on_public_gradients(tied: bool) -> None:
     for size, length in SHAPES * 2:
         batch = public_text(400).batch(size, length, generator)
         s = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT].double().sum(1)
-        mixture, _ = separate_clusters(s / s.norm())
+        mixture = separate_clusters(s / s.norm())
         weights.append([float(mixture.weights[1])])
         counts.append(len({int(t) for row in batch.labels[:, 1:] for t in row}))
     by_hand = LinearRegression().fit(weights, counts)

@@ -70,7 +70,7 @@ def test_a_second_run_calibrates_no_more_and_reads_the_same(tmp_path: Path, fold
 
 @pytest.mark.parametrize(
     "other",
-    [{"public_text": PublicText(TEXT.flip(1))}, {"degree": 2}, {"seed": 1}, {"shapes": SHAPES[:2]}],
+    [{"public_text": PublicText(TEXT.flip(1))}, {"seed": 1}, {"shapes": SHAPES[:2]}],
 )
 def test_other_text_or_settings_are_another_calibration(
     other: dict[str, Any], tmp_path: Path, folder: Path

@@ -273,8 +273,8 @@ class FCMembership(MembershipAttack):
         Of this one and the parameters' the coarser counts.
         """
         name = str(precision)
-        words = {**{known: known for known in SAFE}, **TRAINERS_WORDS}.items()
-        current = next((one for word, one in words if name.startswith(word)), None)
+        words: dict[str, Precision] = {**{known: known for known in SAFE}, **TRAINERS_WORDS}
+        current = next((one for word, one in words.items() if name.startswith(word)), None)
         if current is None:
             raise ValueError(
                 f"unknown precision {precision!r}: pass one of {list(SAFE)} or a Trainer's own"

@@ -102,7 +102,7 @@ PUBLIC = PublicText(ids_of(24, 12, seed=1))
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "flatchat": lambda: FlatChat(PUBLIC, shapes=((2, 4), (3, 6))),
     "aligned, sign": lambda: AlignedFlatChat(PUBLIC, readout="sign", calibration_tokens=200),
-    "aligned, learned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100, n_directions=4),
+    "aligned, learned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100),
     "rehearsed_labels": lambda: SureLabels(PUBLIC, shapes=((2, 6),), rehearsals=12),
     "reveal_labels": RevealLabels,
     "bag_of_words": BagOfWords,

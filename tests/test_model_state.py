@@ -277,7 +277,7 @@ TEXT = PublicText(
 
 
 def calibrated(anatomy: Anatomy, seed: int) -> None:
-    flatchat = FlatChat(public_text=TEXT, shapes=((2, 5),), batches_per_shape=2)
+    flatchat = FlatChat(public_text=TEXT, shapes=((2, 5), (2, 5)))
     flatchat.prepare(anatomy)
     flatchat.regressor = None
     flatchat.refresh(anatomy, 1)

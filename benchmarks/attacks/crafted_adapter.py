@@ -197,9 +197,6 @@ def measured(rounds: Sequence[CraftedRound]) -> dict[str, tuple[float, float]]:
     ]
     table["above blind"] = mean_and_half(gains)
     table |= {f"rare {n}": rates([r.rare for r in rounds], n) for n in ("precision", "recall")}
-    steps = [r.right_steps / r.n_steps for r in rounds if r.n_steps]
-    table["steps right"] = mean_and_half(steps)
-    table["steps named"] = mean_and_half([float(r.n_steps) for r in rounds])
     for name in ("before", "crafted", "honest", "trapped"):
         table[f"loss {name}"] = mean_and_half([r.losses[name] for r in rounds])
     costs = [r.losses["trapped"] - r.losses["honest"] for r in rounds]
@@ -214,8 +211,6 @@ COLUMNS = (
     "above blind",
     "rare precision",
     "rare recall",
-    "steps named",
-    "steps right",
     "loss before",
     "loss honest",
     "loss trapped",

@@ -152,7 +152,7 @@ def composed_batches(
     weight, bias = head_parameters(anatomy)
     for _ in range(count):
         chosen = parts.select(torch.randperm(parts.n_sentences, generator=generator)[:size])
-        gradient = chosen.clipped_gradient(weight, bias, None, None)
+        gradient = chosen.gradient(weight, bias)
         if noise:
             one_token = chosen.states.norm(dim=1).mean() / len(chosen.labels)
             gradient += noise * one_token * torch.randn(gradient.shape, generator=generator)

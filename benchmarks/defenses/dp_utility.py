@@ -74,8 +74,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "adam": {"adam": {1.0: 0.02, 2.0: 0.02, 4.0: 0.025, 8.0: 0.025, math.inf: 0.025}},
     "user": {"batch": LARGE // ROWS, "user": True},
     "fast": {"rate": FASTER},
-    "banded": {"rate": FASTER, "noise": {"mechanism": "banded", "bands": 4}},
-    "banded_inverse": {"rate": FASTER, "noise": {"mechanism": "banded_inverse", "bands": 32}},
+    "banded": {"rate": FASTER, "bands": 4},
 }
 NAMES = {
     "plain": "AdamW, no defence",
@@ -86,8 +85,7 @@ NAMES = {
     "adam": "the same, `DPAdamBC`",
     "user": f"the same, users of {ROWS} texts",
     "fast": f"the same, {FASTER} times the learning rate",
-    "banded": f'{FASTER} times, `"banded"`, 4 bands',
-    "banded_inverse": f'{FASTER} times, `"banded_inverse"`, 32 bands',
+    "banded": f"{FASTER} times, `CorrelatedNoise`, 4 bands",
 }
 
 
@@ -188,10 +186,9 @@ def planted(data: dict[str, Tensor], canaries: int, seed: int) -> tuple[Tensor, 
 
 
 @functools.cache
-def multiplier(epsilon: float, rate: float, steps: int, mechanism: str, bands: int = 1) -> float:
-    """Noise at which ``steps`` cost epsilon, by what the mechanism is accounted as."""
-    if mechanism == "banded_inverse":
-        return noise_multiplier_for(epsilon, DELTA, 1.0, 1)
+def multiplier(epsilon: float, rate: float, steps: int, bands: int | None) -> float:
+    """Noise at which ``steps`` cost epsilon, by what the noise is accounted as."""
+    bands = bands or 1
     return noise_multiplier_for(epsilon, DELTA, bands * rate, math.ceil(steps / bands))
 
 
@@ -218,16 +215,15 @@ def one_run(
         module.private = False
         L.seed_everything(seed, verbose=False)
     else:
-        noise = local.get("noise", {"mechanism": "independent"})
+        bands = local.get("bands")
         if epsilon < math.inf:
             per_epoch = max(1, round(units / batch))
-            sigma = multiplier(epsilon, batch / units, epochs * per_epoch, **noise)
+            sigma = multiplier(epsilon, batch / units, epochs * per_epoch, bands)
         unit: Any = "example"
         if users:
             mixed = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
             unit = Users((mixed % units).tolist())
-        bands = noise.get("bands")
-        mechanism = None if bands is None else CorrelatedNoise(noise["mechanism"], bands)
+        mechanism = None if bands is None else CorrelatedNoise(bands)
         defense = DPSGD(
             local.get("clip", CLIP),
             sigma,
@@ -277,7 +273,7 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[str, float, int]]:
     for seed in range(options.seeds):
         for method in dict.fromkeys(["plain", *options.methods]):
             for epsilon in [math.inf] if method == "plain" else options.epsilons:
-                if "noise" not in METHODS[method] or epsilon < math.inf:
+                if "bands" not in METHODS[method] or epsilon < math.inf:
                     yield method, epsilon, seed
 
 

@@ -57,16 +57,12 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.words.direct import BagOfWords as BagOfWords
     from lightning_fedleak.attacks.words.direct import BiasSign as BiasSign
     from lightning_fedleak.attacks.words.flatchat import FlatChat as FlatChat
-    from lightning_fedleak.attacks.words.flatchat import FlatChatGuess as FlatChatGuess
-    from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor as TypeCountRegressor
-    from lightning_fedleak.attacks.words.flatchat import rank_types as rank_types
     from lightning_fedleak.attacks.words.public_gradients import gradient_of as gradient_of
     from lightning_fedleak.attacks.words.public_gradients import (
         gradient_through_blocks as gradient_through_blocks,
     )
     from lightning_fedleak.attacks.words.public_gradients import nonzero_starts as nonzero_starts
     from lightning_fedleak.attacks.words.reveal_labels import RevealLabels as RevealLabels
-    from lightning_fedleak.attacks.words.reveal_labels import RevealLabelsGuess as RevealLabelsGuess
     from lightning_fedleak.attacks.words.subspace import SubspaceWords as SubspaceWords
     from lightning_fedleak.threats import DISHONEST_SERVER as DISHONEST_SERVER
     from lightning_fedleak.threats import HONEST_BUT_CURIOUS as HONEST_BUT_CURIOUS
@@ -111,14 +107,9 @@ _HOMES = {
     "attacks.texts.subspace": ("SubspaceTexts",),
     "attacks.words.aligned": ("AlignedFlatChat",),
     "attacks.words.direct": ("BagOfWords", "BiasSign"),
-    "attacks.words.flatchat": (
-        "FlatChat",
-        "FlatChatGuess",
-        "TypeCountRegressor",
-        "rank_types",
-    ),
+    "attacks.words.flatchat": ("FlatChat",),
     "attacks.words.public_gradients": ("gradient_of", "gradient_through_blocks", "nonzero_starts"),
-    "attacks.words.reveal_labels": ("RevealLabels", "RevealLabelsGuess"),
+    "attacks.words.reveal_labels": ("RevealLabels",),
     "attacks.words.subspace": ("SubspaceWords",),
     "threats": (
         "DISHONEST_SERVER",

@@ -113,13 +113,11 @@ class LocalSteps:
         optimizer: class of torch.optim.
         settings: its arguments.
         steps: number of optimizer steps in a round.
-        clip_value: size that entries of each step's gradient are cut to; None without clipping.
     """
 
     optimizer: type[Optimizer]
     settings: Mapping[str, Any]
     steps: int
-    clip_value: float | None = None
 
     @classmethod
     def from_facts(cls, facts: RunFacts) -> LocalSteps | None:
@@ -146,7 +144,7 @@ class LocalSteps:
             settings["lr"] = group.get("initial_lr", 0.0)
         if settings.get("lr") == 0.0:
             del settings["lr"]
-        return cls(kind, settings, facts.local_steps, facts.clip_value)
+        return cls(kind, settings, facts.local_steps)
 
     @property
     def linear(self) -> bool:
@@ -279,7 +277,6 @@ class LocalSteps:
         return {
             "optimizer": self.optimizer.__name__,
             "steps": self.steps,
-            "clip_value": self.clip_value,
             **{f"optimizer_{name}": value for name, value in self.settings.items()},
         }
 

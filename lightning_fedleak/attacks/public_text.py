@@ -20,6 +20,7 @@ from lightning_fedleak.validate import check_integer
 Sampled = Literal["sampled"]
 """Text that a causal model writes itself."""
 
+MASK_RATE = 0.15  # share of a text's tokens that are masked, as in BERT's training
 _LENGTH = 64  # tokens of a sampled text at most; longer texts cost time, not tuned
 _samples: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_samples", default=None)
 
@@ -127,7 +128,6 @@ class PublicText:
         *,
         kind: Kind = "causal",
         mask_token_id: int | None = None,
-        mask_rate: float = 0.15,
     ) -> TokenBatch:
         """Return a random batch: each text cut to its first ``length`` tokens, padded on the right.
 
@@ -135,23 +135,16 @@ class PublicText:
             sentences: rows of the batch.
             length: tokens at most in a row, at least 2.
             generator: CPU generator; the batch depends on nothing else.
-            kind: the meaning of the labels. ``"masked"`` replaces ``mask_rate`` of the tokens (at
-                least one per row) by ``mask_token_id`` and labels only those.
+            kind: the meaning of the labels. ``"masked"`` replaces 15% of the tokens (at least one
+                per row) by ``mask_token_id`` and labels only those.
             mask_token_id: needed for ``"masked"``.
-            mask_rate: share of tokens that are masked.
 
         Returns:
             ids (sentences, L), L <= length, labels of the same shape (of the targets' for an
             encoder-decoder) with -100 where nothing is predicted; on the CPU.
         """
-        return self.rows(
-            self.draw(sentences, generator).tolist(),
-            length,
-            generator,
-            kind=kind,
-            mask_token_id=mask_token_id,
-            mask_rate=mask_rate,
-        )
+        indices = self.draw(sentences, generator).tolist()
+        return self.rows(indices, length, generator, kind=kind, mask_token_id=mask_token_id)
 
     def rows(
         self,
@@ -161,7 +154,6 @@ class PublicText:
         *,
         kind: Kind = "causal",
         mask_token_id: int | None = None,
-        mask_rate: float = 0.15,
     ) -> TokenBatch:
         """Return the batch of the texts at ``indices``; see :meth:`batch` for the arguments."""
         check_integer("length", length, at_least=2, hint="tokens of a text")
@@ -175,7 +167,7 @@ class PublicText:
                 raise MissingText(
                     "a masked language model needs mask_token_id: pass its tokenizer="
                 )
-            masked = _masked_positions(real, mask_rate, generator)
+            masked = _masked_positions(real, generator)
             labels = input_ids.masked_fill(~masked, IGNORE_INDEX)
             input_ids = input_ids.masked_fill(masked, mask_token_id)
         elif kind == "causal":
@@ -368,10 +360,10 @@ def _pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1])[None] < lengths[:, None]
 
 
-def _masked_positions(real: Tensor, rate: float, generator: torch.Generator) -> Tensor:
+def _masked_positions(real: Tensor, generator: torch.Generator) -> Tensor:
     draw = torch.rand(real.shape, generator=generator).masked_fill(~real, 2.0)
     lowest = draw.argmin(1, keepdim=True)
-    return (draw < rate).scatter(1, lowest, True)
+    return (draw < MASK_RATE).scatter(1, lowest, True)
 
 
 def _sample(

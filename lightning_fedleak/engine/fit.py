@@ -80,7 +80,7 @@ class Fit:
         self.series = series
         self.channels = tuple(channels)
         self.scheduler = Scheduler(run, options.cadence, series, options.local_steps)
-        self.controls = Controls(run, series, options.games.held_out)
+        self.controls = Controls(run, series)
         self.truth = StepTruth(run, options.batch_adapter)
         self.exchange = Exchange(run, series)
         self.look: Look | None = None

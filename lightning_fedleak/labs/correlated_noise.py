@@ -6,20 +6,15 @@ lower-triangular of ones. A matrix mechanism releases ``G + C^-1 Z``, Z independ
 2022). The noise in the running sums is ``A C^-1 Z``: its variances, for Z of variance 1, are the
 squared norms of the rows of ``A C^-1``.
 
-- ``"banded"``, BandMF (Choquette-Choo et al. 2023, arXiv 2306.08153): C is banded, with columns of
-  norm 1, and minimises the mean error. Above some hundred steps it is a Toeplitz matrix with its
-  columns normalised, which at 1,000 steps and up to 32 bands is within .5% of the best (McKenna
-  2025, arXiv 2405.15913). ``(C^-1 Z)_t = (Z_t - sum_j C[t, t - j] (C^-1 Z)_(t - j)) / C[t, t]``, j
-  from 1 to ``bands - 1`` (Algorithm 9): the noise of so many steps stays in memory, each as large
-  as what is trained. The examples are split into ``bands`` groups once. Step t draws a Poisson
-  sample from group t modulo ``bands``. So an example takes part at most every ``bands``-th step,
-  where columns of C share no row, and n steps are ``ceil(n / bands)`` Poisson-sampled Gaussian
-  mechanisms for it (Theorem 4 there).
-- ``"banded_inverse"``, BISR (Kalinin et al. 2025, arXiv 2505.12128): C^-1 is banded and Toeplitz,
-  with the leading coefficients of ``sqrt(1 - x)``, the square root of the inverse of A.
-  ``(C^-1 Z)_t = sum_j C^-1[t, t - j] Z_(t - j)``: the last draws are repeated from their keys.
-  Batches are the same in every epoch, in one order. All steps are one Gaussian mechanism of the
-  sensitivity of C, without amplification by sampling.
+This is BandMF (Choquette-Choo et al. 2023, arXiv 2306.08153). C is banded, with columns of norm 1,
+and a Toeplitz matrix before they are normalised, of the least mean error: at 1,000 steps and up to
+32 bands within .5% of the best of all (McKenna 2025, arXiv 2405.15913), for some tens of steps
+within 1.5%. ``(C^-1 Z)_t = (Z_t - sum_j C[t, t - j] (C^-1 Z)_(t - j)) / C[t, t]``, j from 1 to
+``bands - 1`` (Algorithm 9): the noise of so many steps stays in memory, each as large as what is
+trained. The examples are split into ``bands`` groups once. Step t draws a Poisson sample from group
+t modulo ``bands``. So an example takes part at most every ``bands``-th step, where columns of C
+share no row, and n steps are ``ceil(n / bands)`` Poisson-sampled Gaussian mechanisms for it
+(Theorem 4 there).
 
 **The steps of an example follow from its place in the dataset.** Neighbouring datasets differ by an
 example whose place is empty in one of them. An example that changes its place within a mechanism
@@ -36,19 +31,24 @@ it begins a new mechanism, whose cost is added to that of the first.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import safetensors
 import torch
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from scipy.signal import lfilter, unit_impulse
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
@@ -58,12 +58,14 @@ from lightning_fedleak.defenses.base import State
 from lightning_fedleak.defenses.dpsgd.sampling import origins
 from lightning_fedleak.defenses.dpsgd.setup_checks import values_in
 from lightning_fedleak.defenses.noise import Key, ReleaseNoise, noise_key, standard_normal
-from lightning_fedleak.labs.factorization import Factorization, banded, banded_inverse
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.private_files import check_private, hash_tensors, save_private
-from lightning_fedleak.validate import check_choice, check_integer
+from lightning_fedleak.validate import check_integer
 
-Kind = Literal["banded", "banded_inverse"]
+Floats = NDArray[np.float64]
+MECHANISM = "banded"  # name in records and checkpoints
+OPTIONS = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-13, "gtol": 1e-9}
+"""Of L-BFGS, which usually converges earlier; not tuned."""
 READ = 16  # examples whose contents show the order of a dataset; more take longer. Not tuned
 HOUR = 3600.0  # seconds after which an unfinished file is no other run's. Not tuned
 PLAN_NUMBERS = ("steps", "groups", "examples")  # fields of a NoisePlan in checkpoints
@@ -77,28 +79,104 @@ class CorrelatedNoise:
         >>> from lightning_fedleak import DPSGD
         >>> from lightning_fedleak.defenses import ReleaseSettings
         >>> from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
-        >>> release = ReleaseSettings(mechanism=CorrelatedNoise("banded", bands=8))
+        >>> release = ReleaseSettings(mechanism=CorrelatedNoise(bands=8))
         >>> defense = DPSGD(1.0, target_epsilon=8, target_delta=1e-5, release=release)
 
     Attributes:
-        kind: ``"banded"`` (BandMF with cyclic Poisson sampling) or ``"banded_inverse"`` (BISR, the
-            same batches in every epoch).
-        bands: of the matrix that correlates noise, or of its inverse; 4 to 16 are usual.
+        bands: of the matrix that correlates noise; 4 to 16 are usual.
 
     Raises:
         DefenseError: a value out of range.
     """
 
-    kind: Kind
     bands: int
 
     def __post_init__(self) -> None:
-        check_choice("CorrelatedNoise: kind", self.kind, get_args(Kind), error=DefenseError)
         check_integer("CorrelatedNoise: bands", self.bands, error=DefenseError)
 
     def noise(self) -> ReleaseNoise:
         """Return the noise of a run."""
-        return MatrixNoise(self.kind, self.bands)
+        return MatrixNoise(self.bands)
+
+
+# ---- the matrix, in float64 ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Factorization:
+    """The banded matrix C by which noise is correlated over n steps.
+
+    Its columns have norm 1, so one example moves ``C G`` in one step by at most the clip norm. No
+    two columns share a row where an example takes part at most every b-th step.
+
+    Attributes:
+        rows: (n, b) of row t of C the entries at columns t, t - 1, ..., t - b + 1; 0 where there is
+            no such column.
+        noise_norms: (n,) norms of the rows of C^-1: standard deviations of the noise that is added,
+            for independent noise of 1.
+    """
+
+    rows: Floats
+    noise_norms: Floats
+
+
+@functools.lru_cache(maxsize=16)
+def banded(steps: int, bands: int) -> Factorization:
+    """Return the Toeplitz C of least mean error for the running sums, its columns normalised.
+
+    Args:
+        steps: n.
+        bands: b; 1 for independent noise.
+    """
+    bands = min(bands, steps)
+    column = _best_column(steps, bands)
+    columns = np.tile(column[:, None], (1, steps))
+    for place in range(1, bands):
+        columns[place, steps - place :] = 0.0
+    columns /= np.linalg.norm(columns, axis=0)
+    rows = np.zeros((steps, bands))
+    for place in range(bands):
+        rows[place:, place] = columns[place, : steps - place]
+    # C = K N^-1 with a Toeplitz K and a diagonal N, so that C^-1 = N K^-1.
+    inverse = lfilter([1.0], column, unit_impulse(steps))
+    return Factorization(rows, column[0] / columns[0] * np.sqrt(np.cumsum(inverse**2)))
+
+
+def _best_column(steps: int, bands: int) -> Floats:
+    """Return (b,) the first column of the best Toeplitz C, of norm 1.
+
+    It is optimized for few steps first and then for more, because for many steps the inverse of a
+    column near the best may grow without bound.
+    """
+    places = np.arange(1, bands)
+    free = np.cumprod((2 * places - 1) / (2 * places))
+    lengths = [steps]
+    while lengths[0] > 8 * max(bands, 8):
+        lengths.insert(0, lengths[0] // 4)
+    for length in lengths if bands > 1 else ():
+        loss = functools.partial(_column_loss, steps=length)
+        options = {**OPTIONS, "maxcor": min(50, bands)}
+        free = minimize(loss, free, jac=True, method="L-BFGS-B", options=options).x
+    column: Floats = np.concatenate([[1.0], free])
+    return column / np.linalg.norm(column)
+
+
+def _column_loss(free: Floats, steps: int) -> tuple[float, Floats]:
+    """Return the log of the error of (1, free) over its norm, and its slope; 10^10 if infinite."""
+    share = 1 - np.arange(steps) / steps
+    coefficients = np.concatenate([[1.0], free])
+    with np.errstate(all="ignore"):
+        sums = np.cumsum(lfilter([1.0], coefficients, unit_impulse(steps)))
+        turned = lfilter([1.0], coefficients, sums)
+        error = share @ sums**2
+        weighted = -2 * share * sums
+        slope = np.array([weighted[k:] @ turned[: steps - k] for k in range(1, len(free) + 1)])
+        square = coefficients @ coefficients
+        value = math.log(square) + math.log(error) if 0 < error < math.inf else math.inf
+        slope = slope / error + 2 * free / square
+    if not (math.isfinite(value) and np.isfinite(slope).all()):
+        return 1e10, np.zeros_like(free)
+    return value, slope
 
 
 # ---- places of examples ---------------------------------------------------------------------
@@ -178,14 +256,12 @@ class NoisePlan:
     """The fixed numbers of a matrix mechanism.
 
     Attributes:
-        mechanism: its name.
-        bands: of C, or of its inverse.
+        bands: of C.
         steps: releases.
         groups: into which the examples are split; a step draws from one of them.
         examples: of all clients.
     """
 
-    mechanism: Kind
     bands: int
     steps: int
     groups: int
@@ -194,19 +270,12 @@ class NoisePlan:
     @property
     def matrices(self) -> Factorization:
         """Return the matrices by which noise is correlated."""
-        if self.mechanism == "banded":
-            return banded(self.steps, self.bands)
-        return banded_inverse(self.steps, self.bands, self.groups)
-
-    @property
-    def period(self) -> int:
-        """Return how many releases are accounted as one."""
-        return self.bands if self.mechanism == "banded" else self.steps
+        return banded(self.steps, self.bands)
 
     @property
     def rounds(self) -> int:
         """Return how many mechanisms are composed."""
-        return -(-self.steps // self.period)
+        return -(-self.steps // self.bands)
 
     def check_same(self, other: NoisePlan) -> None:
         """Raise an error unless the other plan is the same.
@@ -230,8 +299,7 @@ class MatrixNoise(ReleaseNoise):
     """The noise of a run's releases by a matrix mechanism, one after the other.
 
     Args:
-        mechanism: how noise is correlated.
-        bands: of the mechanism.
+        bands: of the matrix.
 
     Attributes:
         plan: of the fit; None before the training data are known.
@@ -242,15 +310,14 @@ class MatrixNoise(ReleaseNoise):
 
     correlated = True
 
-    def __init__(self, mechanism: Kind, bands: int) -> None:
-        self.mechanism: Kind = mechanism
+    def __init__(self, bands: int) -> None:
         self.bands = bands
         self.plan: NoisePlan | None = None
         self.secret_name = ""
         self.row = 0
         self._past: deque[dict[int, Tensor]] = deque(maxlen=max(1, bands - 1))
         self._current: dict[int, Tensor] = {}
-        self._draws: deque[tuple[bytes, int]] = deque(maxlen=bands)
+        self._release: tuple[bytes, int] = (b"", 0)
         self._complete = True
         self._loaded = False
         self._saved: NoisePlan | None = None
@@ -278,7 +345,6 @@ class MatrixNoise(ReleaseNoise):
         self.row, self._complete, self._loaded = 0, True, False
         self.secret_name, self._file, self._saved_places = "", None, None
         self._past.clear()
-        self._draws.clear()
 
     def count_groups(self, steps: int, share: int, batch_size: int) -> int:
         """Return the number of groups that batches are drawn from in turn.
@@ -286,8 +352,6 @@ class MatrixNoise(ReleaseNoise):
         Raises:
             DefenseError: a group is smaller than a batch.
         """
-        if self.mechanism == "banded_inverse":
-            return steps
         if self.bands * batch_size > share:
             raise DefenseError(
                 f"DPSGD: {share} examples or users in {self.bands} groups are fewer than "
@@ -295,11 +359,6 @@ class MatrixNoise(ReleaseNoise):
                 f"Use at most bands={max(1, share // batch_size)}, or smaller batches."
             )
         return self.bands
-
-    def sample_rate(self, share: int, batch_size: int, groups: int) -> float:
-        """Return the chance of an example to be in a batch of its group."""
-        whole = self.mechanism == "banded_inverse"
-        return 1.0 if whole else super().sample_rate(share, batch_size, groups)
 
     def plan_steps(
         self,
@@ -315,8 +374,8 @@ class MatrixNoise(ReleaseNoise):
             DefenseError: the mechanism that goes on has another plan, or examples are at other
                 places than before in this fit.
         """
-        steps = count_steps(f"mechanism={self.mechanism!r}")
-        plan = NoisePlan(self.mechanism, self.bands, steps, groups, examples)
+        steps = count_steps(f"mechanism={MECHANISM!r}")
+        plan = NoisePlan(self.bands, steps, groups, examples)
         self.settle(plan, places_of(loader.dataset, loader.batch_sampler.shard, users))
         return lambda: plan.rounds
 
@@ -363,14 +422,13 @@ class MatrixNoise(ReleaseNoise):
     @property
     def scale(self) -> float:  # type: ignore[override]
         """Return the standard deviation of the next noise, over that of independent noise."""
-        matrices = self._planned.matrices
         row = min(self.row, self._planned.steps - 1)
-        return float(matrices.noise_norms[row]) * matrices.sensitivity
+        return float(self._planned.matrices.noise_norms[row])
 
     @property
     def is_accounted(self) -> bool:  # type: ignore[override]
         """Return whether the next release is the first of those that are accounted as one."""
-        return self.row % self._planned.period == 0
+        return self.row % self.bands == 0
 
     def check_planned(self) -> None:
         """Raise an error for a release beyond the plan.
@@ -401,7 +459,7 @@ class MatrixNoise(ReleaseNoise):
             )
         self._file = None
         self.secret_name = noise_key(base, 0, release, 0, "correlated", "name")[:16].hex()
-        self._draws.appendleft((base, release))
+        self._release = base, release
         self._current, self._complete = {}, False
 
     def add(self, number: int, target: Tensor, scale: float, key: Key) -> None:
@@ -426,27 +484,17 @@ class MatrixNoise(ReleaseNoise):
         Raises:
             DefenseError: the parameter was not trained in the steps before, or had another shape.
         """
-
-        def independent(back: int) -> Tensor:
-            base, release = self._draws[back]
-            draw_key = key(base, release, number)
-            return standard_normal(draw_key, like.shape, like.device, like.dtype)
-
         self._device = like.device.type
-        total = independent(0)
-        matrices = self._planned.matrices
-        weights = matrices.rows[self.row].tolist()
-        if self.mechanism == "banded_inverse":
-            for back in range(1, len(self._draws)):
-                total.add_(independent(back), alpha=weights[back])
-            return total.mul_(matrices.sensitivity)
+        draw_key = key(*self._release, number)
+        total = standard_normal(draw_key, like.shape, like.device, like.dtype)
+        weights = self._planned.matrices.rows[self.row].tolist()
         for back, noises in enumerate(self._past, 1):
             noise = noises.get(number)
             if noise is None or noise.shape != total.shape:
                 raise DefenseError(
                     f"DPSGD: a parameter of shape {tuple(like.shape)} was not trained in the step "
-                    "before, or had another shape. With mechanism='banded' the noise of a step "
-                    "follows from that of those before: train the same parameters in all steps."
+                    "before, or had another shape. Correlated noise of a step follows from that "
+                    "of those before: train the same parameters in all steps."
                 )
             total.add_(noise.to(total.device), alpha=-weights[back])
         total.div_(weights[0])
@@ -457,7 +505,7 @@ class MatrixNoise(ReleaseNoise):
 
     def end(self) -> None:
         """End a release that was made."""
-        if self.mechanism == "banded" and self.bands > 1:
+        if self.bands > 1:
             self._past.appendleft(self._current)
         self.row, self._current, self._complete = self.row + 1, {}, True
 
@@ -485,7 +533,7 @@ class MatrixNoise(ReleaseNoise):
 
     def settings(self) -> dict[str, str | int]:
         """Return the mechanism and its bands, for records."""
-        return {"mechanism": self.mechanism, "bands": self.bands}
+        return {"mechanism": MECHANISM, "bands": self.bands}
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return what is not secret: the plan, and the number of the next release in it."""
@@ -509,7 +557,7 @@ class MatrixNoise(ReleaseNoise):
         self.secret_name = str(state.get("noise", ""))
         if "planned_steps" in state:
             numbers = {name: int(state[f"planned_{name}"]) for name in PLAN_NUMBERS}
-            self._saved = NoisePlan(self.mechanism, self.bands, **numbers)
+            self._saved = NoisePlan(self.bands, **numbers)
             if self.plan is not None:
                 self._saved.check_same(self.plan)
 
@@ -538,9 +586,6 @@ class MatrixNoise(ReleaseNoise):
             for back, noises in enumerate(self._past)
             for number, tensor in noises.items()
         }
-        if self.mechanism == "banded_inverse":
-            tensors["bases"] = torch.tensor([[*base] for base, _ in self._draws], dtype=torch.uint8)
-            tensors["releases"] = torch.tensor([release for _, release in self._draws])
         metadata = _metadata(self.plan, self.row, self.secret_name, releases, self._device)
         metadata["sha256"] = hash_tensors(tensors)
         if self._places is not None:
@@ -583,10 +628,6 @@ class MatrixNoise(ReleaseNoise):
             return False
         self.row, self._loaded, self._file = self._saved_row, True, path
         self._saved_places = None if places is None else Places(**json.loads(places))
-        if "bases" in tensors:
-            bases, numbers = tensors["bases"].tolist(), tensors["releases"].tolist()
-            self._draws.extend(zip(map(bytes, bases), numbers, strict=True))
-            return True
         for name, tensor in tensors.items():
             back, number = map(int, name.split(" "))
             while len(self._past) <= back:

@@ -38,8 +38,6 @@ class CraftedRound:
         rare: the same of types that are in a round with a chance of at most one half.
         usual: of a guess of the other types without any update.
         blind: of a guess of the most frequent types, given the number of types.
-        n_steps: types of which the attack named the step.
-        right_steps: those of them that were in that step.
         losses: on held-out text, in nats: ``"before"`` the round and ``"honest"`` after it with
             the model's own values, ``"crafted"`` and ``"trapped"`` the same with crafted values;
             NaN without such text.
@@ -49,8 +47,6 @@ class CraftedRound:
     rare: Counts
     usual: Counts
     blind: Counts
-    n_steps: int
-    right_steps: int
     losses: Mapping[str, float]
 
 
@@ -99,22 +95,17 @@ def _score(
     update = attack.mean_update(anatomy, clients)
     guess = attack.run(Observation((update,)))
     presence = attack.crafted[0].rows.presence.cpu()
-    types = [[batch.context_ids() for batch in batches] for batches in clients]
-    truth = torch.unique(torch.cat([one for batches in types for one in batches]))
+    truth = torch.unique(torch.cat([b.context_ids() for batches in clients for b in batches]))
     rare = ~attack.usual
 
     def counts(guessed: Tensor, used: Tensor = truth) -> Counts:
         return word_counts(WordGuess(guessed), used, len(presence))
 
-    pairs = zip(guess.read.tolist(), guess.steps.tolist(), strict=True)
-    named = [(token, step) for token, step in pairs if step >= 0]
     return CraftedRound(
         words=counts(guess.types),
         rare=counts(guess.read[rare[guess.read]], truth[rare[truth]]),
         usual=counts((~rare).nonzero()[:, 0]),
         blind=counts(presence.topk(len(truth)).indices),
-        n_steps=len(named),
-        right_steps=sum(bool((types[0][step] == token).any()) for token, step in named),
         losses=_losses(anatomy, attack, clients, update, held_out),
     )
 

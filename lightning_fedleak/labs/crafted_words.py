@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks import (
@@ -43,7 +43,6 @@ SURE = 0.1  # share by which a type passes it that a row at rest excludes; not t
 LOWEST = 0.05  # similarity below which nothing is read; cuts are tried from here on, not tuned
 CUTS = 60  # cuts that are tried; more cost time, not tuned
 WORTH = 0.3  # what a type is worth to a second adapter where rows of the first fire; not tuned
-STEP_ERROR = 0.04  # relative error of a change's size up to which it names a step; not tuned
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,9 @@ class CraftedGuess(WordGuess):
 
     Attributes:
         read: (k,) types that are read off rows, the clearest first.
-        steps: (k,) the step in which each was, from 0; -1 where its row does not say.
     """
 
     read: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    steps: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
 
 
 @dataclass(frozen=True)
@@ -344,10 +341,7 @@ class CraftedAdapterWords(Attack):
             raise UnusableObservation("nothing has changed: nothing was trained on")
         readings = self._readings(view)
         types, read = self._named(readings, self.cut)
-        steps = self._name_steps(view, read)
-        return CraftedGuess(
-            types, n_types=float(len(types)), surface="input", read=read, steps=steps
-        )
+        return CraftedGuess(types, n_types=float(len(types)), surface="input", read=read)
 
     def _named(self, readings: Sequence[Readings], cut: float) -> tuple[Tensor, Tensor]:
         """Return all types that are named at a cut, and of them those that are read."""
@@ -374,36 +368,3 @@ class CraftedAdapterWords(Attack):
         unit = (steps.steps + 2) * torch.finfo(one.tensors[name].dtype).eps / rate
         still = change.abs().amax(1) <= unit * before[: len(change)].abs().amax(1)
         return change, still
-
-    def _name_steps(self, view: Observation, read: Tensor) -> Tensor:
-        """Return the step of each read type, where its row fired for it alone and in one step.
-
-        A number whose gradient was not zero in one step alone changes by a size that depends on the
-        step, in Adam on nothing else. Where the text around matters too, a row fires for more than
-        its types, and no step is named (of those named behind a block, two in five were right).
-        """
-        steps, update = self._steps(self._facts), view.gradients[-1]
-        assert isinstance(update, UpdateSnapshot)
-        named: dict[int, int] = {}
-        if not steps.linear and self.shape.clients == 1:
-            sizes = change_sizes(steps) / steps.rate
-            for one in (c for c in self.crafted if c.rows.exact):
-                change, _ = self._change(view, one)
-                fires = one.rows.fires().cpu()[read]
-                for row in (fires.sum(0) == 1).nonzero()[:, 0].tolist():
-                    errors = (sizes / float(change[row].abs().median()) - 1).abs()
-                    if float(errors.min()) <= STEP_ERROR:
-                        named.setdefault(int(read[fires[:, row]]), int(errors.argmin()))
-        return torch.tensor([named.get(token, -1) for token in read.tolist()], dtype=torch.long)
-
-
-def change_sizes(steps: LocalSteps) -> Tensor:
-    """Return (steps,) how far a number goes in a round if its gradient is 1 in one step alone."""
-    settings = {**steps.settings, "weight_decay": 0.0}
-    settings = settings if "weight_decay" in steps.settings else dict(steps.settings)
-    numbers = nn.Parameter(torch.zeros(steps.steps, dtype=torch.float64))
-    optimizer = replace(steps, settings=settings).make_optimizer([numbers])
-    for gradient in torch.eye(steps.steps, dtype=torch.float64):
-        numbers.grad = gradient
-        optimizer.step()
-    return numbers.detach().abs().float()

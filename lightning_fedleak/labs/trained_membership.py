@@ -213,6 +213,10 @@ class TrainedMembership(MembershipAttack):
         "a dishonest server that adds layers trained on a text it holds and on public text"
     )
     default_name = "trained_membership"
+    config_names = (
+        *("layer", "granularity", "hidden_units", "steps", "public_rows", "public_text"),
+        *("refresh_every", "seed", "rungs", "tokens"),
+    )
 
     def __init__(
         self,
@@ -237,7 +241,7 @@ class TrainedMembership(MembershipAttack):
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
-        self.reader = RungReader(0.01, 0)
+        self.reader = RungReader()
         self._public: Tensor | None = None
         self._embedded_at = 0
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
@@ -385,18 +389,3 @@ class TrainedMembership(MembershipAttack):
             ValueError: it has another number of rungs, or the noise is negative.
         """
         return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
-
-    def config(self) -> dict[str, object]:
-        """Return the settings for reports; of the public text the beginning of its SHA-256."""
-        return {
-            "layer": self.layer,
-            "granularity": self.granularity,
-            "hidden_units": self.hidden_units,
-            "steps": self.steps,
-            "public_rows": self.public_rows,
-            "public_text": PublicText.label(self.public_text),
-            "refresh_every": self.refresh_every,
-            "seed": self.seed,
-            "rungs": self.rungs,
-            "tokens": self.tokens,
-        }

@@ -172,7 +172,7 @@ def test_expected_rows_are_those_of_unused_types(name: str) -> None:
     batch = public().batch(8, 9, torch.Generator().manual_seed(1), kind="causal")
     parts = gradient_parts(anatomy, batch, inputs=False)
     weight, bias = head_parameters(anatomy)
-    directions = Directions.fit(parts, 4, torch.Generator().manual_seed(0), n_principal=4)
+    directions = Directions.fit(parts, torch.Generator().manual_seed(0))
     expected = ExpectedRows.compute(parts, weight, bias, directions, directions.centres)
     unused = torch.ones(VOCAB, dtype=torch.bool)
     unused[parts.labels] = False

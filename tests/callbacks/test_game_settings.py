@@ -8,10 +8,8 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.attacks.membership import fc as fc_membership
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.attacks.membership.l1_distance import model_rounding
 from lightning_fedleak.defenses import Freeze
 from lightning_fedleak.engine import Engine, Options, selected
 from lightning_fedleak.engine.options import known_stages
@@ -19,7 +17,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers.loop import Loop, LoopRun
 from tests.callbacks.runs import Probe, monitor_with
-from tests.helpers.loops import check_undisturbed, watched
+from tests.helpers.loops import watched
 from tests.helpers.models import tiny_gpt2
 
 
@@ -53,29 +51,6 @@ def test_sharded_strategies_are_watched_as_one_client(defended):
     trainer = SimpleNamespace(strategy=strategy, callbacks=[monitor], world_size=2)
     monitor.setup(trainer, None, "fit")
     assert monitor.client == "world"
-
-
-def test_the_rounding_of_autocast_is_measured_once_and_resumed(tmp_path, monkeypatch):
-    measured = []
-    plain = fc_membership.model_rounding
-    monkeypatch.setattr(
-        fc_membership, "model_rounding", lambda *a, **k: (measured.append(1), plain(*a, **k))[1]
-    )
-    settings = {"n": 16, "precision": "bf16-mixed"}
-    first = check_undisturbed(tmp_path / "a", FCMembership(2), **settings)
-    assert measured == [1]
-    [attack] = first.engine.selection.attacks
-    assert attack.config()["rounding"] is not None
-    anatomy = find_anatomy(first.loop.model)
-    in_bf16 = model_rounding(anatomy, 2, 0.0, cast=torch.bfloat16)
-    assert in_bf16 > 1e-4 or in_bf16 == 0  # some CPUs round a row alike in every batch
-    assert model_rounding(anatomy, 2, 0.0) < 1e-5
-    assert first.latest["leakage/fc_membership/auc"] == 1
-    resumed = FCMembership(2)
-    state = first.state_dict()
-    watched(tmp_path / "b", resumed, tiny_gpt2(seed=3), state=state, **settings)
-    assert measured == [1]
-    assert resumed.config() == attack.config()
 
 
 def public(seed):

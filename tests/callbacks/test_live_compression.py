@@ -66,7 +66,7 @@ def test_an_attack_reads_compressed_gradients_or_is_unknown(tmp_path: Path, meth
     public = [[5 + (7 * i + 3 * j) % 290 for j in range(LENGTH)] for i in range(12)]
     words = [BagOfWords(), RevealLabels(), SubspaceWords(capacity_seconds=0)]
     members = [
-        SubspaceMembership(public, blocks=2),
+        SubspaceMembership(public),
         GradientMembership(public, public_rows=6, controls=4),
     ]
     games = Games(targets=4)

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
+from lightning_fedleak.attacks.words import aligned_updates
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
@@ -37,11 +38,16 @@ def model_of(family: Any = llama, lora: bool = False) -> nn.Module:
     return model
 
 
+@pytest.fixture(autouse=True)
+def _few_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aligned_updates, "_UPDATES", 4)
+
+
 def configure(watch: Any) -> None:
     """Let calibrations be short."""
     for attack in watch.engine.selection.attacks:
         if isinstance(attack, AlignedFlatChat):
-            attack.calibration_tokens, attack.lengths, attack.updates = 200, (8, 12), 4
+            attack.calibration_tokens, attack.lengths = 200, (8, 12)
         if isinstance(attack, SubspaceWords):
             attack.capacity_seconds = 0.0
 

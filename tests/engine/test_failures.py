@@ -166,7 +166,7 @@ def watched(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     return Watch(
         model,
         optimizer,
-        [BagOfWords(), FlatChat(oracle_n_types=6), FCMembership(1)],
+        [BagOfWords(), FlatChat(n_types=6), FCMembership(1)],
         folder=folder,
         games=Games(targets=2),
         settings=WatchSettings(tensorboard=False, reveal=True),

@@ -156,7 +156,7 @@ def test_non_finite_gradients_are_unknown(tmp_path: Path) -> None:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         return model_loss(model, batch) * (math.nan if batch is batches[1] else 1.0)
 
-    attacks = [Rejecting(), FlatChat(oracle_n_types=20)]
+    attacks = [Rejecting(), FlatChat(n_types=20)]
     with pytest.warns(UserWarning, match="non-finite"):
         watch = watched(tmp_path, attacks, batches=batches, loss=loss)
     assert math.isnan(watch.latest["leakage/rejecting/f1"])

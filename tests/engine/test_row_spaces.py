@@ -66,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_bit_identical(case: str, tmp_path: Path) -> None:
     settings, lora = CASES[case]
-    attacks = [words(), SubspaceMembership(PUBLIC, blocks=4)]
+    attacks = [words(), SubspaceMembership(PUBLIC)]
     attacks += [SubspaceTexts()] if case == "whole" else []
     given = {"batches": list(random_token_loader(**LOADER)), "games": Games(targets=2)}
     given |= {"optimizer": "adamw", **settings}
@@ -95,7 +95,7 @@ def test_a_penalty_in_the_loss_is_unknown_to_what_cannot_remove_it(
 
 
 def test_the_first_look_at_a_lora_waits_and_the_next_ones_are_exact(tmp_path: Path) -> None:
-    watch = look(tmp_path, [words(), SubspaceMembership(PUBLIC, blocks=4)], model_of(lora=LORA))
+    watch = look(tmp_path, [words(), SubspaceMembership(PUBLIC)], model_of(lora=LORA))
     f1 = {line["step"]: line["metrics"]["f1"]["value"] for line in watch.lines("subspace_words")}
     assert f1 == {1: 1.0, 2: 1.0, 3: 1.0}
     assert watch.failures == 0

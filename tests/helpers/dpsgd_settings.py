@@ -14,8 +14,7 @@ def grouped(**settings: Any) -> dict[str, Any]:
     arguments = dict(settings)
     if isinstance(kind := arguments.get("mechanism"), str):
         bands: Any = arguments.pop("bands", None)
-        correlated = kind != "independent"
-        arguments["mechanism"] = CorrelatedNoise(kind, bands) if correlated else None  # type: ignore[arg-type]
+        arguments["mechanism"] = None if kind == "independent" else CorrelatedNoise(bands)
     for argument, group in (("clip", ClipSettings), ("release", ReleaseSettings), ("unit", Users)):
         names = [field.name for field in fields(group) if field.name in arguments]
         values = {name: arguments.pop(name) for name in names}

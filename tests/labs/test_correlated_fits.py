@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, DPAdamBC
-from lightning_fedleak.labs.factorization import banded
+from lightning_fedleak.labs.correlated_noise import banded
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, loader, trainer
@@ -114,9 +114,7 @@ def test_what_a_fit_releases_is_correlated_as_planned_and_goes_on_after_a_stop(
         fit(defense(max_physical_batch_size=2), ckpt_path=last, limit_train_batches=4)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"max_physical_batch_size": 3, "mechanism": "banded_inverse"}]
-)
+@pytest.mark.parametrize("settings", [{}, {"max_physical_batch_size": 3}])
 def test_sums_are_those_of_brute_force(settings: Any) -> None:
     own = defense(noise_multiplier=0.0, **settings)
     strategy = DefendedStrategy("auto", [own])

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks import PublicText, RunFacts
-from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.labs.crafted_rows import CraftedRows, RowSettings
 from lightning_fedleak.labs.crafted_words import (
     CraftedAdapterWords,
     RoundShape,
-    change_sizes,
     read_rows,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -99,7 +97,7 @@ def f1(named: Tensor, truth: Tensor) -> float:
 
 def test_types_are_read_that_no_frequency_tells(model, attack) -> None:
     presence = attack.crafted[0].rows.presence
-    reads, usual, right = [], [], []
+    reads, usual = [], []
     for seed in range(10, 16):
         data = batches(seed)
         update = attack.mean_update(find_anatomy(model), [data])
@@ -109,12 +107,7 @@ def test_types_are_read_that_no_frequency_tells(model, attack) -> None:
         assert set(guess.read.tolist()) <= set(guess.types.tolist())
         reads.append(f1(guess.types, truth))
         usual.append(f1((presence > 0.5).nonzero()[:, 0], truth))
-        for token, step in zip(guess.read.tolist(), guess.steps.tolist(), strict=True):
-            if step >= 0:
-                right.append(token in data[step].context_ids().tolist())
     assert sum(reads) / 6 > sum(usual) / 6 + 0.15
-    assert len(right) >= 20
-    assert sum(right) / len(right) > 0.7  # by chance about one in four
 
 
 def test_an_update_in_which_no_row_moves_is_unknown(attack) -> None:
@@ -173,16 +166,3 @@ def test_a_row_at_rest_excludes_nothing_where_the_text_around_matters() -> None:
     change = torch.zeros(8, 64)
     change[5] = rows.inputs[26]
     assert not read_rows(change, change.norm(dim=1) == 0, rows).absent.any()
-
-
-def test_the_size_of_a_change_is_that_of_adams_formula() -> None:
-    t = range(1, 11)
-    expected = [
-        sum(
-            0.1 * 0.9 ** (k - s) / (1 - 0.9**k) / (0.001 * 0.999 ** (k - s) / (1 - 0.999**k)) ** 0.5
-            for k in range(s, 11)
-        )
-        for s in t
-    ]
-    sizes = change_sizes(LocalSteps(torch.optim.AdamW, {"lr": 2.0, "weight_decay": 0.3}, 10))
-    torch.testing.assert_close(sizes / 2.0, torch.tensor(expected), rtol=1e-5, atol=1e-6)

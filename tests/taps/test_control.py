@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from lightning_fedleak.model.taps import (
     control_gradient,
     control_states,
     control_update,
-    draw_texts,
     draw_words,
 )
 from lightning_fedleak.model.taps.control import is_uneven
@@ -99,35 +98,6 @@ def test_the_gradient_of_the_same_words_is_that_of_the_step(family: str, loss: s
     reads = read_step(model, HARD[loss][0])
     # A focal loss has another multiple in each row, which the size at the label holds.
     check_gradient(model, reads)
-
-
-@given(st.integers(0, 1000), st.sampled_from(["given", "none", "half"]))
-@example(1000, "none")  # a special token is among the words, and predicted like them
-@settings(deadline=None, max_examples=20)
-def test_held_out_texts_take_the_places_of_the_step(seed: int, labelled: str) -> None:
-    """Each row begins with a text; special tokens, padding and what has no label stay so."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
-    mask = torch.arange(7) < torch.tensor([[7], [4], [1]])
-    labels = None if labelled == "none" else ids.masked_fill(~mask, -100)
-    if labelled == "half":
-        labels[:, :4] = -100
-    anatomy = find_anatomy(llama())
-    read = plain_call(anatomy, TokenBatch(ids, labels, mask.long(), "causal"), None)
-    texts = [torch.tensor(text) for text in ([10, 11, 12, 0], [20, 0, 21], [0])]
-    special = frozenset({0, 1, 2})
-    drawn = draw_texts([read], special, texts, generator).batches[0]
-    before = read.batch
-    stay = (ids <= 2) | ~mask
-    assert torch.equal(drawn.input_ids[stay], ids[stay])
-    for row, stays in zip(drawn.input_ids, stay, strict=True):
-        words = row[~stays].tolist()
-        cycle = [10, 11, 12, 20, 21] * 3
-        starts = [i for i in (0, 3) if cycle[i : i + len(words)] == words]
-        assert starts or not words
-    live = read.placed.grid(3, read.placed.rows.sizes != 0, False, 1)[:, :7]
-    expected = drawn.input_ids.masked_fill(~live, -100)
-    assert torch.equal(drawn.labels, expected), (before.labels, live)
 
 
 OPTIMIZERS = {

@@ -365,7 +365,7 @@ def word_attacks() -> list[Attack]:
     return [
         flatchat(),
         fedleak.FlatChat(public(), n_types="predicted", name="flatchat_public"),
-        fedleak.AlignedFlatChat(public(), calibration_tokens=400, n_directions=8, lengths=(8,)),
+        fedleak.AlignedFlatChat(public(), calibration_tokens=400, lengths=(8,)),
         fedleak.AlignedFlatChat(public(), readout="sign", calibration_tokens=400, name="sign"),
         fedleak.BagOfWords(),
     ]

@@ -172,7 +172,7 @@ def test_training_is_not_disturbed(tmp_path: Path, settings: dict[str, Any]) -> 
     for on in (False, True):
         torch.compiler.reset()
         trainer, recorder = trainer_of(tmp_path / str(on), dropout=0.2, **settings), Recorder()
-        played = [FlatChat(scorer="abs", oracle_n_types=12), BagOfWords()]
+        played = [FlatChat(n_types=12), BagOfWords()]
         if not settings.get("gradient_checkpointing") and not settings.get("torch_compile"):
             played.append(FCMembership(1))  # type: ignore[arg-type]
         callback = watched(trainer, played, games=Games(targets=4)) if on else None
@@ -417,7 +417,7 @@ def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -
         eval_on_start=True,
         eval_dataset=rows(4),
     )
-    callback = watched(trainer, [FlatChat(scorer="abs", oracle_n_types=12)])
+    callback = watched(trainer, [FlatChat(n_types=12)])
     values: list[float] = []
 
     class Notes(TrainerCallback):

@@ -28,7 +28,7 @@ def batches(count: int = 8) -> list[dict[str, torch.Tensor]]:
 
 
 def attacks() -> list[Any]:
-    return [FlatChat(scorer="abs", oracle_n_types=12), BagOfWords(), FCMembership(1)]
+    return [FlatChat(n_types=12), BagOfWords(), FCMembership(1)]
 
 
 def lines(folder: Path, name: str = "leakage") -> list[dict[str, Any]]:

@@ -94,8 +94,6 @@ class AttentionMembership(MembershipAttack):
         batch: number of sentences in a client's batch, for which ``false_positive_rate`` holds.
         false_positive_rate: rate at which a batch without the target is taken for one with it, in
             the calibration and, under noise, in the decision.
-        upstream_sign: +1 or -1 if the adversary knows the sign of the loss's gradient at the
-            crafted output; 0 allows both. It is used under noise only.
         refresh_every: number of steps after which :meth:`refresh` calibrates again.
         seed: seed of public text and calibration.
         name: the attack's name in the logs.
@@ -118,7 +116,6 @@ class AttentionMembership(MembershipAttack):
     config_names = (
         *("layer", "granularity", "beta", "gamma", "whiten", "score", "widths", "batch"),
         *("reader.false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
-        "reader.upstream_sign",
     )
     needs_float64 = True
 
@@ -133,7 +130,6 @@ class AttentionMembership(MembershipAttack):
         tokens: int = 32,
         batch: int = 40,
         false_positive_rate: float = 0.01,
-        upstream_sign: Literal[-1, 0, 1] = 0,
         refresh_every: int = 500,
         seed: int = 0,
         name: str | None = None,
@@ -152,7 +148,8 @@ class AttentionMembership(MembershipAttack):
         self.seed = seed
         self._settings = settings
         self._choose(replaced=False, defended=False)
-        self.reader = RungReader(false_positive_rate, upstream_sign)
+        check_number("false_positive_rate", false_positive_rate, above=0, below=1)
+        self.reader = RungReader(false_positive_rate)
         self.public_text = PublicText.parse(public_text, tokenizer)
         self._prepared_at = 0
         self._d: int | None = None
@@ -164,14 +161,6 @@ class AttentionMembership(MembershipAttack):
                     "the clients', or set whiten=False and gamma to a number"
                 )
             self._calibration = self._fixed_calibration()
-
-    @classmethod
-    def as_published(
-        cls, layer: int, public_text: Any = None, **arguments: Any
-    ) -> AttentionMembership:
-        """Return the attack of the paper: raw hidden states, all coordinates, the authors' beta."""
-        paper = AttentionSettings(beta="authors", whiten=False, score="coordinates")
-        return cls(layer, public_text, attention=paper, **arguments)
 
     def meet(self, facts: RunFacts) -> None:
         """Choose the default beta and widths for the run's defences.

@@ -199,28 +199,22 @@ class Calibration:
         gammas: (levels,) absolute gammas of coordinates, hardest to exceed first; empty for bands.
         level: index of the gamma or band that decides: the easiest at which public batches fire at
             no more than ``false_positive_rate``, or the hardest where none does.
-        rate: at which public batches fire there; NaN where it was not measured.
     """
 
     whitening: Whitening | None
     gammas: Tensor
     level: int
-    rate: float = math.nan
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the numbers for a checkpoint."""
-        tensors = {
-            "gammas": self.gammas,
-            "level": torch.tensor(self.level),
-            "rate": torch.tensor(self.rate, dtype=torch.float64),
-        }
+        tensors = {"gammas": self.gammas, "level": torch.tensor(self.level)}
         return tensors | ({} if self.whitening is None else self.whitening.tensors())
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
         """Restore what :meth:`tensors` returned."""
         whitening = Whitening.from_tensors(tensors) if "whitening.matrix" in tensors else None
-        return cls(whitening, tensors["gammas"], int(tensors["level"]), float(tensors["rate"]))
+        return cls(whitening, tensors["gammas"], int(tensors["level"]))
 
 
 def calibrate(
@@ -271,8 +265,7 @@ def calibrate(
     thresholds = gammas.tolist() if widths is None else [-w for w in widths]
     rates = [scores.false_positive_rate(threshold, batch) for threshold in thresholds]
     decisive = [i for i, rate in enumerate(rates[:n_decisive]) if rate <= false_positive_rate]
-    level = max(decisive, default=0)
-    return Calibration(whitening, gammas, level, rates[level])
+    return Calibration(whitening, gammas, max(decisive, default=0))
 
 
 def _quantiles(scores: PublicScores, batch: int, seed: int) -> Tensor:

@@ -14,7 +14,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,11 +33,12 @@ from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import COMPRESSIONS
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import check_choice, check_integer
 
 Granularity = Literal["full", "token"]
 
-NOISE_DRAWS = 400_000  # for the quantile of a guess under noise; not tuned; more: slower, steadier
+FALSE_POSITIVE_RATE = 0.01
+"""Rate at which a batch without the target is taken for one with it, under noise."""
 
 CRAFTED = "crafted.rungs"
 """Role of the crafted layers' trainable numbers in a snapshot: (G, K) for G targets, K rungs."""
@@ -365,23 +365,15 @@ class RungReader:
     """A_guess on the rungs of a gradient, (G, K), with or without noise on it.
 
     Without noise, a guess depends on which rungs are not zero. With Gaussian noise, the statistic
-    is the largest over n of the sum of n rungs from the guess rung downwards, in units of its
-    standard deviation. The threshold is the quantile of that statistic where all rungs hold noise
-    alone.
+    is the size of the guess rung in units of the noise, and the threshold is its quantile where
+    that rung holds noise alone.
 
     Args:
         false_positive_rate: of the decision under noise.
-        upstream_sign: -1, 0 or +1.
-
-    Raises:
-        ValueError: a rate outside of (0, 1), or another sign.
     """
 
-    def __init__(self, false_positive_rate: float, upstream_sign: int) -> None:
-        self.false_positive_rate = check_number(
-            "false_positive_rate", false_positive_rate, above=0, below=1
-        )
-        self.upstream_sign = check_choice("upstream_sign", upstream_sign, (-1, 0, 1))
+    def __init__(self, false_positive_rate: float = FALSE_POSITIVE_RATE) -> None:
+        self.false_positive_rate = false_positive_rate
 
     def guess(
         self, gradient: Tensor, noise_std: float, rungs: int, guess_rung: int
@@ -398,32 +390,7 @@ class RungReader:
             places = torch.arange(rungs, 0, -1, device=gradient.device)
             scores = (fires * places).amax(1).to(torch.float32)
             return MembershipGuess(scores, fires[:, guess_rung])
-        down = gradient[:, : guess_rung + 1].flip(1) / noise_std
-        sums = _standardised(down)
-        scores = sums.abs() if self.upstream_sign == 0 else sums * self.upstream_sign
-        scores = scores.amax(1)
-        two_sided = self.upstream_sign == 0
-        threshold = _noise_quantile(guess_rung + 1, self.false_positive_rate, two_sided)
+        scores = gradient[:, guess_rung].abs() / noise_std
+        tail = torch.tensor(1 - self.false_positive_rate / 2, dtype=torch.float64)
+        threshold = float(torch.special.ndtri(tail))
         return MembershipGuess(scores, scores > threshold)
-
-
-def _standardised(numbers: Tensor) -> Tensor:
-    """Return the sums of the first n columns over sqrt(n), n = 1, 2, ..."""
-    n = torch.arange(1, numbers.shape[1] + 1, device=numbers.device)
-    return numbers.cumsum(1) / n.to(numbers.dtype).sqrt()
-
-
-@cache
-def _noise_quantile(n: int, rate: float, two_sided: bool) -> float:
-    """Return the value that the maximum of n columns' :func:`_standardised` noise exceeds at
-    ``rate``.
-
-    It is exact for one column, and estimated from :data:`NOISE_DRAWS` draws for more.
-    """
-    if n == 1:
-        tail = rate / 2 if two_sided else rate
-        return float(torch.special.ndtri(torch.tensor(1 - tail, dtype=torch.float64)))
-    generator = torch.Generator().manual_seed(0)
-    sums = _standardised(torch.randn(NOISE_DRAWS, n, generator=generator))
-    largest = (sums.abs() if two_sided else sums).amax(1).sort().values
-    return float(largest[min(len(largest) - 1, int((1 - rate) * len(largest)))])

@@ -8,7 +8,7 @@ of the batch lies within ``tau`` of the target. A server that trains adds them a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -23,7 +23,6 @@ from lightning_fedleak.attacks.membership.base import (
     RungReader,
     sentence_rows,
 )
-from lightning_fedleak.attacks.membership.l1_distance import model_rounding, neighbours
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_number
 
@@ -165,14 +164,7 @@ tau is in units of ``‖T‖_1``, the dead zone in units of the mean size of T's
 The class says on which models they were measured.
 """
 
-ROUNDING_MARGIN = 8.0
-"""``tau`` in units of the model's own rounding, where that is measured; not tuned."""
-
-MEASURED: dict[Precision, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""Precisions in which a model's own rounding is measured; in the others it is negligible."""
-
-MEASURE_EVERY = 500
-"""Steps after which it is measured again, because the weights have changed; not tuned."""
+NUMBERS_AT_ONCE = 1 << 20  # of a sum at once (4 MiB in float32), which bounds the memory
 
 WIDEST_RUNG = 0.5
 """The highest rung of an automatic ladder, in units of ``‖T‖_1``; not tuned."""
@@ -200,14 +192,8 @@ class FCMembership(MembershipAttack):
     mark. ``tau="auto"`` lies between, in units of ``‖T‖_1``, because the scale of hidden states
     differs by a factor of a thousand between models and layers. A number is absolute, as in the
     paper. TF32 counts as float16, which has as many bits. The server must embed its targets in the
-    client's precision: between float32 and bfloat16 the distance is up to .07.
-
-    In float16 and bfloat16 the first layers round far less than the last, and other tokens come
-    near in the first. :meth:`prepare` therefore measures the model's own rounding at the layer,
-    beyond the dead zone, on a few random texts (alone, and in a padded batch; in the client's
-    precision, by autocast where the weights are finer). ``tau`` is 8 times that, but not below
-    float32's and not above that of :data:`SAFE`, which is also used where nothing was measured:
-    before ``prepare``, or for targets in a coarser precision.
+    client's precision: between float32 and bfloat16 the distance is up to .07. In half precision
+    the first layers round far less than the last, and other tokens come near: give ``tau`` there.
 
     No ``tau`` separates two texts with the same hidden state: at layer 0 the same word at the same
     place, and in a causal model positions whose whole prefix occurs in another sentence. Under
@@ -219,27 +205,19 @@ class FCMembership(MembershipAttack):
     Where the gradient at the target's token is exactly zero (a label that is ignored, say), the
     rung stays zero and the guess is "no".
 
-    Under noise of a known standard deviation the rungs up to ``tau`` are averaged from ``tau``
-    downwards, as far as that helps: a member has the same mean in all of them from its distance
-    upwards, a non-member zero in all. But rungs share the norm under clipping, so a ladder then
-    shows less than one rung. Where a defence acts on gradients (:meth:`meet`), ``ladder="auto"`` is
-    therefore the rung ``tau`` alone.
-
-    The sign of the upstream gradient is not used by default: it depends on the client's own loss
-    and labels, and a server knows it only where it chooses what follows its layers.
+    Under noise of a known standard deviation the rung ``tau`` alone is read. Rungs share the norm
+    under clipping, so where a defence acts on gradients (:meth:`meet`), ``ladder="auto"`` is that
+    rung alone.
 
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
         granularity: ``"token"`` (FC-Token) or ``"full"`` (FC-Full).
         tau: the L1 distance below which an input counts as the target, or ``"auto"``, which depends
-            on the precision and the model's own rounding.
+            on the precision.
         dead_zone: per coordinate, or ``"auto"``.
         ladder: the rungs as multiples of ``tau``, ascending, with 1 among them. ``"auto"``: 5
             below, halving, and 8 above, up to half of ``‖T‖_1`` (with an absolute ``tau``: 32 times
             ``tau``); where a defence acts on gradients ``(1.0,)``.
-        false_positive_rate: under noise, the chance of "yes" when no input is in reach.
-        upstream_sign: +1 or -1 where the adversary knows the sign of the loss's gradient at the
-            crafted output (it may choose what follows); 0 reads both signs. Under noise only.
         tokens: as in the base class.
         name: in the logs.
 
@@ -254,6 +232,7 @@ class FCMembership(MembershipAttack):
     """
 
     default_name = "fc_membership"
+    restores_fully = False
 
     def __init__(
         self,
@@ -263,8 +242,6 @@ class FCMembership(MembershipAttack):
         dead_zone: float | Literal["auto"] = "auto",
         *,
         ladder: Sequence[float] | Literal["auto"] = "auto",
-        false_positive_rate: float = 0.01,
-        upstream_sign: Literal[-1, 0, 1] = 0,
         tokens: int = 32,
         name: str | None = None,
     ) -> None:
@@ -281,79 +258,28 @@ class FCMembership(MembershipAttack):
             ascending = all(a < b for a, b in pairwise(ladder))
             if 1.0 not in ladder or not ascending or ladder[0] <= 0 or ladder[-1] == math.inf:
                 raise ValueError(f"ladder must be positive, ascending multiples with 1: {ladder}")
-        self.reader = RungReader(false_positive_rate, upstream_sign)
+        self.reader = RungReader()
         self._hints: dict[str, Precision] = {}
-        self._rounding: tuple[Precision, float] | None = None
-        self._measured_at = 0
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Run A_init: check the layer, and measure how the model rounds in its precision.
-
-        The precision is that of the parameters' dtype, or a coarser one that
-        :meth:`set_precision` or the argument set.
-        """
+        """Run A_init: check the layer, and note the precision of the parameters."""
         super().prepare(anatomy)
         parameter = next(anatomy.model.parameters())
         self._hints["model"] = _dtype_precision(parameter.dtype, parameter.device)
-        self._rounding = None
-        precision = self._resolve_precision(parameter.dtype)
-        if self.tau == "auto" and precision in MEASURED:
-            dtype = MEASURED[precision]
-            rounding = model_rounding(
-                anatomy,
-                self.layer,
-                SAFE[precision][1],
-                together=self.read_together,
-                cast=None if parameter.dtype == dtype else dtype,
-            )
-            self._rounding = None if rounding is None else (precision, rounding)
-
-    def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Measure again after :data:`MEASURE_EVERY` steps, and at the start of a fit."""
-        if not 0 <= step - self._measured_at < MEASURE_EVERY:
-            self._measured_at = step
-            self.prepare(anatomy)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return when the rounding was measured, its value, and the precisions so far."""
-        order = list(SAFE)
-        state = {f"hint.{k}": torch.tensor(order.index(v)) for k, v in self._hints.items()}
-        if self._rounding is not None:
-            state["rounding"] = torch.tensor(self._rounding[1], dtype=torch.float64)
-            state["rounding.precision"] = torch.tensor(order.index(self._rounding[0]))
-        return state | {"measured_at": torch.tensor(self._measured_at)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned; later precisions count more."""
-        if not state:
-            return
-        order = list(SAFE)
-        self._measured_at = int(state["measured_at"])
-        hints = {k.removeprefix("hint."): v for k, v in state.items() if k.startswith("hint.")}
-        self._hints |= {k: order[int(v)] for k, v in hints.items()}
-        self._rounding = None
-        if "rounding" in state:
-            precision = order[int(state["rounding.precision"])]
-            self._rounding = precision, float(state["rounding"])
 
     def set_precision(self, precision: str) -> None:
         """Set the precision in which the client runs, in the Trainer's words (``"bf16-mixed"``).
 
-        Only ``precision="auto"`` uses it. After a change the next :meth:`refresh` measures the
-        model's rounding again.
+        Of this one and the parameters' the coarser counts.
         """
-        name, previous = str(precision), self._hints.get("trainer")
-        current = next((one for one in SAFE if one == name), None)
-        if current is None:
-            words = TRAINERS_WORDS.items()
-            current = next((one for word, one in words if name.startswith(word)), None)
+        name = str(precision)
+        words: dict[str, Precision] = {**{known: known for known in SAFE}, **TRAINERS_WORDS}
+        current = next((one for word, one in words.items() if name.startswith(word)), None)
         if current is None:
             raise ValueError(
                 f"unknown precision {precision!r}: pass one of {list(SAFE)} or a Trainer's own"
             )
         self._hints["trainer"] = current
-        if previous not in (None, current):
-            self._measured_at = -MEASURE_EVERY
 
     def meet(self, facts: RunFacts) -> None:
         """Store the precision; against defended gradients ``ladder="auto"`` is ``(1.0,)``."""
@@ -388,7 +314,7 @@ class FCMembership(MembershipAttack):
         Raises:
             ValueError: a target is not finite, or all zero where ``tau`` is to follow its size.
         """
-        safe_tau, safe_zone = self._relative(self._resolve_precision(targets.dtype))
+        safe_tau, safe_zone = SAFE[self._resolve_precision(targets.dtype)]
         targets = targets.to(_promote(targets.dtype))
         sizes = targets.abs().sum(1)
         if not bool(sizes.isfinite().all()):
@@ -402,13 +328,6 @@ class FCMembership(MembershipAttack):
             else torch.full_like(sizes, float(self.dead_zone))
         )
         return taus[:, None] * self._multiples(safe_tau).to(taus), zones
-
-    def _relative(self, precision: Precision) -> tuple[float, float]:
-        """Return (tau, dead zone) of ``"auto"``, as in :data:`SAFE`, from the measured rounding."""
-        tau, zone = SAFE[precision]
-        if self._rounding is None or self._rounding[0] != precision:
-            return tau, zone
-        return min(tau, max(SAFE["fp32"][0], ROUNDING_MARGIN * self._rounding[1])), zone
 
     def _multiples(self, safe_tau: float) -> Tensor:
         if self._ladder_steps != "auto":
@@ -446,9 +365,9 @@ class FCMembership(MembershipAttack):
         gradient = torch.zeros((b * len(targets), self.rungs), dtype=dtype, device=hidden.device)
         if len(targets) and len(rows):
             taus, zones = (x.to(dtype) for x in self.settings(targets))
-            row, target_index, distance = neighbours(
-                rows.to(dtype), targets.to(dtype), taus[:, -1], zones
-            )
+            distances = l1_distances(rows.to(dtype), targets.to(dtype), zones)
+            target_index, row = (~(distances >= taus[:, -1:])).nonzero(as_tuple=True)
+            distance = distances[target_index, row]
             fires = distance[:, None] < taus[target_index]
             parts = torch.where(fires, weights[row].to(dtype)[:, None], 0.0)
             parts.masked_fill_(distance.isnan()[:, None], torch.nan)
@@ -473,30 +392,41 @@ class FCMembership(MembershipAttack):
         """
         return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
 
-    def arguments(self) -> dict[str, object]:
-        """Return the settings without what was measured."""
-        measured = ("tau_relative", "rounding")
-        return {name: value for name, value in self.config().items() if name not in measured}
-
     def config(self) -> dict[str, object]:
         """Return the settings for reports.
 
-        ``rounding`` is the model's own, None where it was not measured. ``tau_relative`` is the
-        value of ``tau="auto"`` in the present precision. Both are in units of ``‖T‖_1``.
+        ``tau_relative`` is the value of ``tau="auto"`` in the present precision, in units of
+        ``‖T‖_1``.
         """
-        relative = self._relative(self._resolve_precision(torch.float32))[0]
+        relative = SAFE[self._resolve_precision(torch.float32)][0]
         ladder = self._ladder_steps
         return {
             "layer": self.layer,
             "granularity": self.granularity,
             "tau": self.tau,
             "tau_relative": relative if self.tau == "auto" else None,
-            "rounding": None if self._rounding is None else self._rounding[1],
             "dead_zone": self.dead_zone,
             "ladder": ladder if ladder == "auto" else list(ladder),
             "tokens": self.tokens,
-            **vars(self.reader),
         }
+
+
+def l1_distances(rows: Tensor, targets: Tensor, dead_zones: Tensor) -> Tensor:
+    """Return (G, N) ``sum_i relu(|x_i - T_i| - dead_zone)``; NaN for rows that are not finite.
+
+    Args:
+        rows: (N, D).
+        targets: (G, D), of the same floating dtype.
+        dead_zones: (G,), 0 for the plain L1 distance.
+    """
+    distances = rows.new_empty(len(targets), len(rows))
+    parts = torch.split(rows, max(1, NUMBERS_AT_ONCE // max(1, rows.shape[1])))
+    for k, (target, zone) in enumerate(zip(targets, dead_zones.tolist(), strict=True)):
+        differences = ((part - target).abs_() for part in parts)
+        sums = [(x.sub_(zone).clamp_min_(0) if zone > 0 else x).sum(1) for x in differences]
+        torch.cat(sums, out=distances[k])
+    sizes = torch.linalg.vector_norm(rows, ord=1, dim=1)
+    return distances.masked_fill(~sizes.isfinite(), torch.nan)
 
 
 def _promote(dtype: torch.dtype) -> torch.dtype:

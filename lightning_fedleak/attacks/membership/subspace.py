@@ -32,7 +32,6 @@ from lightning_fedleak.model.snapshots import (
     explain_weight_term,
 )
 from lightning_fedleak.threats import ThreatModelError
-from lightning_fedleak.validate import check_integer
 
 # None of these was tuned.
 SMALLEST_PIVOT = 1e-2  # squared share of a state outside those before it, below which it is skipped
@@ -41,6 +40,7 @@ FREE_DIMENSIONS = 20  # that rows must leave to a block's states for a distance 
 ABSENT_WEIGHT = 10.0  # subtracted from the score of a text with a token that is surely absent
 SMALLEST_DISTANCE = 1e-10  # squared, of a unit state from the span of the rows; rounding
 DEEP_SHARES = (0.4, 0.95)  # of the depth between which deeper blocks are read
+BLOCKS = 12  # read at most: the first two, and others from the middle on
 FIRST_BLOCK_WEIGHT = 0.5  # of the first block's gain, subtracted from that of deeper ones
 
 
@@ -50,7 +50,6 @@ class SubspaceMembership(PassiveMembership):
     Args:
         public_text: text like the clients', or ``"sampled"`` for text that the model writes; it
             shows how much any text explains.
-        blocks: that are read at most: the first two, and others from the middle on.
         refresh_every: steps after which :meth:`refresh` runs the model on public text again.
         shared: ``tokenizer``, ``public_rows``, ``tokens``, ``seed`` and ``name``, as in
             :class:`~lightning_fedleak.attacks.PassiveMembership`.
@@ -60,13 +59,12 @@ class SubspaceMembership(PassiveMembership):
 
     Examples:
         >>> from lightning_fedleak.attacks import SubspaceMembership
-        >>> attack = SubspaceMembership(blocks=6)
-        >>> attack.config()["blocks"]
-        6
+        >>> attack = SubspaceMembership(public_rows=16)
+        >>> attack.config()["public_rows"]
+        16
     """
 
     default_name = "subspace_membership"
-    config_names = (*PassiveMembership.config_names, "blocks")
     needs_float64 = True
     removes_loss_terms = True
 
@@ -74,12 +72,10 @@ class SubspaceMembership(PassiveMembership):
         self,
         public_text: TextSource = "sampled",
         *,
-        blocks: int = 12,
         refresh_every: int = 500,
         **shared: Any,
     ) -> None:
         super().__init__(public_text, refresh_every=refresh_every, **shared)
-        self.blocks = check_integer("blocks", blocks)
         self._words = SubspaceWords(capacity_seconds=0)
         self._wide_inputs = row_space.PerMaps(_find_wide_inputs)
         self._public_inputs: tuple[row_space.SharedInput, ...] = ()
@@ -117,7 +113,7 @@ class SubspaceMembership(PassiveMembership):
         trained = [i for i in wide if i.trained_readers(anatomy)]
         inputs = _first_input_per_block(trained or wide)
         first, deep = inputs[: _early_blocks(len(inputs))], inputs[_early_blocks(len(inputs)) :]
-        deep_blocks = max(1, self.blocks - len(first))
+        deep_blocks = max(1, BLOCKS - len(first))
         if len(deep) > deep_blocks:
             ends = [share * (len(inputs) - 1) - len(first) for share in DEEP_SHARES]
             places = torch.linspace(max(0.0, ends[0]), ends[1], deep_blocks).round()

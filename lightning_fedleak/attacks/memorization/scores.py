@@ -21,7 +21,7 @@ from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, Unusa
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_number
 
 WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 """Tokens of the windows: geometric from 2 to 40, as arXiv 2601.02751 has them."""
@@ -200,24 +200,9 @@ class Windows(MemorizationAttack):
     Window-based comparison (WBC, arXiv 2601.02751): the share of windows of w tokens in which the
     sum of ``lp - lp0`` is positive, averaged over the sizes. A text shorter than a window counts as
     one window.
-
-    Args:
-        sizes: tokens of a window.
-        name: as in the logs.
-
-    Raises:
-        ValueError: no size, or one below 1.
     """
 
     default_name = "windows"
-
-    def __init__(self, sizes: tuple[int, ...] = WINDOWS, name: str | None = None) -> None:
-        super().__init__(name)
-        if not sizes:
-            raise ValueError("sizes must hold at least one window size in tokens, got none")
-        for size in sizes:
-            check_integer("sizes", size, hint="tokens of a window")
-        self.sizes = tuple(sizes)
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Return the mean share of windows that gained."""
@@ -225,14 +210,10 @@ class Windows(MemorizationAttack):
         scores = torch.empty(len(gains), dtype=torch.float64)
         for row, labels in enumerate(released.now.labels):
             sums = torch.cat([gains.new_zeros(1), gains[row, labels].cumsum(0)])
-            widths = [min(size, len(sums) - 1) for size in self.sizes]
+            widths = [min(size, len(sums) - 1) for size in WINDOWS]
             shares = [(sums[width:] - sums[: len(sums) - width] > 0).double() for width in widths]
             scores[row] = torch.stack([share.mean() for share in shares]).mean()
         return scores
-
-    def config(self) -> dict[str, object]:
-        """Return the sizes."""
-        return {"sizes": list(self.sizes)}
 
 
 class ErrorZone(MemorizationAttack):

@@ -116,7 +116,6 @@ class BottomModel(CopiedModel):
         layer: the split.
         step: optimizer step of the copied weights.
         vocab_size: rows of the word embeddings.
-        embedding_width: numbers in a word embedding.
         width: numbers in a hidden state at the split.
         dtype: of the hidden states at the split.
         causal: whether no hidden state depends on later tokens, by the gradient of a trial. At
@@ -142,7 +141,7 @@ class BottomModel(CopiedModel):
             raise ValueError(
                 "the input embeddings hold no matrix of numbers, which inversion needs"
             )
-        self.vocab_size, self.embedding_width = shape
+        self.vocab_size = shape[0]
         self.context = model_runs.context_length(anatomy)
         self._try()
 

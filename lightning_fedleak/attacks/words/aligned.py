@@ -20,13 +20,7 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
     check_readable,
 )
-from lightning_fedleak.attacks.local_steps import (
-    ROUNDED,
-    LocalSteps,
-    check_compressed,
-    cut_size,
-    rounding_error,
-)
+from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed, rounding_error
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words import aligned_rows
 from lightning_fedleak.attacks.words.aligned_readout import (
@@ -34,7 +28,6 @@ from lightning_fedleak.attacks.words.aligned_readout import (
     best_count,
     rehearse,
     turn,
-    turn_on_long_rows,
 )
 from lightning_fedleak.attacks.words.aligned_updates import (
     normalize_update,
@@ -62,13 +55,11 @@ from lightning_fedleak.validate import check_choice, check_integer
 LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens in a calibrating text; not tuned
 _SIGN_TOKENS = 2048  # public tokens whose hidden states give the sign's direction; not tuned
 _ONE_SIDED = 0.95  # share of positive hidden states below which prepare warns; not tuned
-_LONGEST = 512  # rows that are searched for clipped entries: the longest are of used types
 _RULED_OUT = -30.0  # log odds of types without any evidence, the least of all
 _NOT_OF_LORA = (
     "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
     "(leave local_steps out)"
 )
-_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step
 _TOKENS = 1600  # tokens of such a batch at most: a limit of time, not tuned
 
 
@@ -99,15 +90,12 @@ class AlignedFlatChat(Attack):
         tokenizer: for strings; a masked language model needs its ``mask_token_id``.
         readout: ``"learned"`` or ``"sign"``. Use ``"learned"`` if ``prepare`` warns that fewer than
             95% of the public hidden states are positive on u.
-        n_directions: clusters of hidden states that rows are projected on (learned).
         calibration_tokens: public tokens of the calibration at most (on SmolLM2-135M 2,000 reached
             an F1 of .97, 6,000 .978, 12,000 .982). The time is about twice that of a forward and
             backward over them.
         lengths: tokens in the calibrating texts, which are cut to these lengths in equal numbers.
         refresh_every: steps after which :meth:`refresh` aligns with the changed model again; the
             classifier stays.
-        updates: public updates that a readout for Adam is fitted on, at least 2. For rounds of
-            several steps each one is that many steps of training on a copy of the weights.
         seed: of everything random in the calibration.
         name: as in the logs.
 
@@ -144,10 +132,9 @@ class AlignedFlatChat(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "aligned_flatchat"
-    config_names = ("readout", "n_directions", "calibration_tokens", "refresh_every", "seed")
+    config_names = ("readout", "calibration_tokens", "refresh_every", "seed")
     needs_float64 = True
     reads_adaptive_updates = True
-    reads_clipped = True
     reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
 
     def __init__(
@@ -156,20 +143,16 @@ class AlignedFlatChat(Attack):
         *,
         tokenizer: Any = None,
         readout: Literal["sign", "learned"] = "learned",
-        n_directions: int = 64,
         calibration_tokens: int = 12_000,
         lengths: Sequence[int] = LENGTHS,
         refresh_every: int = 500,
-        updates: int = 80,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
         self.readout = check_choice("readout", readout, ("sign", "learned"))
-        self.n_directions = check_integer("n_directions", n_directions)
         self.calibration_tokens = check_integer("calibration_tokens", calibration_tokens)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        self.updates = check_integer("updates", updates, at_least=2)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
         attack = type(self).__name__
@@ -178,10 +161,8 @@ class AlignedFlatChat(Attack):
         self.lengths = tuple(lengths)
         self.steps: LocalSteps | None = None
         self._role = HEAD_WEIGHT
-        self._clip: dict[str, Any] = {}
         self._compression: Compression | None = None
         self._why_unreadable: str | None = None
-        self._why_not_fitted: str | None = None
         self._before: Tensor | None = None
         self.seed = seed
         self.calibration_seconds = 0.0
@@ -191,11 +172,9 @@ class AlignedFlatChat(Attack):
         self._aligned_at = 0
 
     def meet(self, facts: RunFacts) -> None:
-        """Store the clip value, the compression, and what makes an update."""
-        self._why_unreadable, self._clip = None, {}
+        """Store the compression, and what makes an update."""
+        self._why_unreadable = None
         self._compression = facts.compression
-        if facts.clip_value is not None:
-            self._clip = {"clip_value": facts.clip_value, "steps": facts.local_steps or 1}
         try:
             self.steps = LocalSteps.from_facts(facts)
         except UnusableObservation as error:
@@ -251,10 +230,7 @@ class AlignedFlatChat(Attack):
                 )
         else:
             generator = torch.Generator().manual_seed(self.seed)
-            try:
-                self._calibration = self._calibrate(anatomy, generator)
-            except UnusableObservation as error:
-                self._why_not_fitted = str(error)
+            self._calibration = self._calibrate(anatomy, generator)
             self._keep_weights(anatomy)
         self.calibration_seconds = time.perf_counter() - start
 
@@ -269,19 +245,9 @@ class AlignedFlatChat(Attack):
             )
         if steps is None:
             weight, bias = head_parameters(anatomy)
-            k = self.n_directions
-            more: dict[str, Any] = {**self._clip, "compression": self._rehearsed}
-            return rehearse(parts, weight, bias, generator, n_directions=k, **more)
-        return rehearse_updates(
-            anatomy,
-            parts,
-            steps,
-            self._public_batches(anatomy, generator),
-            generator,
-            updates=self.updates,
-            texts=_TEXTS,
-            n_directions=self.n_directions,
-        )
+            return rehearse(parts, weight, bias, generator, self._rehearsed)
+        batches = self._public_batches(anatomy, generator)
+        return rehearse_updates(anatomy, parts, steps, batches, generator)
 
     def _text(self, anatomy: Anatomy) -> PublicText:
         return PublicText.resolve(self.public_text, anatomy, self.seed, or_tokens=True)
@@ -410,18 +376,14 @@ class AlignedFlatChat(Attack):
     def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
         assert self._u is not None
         self._u = self._u.to(gradient.device)
-        summary, u = turn_on_long_rows(gradient, self._u)
-        self._check_clip(gradient, summary.norms)
+        summary, u = turn(gradient, aligned_rows.RowSummary.read(gradient, self._u), self._u)
         types = aligned_rows.significant(summary.projection, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.projection, n_types=float(len(types)))
 
     def _read_gradient(self, gradient: Tensor) -> WordGuess:
-        if self._calibration is None and self._why_not_fitted is not None:
-            raise UnusableObservation(self._why_not_fitted)
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
         summary = aligned_rows.RowSummary.read(gradient, directions.u)
-        self._check_clip(gradient, summary.norms)
         summary, _ = turn(gradient, summary, directions.u, expected.reference)
         units = aligned_rows.Units.estimate(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _RULED_OUT)
@@ -436,27 +398,6 @@ class AlignedFlatChat(Attack):
         scores[rows] = odds.clamp(min=_RULED_OUT)
         types = rows[odds.argsort(descending=True)[: int(best_count(used))]]
         return WordGuess(types, scores, float(used.sum()))
-
-    def _check_clip(self, gradient: Tensor, norms: Tensor) -> None:
-        """Raise an error if entries were cut to a size that no readout was fitted on.
-
-        Raises:
-            UnusableObservation: says what to change.
-        """
-        sign = self.readout == "sign"
-        if (self._clip or self._rehearsed) and not sign:
-            return
-        longest = gradient.index_select(0, norms.topk(min(_LONGEST, len(norms))).indices)
-        if cut_size(longest, ROUNDED if self.steps is not None else 0.0) is not None:
-            raise UnusableObservation(
-                "clipping by value has cut entries of the head's gradient to one size, "
-                + (
-                    "which turns rows: use readout='learned'"
-                    if sign
-                    else "which the run does not declare: clip with Trainer(gradient_clip_val=..., "
-                    "gradient_clip_algorithm='value'), so that the readout is fitted on its value"
-                )
-            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the calibration."""
@@ -482,8 +423,7 @@ class AlignedFlatChat(Attack):
     def arguments(self) -> dict[str, object]:
         """Return the settings, and what makes the updates that the readout is fitted on."""
         steps = self._adaptive_steps
-        rules = self._clip | self._compressed
-        return self.config() | rules | ({} if steps is None else steps.describe())
+        return self.config() | self._compressed | ({} if steps is None else steps.describe())
 
     @property
     def _compressed(self) -> dict[str, str]:

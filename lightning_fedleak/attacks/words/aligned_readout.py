@@ -20,7 +20,6 @@ from lightning_fedleak.attacks.words.aligned_rows import (
     ExpectedRows,
     RowSummary,
     Units,
-    checked_norms,
     cluster_centres,
     plausible,
     projections,
@@ -30,7 +29,6 @@ from lightning_fedleak.attacks.words.aligned_rows import (
 )
 from lightning_fedleak.attacks.words.public_gradients import GradientParts
 from lightning_fedleak.model.compression import Compression
-from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.progress import track
 
 _ROWS = 512  # unused rows that the direction is fitted to, the longest: a limit of time, not tuned
@@ -39,9 +37,6 @@ _STEPS = 12  # directions tried; more cost time at every look, not tuned
 _RATE = 0.25  # length of a move of the direction; not tuned
 _LARGE = 0.3  # norm, in used tokens, from which a row is that of a used type; not tuned
 _UNUSED = 0.1  # norm, in used tokens, up to which a row is that of an unused type; not tuned
-_SHORT = 0.02  # norm, in used tokens, up to which a row need not be projected; not tuned
-_SAMPLED = 128  # rows of the sample that shows noise or label smoothing; not tuned
-_NEGATIVE = 0.1  # share of negative rows of that sample from which all rows are read; not tuned
 
 
 def turn(
@@ -64,88 +59,24 @@ def turn(
     Returns:
         the summary along the new direction, and the direction.
     """
-    turned_summary, direction, _ = _turn(gradient, summary, u, rows)
-    return turned_summary, direction
-
-
-def turn_on_long_rows(gradient: Tensor, u: Tensor) -> tuple[RowSummary, Tensor]:
-    """Return the result of :func:`turn`, from little more than the norms of most rows.
-
-    Rows of used types are long. Rows shorter than a fiftieth of a used token's are not projected:
-    they get their length, as unused rows. All rows are read if a sample of them shows that noise or
-    label smoothing made many negative, if ``u`` stays, or if too many rows are long.
-
-    Args:
-        gradient: (V, d).
-        u: (d,) of public text.
-
-    Raises:
-        UnusableObservation: the gradient has NaN or infinity, or is all zero.
-    """
-    norms = checked_norms(gradient)
-    least, places, n_sampled = _long_and_sampled_rows(norms)
-    projection = projections(gradient.detach().index_select(0, places), u)
-    if int((projection[-n_sampled:] < 0).sum()) <= _NEGATIVE * n_sampled:
-        summary = RowSummary(norms.index_copy(0, places, projection), norms, torch.zeros_like(u))
-        result, direction, token = _turn(gradient, summary, u, long_rows_only=True)
-        if direction is not u and token is not None and bool(least < _LARGE * token):
-            return result, direction
-    summary = RowSummary.read(gradient, u, norms)
-    result, direction, _ = _turn(gradient, summary, u, long_rows_only=True)
-    return result, direction
-
-
-def _long_and_sampled_rows(norms: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return the longest sixteenth of the rows, followed by a sample of all rows.
-
-    Returns:
-        The least norm of the long rows, the rows, and the size of the sample.
-    """
-    some = torch.arange(0, len(norms), max(1, len(norms) // _SAMPLED), device=norms.device)
-    sample = norms[:: max(1, len(norms) // (4 * _SAMPLED))]
-    least = sample.kthvalue(max(1, len(sample) * 15 // 16)).values
-    return least, torch.cat([(norms > least).nonzero()[:, 0], some]), len(some)
-
-
-def _turn(
-    gradient: Tensor,
-    summary: RowSummary,
-    u: Tensor,
-    rows: Tensor | None = None,
-    long_rows_only: bool = False,
-) -> tuple[RowSummary, Tensor, Tensor | None]:
-    """Return the summary, the direction, and the norm of one used token's row if it is known."""
     if rows is not None and len(rows) < _FEWEST:
-        return summary, u, None
+        return summary, u
     noise = (summary if rows is None else summary.select(rows)).noise()
     token = token_norm(summary, noise)
     if token is None:
-        return summary, u, None
+        return summary, u
     clear = (summary.norms > 2 * noise * summary.width**0.5) & (summary.norms < _UNUSED * token)
     places = clear.nonzero()[:, 0] if rows is None else rows[clear[rows]]
     if len(places) < _FEWEST:
-        return summary, u, token
+        return summary, u
     longest = summary.norms.index_select(0, places).topk(min(_ROWS, len(places))).indices
     unused = gradient.detach().index_select(0, places[longest]).float() - summary.common
     direction = separating_direction(unused, steps=_STEPS, rate=_RATE)
-    projection = _project_long_rows(gradient, direction, summary, token) if long_rows_only else None
-    if projection is None:
-        projection = projections(gradient, direction) - summary.common @ direction
+    projection = projections(gradient, direction) - summary.common @ direction
     large = (summary.norms > _LARGE * token).nonzero()[:, 0]
     if not bool((projection[large].sign() * summary.norms[large]).sum() < 0):
-        return summary, u, token
-    return replace(summary, projection=projection), direction, token
-
-
-def _project_long_rows(
-    gradient: Tensor, u: Tensor, summary: RowSummary, token: Tensor
-) -> Tensor | None:
-    """Return the projections of the long rows; None if more than a fifth of the rows is long."""
-    long = (summary.norms > _SHORT * token).nonzero()[:, 0]
-    if len(long) > len(summary.norms) // 5:
-        return None
-    projection = projections(gradient.detach().index_select(0, long), u) - summary.common @ u
-    return summary.norms.index_copy(0, long, projection)
+        return summary, u
+    return replace(summary, projection=projection), direction
 
 
 _HIDDEN = 64  # width of the classifier's two hidden layers; not tuned
@@ -311,10 +242,6 @@ def rehearse(
     weight: Tensor,
     bias: Tensor | None,
     generator: torch.Generator,
-    *,
-    n_directions: int,
-    clip_value: float | None = None,
-    steps: int = 1,
     compression: Compression | None = None,
 ) -> HeadCalibration:
     """Return a readout fitted on batches of public sentences.
@@ -327,15 +254,9 @@ def rehearse(
         weight: (V, d) of the head.
         bias: (V,) or None.
         generator: CPU generator.
-        n_directions: centres of hidden states that rows are projected on.
-        clip_value: size that entries of each step's gradient are cut to; None without clipping.
-        steps: number of steps whose clipped gradients are added.
         compression: of half of the batches; the other half is read as it was before.
-
-    Raises:
-        UnusableObservation: clipping leaves nothing to fit on.
     """
-    directions = Directions.fit(parts, n_directions, generator)
+    directions = Directions.fit(parts, generator)
     unit = F.normalize(parts.states, dim=1)
     clusters = cluster_centres(unit, _CLUSTERS, generator)
     order = torch.randperm(parts.n_sentences, generator=generator).to(parts.labels.device)
@@ -346,7 +267,7 @@ def rehearse(
     for public, other_half in zip(reversed(halves), expected, strict=True):
         for batch in _draw_batches(public, generator):
             types, importance = _draw_types(batch, other_half, generator)
-            gradient = batch.clipped_gradient(weight, bias, types, clip_value, steps)
+            gradient = batch.gradient(weight, bias, types)
             token = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
             gradient += _draw_noise(gradient, token, generator)
             if compression is not None and float(torch.rand((), generator=generator)) < 0.5:
@@ -368,12 +289,6 @@ def rehearse(
                 other_half.rows(types[some]),
             )
             rows.append((features, torch.isin(types[some], batch.labels), importance[some]))
-    if not rows:
-        raise UnusableObservation(
-            f"clipping by value at {clip_value:g} leaves every row of a public gradient the same "
-            "size, so that no readout can be fitted: raise gradient_clip_val, or clip by norm "
-            "(gradient_clip_algorithm='norm')"
-        )
     features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
     readout = Readout.fit(features, used, importance, generator)
     return HeadCalibration(directions, clusters, ExpectedRows.average(*expected), readout)

@@ -23,6 +23,8 @@ from lightning_fedleak.attacks.words.public_gradients import GradientParts
 
 _TOKENS_AT_ONCE = 1024  # tokens whose probabilities are computed at once, which bounds the memory
 _ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memory
+_CENTRES = 64  # clusters of hidden states that rows are projected on; not tuned
+_PRINCIPAL = 64  # principal directions of the hidden states, for the whitening; not tuned
 _ERROR = 0.25  # variance of the relative error of expected rows; not tuned
 _OPENING = 4  # directions in which the input gradients of first tokens are read; not tuned
 _TINY = 1e-4  # added to numbers in used tokens before a logarithm or a division; not tuned
@@ -52,9 +54,7 @@ class Directions:
     norm: Tensor
 
     @classmethod
-    def fit(
-        cls, parts: GradientParts, n_centres: int, generator: torch.Generator, n_principal: int = 64
-    ) -> Directions:
+    def fit(cls, parts: GradientParts, generator: torch.Generator) -> Directions:
         """Return the directions of public text."""
         states = parts.states
         unit = F.normalize(states, dim=1)
@@ -62,12 +62,12 @@ class Directions:
         mean = unit.mean(0)
         spread = (unit - mean).T @ (unit - mean) / len(unit)
         values, vectors = torch.linalg.eigh(spread)
-        m = min(n_principal, unit.shape[1], len(unit))
+        m = min(_PRINCIPAL, unit.shape[1], len(unit))
         first = F.normalize(parts.input_grads[parts.input_first], dim=1)
         values, vectors = values.flip(0)[:m].clamp(min=1e-12), vectors.flip(1)[:, :m]
         return cls(
             u=u,
-            centres=cluster_centres(unit, n_centres, generator),
+            centres=cluster_centres(unit, _CENTRES, generator),
             whitening=vectors / values.sqrt(),
             deviations=values.sqrt(),
             opening=torch.linalg.svd(first, full_matrices=False).Vh[:_OPENING].T.contiguous(),
@@ -304,18 +304,18 @@ class RowSummary:
     common: Tensor
 
     @classmethod
-    def read(cls, gradient: Tensor, u: Tensor, norms: Tensor | None = None) -> RowSummary:
+    def read(cls, gradient: Tensor, u: Tensor) -> RowSummary:
         """Return the summary of a gradient, without the row that label smoothing adds.
 
         Args:
             gradient: (V, d).
             u: (d,) unit.
-            norms: result of :func:`checked_norms`; computed if it is None.
 
         Raises:
             UnusableObservation: the gradient has NaN or infinity, or is all zero.
         """
-        norms = checked_norms(gradient) if norms is None else norms
+        norms = _map_rows(gradient, lambda rows: torch.linalg.vector_norm(rows, dim=1))
+        check_readable(norms.max(), "the head's gradient")
         summary = cls(projections(gradient, u), norms, u.new_zeros(gradient.shape[1]))
         common = _common_row(gradient, summary)
         return summary if common is None else cls(*_subtract(gradient, u, common), common)
@@ -374,17 +374,6 @@ def kth_smallest(values: Tensor, k: int) -> Tensor:
     if values.device.type != "cpu":
         return values.kthvalue(k).values
     return values.new_tensor(np.partition(values.detach().numpy(), k - 1)[k - 1])
-
-
-def checked_norms(gradient: Tensor) -> Tensor:
-    """Return the (V,) norms of the rows, in float32.
-
-    Raises:
-        UnusableObservation: the gradient has NaN or infinity, or is all zero.
-    """
-    norms = _map_rows(gradient, lambda rows: torch.linalg.vector_norm(rows, dim=1))
-    check_readable(norms.max(), "the head's gradient")
-    return norms
 
 
 def projections(gradient: Tensor, u: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ gradients of public text for rounds of one step, from training on it for longer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +41,8 @@ _NOISE = 3e-3  # size of an entry, in units of its largest, that rounding explai
 _SATURATED = 1e-5  # distance from the largest size that float32 resolves; not tuned
 _PRINCIPAL = 32  # principal directions that are features themselves; not tuned
 _PASSES = 6  # passes of the fit over the rows; more cost time, not tuned
+_UPDATES = 80  # public updates; more cost time, not tuned
+_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step
 _QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)  # of a row's entries, as features; not tuned
 
 
@@ -63,7 +65,6 @@ def one_step_updates(
     bias: Tensor | None,
     steps: LocalSteps,
     generator: torch.Generator,
-    texts: Sequence[int],
 ) -> Iterator[PublicUpdate]:
     """Yield updates of one step, from the gradients of public sentences.
 
@@ -73,18 +74,17 @@ def one_step_updates(
         bias: (V,) or None.
         steps: the round.
         generator: CPU generator.
-        texts: numbers of texts in a batch.
     """
     by_length = torch.bincount(parts.sentence, minlength=parts.n_sentences).argsort().cpu()
     while True:
-        size = min(_draw(texts, generator), parts.n_sentences)
+        size = min(_draw_size(generator), parts.n_sentences)
         third = max(size, len(by_length) // 3)
         first = int(torch.rand((), generator=generator) * (len(by_length) - third + 1))
         pool = by_length[first : first + third]
         sentences = pool[torch.randperm(len(pool), generator=generator)[:size]]
         batch = parts.select(sentences.to(parts.labels.device))
         parameter = nn.Parameter(weight.clone())
-        parameter.grad = batch.clipped_gradient(weight, bias, None, steps.clip_value)
+        parameter.grad = batch.gradient(weight, bias)
         steps.make_optimizer([parameter]).step()
         yield _public_update(weight, parameter.detach(), batch.labels, steps)
 
@@ -94,7 +94,6 @@ def training_updates(
     batch: Callable[[int], TokenBatch],
     steps: LocalSteps,
     generator: torch.Generator,
-    texts: Sequence[int],
 ) -> Iterator[PublicUpdate]:
     """Yield updates of rounds of training on public text, with copies of the weights.
 
@@ -103,21 +102,20 @@ def training_updates(
         batch: draws a batch of that many texts of one length.
         steps: the round.
         generator: CPU generator.
-        texts: numbers of texts in a batch.
     """
     weight = head_parameters(anatomy)[0]
     names = {id(p): name for name, p in anatomy.root.named_parameters()}
     head = names[id(anatomy.parameter(HEAD_WEIGHT))]
     while True:
-        size = _draw(texts, generator)
+        size = _draw_size(generator)
         batches = [batch(size) for _ in range(steps.steps)]
         after = train_copies(anatomy, batches, steps)[head].float()
         labels = torch.cat([public.target_ids() for public in batches])
         yield _public_update(weight, after, labels, steps)
 
 
-def _draw(numbers: Sequence[int], generator: torch.Generator) -> int:
-    return numbers[int(torch.randint(len(numbers), (), generator=generator))]
+def _draw_size(generator: torch.Generator) -> int:
+    return _TEXTS[int(torch.randint(len(_TEXTS), (), generator=generator))]
 
 
 def _public_update(
@@ -148,10 +146,6 @@ def rehearse_updates(
     steps: LocalSteps,
     batch: Callable[[int], TokenBatch],
     generator: torch.Generator,
-    *,
-    updates: int,
-    texts: Sequence[int],
-    n_directions: int,
 ) -> HeadCalibration:
     """Return a readout fitted on public updates.
 
@@ -164,12 +158,9 @@ def rehearse_updates(
         steps: the round.
         batch: draws a batch of that many texts of one length.
         generator: CPU generator.
-        updates: number of public updates.
-        texts: numbers of texts in a batch.
-        n_directions: centres of hidden states that rows are projected on.
     """
     weight, bias = head_parameters(anatomy)
-    directions = Directions.fit(parts, n_directions, generator)
+    directions = Directions.fit(parts, generator)
     clusters = cluster_centres(F.normalize(parts.hidden, dim=1), _CLUSTERS, generator)
     halves = [parts]
     if steps.steps == 1:
@@ -180,12 +171,11 @@ def rehearse_updates(
         sources = [
             (other, source)
             for half, other in zip(halves, reversed(expected), strict=True)
-            for source in [one_step_updates(half, weight, bias, steps, generator, texts)]
-            * (updates // 2)
+            for source in [one_step_updates(half, weight, bias, steps, generator)] * (_UPDATES // 2)
         ]
     else:
-        training = training_updates(anatomy, batch, steps, generator, texts)
-        sources = [(expected[0], training)] * updates
+        training = training_updates(anatomy, batch, steps, generator)
+        sources = [(expected[0], training)] * _UPDATES
     rehearsals = []
     for source_expected, source in track(sources, "rehearsing updates of the optimizer"):
         public = next(source)

@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import each_gradient, head_surface
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import whole_tensor
-from lightning_fedleak.validate import check_choice, check_integer
+from lightning_fedleak.validate import check_choice
 
 Scorer = Literal["gmm", "abs"]
 
@@ -116,29 +116,23 @@ def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
     return bool(shares.nanmedian() < _ROUNDING_UNITS * unit)
 
 
-def separate_clusters(
-    s: Tensor, min_ratio: float = MIN_RATIO, tails: Sequence[float] = TAILS
-) -> tuple[Mixture, bool]:
+def separate_clusters(s: Tensor) -> Mixture:
     """Return the first mixture whose positive cluster is wide enough (Remark 1).
+
+    Other starts are tried in turn (the paper re-runs with random ones).
 
     Args:
         s: (V,) flattened gradient, of norm 1.
-        min_ratio: of the variances, wide over narrow, from which they count as separated.
-        tails: shares of the values that start in the wide component, tried in this order until
-            one succeeds (the paper re-runs with random starts).
 
     Returns:
-        The mixture (of the largest ratio if none reached ``min_ratio``), and whether the clusters
-        are separated.
-
+        The mixture; that of the largest ratio of variances if no start separates the clusters.
     """
     mixtures: list[Mixture] = []
-    for tail in tails:
-        mixture = fit_two_gaussians(s, start=tail, regularization=REGULARIZATION)
-        mixtures.append(mixture)
-        if mixture.variance_ratio >= min_ratio:
-            return mixture, True
-    return max(mixtures, key=lambda m: m.variance_ratio), False
+    for tail in TAILS:
+        mixtures.append(fit_two_gaussians(s, start=tail, regularization=REGULARIZATION))
+        if mixtures[-1].variance_ratio >= MIN_RATIO:
+            return mixtures[-1]
+    return max(mixtures, key=lambda m: m.variance_ratio)
 
 
 def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
@@ -170,12 +164,9 @@ class FlatChatGuess(WordGuess):
 
     Attributes:
         mixture: fitted to the normalised row sums; its wide component is the positive cluster.
-        separated: whether the variances of the clusters differ enough. If not, ``mixture`` is the
-            one of the largest ratio, and the guess is less reliable.
     """
 
     mixture: Mixture
-    separated: bool
 
 
 @dataclass(frozen=True)
@@ -231,7 +222,7 @@ def flatchat(
         UnusableObservation: the row sums are non-finite, all zero, or rounding errors.
     """
     s = normalized_row_sums(gradient)
-    mixture, separated = separate_clusters(s)
+    mixture = separate_clusters(s)
     scores = rank_types(s, mixture, scorer)
     estimate = float(n_types(mixture) if callable(n_types) else n_types)
     top = scores.topk(min(max(round(estimate), 1), len(scores)))
@@ -240,7 +231,6 @@ def flatchat(
         scores=scores.float().to(gradient.device),
         n_types=estimate,
         mixture=mixture,
-        separated=separated,
     )
 
 
@@ -255,20 +245,17 @@ class FlatChat(Attack):
         public_text: text that the regression is fitted on: strings (with ``tokenizer``), token ids,
             or ``"sampled"``, which a causal model writes itself. ``n_types="predicted"`` needs it
             unless a fitted state is loaded.
-        tokenizer: for strings.
-        n_types: ``"predicted"``, or a number the adversary assumes, or a function of the mixture.
+        tokenizer: for strings; a masked language model needs its ``mask_token_id``.
+        n_types: ``"predicted"``, or a number the adversary assumes.
         oracle_n_types: the *true* number of types, or a function that returns it for the batch
             under attack. No adversary has it: it is for the paper's oracle columns only.
         scorer: ``"gmm"`` (Eq. 11) or ``"abs"``.
-        degree: of the polynomial (1 in the paper, higher in its Appendix B).
         shapes: (sentences, length) of the public batches.
-        batches_per_shape: public gradients for each shape (20 in the paper).
-        mask_token_id: needed to calibrate a masked language model.
         seed: of the public batches.
         name: as in the logs.
 
     Raises:
-        ValueError: an argument is out of range, or both numbers of types are set.
+        ValueError: an argument has an unknown value, or both numbers of types are set.
 
     Examples:
         >>> import torch
@@ -298,22 +285,17 @@ class FlatChat(Attack):
         public_text: TextSource | None = None,
         *,
         tokenizer: Any = None,
-        n_types: Literal["predicted"] | float | Callable[[Mixture], float] = "predicted",
+        n_types: Literal["predicted"] | float = "predicted",
         oracle_n_types: int | Callable[[], int] | None = None,
         scorer: Scorer = "gmm",
-        degree: int = 1,
         shapes: Sequence[tuple[int, int]] = SHAPES,
-        batches_per_shape: int = 1,
-        mask_token_id: int | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
+        if isinstance(n_types, str):
+            check_choice("n_types", n_types, ("predicted",), hint="or a number")
         check_choice("scorer", scorer, ("gmm", "abs"))
-        self.degree = check_integer("degree", degree)
-        self.batches_per_shape = check_integer("batches_per_shape", batches_per_shape)
-        if isinstance(n_types, str) and n_types != "predicted":
-            raise ValueError(f"n_types must be 'predicted', a number or callable, got {n_types!r}")
         if oracle_n_types is not None and n_types != "predicted":
             raise ValueError("give n_types or oracle_n_types, not both")
         self.public_text = PublicText.parse(public_text, tokenizer)
@@ -321,7 +303,7 @@ class FlatChat(Attack):
         self.oracle_n_types = oracle_n_types
         self.scorer: Scorer = scorer
         self.shapes = tuple(shapes)
-        self.mask_token_id = mask_token_id
+        self._mask_token_id = getattr(tokenizer, "mask_token_id", None)
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
         self._role = HEAD_WEIGHT
@@ -361,21 +343,19 @@ class FlatChat(Attack):
             text = PublicText.sampled_from(anatomy, 2 * sentences, length, self.seed)
         generator = torch.Generator().manual_seed(self.seed)
         batches = [
-            text.batch(
-                sentences, length, generator, kind=anatomy.kind, mask_token_id=self.mask_token_id
-            )
-            for sentences, length in self.shapes * self.batches_per_shape
+            text.batch(*shape, generator, kind=anatomy.kind, mask_token_id=self._mask_token_id)
+            for shape in self.shapes
         ]
         weights = []
         try:
             for gradient in each_gradient(anatomy, batches, self._role):
-                mixture, _ = separate_clusters(normalized_row_sums(gradient))
+                mixture = separate_clusters(normalized_row_sums(gradient))
                 weights.append(float(mixture.weights[1]))
         except UnusableObservation as error:
             self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
             return
         counts = [float(len(torch.unique(batch.target_ids()))) for batch in batches]
-        self.regressor = TypeCountRegressor.fit(weights, counts, self.degree)
+        self.regressor = TypeCountRegressor.fit(weights, counts)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Fit the regression if ``prepare`` could not, because the model was not trained yet."""
@@ -398,6 +378,11 @@ class FlatChat(Attack):
             raise UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
         return flatchat(gradient, n_types, self.scorer)
 
+    def config(self) -> dict[str, object]:
+        """Return the settings for reports, with the source of the number of types."""
+        source = self.n_types if self.oracle_n_types is None else "oracle"
+        return {"scorer": self.scorer, "n_types": source}
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the fitted regression, if there is one."""
         return {} if self.regressor is None else {"regressor": self.regressor.coefficients}
@@ -406,15 +391,3 @@ class FlatChat(Attack):
         """Restore the regression."""
         if "regressor" in state:
             self.regressor = TypeCountRegressor(state["regressor"].detach().cpu().double())
-
-    def config(self) -> dict[str, object]:
-        """Return the settings for reports, with the source of the number of types."""
-        if self.oracle_n_types is not None:
-            source: object = "oracle"
-        else:
-            source = "function" if callable(self.n_types) else self.n_types
-        return {
-            "scorer": self.scorer,
-            "n_types": source,
-            "degree": self.degree,
-        }

@@ -43,14 +43,11 @@ class Mixture:
         weights: (2,) float64 on the CPU, positive, summing to 1.
         means: (2,) float64 on the CPU, in the unit of the values.
         variances: (2,) float64 on the CPU, in that unit squared; ``variances[0] <= variances[1]``.
-        converged: whether the last step of EM changed no parameter by more than a tolerance. False
-            also if a component vanished.
     """
 
     weights: Tensor
     means: Tensor
     variances: Tensor
-    converged: bool = False
 
     @property
     def variance_ratio(self) -> float:
@@ -130,7 +127,7 @@ def fit_two_gaussians(
         step = _em_step(*_bin(scaled), floor / unit**2, regularization / unit**2)
         theta, steps, converged = _accelerate(step, _pack(mixture, centre, unit), steps_left)
         steps_left -= steps
-        mixture = _unpack(theta, centre, unit, converged)
+        mixture = _unpack(theta, centre, unit)
         if not converged or float(mixture.variances[0]) >= (_FINEST * unit) ** 2:
             break
     return mixture
@@ -272,10 +269,10 @@ def _pack(mixture: Mixture, centre: float, unit: float) -> _Parameters:
     )
 
 
-def _unpack(theta: _Parameters, centre: float, unit: float, converged: bool) -> Mixture:
+def _unpack(theta: _Parameters, centre: float, unit: float) -> Mixture:
     log_odds, m0, m1, log_v0, log_v1 = theta
     weights = _tensor([-log_odds, log_odds]).sigmoid()
     means = _tensor([m0, m1]) * unit + centre
     variances = _tensor([log_v0, log_v1]).exp() * unit**2
     order = [0, 1] if log_v0 <= log_v1 else [1, 0]
-    return Mixture(weights[order], means[order], variances[order], converged)
+    return Mixture(weights[order], means[order], variances[order])

@@ -109,8 +109,6 @@ def train_copies(
         gradients = gradient_of(anatomy, batch, roles, instead=copies)
         for role, copy in zip(roles, copies.values(), strict=True):
             copy.grad = gradients[role]
-            if steps.clip_value is not None:
-                copy.grad.clamp_(-steps.clip_value, steps.clip_value)
         optimizer.step()
     return {role: copy.detach() for role, copy in zip(roles, copies.values(), strict=True)}
 
@@ -374,25 +372,6 @@ class GradientParts:
             ids = _places(rows, len(weight))[ids]
             grads, ids = grads[ids >= 0], ids[ids >= 0]
         return gradient.index_add_(0, ids, grads).div_(max(1, len(self.labels)))
-
-    def clipped_gradient(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: Tensor | None,
-        clip_value: float | None,
-        steps: int = 1,
-    ) -> Tensor:
-        """Return the gradient; with a clip value, the mean of clipped gradients of equal shares."""
-        if clip_value is None:
-            return self.gradient(weight, bias, rows)
-        number = min(steps, self.n_sentences)
-        shares = torch.arange(self.n_sentences, device=self.labels.device).tensor_split(number)
-        gradients = (self.select(share).gradient(weight, bias, rows) for share in shares)
-        total, *others = (g.clamp_(-clip_value, clip_value) for g in gradients)
-        for other in others:
-            total += other
-        return total.div_(number)
 
     @classmethod
     def concatenate(cls, parts: Sequence[GradientParts]) -> GradientParts:

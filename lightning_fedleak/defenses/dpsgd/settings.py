@@ -77,7 +77,7 @@ class ReleaseSettings:
         if self.mechanism is not None and not hasattr(self.mechanism, "noise"):
             raise DefenseError(
                 f"ReleaseSettings: mechanism={self.mechanism!r} must be None, or for example "
-                "lightning_fedleak.labs.correlated_noise.CorrelatedNoise('banded', bands=4)"
+                "lightning_fedleak.labs.correlated_noise.CorrelatedNoise(bands=4)"
             )
         _check_choice("on_budget", self.on_budget, ("stop", "raise"))
         _check_number("harden_factor", self.harden_factor, above=1)

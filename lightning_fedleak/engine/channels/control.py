@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.targets import special_ids
@@ -26,7 +25,6 @@ from lightning_fedleak.model.taps import (
     Draw,
     control_gradient,
     control_update,
-    draw_texts,
     draw_words,
     is_uneven,
 )
@@ -49,7 +47,7 @@ a few types are unknown.
 
 
 _ELSEWHERE = "the control could not be made on another process"
-_NO_TEXTS = "it prefers likely texts, and shuffled ones are not: pass games=Games(held_out=texts)"
+_LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control has, are not likely"
 
 
 @dataclass
@@ -66,20 +64,16 @@ class Controls:
     Args:
         run: the run.
         series: the channel of each series.
-        held_out: texts that take the place of the batch's own where an attack prefers likely ones.
 
     Attributes:
         needs: by the name of a family, what a control must exceed: the highest threshold of its
             gates.
     """
 
-    def __init__(
-        self, run: Run, series: Mapping[Series, Channel], held_out: PublicText | None
-    ) -> None:
+    def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
         self._run = run
         self._series = series
         self._channels = {one.attack: channel for one, channel in series.items()}
-        self._held_out = held_out
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
@@ -162,16 +156,12 @@ class Controls:
         reads, failure = [*look.calls, *look.current], look.truth_error
         likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
         shuffled: list[Draw] = []
-        held_out: list[Draw] = []
         uneven = False
         generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
         try:
             if not reads:
                 raise UnusableObservation("the step's calls were not read")
             shuffled = [draw_words(reads, self._special, generator, sizes_go_with_words=False)]
-            if likely and self._held_out is not None:
-                texts = self._held_out.sentences
-                held_out = [draw_texts(reads, self._special, texts, generator)]
             uneven = is_uneven(reads)
         except Exception as error:
             failure = failure or reason(error)
@@ -181,11 +171,8 @@ class Controls:
             shuffled += [draw_words(reads, self._special, generator, sizes_go_with_words=True)]
         if others := [plan for plan in plans if plan not in likely]:
             self._ask(look, others, shuffled)
-        if likely and self._held_out is not None:
-            self._ask(look, likely, held_out)
-        elif likely:
-            for plan in likely:
-                self._keep(look, plan, Control(self._nothing(plan), why=_NO_TEXTS))
+        for plan in likely:
+            self._keep(look, plan, Control(self._nothing(plan), why=_LIKELY_TEXTS))
 
     def _ask(self, look: Look, plans: Sequence[Plan], draws: Sequence[Draw]) -> None:
         """Ask attacks about the known words of some draws, and about parts where they read few."""

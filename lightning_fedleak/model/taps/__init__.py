@@ -12,7 +12,6 @@ from lightning_fedleak.model.taps.control import Draw as Draw
 from lightning_fedleak.model.taps.control import control_crossing as control_crossing
 from lightning_fedleak.model.taps.control import control_gradient as control_gradient
 from lightning_fedleak.model.taps.control import control_states as control_states
-from lightning_fedleak.model.taps.control import draw_texts as draw_texts
 from lightning_fedleak.model.taps.control import draw_words as draw_words
 from lightning_fedleak.model.taps.control import is_uneven as is_uneven
 from lightning_fedleak.model.taps.gradients import EmbeddingNoise as EmbeddingNoise

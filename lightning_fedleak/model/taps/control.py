@@ -114,54 +114,6 @@ def draw_words(
     return Draw(drawn, sizes)
 
 
-def draw_texts(
-    reads: Sequence[ReadCall],
-    special: frozenset[int],
-    texts: Sequence[Tensor],
-    generator: torch.Generator,
-) -> Draw:
-    """Return held-out texts in the places of a step's, for attacks that prefer likely texts.
-
-    Each row begins with a text of its own, and goes on with others until it is full. Special tokens
-    and padding stay where they are, and sizes at their positions.
-
-    Args:
-        reads: the calls of the step, of a causal model.
-        special: ids of tokens that stay, and that the texts are taken without.
-        texts: 1-D ids of each held-out text.
-        generator: of their order, on the CPU.
-
-    Raises:
-        UnusableObservation: the labels' gradients of a call are not known, the model is not causal,
-            or no text has a token that is not special.
-    """
-    stays = torch.tensor(sorted(special), dtype=torch.long)
-    plain = [text[~torch.isin(text, stays)] for text in texts]
-    plain = [text for text in plain if len(text)]
-    order = torch.randperm(len(plain), generator=generator).tolist()
-    drawn, sizes, first = [], [], 0
-    for read in reads:
-        batch = read.batch
-        if batch.kind != "causal" or not plain:
-            raise UnusableObservation("held-out texts take the places of a causal model's alone")
-        ids, stay = batch.input_ids.clone(), _stays(batch, special)
-        for row, stay_in_row in zip(ids, stay, strict=True):
-            places, words, n = (~stay_in_row).nonzero()[:, 0], [], 0
-            while n < len(places):
-                words.append(plain[order[first % len(plain)]])
-                n, first = n + len(words[-1]), first + 1
-            if words:
-                row[places] = torch.cat(words)[: len(places)].to(row)
-        labels = labels_of(batch)
-        has_word = (labels != IGNORE_INDEX) & ~stay  # a label of a special token stays
-        labels = torch.where(has_word, ids.to(labels), labels)
-        size = _rows(read).rows.sizes
-        words_read = replace(read, batch=replace(batch, input_ids=ids, labels=labels))
-        drawn.append(_labelled(words_read, size))
-        sizes.append(size)
-    return Draw(drawn, sizes)
-
-
 def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
     """Return (B, L) the places whose tokens stay: special ones and padding."""
     ids = batch.input_ids

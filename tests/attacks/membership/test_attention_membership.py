@@ -35,6 +35,8 @@ from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers import models
 
+PUBLISHED = AttentionSettings(beta="authors", whiten=False, score="coordinates")
+
 
 def attention(layer, public=None, **arguments):
     """An attack whose rare settings may stand among its arguments."""
@@ -504,7 +506,7 @@ def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
             assert attack.beta == replaced
             expect(attack, defended=defended)
             assert attack.beta == plain
-    published = AttentionMembership.as_published(1, public)
+    published = AttentionMembership(1, public, attention=PUBLISHED)
     expect(published, defended=False, replaced=True)
     assert published.beta == "authors"
 
@@ -627,7 +629,7 @@ def test_working_unprepared_says_so():
 
 
 def test_config_is_plain_and_the_published_setting_is_the_papers():
-    config = AttentionMembership.as_published(2, [[1, 2]]).config()
+    config = AttentionMembership(2, [[1, 2]], attention=PUBLISHED).config()
     assert config["whiten"] is False
     assert config["score"] == "coordinates"
     assert config["beta"] == "authors"
@@ -676,7 +678,7 @@ def played(attack, ids, mask, hidden, n):
 @pytest.mark.assets
 def test_on_a_real_model_the_lemmas_gamma_never_fires_and_the_calibrated_tells(stories):
     anatomy, public, *data = stories
-    lemma = AttentionMembership.as_published(3, public, gamma="lemma")
+    lemma = AttentionMembership(3, public, gamma="lemma", attention=PUBLISHED)
     lemma.prepare(anatomy)
     _, bits, members = played(lemma, *data, 4)
     assert not any(members)

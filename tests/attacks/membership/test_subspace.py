@@ -18,7 +18,7 @@ ROWS, LENGTH = 3, 8
 
 def asked(model: nn.Module, inside: Tensor, query: Tensor, noise: float = 0.0, **more: Tensor):
     anatomy = find_anatomy(model)
-    attack = SubspaceMembership(texts(16, LENGTH), blocks=4)
+    attack = SubspaceMembership(texts(16, LENGTH))
     attack.prepare(anatomy)
     backward(model, inside, **more)
     tensors = {r: anatomy.parameter(r).grad.clone() for r in attack.needs(anatomy).gradients}
@@ -99,7 +99,7 @@ def test_adaloras_own_term_is_taken_off_the_rows_of_every_block() -> None:
             if "lora_E" in name:
                 parameter += 0.5
     anatomy = find_anatomy(model)
-    attack = SubspaceMembership(texts(16, LENGTH), blocks=4)
+    attack = SubspaceMembership(texts(16, LENGTH))
     attack.prepare(anatomy)
     inside = texts(ROWS, LENGTH)
     query = Query(torch.cat([inside, texts(ROWS, LENGTH)]))
@@ -184,7 +184,7 @@ def test_what_it_cannot_read_is_refused() -> None:
             attack.run(Observation((GradientSnapshot(0, Stage.SHARED, spoilt),)), query)
 
 
-@pytest.mark.parametrize("argument", ["blocks", "public_rows", "tokens", "refresh_every"])
+@pytest.mark.parametrize("argument", ["public_rows", "tokens", "refresh_every"])
 def test_numbers_out_of_range_are_refused(argument: str) -> None:
     with pytest.raises(ValueError, match=argument):
         SubspaceMembership(**{argument: 0})

@@ -23,10 +23,8 @@ from lightning_fedleak.attacks.memorization import (
     Windows,
     Zlib,
 )
-from lightning_fedleak.attacks.memorization.scores import MOST_GAIN, normal_scores
+from lightning_fedleak.attacks.memorization.scores import MOST_GAIN, WINDOWS, normal_scores
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
-
-SIZES = (2, 3, 5)
 
 
 def random_release(seed: int, n: int = 7, width: int = 12) -> ReleasedModel:
@@ -71,7 +69,7 @@ def slow(name: str, r: ReleasedModel) -> list[float]:
 
         def windows(gains: list[float] = gains) -> float:
             shares = []
-            for size in SIZES:
+            for size in WINDOWS:
                 w = min(size, len(gains))
                 sums = [sum(gains[a : a + w]) for a in range(len(gains) - w + 1)]
                 shares.append(sum(s > 0 for s in sums) / len(sums))
@@ -105,7 +103,7 @@ def slow(name: str, r: ReleasedModel) -> list[float]:
         ("zlib", Zlib()),
         ("min_k", MinK()),
         ("calibrated", MinK(calibrated=True)),
-        ("windows", Windows(SIZES)),
+        ("windows", Windows()),
     ],
 )
 @given(seed=st.integers(0, 10_000))

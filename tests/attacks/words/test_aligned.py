@@ -134,7 +134,7 @@ def mean_f1(attack, cases):
 def test_learned_beats_sign_beats_flatchat_with_the_oracle(learned, by_sign, private):
     oracle = []
     for view, truth in private:
-        guess = FlatChat(oracle_n_types=len(truth)).run(view)
+        guess = FlatChat(n_types=len(truth)).run(view)
         oracle.append(rates(guess.types, truth)[2])
     flat = sum(oracle) / len(oracle)
     sign, best = mean_f1(by_sign, private), mean_f1(learned, private)
@@ -375,9 +375,7 @@ def test_every_kind_of_language_model_can_be_calibrated_on(name):
     class Tokenizer:
         mask_token_id = 4
 
-    attack = AlignedFlatChat(
-        text, tokenizer=Tokenizer(), lengths=(6, 12), calibration_tokens=300, n_directions=8
-    )
+    attack = AlignedFlatChat(text, tokenizer=Tokenizer(), lengths=(6, 12), calibration_tokens=300)
     attack.prepare(anatomy)
     batch = batch_of(kind)
     gradient = gradient_of(anatomy, batch, ["head.weight"])["head.weight"]
@@ -461,7 +459,6 @@ def test_readout_learns_probabilities():
         (lambda: AlignedFlatChat("some text"), "one string"),
         (lambda: AlignedFlatChat(["some text"]), "tokenizer"),
         (lambda: AlignedFlatChat([[1, 2]], readout="magic"), "readout"),
-        (lambda: AlignedFlatChat([[1, 2]], n_directions=0), "n_directions"),
         (lambda: AlignedFlatChat([[1, 2]], lengths=(1,)), "lengths"),
         (
             lambda: AlignedFlatChat([[1, 2]] * 3).prepare(find_anatomy(models.tiny_gpt2())),
@@ -523,7 +520,7 @@ def test_a_real_model_on_text_unlike_the_public_text(assets):
     batch = reviews.batch(8, 25, generator())
     truth = batch.target_ids().unique()
     view = seen(gradient_of(anatomy, batch, ["head.weight"])["head.weight"])
-    flat = FlatChat(oracle_n_types=len(truth)).run(view)
+    flat = FlatChat(n_types=len(truth)).run(view)
     assert rates(attack.run(view).types, truth)[2] > 0.95
     assert rates(flat.types, truth)[2] < 0.9
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.words import aligned_updates
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_updates import (
     normalize_update,
@@ -34,8 +36,15 @@ def facts(optimizer: str = "AdamW", steps: int = 1, **settings: Any) -> RunFacts
     return RunFacts(optimizer=optimizer, optimizer_settings=given, local_steps=steps)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_updates() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aligned_updates, "_UPDATES", 32)
+        yield
+
+
 def attack(public: PublicText, round_: RunFacts, **settings: Any) -> AlignedFlatChat:
-    given = {"calibration_tokens": 4000, "updates": 32, "lengths": (8, 16, 24)}
+    given = {"calibration_tokens": 4000, "lengths": (8, 16, 24)}
     made = AlignedFlatChat(public, **(given | settings))
     made.meet(round_)
     return made
@@ -140,8 +149,10 @@ def test_public_updates_are_those_a_client_would_share(
     trained: Any,  # noqa: F811
     language: Language,  # noqa: F811
     steps: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the same text, against a client's own training."""
+    monkeypatch.setattr(aligned_updates, "_TEXTS", (4,))
     round_ = facts(steps=steps)
     known = LocalSteps.from_facts(round_)
     assert known is not None
@@ -152,7 +163,7 @@ def test_public_updates_are_those_a_client_would_share(
     if steps == 1:
         (ids,) = batches
         parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
-        public = next(one_step_updates(parts, weight, bias, known, generator, (4,)))
+        public = next(one_step_updates(parts, weight, bias, known, generator))
     else:
         left = iter(batches)
 
@@ -161,7 +172,7 @@ def test_public_updates_are_those_a_client_would_share(
             return TokenBatch(ids, ids, None, "causal")
 
         before = {n: p.detach().clone() for n, p in trained.model.named_parameters()}
-        public = next(training_updates(anatomy, batch, known, generator, (4,)))
+        public = next(training_updates(anatomy, batch, known, generator))
         assert all(torch.equal(before[n], p) for n, p in trained.model.named_parameters())
     view, truth = shared(trained.model, round_, batches)
     rows = normalize_update(view.gradient(HEAD_WEIGHT), weight, RATE, known)
@@ -201,8 +212,3 @@ def test_a_calibration_is_of_its_round(public: PublicText) -> None:
     assert one.fingerprint() != other.fingerprint()
     gradients = AlignedFlatChat(public, calibration_tokens=4000)
     assert gradients.fingerprint() == attack(public, facts("SGD")).fingerprint()
-
-
-def test_settings_are_checked(public: PublicText) -> None:
-    with pytest.raises(ValueError, match="updates must be an integer of at least 2"):
-        AlignedFlatChat(public, updates=1)

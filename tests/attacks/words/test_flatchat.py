@@ -12,20 +12,17 @@ from sklearn.linear_model import LinearRegression
 from sklearn.mixture import GaussianMixture
 from torch import distributed as dist
 
-from lightning_fedleak.attacks import (
-    FlatChat,
-    PublicText,
-    TypeCountRegressor,
-    UnusableObservation,
-    gradient_of,
-    rank_types,
-)
+from lightning_fedleak.attacks import FlatChat, PublicText, UnusableObservation, gradient_of
+from lightning_fedleak.attacks.words import flatchat as flatchat_module
 from lightning_fedleak.attacks.words.flatchat import (
+    TAILS,
+    TypeCountRegressor,
     flatchat,
     flatten,
+    rank_types,
     separate_clusters,
 )
-from lightning_fedleak.attacks.words.mixture import Mixture
+from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers.models import tiny_gpt2, tiny_llama
@@ -67,7 +64,6 @@ def algorithm_1(grad: torch.Tensor, k: int, scorer: str) -> set[int]:
 def test_names_the_types_of_algorithm_1(scorer: str, k: int) -> None:
     guess = flatchat(gradient(), k, scorer)
     assert set(guess.types.tolist()) == algorithm_1(gradient(), k, scorer)
-    assert guess.separated
     assert guess.n_types == k
     assert guess.surface == "output"
 
@@ -124,16 +120,13 @@ def test_a_sharded_gradient_is_gathered_after_the_sum() -> None:
         dist.destroy_process_group()
 
 
-def test_refits_until_the_clusters_separate_and_says_when_they_do_not() -> None:
+def test_refits_until_the_clusters_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     s = randn(4000, seed=6)
     s = s / s.norm()
-    mixture, separated = separate_clusters(s, tails=(0.01, 0.1, 0.25))
-    assert not separated
-    ratios = [separate_clusters(s, tails=(t,))[0].variance_ratio for t in (0.01, 0.1, 0.25)]
-    assert mixture.variance_ratio == max(ratios) < 4
-    first, separated = separate_clusters(s, 1.0, (0.01, 0.1, 0.25))
-    assert separated
-    assert first.variance_ratio == ratios[0]
+    ratios = [fit_two_gaussians(s, start=t, regularization=1e-6).variance_ratio for t in TAILS]
+    assert separate_clusters(s).variance_ratio == max(ratios) < 4
+    monkeypatch.setattr(flatchat_module, "MIN_RATIO", 1.0)
+    assert separate_clusters(s).variance_ratio == ratios[0]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +198,7 @@ def public_text(vocab: int) -> PublicText:
 @pytest.mark.parametrize("tied", [True, False])
 def test_prepare_fits_the_regression_on_public_gradients(tied: bool) -> None:
     anatomy = find_anatomy(tiny_llama(tied=tied, vocab=400))
-    attack = FlatChat(public_text(400), shapes=SHAPES, batches_per_shape=2, seed=5)
+    attack = FlatChat(public_text(400), shapes=SHAPES * 2, seed=5)
     rng = torch.get_rng_state()
     attack.prepare(anatomy)
     assert torch.equal(rng, torch.get_rng_state())
@@ -216,7 +209,7 @@ def test_prepare_fits_the_regression_on_public_gradients(tied: bool) -> None:
     for size, length in SHAPES * 2:
         batch = public_text(400).batch(size, length, generator)
         s = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT].double().sum(1)
-        mixture, _ = separate_clusters(s / s.norm())
+        mixture = separate_clusters(s / s.norm())
         weights.append([float(mixture.weights[1])])
         counts.append(len({int(t) for row in batch.labels[:, 1:] for t in row}))
     by_hand = LinearRegression().fit(weights, counts)
@@ -267,32 +260,17 @@ def test_text_can_be_sampled_from_the_model() -> None:
     assert attack.regressor is not None
 
 
-def test_an_oracle_is_named_and_makes_no_estimate() -> None:
-    truths = iter([7, 9])
-    attack = FlatChat(oracle_n_types=lambda: next(truths))
-    assert [len(attack.run(observation(gradient())).types) for _ in range(2)] == [7, 9]
-    guess = FlatChat(oracle_n_types=5).run(observation(gradient()))
-    assert len(guess.types) == 5
-    assert guess.n_types is None
-    assert attack.config()["n_types"] == "oracle"
-
-
 def test_a_given_number_needs_no_public_text() -> None:
     attack = FlatChat(n_types=12)
     attack.prepare(find_anatomy(tiny_gpt2()))
     guess = attack.run(observation(gradient()))
     assert (len(guess.types), guess.n_types) == (12, 12)
-    share = FlatChat(n_types=lambda mixture: 3000 * float(mixture.weights[1]))
-    assert len(share.run(observation(gradient())).types) == pytest.approx(60, abs=6)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"n_types": 5, "oracle_n_types": 5}, "not both"),
         ({"n_types": "oracle"}, "'predicted'"),
-        ({"scorer": "norm"}, "scorer"),
-        ({"degree": 0}, "degree"),
         ({"public_text": "a text"}, "not one string"),
     ],
 )

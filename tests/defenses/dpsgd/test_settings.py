@@ -20,7 +20,7 @@ from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 KEYS = [row // 2 for row in range(40)]
 
 LABS = "lightning_fedleak.labs.correlated_noise.CorrelatedNoise"
-BANDED: Any = {"kind": "banded", "bands": 4}
+BANDED: Any = {"bands": 4}
 
 
 def spelled(defense: DPSGD) -> dict[str, Any]:

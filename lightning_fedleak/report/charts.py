@@ -19,7 +19,6 @@ from lightning_fedleak.report.overview import (
 )
 from lightning_fedleak.report.records import MetricValue
 from lightning_fedleak.report.series import (
-    MOST_ROUNDS,
     Bins,
     Cell,
     Curve,

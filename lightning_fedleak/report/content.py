@@ -17,7 +17,6 @@ from lightning_fedleak.report.comparing import Comparison, comparison, names_of
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs
 from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
-from lightning_fedleak.report.people import check_people
 from lightning_fedleak.report.records import HIGH, JsonObject, named
 from lightning_fedleak.report.wording import FOR_UNIT, digits, visible
 
@@ -79,11 +78,7 @@ def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
     Args:
         logs: of the runs.
         people: what only people know, by the names of ``report.toml``.
-
-    Raises:
-        ValueError: ``people`` has a name that is none of these.
     """
-    check_people(people or {})
     problems = list(logs.problems)
     fits, accounts_by_log = fit_summaries(logs.fits, problems)
     joint = joint_accounts(accounts_by_log)

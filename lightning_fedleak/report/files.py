@@ -94,8 +94,10 @@ def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
         ReportError: as :func:`write`.
     """
     logs, people = read(runs), _people(about, runs[0])
+    content = findings(logs, people)
     try:
-        print(model_card(findings(logs, people)), end="")
+        entry(content)  # which checks what people wrote
+        print(model_card(content), end="")
     except ValueError as error:
         raise ReportError(str(error)) from None
 

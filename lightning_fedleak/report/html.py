@@ -18,9 +18,9 @@ from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.content import Findings, together
 from lightning_fedleak.report.edpb import NOT_TRIED, on_model, tiers
 from lightning_fedleak.report.fits import FitSummary, last_and_best
-from lightning_fedleak.report.people import RELEASE, RELEASE_FIELDS
 from lightning_fedleak.report.records import MetricValue
 from lightning_fedleak.report.records.utility import title_of
+from lightning_fedleak.report.registry import RELEASE, RELEASE_FIELDS
 from lightning_fedleak.report.wording import (
     brief,
     brief_interval,

@@ -7,18 +7,50 @@ says ``not recorded`` where the schema wants something, and is left out where it
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import yaml
 
 from lightning_fedleak.report.bounds import JointAccount, common_unit
 from lightning_fedleak.report.content import Findings
-from lightning_fedleak.report.people import FIELDS
 from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account
 from lightning_fedleak.report.records import as_json
 from lightning_fedleak.report.wording import NOT_RECORDED, UNIT_IN_WORDS, capitalized
+
+RELEASE = "release"
+"""The table that no entry of the registry has: how the model is released."""
+RELEASE_FIELDS: Mapping[str, str] = {
+    "recipients": "Who gets the weights",
+    "form": "How they are released",
+    "access": "Access, and limits of queries",
+    "license": "Licence",
+    "privacy": "Differential privacy that is claimed at the release",
+}
+"""Its fields, with what they are called on the page."""
+
+FIELDS: Mapping[str, Collection[str]] = {
+    "basic": (
+        *("name", "data_curators", "intended_use", "data_product_type", "data_product_region"),
+        *("description", "publication_date", "data_product_sector"),
+    ),
+    "dp_variant": ("variant_name", "data_domain", "unprotected_quantities"),
+    "privacy_loss": (
+        *("privacy_unit", "privacy_unit_details"),
+        *("privacy_parameters", "privacy_parameters_details"),
+    ),
+    "deployment_model": (
+        *("model_name", "model_name_details", "actors"),
+        *("release_type", "release_type_details", "data_source_type", "data_source_type_details"),
+        *("access_type", "access_type_details"),
+    ),
+    "accounting": ("post_processing", "composition"),
+    "implementation": ("preprocessing_and_hyperparameter_tuning", "mechanisms", "justification"),
+    "administrative": ("sources", "notes", "registry_authors"),
+}
+"""Sections and fields of an entry of the registry, in their order."""
 
 _PEOPLE = ("basic", "administrative")
 _NUMBERS = {"privacy_parameters", "variant_name"}  # which come from the runs alone
@@ -32,8 +64,9 @@ def entry(findings: Findings) -> str:
             schema.
 
     Raises:
-        ValueError: ``people`` names a field that comes from the runs alone.
+        ValueError: ``people`` has an unknown name, or a field that comes from the runs alone.
     """
+    check_people(findings.people)
     accounts = [account for fit in findings.runs for account in fit.privacy]
     is_private = _is_private(findings, accounts)
     sections: dict[str, dict[str, object]] = {"basic": _basic(findings)}
@@ -69,6 +102,31 @@ def entry(findings: Findings) -> str:
     return text
 
 
+def check_people(people: Mapping[str, object]) -> None:
+    """Raise ValueError unless all tables and fields of ``report.toml`` are known ones."""
+    tables = {**FIELDS, RELEASE: RELEASE_FIELDS}
+    for table, fields in people.items():
+        if table not in tables:
+            raise ValueError(
+                f"report.toml has a table '{table}', which an entry does not; it has: "
+                f"{_names(table, tables)}"
+            )
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"report.toml: '{table}' must be a table of fields, got {fields!r}")
+        for name in fields:
+            if name not in tables[table]:
+                raise ValueError(
+                    f"report.toml: '{table}' has no field '{name}'; it has: "
+                    f"{_names(name, tables[table])}"
+                )
+
+
+def _names(name: str, known: Collection[str]) -> str:
+    """Return the known names, and the one that was probably meant."""
+    near = difflib.get_close_matches(name, [*known], 1)
+    return ", ".join(known) + (f". Did you mean '{near[0]}'?" if near else "")
+
+
 def _is_private(findings: Findings, accounts: Sequence[Account]) -> bool:
     """Return whether one finite epsilon holds for all runs together, each of them until its end."""
     kinds = {account.class_name for account in accounts}
@@ -88,7 +146,7 @@ def _basic(findings: Findings) -> dict[str, object]:
     fits = findings.runs
     model = next((fit.model.class_name for fit in fits if fit.model), "language model")
     shared = "; ".join(dict.fromkeys(fit.shared.description for fit in fits))
-    days = [fit.start[:10] for fit in fits if fit.start != NOT_RECORDED]
+    days = [day for fit in fits if re.fullmatch(r"\d{4}-\d\d-\d\d", day := fit.start[:10])]
     return {
         "name": f"{model} fine-tuned",
         "data_curators": [NOT_RECORDED],

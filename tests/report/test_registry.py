@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from lightning_fedleak.report import entry, findings, read
-from lightning_fedleak.report.people import FIELDS, check_people
+from lightning_fedleak.report.registry import FIELDS, check_people
 from tests.report.lines import begin, dpsgd, end, look, result, spent, written
 
 REQUIRED = {

@@ -30,7 +30,6 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -45,6 +44,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from benchmarks.shared import trained, with_lora
 from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
@@ -152,15 +152,14 @@ class Configuration:
         if self.part != "whole":
             q = {"gpt2": "c_attn", "bert": "query", "llama": "q_proj"}[self.model.split()[0]]
             targets: Any = [q] if self.part == "LoRA" else "all-linear"
-            model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, lora_dropout=p))
+            model = with_lora(model, 4, targets, lora_dropout=p)
         dtype = torch.bfloat16 if self.precision == "bf16-true" else torch.float32
         return model.to(dtype).train()
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        trained = [p for p in model.parameters() if p.requires_grad]
         if self.optimizer == "sgd":
-            return torch.optim.SGD(trained, 1e-2, momentum=0.9)
-        return torch.optim.AdamW(trained, 1e-2)
+            return torch.optim.SGD(trained(model), 1e-2, momentum=0.9)
+        return torch.optim.AdamW(trained(model), 1e-2)
 
     def rows(self) -> list[dict[str, Tensor]]:
         ids = torch.randint(3, 97, (TEXTS * self.accumulate, LENGTH), generator=self.generator)

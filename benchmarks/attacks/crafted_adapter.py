@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import platform
 import time
@@ -34,13 +33,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from peft import LoraConfig, get_peft_model
-from scipy import stats
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.attacks.word_recovery import read_texts
 from benchmarks.federation.inspection import Adapted, some_rows
+from benchmarks.shared import add_line, mean_and_half, read_lines, read_texts, table, with_lora
 from lightning_fedleak import PublicText
 from lightning_fedleak.attacks import RunFacts
 from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1
@@ -95,11 +92,7 @@ def adapted(options: argparse.Namespace) -> tuple[nn.Module, list[str]]:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     decoder, width = model.get_decoder(), model.config.hidden_size
     if options.place == "lora":
-        rank = options.rank
-        lora = LoraConfig(
-            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        model = get_peft_model(model, lora).eval()
+        model = with_lora(model, options.rank, task_type="CAUSAL_LM").eval()
         names = {id(m): name for name, m in model.named_modules()}
         return model, [names[id(block.mlp)] for block in decoder.layers[: options.blocks]]
     model.requires_grad_(False)
@@ -173,35 +166,26 @@ def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[Crafte
     return played
 
 
-def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of the known values, and half of its 95% interval."""
-    x = [value for value in values if not math.isnan(value)]
-    if len(x) < 2:
-        return (x[0] if x else math.nan), math.nan
-    half = float(stats.t.ppf(0.975, len(x) - 1)) * float(stats.sem(x))
-    return sum(x) / len(x), half
-
-
 def measured(rounds: Sequence[CraftedRound]) -> dict[str, tuple[float, float]]:
     """Mean and interval of everything that is measured, by name."""
 
     def rates(counts: Sequence[Counts], name: str) -> tuple[float, float]:
         return mean_and_half([precision_recall_f1(one)[name].value for one in counts])
 
-    table = {
+    values = {
         f"{n} F1": rates([getattr(r, n) for r in rounds], "f1") for n in ("words", "usual", "blind")
     }
     gains = [
         precision_recall_f1(r.words)["f1"].value - precision_recall_f1(r.blind)["f1"].value
         for r in rounds
     ]
-    table["above blind"] = mean_and_half(gains)
-    table |= {f"rare {n}": rates([r.rare for r in rounds], n) for n in ("precision", "recall")}
+    values["above blind"] = mean_and_half(gains)
+    values |= {f"rare {n}": rates([r.rare for r in rounds], n) for n in ("precision", "recall")}
     for name in ("before", "crafted", "honest", "trapped"):
-        table[f"loss {name}"] = mean_and_half([r.losses[name] for r in rounds])
+        values[f"loss {name}"] = mean_and_half([r.losses[name] for r in rounds])
     costs = [r.losses["trapped"] - r.losses["honest"] for r in rounds]
-    table["loss by crafting"] = mean_and_half(costs)
-    return table
+    values["loss by crafting"] = mean_and_half(costs)
+    return values
 
 
 COLUMNS = (
@@ -217,23 +201,27 @@ COLUMNS = (
 )
 
 
-def table(path: Path) -> str:
+def cell_table(path: Path) -> str:
     """The cells of a file as a table in Markdown; splits of one cell are joined."""
     cells: dict[str, list[dict[str, Any]]] = {}
-    for line in path.read_text("utf-8").splitlines():
-        cell = json.loads(line)
+    for cell in read_lines(path):
         cells.setdefault(cell["cell"], []).append(cell)
-    columns = " | ".join(COLUMNS)
-    lines = [f"| cell | rounds | {columns} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    rows = []
     for name, splits in cells.items():
         rounds = [read_round(one) for split in splits for one in split["each"]]
-        display = [
-            "not measured" if math.isnan(mean) else f"{mean:.3g}" + f" ± {half:.2g}" * (half > 0)
-            for mean, half in (measured(rounds)[column] for column in COLUMNS)
-        ]
-        first = f"| {name} | {len(rounds)} | "
-        lines.append(first + " | ".join(display) + " |")
-    return "\n".join(lines)
+        values = measured(rounds)
+        rows.append(
+            [
+                *(name, str(len(rounds))),
+                *(
+                    "not measured"
+                    if math.isnan(mean)
+                    else f"{mean:.3g}" + f" ± {half:.2g}" * (half > 0)
+                    for mean, half in (values[column] for column in COLUMNS)
+                ),
+            ]
+        )
+    return table(["cell", "rounds", *COLUMNS], rows)
 
 
 def read_round(saved: dict[str, Any]) -> CraftedRound:
@@ -273,7 +261,7 @@ def main() -> None:
     add("--table", type=Path, help="print the cells of such a file, and measure nothing")
     options = parser.parse_args()
     if options.table:
-        print(table(options.table))
+        print(cell_table(options.table))
         return
     if options.model is None or options.out is None:
         parser.error("--model and --out are needed, or --table")
@@ -301,9 +289,8 @@ def main() -> None:
             "date": date.today().isoformat(),
             "machine": platform.machine(),
         }
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(cell) + "\n")
-    print(table(options.out).splitlines()[-1])
+        add_line(options.out, cell)
+    print(cell_table(options.out).splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from benchmarks.shared import content_of, data_folder
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.finetuning.texts import read_texts
@@ -29,8 +28,7 @@ NAMED = {
 def texts_of(name: str, public: str | None) -> tuple[list[str], list[str]]:
     """The clients' texts and the server's."""
     if name in NAMED:
-        folder = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data"
-        private, local = (lines_of(folder / path) for path in NAMED[name])
+        private, local = (lines_of(data_folder() / path) for path in NAMED[name])
         return private, local if public is None else read_texts(public)
     if public is None:
         raise SystemExit(f"--text {name} needs --public, the server's own text")
@@ -51,8 +49,7 @@ def halves(
 
 
 def lines_of(path: Path) -> list[str]:
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    content = raw.decode("utf-8")
+    content = content_of(path)
     if ".jsonl" in path.name:
         texts = [json.loads(line)["text"] for line in content.splitlines() if line.strip()]
     elif ".csv" in path.name:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
 import time
-from datetime import date
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from benchmarks.shared import print_place, trained, with_lora
 from lightning_fedleak.attacks.memorization import MemorizationAttack
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks, tokenize
@@ -102,15 +101,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     torch.manual_seed(seed)
     if options.lora:
-        from peft import LoraConfig, get_peft_model
-
-        config = LoraConfig(
-            r=options.lora,
-            lora_alpha=2 * options.lora,
-            lora_dropout=options.dropout,
-            target_modules="all-linear",
-        )
-        model = get_peft_model(model, config)
+        model = with_lora(model, options.lora, lora_dropout=options.dropout)
     anatomy = find_anatomy(model)
     members = [t for t, inside in zip(pool.texts, pool.members.tolist(), strict=True) if inside]
     steps_of_epoch = math.ceil(len(members) / options.batch)
@@ -127,7 +118,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
     base = ask()
     results = {0.0: describe(pool, base, base)}
     losses = {0.0: _losses(base, pool.members)}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], options.lr)
+    optimizer = torch.optim.AdamW(trained(model), options.lr)
     order_rng, order, step = np.random.default_rng([seed, 11]), [], 0
     model.train()
     while step < max(looks):
@@ -206,8 +197,7 @@ def main() -> None:
     parser.add_argument("--autocast", action="store_true", help="bf16")
     options = parser.parse_args()
     options.looks = [share for share in options.looks if share <= options.epochs]
-    torch.set_num_threads(1)
-    print(f"# {platform.machine()}, one thread, {date.today()}")
+    print_place()
     for seed in map(int, options.seeds.split(",")):
         train(options, seed)
 

@@ -18,9 +18,7 @@ forward pass, and how many rounds are unknown, which count in no AUC.
 from __future__ import annotations
 
 import argparse
-import platform
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -36,6 +34,7 @@ from benchmarks.attacks.subspace_words import (
     observed,
     updated,
 )
+from benchmarks.shared import print_place
 from lightning_fedleak.attacks import (
     GradientMembership,
     Query,
@@ -97,8 +96,7 @@ def main() -> None:
     options.config, options.chat = None, False
     if options.steps > 1 and not options.update:
         parser.error("--steps are those of a round: give --update too")
-    torch.set_num_threads(options.threads)
-    print(f"# {platform.machine()}, {options.threads} thread(s), {options.device}, {date.today()}")
+    print_place(options.threads, options.device)
     for shape in options.shapes.split(","):
         texts, length = map(int, shape.split("x"))
         model = built(options)

@@ -10,6 +10,7 @@
         --setups whole "lora 8 q,v" --columns gradient AdamW:1 --out FILE
     python -m benchmarks.attacks.setups --model DIR --shape 4x32 --rows packed \
         --setups "lora 8 q,v" --columns gradient texts --out FILE
+    python -m benchmarks.attacks.setups --model DIR --bos 1 --truth --warm 5 100 --out FILE
     python -m benchmarks.attacks.setups --table FILE
 
 A cell is a fit with ``LeakageMonitor()``, whose attacks choose themselves, calibrated on
@@ -28,28 +29,33 @@ model's sizes with random weights in its place, of which ``--model`` gives the t
 of a batch in one row as transformers' padding-free collator does, with positions that begin again;
 documents are kept apart (``use_cache=False``). In ``--rows crossing`` the model makes its cache, so
 that documents attend to the earlier ones. ``--rows padded`` gives each of the texts its own row.
+
+``--truth`` compares what is logged with a truth that is computed independently, in 24 ways to
+fine-tune (``--cells``). A token counts where the loss has a gradient at its embedding, and a text
+where it is in the batch. ``SubspaceWords`` and ``GradientMembership`` look at three steps, of which
+the last counts. Cells with NF4 and int8 need bitsandbytes (``make test-quantized`` installs it).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import platform
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
-from scipy import stats
+from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -59,13 +65,25 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     BertConfig,
+    BitsAndBytesConfig,
     DataCollatorWithFlattening,
     PreTrainedModel,
 )
 from transformers.integrations import activate_neftune
 
-from benchmarks.attacks.word_recovery import read_texts
-from lightning_fedleak.attacks import PublicText, SubspaceTexts
+from benchmarks.shared import (
+    FineTuning,
+    add_line,
+    fit,
+    mean_and_half,
+    print_place,
+    read_lines,
+    read_texts,
+    table,
+    trained,
+    with_lora,
+)
+from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceTexts, SubspaceWords
 from lightning_fedleak.callbacks import Games, LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.sweep.cell import quiet
@@ -84,6 +102,8 @@ SMOKE = (
     "--setups whole norms --columns texts --texts-seconds 5 --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--rows packed --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 2x8 --truth --looks 2 --warm 1 "
+    "--cells LoRA 'LoRA, left padding' --out {out}/cells.jsonl",
 )
 HEAD_CLASSES = {
     "next": AutoModelForCausalLM,
@@ -172,20 +192,13 @@ def prompts(model: PreTrainedModel) -> nn.Module:
 
 
 def lora(rank: int, targets: list[str] | str, dropout: float = 0.0):
-    def made(model: PreTrainedModel) -> nn.Module:
+    def adapted(model: PreTrainedModel) -> nn.Module:
         bert = {"q_proj": "query", "v_proj": "value"} if model.config.model_type == "bert" else {}
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=2 * rank,
-            target_modules=targets
-            if isinstance(targets, str)
-            else [bert.get(t, t) for t in targets],
-            lora_dropout=dropout,
-            task_type=next((t for n, t in TASKS.items() if type(model).__name__.endswith(n)), None),
-        )
-        return get_peft_model(model, config)
+        names = targets if isinstance(targets, str) else [bert.get(t, t) for t in targets]
+        task = next((t for n, t in TASKS.items() if type(model).__name__.endswith(n)), None)
+        return with_lora(model, rank, names, lora_dropout=dropout, task_type=task)
 
-    return made
+    return adapted
 
 
 def neftune(model: PreTrainedModel) -> nn.Module:
@@ -227,20 +240,9 @@ SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
 # ---- a fit ----------------------------------------------------------------------------------
 
 
-class Client(L.LightningModule):
-    """Trains what a set-up leaves trainable with one optimizer of torch.optim."""
-
-    def __init__(self, model: nn.Module, optimizer: str) -> None:
-        super().__init__()
-        self.model = model.train()
-        self.optimizer = optimizer
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [p for p in self.parameters() if p.requires_grad]
-        return getattr(torch.optim, self.optimizer)(trained, lr=RATES[self.optimizer])
+def by_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return what makes an optimizer of torch.optim."""
+    return partial(getattr(torch.optim, name), lr=RATES[name])
 
 
 class FreshRounds(Callback):
@@ -265,17 +267,16 @@ def tokens(name: str, tokenizer, options: argparse.Namespace) -> list[list[int]]
 
 
 def warm(
-    model: nn.Module, public: list[list[int]], texts: int, length: int, options: argparse.Namespace
+    model: nn.Module, public: Sequence[Sequence[int]], shape: str, steps: int, head: str = "next"
 ) -> None:
-    """Trains the set-up on public text."""
-    long = [ids[:length] for ids in public if len(ids) >= length]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATES["AdamW"])
-    for step in range(options.warm):
-        rows = [long[(step * texts + i) % len(long)] for i in range(texts)]
+    """Train the set-up on public text, whose texts are long enough."""
+    texts, length = map(int, shape.split("x"))
+    optimizer = by_optimizer("AdamW")(trained(model))
+    for step in range(steps):
+        rows = [public[(step * texts + i) % len(public)][:length] for i in range(texts)]
         ids = torch.tensor(rows)
         optimizer.zero_grad()
-        model(input_ids=ids, labels=labels_of(ids, options.head)).loss.backward()
+        model(input_ids=ids, labels=labels_of(ids, head)).loss.backward()
         optimizer.step()
 
 
@@ -333,15 +334,6 @@ COLLATE: dict[str, Callable[..., Any] | None] = {
 }
 
 
-def mean_and_half(values: list[float]) -> tuple[float, float]:
-    """Mean and half of its 95% interval."""
-    x = torch.tensor(values, dtype=torch.float64)
-    if len(x) < 2:
-        return float(x.mean()), math.nan
-    half = float(stats.t.ppf(0.975, len(x) - 1)) * float(x.std()) / len(x) ** 0.5
-    return float(x.mean()), half
-
-
 def run_cell(
     setup: str, column: str, defense: str, options: argparse.Namespace, folder: str
 ) -> list[dict]:
@@ -358,7 +350,8 @@ def run_cell(
     )
     public = tokens(options.public, tokenizer, options)
     model = SETUPS[setup](loaded(options, tokenizer))
-    warm(model, public, texts, length, options)
+    long = [ids for ids in public if len(ids) >= length]
+    warm(model, long, options.shape, options.warm[0], options.head)
     optimizer, _, count = column.partition(":")
     steps = int(count or 1)
     inside, outside = private.tensor_split(2)
@@ -379,18 +372,6 @@ def run_cell(
             ),
         )
     arguments = [built for spec in parse_defenses(defense) for built in spec.build()]
-    trainer = L.Trainer(
-        max_steps=options.batches * steps,
-        accelerator="cpu",
-        devices=1,
-        strategy=DefendedStrategy("auto", defenses=arguments) if arguments else "auto",
-        callbacks=[*([FreshRounds(steps)] if count else []), monitor],
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     columns = zip(inside, labels_of(inside, options.head), strict=True)
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in columns]
     collate = COLLATE[options.rows]
@@ -398,9 +379,15 @@ def run_cell(
         ends = [length - i % 3 * length // 4 for i in range(len(rows))]
         rows = [{n: v[:end] for n, v in row.items()} for row, end in zip(rows, ends, strict=True)]
     loader = DataLoader(rows, batch_size=texts, collate_fn=collate)
-    trainer.fit(Client(model, optimizer if count else "AdamW"), loader)
-    lines = (Path(folder) / "leakage.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    fit(
+        FineTuning(model, by_optimizer(optimizer if count else "AdamW")),
+        loader,
+        max_steps=options.batches * steps,
+        strategy=DefendedStrategy("auto", defenses=arguments) if arguments else "auto",
+        callbacks=[*([FreshRounds(steps)] if count else []), monitor],
+        default_root_dir=folder,
+    )
+    return read_lines(Path(folder) / "leakage.jsonl")
 
 
 def family_of(attack: str) -> str:
@@ -441,7 +428,7 @@ def summary(lines: list[dict]) -> dict[str, dict]:
     return results
 
 
-def shown(cell: dict[str, Any], family: str) -> str:
+def best_value(cell: dict[str, Any], family: str) -> str:
     """What the best attack of a family found."""
     if "skipped" in cell:
         return f"not run: {cell['skipped']}"
@@ -462,64 +449,31 @@ def shown(cell: dict[str, Any], family: str) -> str:
     return text + (f", {best['unknown']} looks unknown" if best["unknown"] else "")
 
 
-def print_table(path: Path) -> None:
+def print_table(cells: Sequence[dict[str, Any]]) -> None:
     """For each model and shape: set-ups and defences by what is shared."""
-    cells = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     for model, shape in dict.fromkeys((cell["model"], cell["shape"]) for cell in cells):
         local = [c for c in cells if (c["model"], c["shape"]) == (model, shape)]
         columns = list(dict.fromkeys(c["column"] for c in local))
-        print(
-            f"{model}, {shape}, {local[-1]['day']}, {sum(c['seconds'] for c in local) / 60:.0f} min"
-        )
+        minutes = sum(c["seconds"] for c in local) / 60
+        print(f"{model}, {shape}, {local[-1]['day']}, {minutes:.0f} min\n")
         pairs = [(column, family) for column in columns for family in families_in(column)]
-        heads = " | ".join(f"{column}: {HEADS[family]}" for column, family in pairs)
-        print(f"\n| trained | {heads} |\n|---|{'---|' * len(pairs)}")
+        rows = []
         for setup, defense in dict.fromkeys((c["setup"], c["defense"]) for c in local):
             results = {
                 c["column"]: c for c in local if (c["setup"], c["defense"]) == (setup, defense)
             }
             row = [
-                shown(results[column], family) if column in results else "not run"
+                best_value(results[column], family) if column in results else "not run"
                 for column, family in pairs
             ]
-            label = setup if defense == "none" else f"{setup}; {defense}"
-            print(f"| {label} | {' | '.join(row)} |")
-        print()
+            rows.append([setup if defense == "none" else f"{setup}; {defense}", *row])
+        heads = [f"{column}: {HEADS[family]}" for column, family in pairs]
+        print(f"{table(['trained', *heads], rows)}\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("--model")
-    parser.add_argument("--head", default="next", choices=HEAD_CLASSES)
-    parser.add_argument("--bert", action="store_true")
-    parser.add_argument("--rows", default="equal", choices=COLLATE)
-    parser.add_argument("--private", default="imdb")
-    parser.add_argument("--public", default="wikitext2")
-    parser.add_argument("--shape", default="8x64")
-    parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=SETUPS)
-    columns = ["gradient", "SGD:10", "AdamW:1", "AdamW:10"]
-    parser.add_argument("--columns", nargs="+", default=columns)
-    parser.add_argument("--defenses", nargs="+", default=["none"])
-    parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=5)
-    parser.add_argument("--texts-seconds", type=float, default=60.0)
-    parser.add_argument("--bos", type=int)
-    parser.add_argument("--pool", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.table is not None:
-        print_table(options.table)
-        return
-    if options.model is None or options.out is None:
-        parser.error("give --model DIR and --out FILE, or --table FILE")
-    torch.set_num_threads(1)
-    print(f"# {platform.machine()}, one thread, {date.today()}")
-    finished = options.out.read_text("utf-8").splitlines() if options.out.is_file() else []
-    have = {tuple(json.loads(line)["key"]) for line in finished}
+def run_setups(options: argparse.Namespace) -> None:
+    """Run what the file lacks: set-ups by what is shared and by defence."""
+    have = {tuple(line["key"]) for line in read_lines(options.out)}
     defenses = [str(spec) for text in options.defenses for spec in parse_defenses(text)]
     model = Path(options.model).name
     if options.head != "next":
@@ -538,8 +492,7 @@ def main() -> None:
             except NothingToTrain as nothing:
                 cell["skipped"] = str(nothing)
         cell["seconds"] = time.perf_counter() - start
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key, "day": str(date.today()), **cell}) + "\n")
+        add_line(options.out, {"key": key, "day": str(date.today()), **cell})
         print(setup, column, defense, f"{cell['seconds']:.0f} s", cell.get("skipped", ""))
         for attack, source in cell.get("attacks", {}).items():
             value = (
@@ -551,6 +504,303 @@ def main() -> None:
                 f"    {attack} {value} unknown {source['unknown']} {source['why'][:200]}",
                 flush=True,
             )
+
+
+# ---- a truth that is computed independently ---------------------------------------------------
+
+PROMPT = 8
+"""Tokens of the system prompt of a chat, the same in each text."""
+
+
+def adapted(config: type = LoraConfig, **options: Any) -> Callable[[Any], nn.Module]:
+    rank = (
+        {"init_r": 12, "target_r": 8, "total_step": 1000} if config is AdaLoraConfig else {"r": 8}
+    )
+    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **rank, **options}
+    return lambda model: get_peft_model(model, config(lora_alpha=16, **options))
+
+
+LORA = adapted()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A way to fine-tune."""
+
+    setup: Callable[[Any], nn.Module] = LORA
+    rows: str = "equal"
+    precision: str = "32-true"
+    accumulate: int = 1
+    reentrant: bool | None = None
+    compiled: bool = False
+    base: str = "plain"
+
+
+CELLS = {
+    "whole": Cell(whole),
+    "whole, bf16-mixed": Cell(whole, precision="bf16-mixed"),
+    "LoRA": Cell(),
+    "DoRA": Cell(adapted(use_dora=True)),
+    "rsLoRA": Cell(adapted(use_rslora=True)),
+    "PiSSA": Cell(adapted(init_lora_weights="pissa")),
+    "AdaLoRA": Cell(adapted(AdaLoraConfig)),
+    "adapters": Cell(adapters),
+    "LoRA, bf16-mixed": Cell(precision="bf16-mixed"),
+    "LoRA, bf16-true": Cell(precision="bf16-true"),
+    "LoRA, accumulation 2": Cell(accumulate=2),
+    "LoRA, checkpointing": Cell(reentrant=False),
+    "LoRA, reentrant checkpointing": Cell(reentrant=True),
+    "LoRA, compiled": Cell(compiled=True),
+    "LoRA, completions": Cell(rows="completion"),
+    "LoRA, chat": Cell(rows="chat"),
+    "LoRA, left padding": Cell(rows="left"),
+    "LoRA, right padding": Cell(rows="right"),
+    "LoRA, packed": Cell(rows="packed"),
+    "LoRA, padding-free with a cache": Cell(rows="crossing"),
+    "LoRA, NF4": Cell(base="nf4"),
+    "LoRA, int8": Cell(base="int8"),
+    "LoRA, NEFTune 5": Cell(neftune),
+    "LoRA, dropout .05": Cell(adapted(lora_dropout=0.05)),
+}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids of texts, each as long as a row or longer."""
+
+    private: Sequence[Sequence[int]]
+    outside: Sequence[Sequence[int]]
+    public: Sequence[Sequence[int]]
+
+
+class Client(FineTuning):
+    """Keeps its batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.batches: list[dict[str, Any]] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.batches.append(batch)
+        return super().training_step(batch, batch_idx)
+
+
+class Words(SubspaceWords):
+    """Keeps its guesses."""
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        guess = super().run(view, query)
+        self.guesses[view.gradients[-1].step] = set(guess.types.tolist())
+        return guess
+
+
+class Members(GradientMembership):
+    """Keeps its scores."""
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        guess = super().run(view, query)
+        self.guesses[view.gradients[-1].step] = (query, guess.scores.tolist())
+        return guess
+
+
+def base_model(folder: str, base: str) -> Any:
+    settings = {
+        "plain": None,
+        "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        "int8": BitsAndBytesConfig(load_in_8bit=True),
+    }[base]
+    options = {} if settings is None else {"quantization_config": settings, "device_map": "cpu"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+def collate(rows: str, texts: list[Tensor]) -> dict[str, Any]:
+    """A batch of texts in a form."""
+    if rows in ("left", "right", "packed", "crossing"):  # of several lengths
+        texts = [ids[: len(ids) - i % 3 * len(ids) // 4] for i, ids in enumerate(texts)]
+    each = [{"input_ids": ids, "labels": ids} for ids in texts]
+    if rows in ("packed", "crossing"):
+        batch = packed(each)
+        return batch if rows == "packed" else {**batch, "use_cache": True}
+    if rows == "left":
+        turned = padded([{n: v.flip(0) for n, v in one.items()} for one in each])
+        return {name: value.flip(1) for name, value in turned.items()}
+    if rows == "right":
+        return padded(each)
+    ids = torch.stack(texts)
+    if rows == "chat":
+        ids[:, 1 : 1 + PROMPT] = texts[0][1 : 1 + PROMPT]
+    labels = ids.clone()
+    labels[:, : {"completion": len(texts[0]) // 2, "chat": 1 + PROMPT}.get(rows, 0)] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def true_words(model: nn.Module, batches: Sequence[dict[str, Any]]) -> set[int]:
+    """Tokens at whose embedding the loss has a gradient, without noise and dropout."""
+    retained: list[tuple[Tensor, Tensor]] = []
+
+    def watch(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        output = output.detach().requires_grad_()
+        retained.append((args[0], output))
+        return output
+
+    handle = model.get_input_embeddings().register_forward_hook(watch)
+    for batch in batches:
+        model.eval()(**batch).loss.backward()
+    handle.remove()
+    return {i for ids, x in retained for i in ids[x.grad.abs().amax(-1) > 0].tolist()}
+
+
+def true_auc(members: Members, batches: Sequence[dict[str, Any]], step: int) -> float:
+    """AUC of the scores at a step, of texts that stand in its batches."""
+    query, scores = members.guesses.get(step, (None, []))
+    if query is None:
+        return math.nan
+    masks = (
+        torch.ones_like(query.input_ids) if query.attention_mask is None else query.attention_mask
+    )
+    queried = [ids[mask != 0].tolist() for ids, mask in zip(query.input_ids, masks, strict=True)]
+    rows = [f" {' '.join(map(str, row))} " for b in batches for row in b["input_ids"].tolist()]
+    inside = [any(f" {' '.join(map(str, ids))} " in row for row in rows) for ids in queried]
+    return float(roc_auc_score(inside, scores)) if 0 < sum(inside) < len(inside) else math.nan
+
+
+def run(
+    cell: Cell, folder: str, texts: Texts, shape: str, steps: int, looks: int
+) -> dict[str, Any]:
+    """What a fit logged of its last look, and the same computed anew."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    rows, length = map(int, shape.split("x"))
+    model = cell.setup(base_model(folder, cell.base))
+    if cell.reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": cell.reentrant})
+        model.enable_input_require_grads()
+    warm(model.train(), texts.public, shape, steps)
+    public = PublicText([list(ids) for ids in texts.public])
+    words, members = Words(capacity_seconds=0), Members(public, tokens=length)
+    for attack in (words, members):
+        attack.guesses = {}
+    with tempfile.TemporaryDirectory() as logs:
+        monitor = LeakageMonitor(
+            [members] if cell.setup is adapters else [words, members],
+            every_n_steps=1,
+            games=Games(
+                held_out=PublicText([list(ids[:length]) for ids in texts.outside]),
+                targets=2 * rows * cell.accumulate,
+            ),
+            folder=logs,
+        )
+        client = Client(torch.compile(model, backend="aot_eager") if cell.compiled else model)
+        data = [
+            torch.tensor(ids[:length]) for ids in texts.private[: looks * rows * cell.accumulate]
+        ]
+        loader = DataLoader(data, batch_size=rows, collate_fn=lambda each: collate(cell.rows, each))
+        fit(
+            client,
+            loader,
+            max_steps=looks,
+            callbacks=[monitor],
+            precision=cell.precision,
+            accumulate_grad_batches=cell.accumulate,
+            default_root_dir=logs,
+        )
+        lines = read_lines(Path(logs) / "leakage.jsonl")
+        last = {line["attack"]: line for line in lines if line["step"] == looks - 1}
+    batches = client.batches[-cell.accumulate :]
+    message = {n: one["unknown"] or one["metrics"] for n, one in last.items()}
+    truth = true_words(model.float(), batches)
+    guess = words.guesses.get(looks - 1)
+    results = {"types": len(truth), "true_auc": true_auc(members, batches, looks - 1)}
+    if guess is not None:
+        results["true_f1"] = 2 * len(guess & truth) / (len(guess) + len(truth))
+    for name, metric in (("subspace_words", "f1"), ("gradient_membership", "auc")):
+        value = message.get(name, "none reads it")
+        results[metric] = value if isinstance(value, str) else value[metric]["value"]
+    return results
+
+
+def logged(value: object) -> str:
+    if isinstance(value, str):
+        return value if value == "none reads it" else f"*unknown*: {value.partition(',')[0][:60]}"
+    return f"{value:.3f}".removeprefix("0") if isinstance(value, float) else "not known"
+
+
+def print_truth(lines: Sequence[dict[str, Any]]) -> None:
+    steps = sorted({line["steps"] for line in lines})
+    heads = " | ".join(f"step {s}: words (true) | is this text there? (true)" for s in steps)
+    print(f"| cell | {heads} |\n|---|{'---|' * 2 * len(steps)}")
+    for name in dict.fromkeys(line["cell"] for line in lines):
+        cells = {line["steps"]: line for line in lines if line["cell"] == name}
+        row = [
+            f"{logged(one.get(m, 'not run'))}"
+            + (f" ({logged(local)})" if local is not None else "")
+            for one in (cells.get(s, {}) for s in steps)
+            for m, local in (("f1", one.get("true_f1")), ("auc", one.get("true_auc")))
+        ]
+        print(f"| {name} | {' | '.join(row)} |")
+    error = [abs(x["f1"] - x["true_f1"]) for x in lines if isinstance(x["f1"], float)]
+    print(f"\nlogged F1 less true: at most {max(error, default=0.0):.1e}")
+
+
+def run_truth(options: argparse.Namespace) -> None:
+    """Run what the file lacks: ways to fine-tune by the steps before."""
+    length = int(options.shape.partition("x")[2])
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    front = [] if options.bos is None else [options.bos]
+    long: dict[str, list[list[int]]] = {}
+    for name in dict.fromkeys((options.private, options.public)):
+        every = (front + tokenizer(text)["input_ids"] for text in read_texts(name)[:600])
+        long[name] = [ids[:64] for ids in every if len(ids) >= length]
+    private = long[options.private]
+    texts = Texts(private[::2], private[1::2], long[options.public][:120])
+    have = {(line["cell"], line["steps"]) for line in read_lines(options.out)}
+    for steps, name in itertools.product(options.warm, options.cells):
+        cell = CELLS[name]
+        if (name, steps) in have or (cell.base != "plain" and not find_spec("bitsandbytes")):
+            continue
+        with quiet():
+            results = run(cell, options.model, texts, options.shape, steps, options.looks)
+        line = {"cell": name, "steps": steps, "day": str(date.today()), **results}
+        add_line(options.out, line)
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--head", default="next", choices=HEAD_CLASSES)
+    parser.add_argument("--bert", action="store_true")
+    parser.add_argument("--rows", default="equal", choices=COLLATE)
+    parser.add_argument("--private", default="imdb")
+    parser.add_argument("--public", default="wikitext2")
+    parser.add_argument("--shape", help="default 8x64, of --truth 4x32")
+    parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=SETUPS)
+    columns = ["gradient", "SGD:10", "AdamW:1", "AdamW:10"]
+    parser.add_argument("--columns", nargs="+", default=columns)
+    parser.add_argument("--defenses", nargs="+", default=["none"])
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--warm", nargs="+", type=int, default=[5], help="several: of --truth")
+    parser.add_argument("--texts-seconds", type=float, default=60.0)
+    parser.add_argument("--truth", action="store_true", help="compare with a truth of its own")
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
+    parser.add_argument("--looks", type=int, default=3, help="of --truth")
+    parser.add_argument("--bos", type=int)
+    parser.add_argument("--pool", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.table is not None:
+        cells = read_lines(options.table)
+        (print_truth if "true_auc" in cells[0] else print_table)(cells)
+        return
+    if options.model is None or options.out is None:
+        parser.error("give --model DIR and --out FILE, or --table FILE")
+    print_place()
+    options.shape = options.shape or ("4x32" if options.truth else "8x64")
+    (run_truth if options.truth else run_setups)(options)
 
 
 if __name__ == "__main__":

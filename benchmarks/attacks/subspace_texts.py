@@ -29,18 +29,16 @@ of k plain steps of SGD (learning rate ``--lr``), each on texts of its own, k ti
 from __future__ import annotations
 
 import argparse
-import platform
 import time
-from collections.abc import Iterator
-from datetime import date
+from itertools import product
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.attacks.subspace_words import Source, built
+from benchmarks.shared import print_place, trained, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
 from lightning_fedleak.evaluation.metrics import TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import in_true_order
@@ -61,9 +59,7 @@ def classifier(options: argparse.Namespace) -> nn.Module:
         options.model, num_labels=options.classes, dtype=torch.float32
     )
     if options.rank:
-        targets = options.targets.split(",")
-        config = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=targets)
-        model = get_peft_model(model, config)
+        model = with_lora(model, options.rank, options.targets.split(","))
         for name, parameter in model.named_parameters():
             if ".classifier." in name:
                 parameter.requires_grad_(True)
@@ -84,10 +80,6 @@ def backward(model: nn.Module, ids: Tensor, options: argparse.Namespace) -> None
     model.zero_grad()
     labels = torch.arange(len(ids), device=ids.device) % options.classes if options.classes else ids
     model(input_ids=ids, labels=labels).loss.backward()
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
 
 
 def shared(
@@ -149,12 +141,6 @@ def shared(
     )
 
 
-def cells(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    for shape in options.shapes.split(","):
-        for defense in options.defenses.split(","):
-            yield shape, defense
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -181,9 +167,8 @@ def main() -> None:
     options.dropout, options.chat = 0.0, False
     if (options.model is None) == (options.config is None):
         parser.error("give --model DIR or --config")
-    torch.set_num_threads(options.threads)
-    print(f"# {platform.machine()}, {options.threads} thread(s), {options.device}, {date.today()}")
-    for shape, defense in cells(options):
+    print_place(options.threads, options.device)
+    for shape, defense in product(options.shapes.split(","), options.defenses.split(",")):
         kind, _, value = defense.partition(":")
         steps = int(value) if kind == "sgd" else 1
         rows, length = map(int, shape.split("x"))

@@ -33,17 +33,13 @@ not a causal text's last token.
 from __future__ import annotations
 
 import argparse
-import platform
 import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from scipy import stats
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -51,7 +47,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from benchmarks.attacks.word_recovery import read_texts
+from benchmarks.shared import mean_and_half, print_place, read_texts, trained, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceWords, UnusableObservation, WordGuess
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
@@ -77,13 +73,7 @@ def built(options: argparse.Namespace) -> nn.Module:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     if options.rank:
         targets = options.targets if options.targets == "all-linear" else options.targets.split(",")
-        config = LoraConfig(
-            r=options.rank,
-            lora_alpha=2 * options.rank,
-            target_modules=targets,
-            lora_dropout=options.dropout,
-        )
-        model = get_peft_model(model, config)
+        model = with_lora(model, options.rank, targets, lora_dropout=options.dropout)
     return model.to(options.device).train(options.dropout > 0)
 
 
@@ -100,7 +90,7 @@ class Training:
         self, model: nn.Module, public: Source, shape: tuple[int, int], device: str
     ) -> None:
         self.model, self.public, self.shape, self.device = model, public, shape, device
-        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.trained = trained(model)
         self.optimizer = torch.optim.AdamW(self.trained, lr=RATE)
         self.steps = 0
 
@@ -228,15 +218,6 @@ def f1_of(results: set[int], truth: set[int]) -> float:
     return 2 * len(results & truth) / (len(results) + len(truth))
 
 
-def mean_and_half(values: list[float]) -> tuple[float, float]:
-    """Mean and half of its 95% interval."""
-    x = torch.tensor(values, dtype=torch.float64)
-    if len(x) < 2:
-        return (float(x.mean()) if values else float("nan")), float("nan")
-    half = float(stats.t.ppf(0.975, len(x) - 1)) * float(x.std()) / len(x) ** 0.5
-    return float(x.mean()), half
-
-
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """The options of the model, its adapters, the texts, and the training before."""
     parser.add_argument("--private", default="imdb")
@@ -268,8 +249,7 @@ def main() -> None:
     options = parser.parse_args()
     if (options.model is None) == (options.config is None):
         parser.error("give --model DIR or --config")
-    torch.set_num_threads(options.threads)
-    print(f"# {platform.machine()}, {options.threads} thread(s), {options.device}, {date.today()}")
+    print_place(options.threads, options.device)
     for shape in options.shapes.split(","):
         texts, length = map(int, shape.split("x"))
         model = built(options)
@@ -320,7 +300,9 @@ def measured(
         if guess is None or not (len(guess.types) or noise):
             continue
         results = set(guess.types.tolist())
-        ranked = set() if guess.scores is None else _first(guess.scores, len(truth))
+        ranked = (
+            set() if guess.scores is None else set(guess.scores.topk(len(truth)).indices.tolist())
+        )
         scores["f1"].append(f1_of(results, truth))
         scores["precision"].append(len(results & truth) / max(1, len(results)))
         scores["ranked"].append(len(ranked & truth) / len(truth))
@@ -354,10 +336,6 @@ def _guess(attack: SubspaceWords, view: Observation) -> WordGuess | None:
         return attack.run(view)
     except UnusableObservation:
         return None
-
-
-def _first(scores: Tensor, n: int) -> set[int]:
-    return set(scores.topk(n).indices.tolist())
 
 
 if __name__ == "__main__":

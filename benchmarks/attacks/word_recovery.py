@@ -26,23 +26,20 @@ error ratio of the number of types) and the seconds of one attack.
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
-import io
 import itertools
-import json
-import os
-import platform
-import re
 import time
-from datetime import date
-from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
-from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.shared import (
+    mean_and_half,
+    print_place,
+    read_texts,
+    table,
+    tokens_of,
+    with_lora,
+)
 from lightning_fedleak.attacks.base import Attack, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
@@ -72,58 +69,7 @@ ATTACKS = (
     "aligned-sign",
     "aligned-learned",
 )
-NAMED = {
-    "imdb": "imdb/test.jsonl.gz",
-    "agnews": "ag_news/test.csv.gz",
-    "wikitext2": "wikitext2/train.raw.txt.gz",
-    "tinystories": "tinystories/train_2MiB.txt.gz",
-    "yelp": "yelp_sentences/sentiment.test.1.gz",
-    "multi30k": "multi30k/test_2016_flickr.en.gz",
-}
 REGRESSION_SHAPES = tuple((b, n) for b in (1, 2, 4, 8, 16, 32) for n in (25, 50, 100))
-
-
-def read_texts(name: str) -> list[str]:
-    """Texts of a named set or a file."""
-    path = Path(name)
-    if name in NAMED:
-        folder = os.environ.get("FEDLEAK_ASSETS", "../shared/assets")
-        path = Path(folder) / "data" / NAMED[name]
-    if not path.exists():
-        reference = ", ".join(NAMED)
-        raise SystemExit(f"no text at {path}: name a file, or one of {reference} (FEDLEAK_ASSETS)")
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    content = raw.decode("utf-8")
-    if ".jsonl" in path.name:
-        texts = [json.loads(line)["text"] for line in content.splitlines() if line.strip()]
-    elif ".csv" in path.name:
-        texts = [" ".join(row[1:]) for row in csv.reader(io.StringIO(content))]
-    elif name == "tinystories":
-        texts = content.split("<|endoftext|>")
-    else:
-        texts = [line for line in content.splitlines() if not line.lstrip().startswith("=")]
-    if name == "wikitext2":
-        texts = [without_token_spaces(t) for t in texts]
-    texts = [t.replace("<br />", " ").strip() for t in texts]
-    return [t for t in texts if t]
-
-
-def without_token_spaces(text: str) -> str:
-    """WikiText's spaced-out punctuation as it is written."""
-    text = re.sub(r" @([-.,])@ ", r"\1", text)
-    text = re.sub(r" ([.,;:!?)\]%])", r"\1", text)
-    text = re.sub(r"([(\[]) ", r"\1", text)
-    text = re.sub(r'" ([^"]*) "', r'"\1"', text)
-    return text.replace(" 's", "'s").replace(" n't", "n't")
-
-
-def tokens_of(texts: list[str], tokenizer, bos: int | None, seed: int, limit: int) -> PublicText:
-    """``limit`` texts in random order, as ids."""
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    front = [] if bos is None else [bos]
-    chosen = [texts[i] for i in order[:limit]]
-    ids = [front + tokenizer(t, add_special_tokens=False)["input_ids"] for t in chosen]
-    return PublicText([i for i in ids if len(i) >= 2])
 
 
 def long_enough(text: PublicText, length: int, count: int) -> PublicText:
@@ -233,16 +179,6 @@ def guessed(attack: Attack, view: Observation) -> WordGuess:
     return guess
 
 
-def summary(values: list[float]) -> tuple[float, float]:
-    """Mean and half width of its 95% interval."""
-    n = len(values)
-    mean = sum(values) / n
-    if n < 2:
-        return mean, float("nan")
-    deviation = (sum((v - mean) ** 2 for v in values) / (n - 1)) ** 0.5
-    return mean, float(stats.t.ppf(0.975, n - 1) * deviation / n**0.5)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -270,7 +206,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    print_place(args.threads, f"torch {torch.__version__}")
     names = args.attacks.split(",")
     if unknown := set(names) - set(ATTACKS):
         parser.error(f"unknown attacks {sorted(unknown)}; choose from {ATTACKS}")
@@ -282,8 +218,7 @@ def main() -> None:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
     if args.surface == "lora":
         torch.manual_seed(args.seed)
-        config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=["lm_head"])
-        model = get_peft_model(model, config).eval()
+        model = with_lora(model, args.rank, ["lm_head"]).eval()
     anatomy = find_anatomy(model)
     role = head_surface(anatomy).role
     private = tokens_of(read_texts(args.private), tokenizer, args.bos, args.seed + 1, 2000)
@@ -293,7 +228,8 @@ def main() -> None:
         public = tokens_of(read_texts(args.public), tokenizer, args.bos, args.seed + 2, 1000)
     attacks, calibration = runners(names, anatomy, public, args)
 
-    first = True
+    head = ("batch", "noise", "types", "attack", "F1", "precision", "recall", "MAER", "seconds")
+    print(table(head, []))
     shapes = [[int(n) for n in s.split("x")] for s in args.shapes.split(",")]
     for shape, noise in itertools.product(shapes, args.noise):
         batches = composed_batches(
@@ -309,28 +245,17 @@ def main() -> None:
                 scores[name].append(
                     score(guess, truth) | {"seconds": elapsed, "types": float(len(truth))}
                 )
-        for name, rows in scores.items():
-            columns = {k: [r[k] for r in rows] for k in rows[0]}
-            entry = {"shape": "x".join(map(str, shape)), "noise": noise, "attack": name}
-            entry["batches"] = len(rows)
-            for key, values in columns.items():
-                entry[key], entry[f"{key}_half_width"] = summary(values)
-            print_row(entry, header=first)
-            first = False
-    machine = f"{platform.machine()}, {args.threads} threads, torch {torch.__version__}"
-    print(f"\n{date.today().isoformat()}, {machine}; calibration seconds: {calibration}")
-
-
-def print_row(entry: dict, header: bool) -> None:
-    if header:
-        print("| batch | noise | types | attack | F1 | precision | recall | MAER | seconds |")
-        print("|---|---|---|---|---|---|---|---|---|")
-    print(
-        f"| {entry['shape']} | {entry['noise']:g} | {entry['types']:.0f} | {entry['attack']} "
-        f"| {entry['f1']:.4f} ± {entry['f1_half_width']:.4f} | {entry['precision']:.4f} "
-        f"| {entry['recall']:.4f} | {entry['maer']:.3f} | {entry['seconds']:.2f} |",
-        flush=True,
-    )
+        for name, entries in scores.items():
+            columns = {k: mean_and_half([entry[k] for entry in entries]) for k in entries[0]}
+            f1, half = columns["f1"]
+            row = [
+                *("x".join(map(str, shape)), f"{noise:g}", f"{columns['types'][0]:.0f}", name),
+                f"{f1:.4f} ± {half:.4f}",
+                *(f"{columns[k][0]:.4f}" for k in ("precision", "recall")),
+                *(f"{columns['maer'][0]:.3f}", f"{columns['seconds'][0]:.2f}"),
+            ]
+            print(f"| {' | '.join(row)} |", flush=True)
+    print(f"\ncalibration seconds: {calibration}")
 
 
 if __name__ == "__main__":

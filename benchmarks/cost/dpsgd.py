@@ -28,6 +28,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -39,6 +40,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
+from benchmarks.shared import FineTuning, fit, trained
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
 
@@ -77,20 +79,9 @@ def build(options: argparse.Namespace) -> nn.Module:
     return model.train().to(options.device)
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-class FineTuning(L.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
+class SampleMeans(FineTuning):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return mean_of_sample_means(self.model(batch[0]).logits, batch[0], causal=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(trained(self), lr=LR)
 
 
 def plain(model: nn.Module, ids: Tensor, rows: int) -> Step:
@@ -188,20 +179,15 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
         poisson_sampling=False,
         max_physical_batch_size=options.pieces,
     )
-    trainer = L.Trainer(
+    fit(
+        SampleMeans(build(options), partial(torch.optim.SGD, lr=LR)),
+        DataLoader(TensorDataset(ids), batch_size=len(ids)),
         strategy=DefendedStrategy("auto", [defense]),
         accelerator=options.device,
-        devices=1,
         max_steps=options.rounds + 1,
         max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=callbacks,
     )
-    loader = DataLoader(TensorDataset(ids), batch_size=len(ids))
-    trainer.fit(FineTuning(build(options)), loader)
     return defense
 
 

@@ -32,6 +32,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from benchmarks.shared import FineTuning, fit
 from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.engine.channels.control import Controls
@@ -43,22 +44,6 @@ SMOKE = (
 )
 
 ARMS = ("off", "idle", "look", "control")
-
-
-class FineTuning(L.LightningModule):
-    """Plain fine-tuning with AdamW."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model.train()
-
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss = self.model(**batch).loss
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 class InTurn(LeakageMonitor):
@@ -152,18 +137,16 @@ def attacks(arguments: argparse.Namespace, vocab: int) -> list[Any]:
     return [chosen[name]() for name in arguments.attacks.split(",")]
 
 
-def fit(arguments: argparse.Namespace, callbacks: list[L.Callback], steps: int) -> None:
+def run(arguments: argparse.Namespace, callbacks: list[L.Callback], steps: int) -> None:
     model, vocab = build(arguments)
     b, length = (int(x) for x in arguments.shape.split("x"))
     ids = torch.randint(0, vocab, (b * 8, length), generator=torch.Generator().manual_seed(2))
     rows = [{"input_ids": x, "labels": x} for x in ids]
-    trainer = L.Trainer(
-        accelerator=arguments.device, devices=1, max_steps=steps, callbacks=callbacks,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, precision=arguments.precision,
+    fit(
+        FineTuning(model), DataLoader(rows, batch_size=b), accelerator=arguments.device,
+        max_steps=steps, callbacks=callbacks, precision=arguments.precision,
         default_root_dir=arguments.out,
     )  # fmt: skip
-    trainer.fit(FineTuning(model), DataLoader(rows, batch_size=b))
 
 
 def interval(looked: list[float], plain: list[float]) -> tuple[float, float]:
@@ -185,7 +168,7 @@ def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, f
     monitor = InTurn(ARMS, attacks(arguments, vocab))
     clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(ARMS))
     with patch.object(Controls, "_is_due", lambda *_: monitor.now == "control"):
-        fit(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
+        run(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
     return clock.times
 
 
@@ -241,7 +224,7 @@ def one_peak(arguments: argparse.Namespace) -> None:
     callbacks = []
     if arguments.peak == "look":
         callbacks = [LeakageMonitor(attacks(arguments, vocab), every_n_steps=1)]
-    fit(arguments, callbacks, 4)
+    run(arguments, callbacks, 4)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 

@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from datetime import date
 from pathlib import Path
 
-import lightning.pytorch as L
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.shared import FineTuning, fit, print_place, read_lines
 from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.callbacks import WatchSettings
 
@@ -40,62 +39,45 @@ LOOK_SECONDS = 600.0
 """Of a look, at most; 30, the default, leaves attacks out for a billion parameters on one core."""
 
 
-class FineTuning(L.LightningModule):
-    """Fine-tuning of a LoRA with AdamW."""
-
-    def __init__(self, shape: tuple[int, int, int], rank: int) -> None:
-        super().__init__()
-        vocabulary, width, blocks = shape
-        config = LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=blocks,
-            num_attention_heads=width // HEAD,
-            num_key_value_heads=max(1, width // HEAD // 4),
-            tie_word_embeddings=True,
-        )
-        torch.set_default_dtype(torch.bfloat16)
-        base = LlamaForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"])
-        self.model = get_peft_model(base, lora, autocast_adapter_dtype=False).train()
-
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-4)
+def llama(shape: tuple[int, int, int], rank: int) -> nn.Module:
+    """Return a Llama of random numbers with a LoRA."""
+    vocabulary, width, blocks = shape
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=blocks,
+        num_attention_heads=width // HEAD,
+        num_key_value_heads=max(1, width // HEAD // 4),
+        tie_word_embeddings=True,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    base = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(base, config, autocast_adapter_dtype=False)
 
 
-def fit(shape: tuple[int, int, int], watched: bool) -> dict[str, object]:
+def one_fit(shape: tuple[int, int, int], watched: bool) -> dict[str, object]:
     """Return the peak in bytes, processor seconds of the fit, and what attacks gave."""
     rows, length = map(int, OPTIONS.batch.split("x"))
     torch.manual_seed(0)
-    module = FineTuning(shape, OPTIONS.rank)
+    module = FineTuning(llama(shape, OPTIONS.rank))
     ids = torch.randint(3, shape[0], (OPTIONS.steps * rows, length))
     data = [{"input_ids": row, "labels": row} for row in ids]
     settings = WatchSettings(look_seconds=LOOK_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
+        begin = time.process_time()
+        fit(
+            module,
+            DataLoader(data, batch_size=rows, shuffle=True),
             max_steps=OPTIONS.steps,
             precision="bf16-true",
-            accelerator="cpu",
             callbacks=[LeakageMonitor(every_n_steps=1, settings=settings)] if watched else [],
             default_root_dir=folder,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            logger=False,
         )
-        begin = time.process_time()
-        trainer.fit(module, DataLoader(data, batch_size=rows, shuffle=True))
         seconds = time.process_time() - begin
-        lines = [
-            json.loads(line)
-            for file in Path(folder).rglob("leakage.jsonl")
-            for line in file.read_text().splitlines()
-        ]
+        lines = [line for file in Path(folder).rglob("leakage.jsonl") for line in read_lines(file)]
     metrics = {x["attack"]: x["metrics"] for x in lines if x["unknown"] is None}
     words = metrics.get("subspace_words", {}).get("f1", {}).get("value")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -108,9 +90,9 @@ def main() -> None:
     torch.set_num_threads(1)
     shapes = {text: tuple(map(int, text.split("x"))) for text in OPTIONS.shapes}
     if OPTIONS.json is not None:
-        print(json.dumps(fit(*shapes.values(), watched=OPTIONS.json == "watched")))
+        print(json.dumps(one_fit(*shapes.values(), watched=OPTIONS.json == "watched")))
         return
-    print(f"# {platform.machine()}, one thread, {date.today()}, LoRA r {OPTIONS.rank}")
+    print_place(1, f"LoRA r {OPTIONS.rank}")
     print("| shape | fit | peak (GB) | processor (s) | words F1 | attacks with a result |")
     print("|---|---|---|---|---|---|")
     for shape in shapes:

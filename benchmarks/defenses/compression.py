@@ -20,17 +20,16 @@ row.
 from __future__ import annotations
 
 import argparse
-import platform
 import time
 from contextlib import suppress
-from datetime import date
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from benchmarks.attacks.subspace_texts import backward, texts_of, trained
-from benchmarks.attacks.subspace_words import Source, built
+from benchmarks.attacks.subspace_texts import backward, texts_of
+from benchmarks.attacks.subspace_words import Source, built, f1_of
+from benchmarks.shared import print_place, trained
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     GradientMembership,
@@ -81,11 +80,6 @@ def read(
         return attack.run(Observation((snapshot,)), query)
 
 
-def word_f1(guess: Tensor, truth: Tensor) -> float:
-    named, exists = set(guess.tolist()), set(truth.flatten().tolist())
-    return 2 * len(named & exists) / (len(named) + len(exists))
-
-
 def auc(members: Tensor, others: Tensor) -> float:
     """The share of pairs in order; ties count half."""
     pairs = members[:, None] - others
@@ -116,7 +110,6 @@ def main() -> None:
     options = parser.parse_args()
     options.config, options.classes, options.device = None, 0, "cpu"
     options.dropout, options.chat = 0.0, False
-    torch.set_num_threads(options.threads)
     rows, length = map(int, options.shape.split("x"))
     anatomy = find_anatomy(model := built(options))
     private = Source(options.private, options, anatomy.vocab_size)
@@ -140,7 +133,7 @@ def main() -> None:
             attack.prepare(anatomy)
             attack.refresh(anatomy, 0)
     names = sorted({role for each in roles.values() for role in each})
-    print(f"# {platform.machine()}, {options.threads} thread(s), {date.today()}")
+    print_place(options.threads)
     whole = f"LoRA r {options.rank} {options.targets}" if options.rank else "whole"
     batches = [
         texts_of(private, rows + options.others, length, options) for _ in range(options.batches)
@@ -167,8 +160,9 @@ def main() -> None:
                 with suppress(UnusableObservation):
                     result = read(attack, roles[attack], snapshot, query)
                     if attack in (words, head):
+                        words_of = ids[:rows] if attack is head else truth
                         values.append(
-                            word_f1(result.types, ids[:rows] if attack is head else truth)
+                            f1_of({*result.types.tolist()}, {*words_of.flatten().tolist()})
                         )
                     elif attack is texts:
                         guess = in_true_order(result.tokens, truth)

@@ -21,15 +21,15 @@ import time
 import warnings
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as L
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.shared import FineTuning, fit, with_lora
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
 from lightning_fedleak.callbacks import WatchSettings
@@ -44,17 +44,10 @@ BATCH = 3
 WORST = "leakage/worst/words"
 
 
-class Module(L.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
+class Module(FineTuning):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.model(input_ids=batch["input_ids"]).logits
         return mean_of_sample_means(logits, batch["labels"], causal=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 1e-3)
 
 
 def model_of(seed: int) -> nn.Module:
@@ -63,8 +56,7 @@ def model_of(seed: int) -> nn.Module:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32}
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **size, **heads))
     if seed % 2:
-        targets = ["q_proj", "v_proj"]
-        model = get_peft_model(model, LoraConfig(r=16, target_modules=targets, lora_alpha=32))
+        model = with_lora(model, 16, ["q_proj", "v_proj"])
         with torch.no_grad():  # as an adapter that is trained further
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
@@ -82,12 +74,14 @@ def run(seed: int, defended: bool) -> tuple[str, dict[str, float], float]:
     monitor = LeakageMonitor(every_n_steps=2, settings=settings)
     defense = DPSGD(max_grad_norm=1.0, target_epsilon=2, target_delta=1 / TEXTS**1.1)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            max_steps=STEPS, accelerator="cpu", logger=False, callbacks=[monitor, gate],
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=folder, strategy=DefendedStrategy("auto", [defense] * defended),
-        )  # fmt: skip
-        trainer.fit(Module(model), DataLoader(rows, batch_size=BATCH, shuffle=True))
+        fit(
+            Module(model, partial(torch.optim.AdamW, lr=1e-3)),
+            DataLoader(rows, batch_size=BATCH, shuffle=True),
+            max_steps=STEPS,
+            callbacks=[monitor, gate],
+            default_root_dir=folder,
+            strategy=DefendedStrategy("auto", [defense] * defended),
+        )
     display = monitor.latest
     controls = {n.split("/")[1]: v for n, v in display.items() if n.endswith("/control")}
     event = gate.fired

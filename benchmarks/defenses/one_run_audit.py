@@ -31,13 +31,13 @@ import statistics
 import warnings
 from typing import Any
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.defenses.dp_sgd_games import refutations
 from benchmarks.defenses.planted_gradients import PlantedGradients
+from benchmarks.shared import fit, trained
 from lightning_fedleak.callbacks import CanaryScorer
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.cli.finetuning.data import PadRight
@@ -78,7 +78,7 @@ class Fit(CausalLMFineTuning):
     """By SGD, so that a release is what weights move by."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        return torch.optim.SGD(trained(self), lr=self.lr)
 
 
 def texts_of(kind: str, model: Any, rows: list[Tensor], args: argparse.Namespace) -> list[Tensor]:
@@ -110,16 +110,13 @@ def fitted(
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
     defense = DPSGD(1.0, noise_multiplier=sigma, target_delta=DELTA, max_physical_batch_size=256)
-    L.Trainer(
-        accelerator="cpu",
+    fit(
+        module,
+        DataLoader(train, round(rate * len(train)), collate_fn=PadRight(0)),
         max_steps=steps,
         strategy=DefendedStrategy("auto", [defense]),
         callbacks=[*scorers.values()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, DataLoader(train, round(rate * len(train)), collate_fn=PadRight(0)))
+    )
     results = {grouped: (s.scores(), train.canaries.included) for grouped, s in scorers.items()}
     return results, defense.accountant.epsilon(DELTA)
 

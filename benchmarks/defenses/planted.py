@@ -48,8 +48,7 @@ class PlantedNeuron:
         defenses: of the runs without and with the target.
 
     Raises:
-        ValueError: too few examples, a rate that a batch size cannot give, the target is not alone
-            in its neuron, or its gradient is below the clip norm.
+        ValueError: the target is not alone in its neuron, or its gradient is below the clip norm.
     """
 
     def __init__(
@@ -62,14 +61,6 @@ class PlantedNeuron:
         layer: int = 1,
         seed: int | None = None,
     ) -> None:
-        if len(ids) < 2:
-            raise ValueError(f"ids must hold at least 2 examples, got {len(ids)}")
-        sample = sample_rate * len(ids)
-        if not 1 <= round(sample) <= len(ids) or abs(sample - round(sample)) > 1e-9:
-            raise ValueError(
-                f"sample_rate={sample_rate!r} of {len(ids)} examples is a batch of {sample:g}: a "
-                f"loader's rate is a whole number of examples, 1 to {len(ids)}, over {len(ids)}"
-            )
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         anatomy = find_anatomy(model)

@@ -55,9 +55,6 @@ class PlantedGradients:
 
     Attributes:
         history: what the defence has accounted for a run, alike in all; empty before the first.
-
-    Raises:
-        ValueError: fewer than two targets, a batch size that is not 1 to their number, or no step.
     """
 
     def __init__(
@@ -70,13 +67,7 @@ class PlantedGradients:
         seed: int = 0,
         rows: Sequence[int] | None = None,
     ) -> None:
-        if targets < 2:
-            raise ValueError(f"targets must be at least 2, got {targets}")
         self._batch_size = targets if batch_size is None else batch_size
-        if not 1 <= self._batch_size <= targets:
-            raise ValueError(f"batch_size must be 1 to {targets}, the targets; got {batch_size}")
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
         self.steps = steps
         self.seed = seed
         self.history: History = ()
@@ -159,9 +150,6 @@ class PlantedGradients:
             number: of the run; the same gives the same games.
             sigma: the noise multiplier that the score reckons with.
             sample_rate: likewise.
-
-        Raises:
-            ValueError: sigma is not positive, or the rate is outside (0, 1].
         """
         members = self.coins(number)
         releases = self.run(members, number)

@@ -25,16 +25,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
-import platform
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from datetime import date
 from itertools import product
 from pathlib import Path
 
@@ -44,6 +41,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.attacks.membership_games import halves, joined
 from benchmarks.defenses.token_count import TokenCount
+from benchmarks.shared import add_line, print_place, read_lines, table
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.membership.attention import (
     BETA,
@@ -219,9 +217,9 @@ def jobs_of(args: argparse.Namespace) -> Iterator[Job]:
 
 def run(args: argparse.Namespace) -> None:
     common = {name: getattr(args, name) for name in SETTINGS} | {"model": Path(args.model).name}
-    log = [json.loads(line) for line in args.log.read_text().splitlines()] if args.log else []
+    log = read_lines(args.log)
     if not log:
-        args.log.write_text(json.dumps(common) + "\n")
+        add_line(args.log, common)
     elif log[0] != common:
         raise SystemExit(f"{args.log} was made with other settings ({log[0]}): give another --log")
     finished = {(*(line[name] for name in ABOUT), line["text"], line["block"]) for line in log[1:]}
@@ -232,8 +230,7 @@ def run(args: argparse.Namespace) -> None:
         start = time.process_time()
         lines = [line_of(job, result) for result in bench.play(job)]
         lines[0]["cpu"] = time.process_time() - start
-        with args.log.open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        add_line(args.log, *lines)
         if time.process_time() > 60 * args.minutes:
             print(f"stopped after {args.minutes:g} minutes of CPU", file=sys.stderr)
             return
@@ -248,7 +245,7 @@ def line_of(job: Job, result: GameResult) -> dict:
 def read(log: Path) -> dict[tuple, dict[str, list[GameResult]]]:
     """What a log holds: by setting, attack and layer, then by text."""
     groups: dict[tuple, dict[str, list[GameResult]]] = {}
-    for line in map(json.loads, log.read_text().splitlines()[1:]):
+    for line in read_lines(log)[1:]:
         key = (*(line[name] for name in ABOUT), line["attack"], line["layer"])
         result = GameResult(
             line["attack"],
@@ -287,11 +284,11 @@ def means(groups: dict[tuple, dict[str, list[GameResult]]]) -> dict[tuple, dict[
     }
 
 
-def shown(auc: tuple[float, float, float]) -> str:
+def with_interval(auc: tuple[float, float, float]) -> str:
     return "{:.3f} ({:.2f} to {:.2f})".format(*auc).replace("0.", ".")
 
 
-def table(args: argparse.Namespace) -> None:
+def print_tables(args: argparse.Namespace) -> None:
     """AUC: a row for each setting, a column for each adversary; see :func:`auc_of`."""
     groups = read(args.log)
     attacks = sorted({key[-2:] for key in groups}, key=lambda a: (ATTACKS.index(a[0]), a[1]))
@@ -300,9 +297,7 @@ def table(args: argparse.Namespace) -> None:
         for text, results in texts.items():
             row = rows.setdefault((*key[:-2], text if args.each else "all"), {})
             row.setdefault(key[-2:], []).append(results)
-    names = [f"{name}, layer {layer}" for name, layer in attacks]
-    print("| rule, game | text | mechanism | eps | games | " + " | ".join(names) + " |")
-    print("|" + "---|" * (5 + len(names)))
+    lines = []
     for row in sorted(rows, key=lambda r: (*r[:2], r[4], r[5], r[6], MECHANISMS.index(r[2]), r[3])):
         rule, protocol, mechanism, epsilon, rounds, memoize, text = row
         quantity = f"{rule}, {protocol}" + (f", {rounds} rounds" if rounds > 1 else "")
@@ -311,18 +306,19 @@ def table(args: argparse.Namespace) -> None:
         games = sorted(
             {sum(len(r) for t in ts for r in t) for ts in outcome.values()}, reverse=True
         )
-        cells = [shown(auc_of(outcome[a])) if a in outcome else "" for a in attacks]
-        subject = (quantity, text, mechanism, f"{epsilon:g}", ", ".join(map(str, games)))
-        print("| " + " | ".join([*subject, *cells]) + " |")
-    print()
+        cells = [with_interval(auc_of(outcome[a])) if a in outcome else "" for a in attacks]
+        lines.append(
+            [quantity, text, mechanism, f"{epsilon:g}", ", ".join(map(str, games)), *cells]
+        )
+    names = [f"{name}, layer {layer}" for name, layer in attacks]
+    print(table(["rule, game", "text", "mechanism", "eps", "games", *names], lines) + "\n")
     for quantity, outcome in sorted(means(groups).items()):
         print(
             *quantity,
             ", ".join(f"{epsilon:g}: {auc:.2f}" for epsilon, auc in sorted(outcome.items())),
         )
-    lines = map(json.loads, args.log.read_text().splitlines()[1:])
-    seconds = sum(line.get("cpu", 0.0) for line in lines)
-    print(f"\n{date.today()}, {platform.machine()}, one thread, {seconds:.0f} s of CPU in all")
+    seconds = sum(line.get("cpu", 0.0) for line in read_lines(args.log))
+    print(f"\n{seconds:.0f} s of CPU in all")
 
 
 def main() -> None:
@@ -355,13 +351,12 @@ def main() -> None:
     parser.add_argument("--trained-blocks", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    print_place()
     if not args.print:
         if not args.model:
             parser.error("--model is needed to play")
-        args.log.touch()
         run(args)
-    table(args)
+    print_tables(args)
 
 
 if __name__ == "__main__":

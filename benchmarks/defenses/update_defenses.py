@@ -21,18 +21,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.attacks.word_recovery import guessed, read_texts, score, summary, tokens_of
+from benchmarks.attacks.word_recovery import guessed, score
+from benchmarks.shared import mean_and_half, print_place, read_texts, table, tokens_of
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     PublicText,
@@ -170,31 +168,23 @@ def measure(args: argparse.Namespace) -> None:
 def report_noise(args, scores, blind, norms, updates, types, seconds) -> None:
     """Print the table."""
     print(
-        f"{len(types)} batches of {args.shape}, {summary(types)[0]:.0f} types, C = {args.clip:g}; "
-        f"norm of a sentence's gradient: median {torch.tensor(norms).median():.3g}, smallest "
-        f"{min(norms):.3g}; of a batch's mean: median {torch.tensor(updates).median():.3g}, "
-        f"smallest {min(updates):.3g}; blind F1 {_pm(blind)}"
+        f"{len(types)} batches of {args.shape}, {mean_and_half(map(float, types))[0]:.0f} types, "
+        f"C = {args.clip:g}; norm of a sentence's gradient: median "
+        f"{torch.tensor(norms).median():.3g}, smallest {min(norms):.3g}; of a batch's mean: median "
+        f"{torch.tensor(updates).median():.3g}, smallest {min(updates):.3g}; blind F1 {_pm(blind)}"
     )
-    print(f"| reading | attack | {' | '.join(f'sigma {s:g}' for s in args.sigma)} |")
-    print("|---|---|" + "---|" * len(args.sigma))
-    for reading in READINGS:
-        for name in WORD_ATTACKS:
-            cells = [scores[reading, sigma, name] for sigma in args.sigma]
-            print(f"| {reading} | {name} | {' | '.join(_pm(c) for c in cells)} |")
-    print(f"{_about(args)}, {seconds:.0f} s of processor time")
+    rows = [
+        [reading, name, *(_pm(scores[reading, sigma, name]) for sigma in args.sigma)]
+        for reading in READINGS
+        for name in WORD_ATTACKS
+    ]
+    print(table(["reading", "attack", *(f"sigma {s:g}" for s in args.sigma)], rows))
+    print(f"{seconds:.0f} s of processor time")
 
 
 def _pm(values: list[float]) -> str:
-    mean, half = summary(values)
+    mean, half = mean_and_half(values)
     return f"{mean:.3f}" + (f" ± {half:.3f}" if len(values) > 1 else "")
-
-
-def _about(args: argparse.Namespace) -> str:
-    cores = os.cpu_count()
-    return (
-        f"{date.today().isoformat()}, {platform.machine()} with {cores} cores, {args.threads} "
-        f"threads, torch {torch.__version__}"
-    )
 
 
 def main() -> None:
@@ -214,7 +204,7 @@ def main() -> None:
     add("--bos", type=int, help="id put before every text")
     add("--calibration-tokens", type=int, default=12_000)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    print_place(args.threads, f"torch {torch.__version__}")
     measure(args)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import platform
 import statistics
 import tempfile
@@ -21,6 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import add_line, read_lines, table
 from lightning_fedleak.cli.studies.federation import Federation, train_in_process
 
 SMOKE = (
@@ -59,10 +59,9 @@ def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], 
     return values, end.noise or 0.0, end.dp.clip_norm
 
 
-def table(lines: list[dict[str, Any]]) -> str:
+def loss_table(lines: list[dict[str, Any]]) -> str:
     """Return the loss after all rounds, beside that without noise."""
-    rows = ["| model | clients, in a round | clip | noise | loss |"]
-    rows.append("|---|---|---|---|---|")
+    rows = []
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
         names = ("model", "clients", "per_round", "epsilon", "clip")
@@ -74,11 +73,9 @@ def table(lines: list[dict[str, Any]]) -> str:
             norm = f"median, {clip[1:]} to {statistics.median(c['norm'] for c in cells):.2g}"
         noise = f"{cells[0]['noise']:.2g} x" if epsilon else "none"
         spread = f" ({min(ends):.3f} to {max(ends):.3f})" if len(ends) > 1 else ""
-        rows.append(
-            f"| {model} | {clients}, {per_round} | {norm} | {noise} | "
-            f"{cells[0]['losses'][0]:.3f} -> {statistics.median(ends):.3f}{spread} |"
-        )
-    return "\n".join(rows)
+        loss = f"{cells[0]['losses'][0]:.3f} -> {statistics.median(ends):.3f}{spread}"
+        rows.append([model, f"{clients}, {per_round}", norm, noise, loss])
+    return table(["model", "clients, in a round", "clip", "noise", "loss"], rows)
 
 
 def main() -> None:
@@ -104,9 +101,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    lines: list[dict[str, Any]] = []
-    if args.log.exists():
-        lines = [json.loads(line) for line in args.log.read_text("utf-8").splitlines()]
+    lines = read_lines(args.log)
     cells = [
         {"clients": clients, "epsilon": epsilon, "clip": clip, "seed": seed}
         for seed in args.seeds
@@ -125,9 +120,8 @@ def main() -> None:
         result |= {"seconds": round(time.process_time() - start), "steps": args.local_steps}
         result |= {"date": str(datetime.date.today()), "machine": platform.machine()}
         lines.append(key | result)
-        with args.log.open("a", encoding="utf-8") as log:
-            log.write(json.dumps(lines[-1]) + "\n")
-    print(table(lines))
+        add_line(args.log, lines[-1])
+    print(loss_table(lines))
 
 
 if __name__ == "__main__":

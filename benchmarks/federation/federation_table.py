@@ -44,7 +44,6 @@ import argparse
 import copy
 import datetime
 import itertools
-import json
 import math
 import platform
 import statistics
@@ -60,6 +59,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.federation.rounds import OPTIMIZERS, batches, model_of, optimizer_of, rate_of, train
+from benchmarks.shared import add_line, read_lines, table
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     Attack,
@@ -292,7 +292,7 @@ class Found:
 # ---- what is shown ------------------------------------------------------------------------------
 
 
-def shown(lines: Sequence[dict]) -> str:
+def tables_of(lines: Sequence[dict]) -> str:
     """Of each model and family a table: a line for optimizers and steps, columns for the rest."""
     output = []
     models = dict.fromkeys((line["model"], line["epsilon"]) for line in lines)
@@ -317,7 +317,7 @@ def _table(lines: Sequence[dict], family: str, rows: Sequence[str]) -> str:
         if any(line["rank"] == rank and row in line["found"] for line in lines)
     ]
     names = [f"{'whole' if rank == 0 else f'LoRA {rank}'}, {row}" for rank, row in columns]
-    output = [f"| optimizer, local steps | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    output = []
     for optimizer in OPTIMIZERS:
         result = [x for x in lines if x["optimizer"] == optimizer]
         for steps, before in sorted({(x["steps"], x["before"]) for x in result}):
@@ -329,8 +329,8 @@ def _table(lines: Sequence[dict], family: str, rows: Sequence[str]) -> str:
                 owner.sort(key=lambda x: x["clients"])
                 cells.append(_cell(owner[-1], family, row) if owner else "not run")
             later = f", after {before}" if before > 1 else ""
-            output.append(f"| {optimizer}, {steps}{later} | {' | '.join(cells)} |")
-    return "\n".join(output)
+            output.append([f"{optimizer}, {steps}{later}", *cells])
+    return table(["optimizer, local steps", *names], output)
 
 
 def _cell(line: dict, family: str, row: str) -> str:
@@ -420,10 +420,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    lines = []
-    if args.log.exists():
-        # Lines of before --before was there are of one step.
-        lines = [{"before": 1} | json.loads(line) for line in args.log.read_text().splitlines()]
+    # Lines of before --before was there are of one step.
+    lines = [{"before": 1} | line for line in read_lines(args.log)]
     named = {"model": Path(args.model or "embedded").name, "clients": args.clients}
     named["epsilon"] = args.epsilon
     grid = itertools.product(args.optimizers, sorted(args.steps), args.ranks, args.before)
@@ -441,9 +439,8 @@ def main() -> None:
             | {"of": args.of, "planned": args.planned, "budget": args.budget, "seed": args.seed}
             | {"date": str(datetime.date.today()), "machine": platform.machine()}
         )
-        with args.log.open("a") as log:
-            log.write(json.dumps(lines[-1]) + "\n")
-    print(shown(lines))
+        add_line(args.log, lines[-1])
+    print(tables_of(lines))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import argparse
 import copy
 import datetime
 import itertools
-import json
 import math
 import platform
 import time
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from benchmarks.federation.federation_table import clients_of, mean_of
 from benchmarks.federation.rounds import OPTIMIZERS, model_of, optimizer_of, rate_of, train
+from benchmarks.shared import add_line, read_lines, table
 from lightning_fedleak.attacks.memorization import Combined, Extraction
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.federation import difference, moved, trained_state
@@ -111,22 +111,22 @@ def cell(
     return lines
 
 
-def table(lines: list[dict[str, Any]], metric: str) -> str:
+def rate_table(lines: list[dict[str, Any]], metric: str) -> str:
     """Return a row for each optimizer, number of steps and of rounds; columns by rank."""
     ranks = sorted({line["rank"] for line in lines}, key=lambda rank: (rank == 0, rank))
     names = [f"LoRA {rank}, {metric}" if rank else f"whole, {metric}" for rank in ranks]
-    output = [f"| optimizer, local steps, rounds | {' | '.join(names)} |"]
-    output.append("|---|" + "---|" * len(names))
     runs: dict[tuple[str, int, int, int], list[dict[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: line["seed"]):
         key = line["optimizer"], line["steps"], line["rounds"], line["rank"]
         runs.setdefault(key, []).append(line)
     cells = {key: _cell(cell_runs, metric) for key, cell_runs in runs.items()}
     keys = dict.fromkeys(key[:3] for key in cells)
-    for key in sorted(keys, key=lambda key: (list(OPTIMIZERS).index(key[0]), *key[1:])):
-        row = [cells.get((*key, rank), "not run") for rank in ranks]
-        output.append(f"| {', '.join(map(str, key))} | {' | '.join(row)} |")
-    return "\n".join(output)
+    order = sorted(keys, key=lambda key: (list(OPTIMIZERS).index(key[0]), *key[1:]))
+    rows = [
+        [", ".join(map(str, key)), *(cells.get((*key, rank), "not run") for rank in ranks)]
+        for key in order
+    ]
+    return table(["optimizer, local steps, rounds", *names], rows)
 
 
 def _cell(runs: list[dict[str, Any]], metric: str) -> str:
@@ -169,9 +169,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    lines = []
-    if args.log.exists():
-        lines = [json.loads(line) for line in args.log.read_text("utf-8").splitlines()]
+    lines = read_lines(args.log)
     pool: tuple[ReleasedPool, TokenSnapshot] | None = None
     named = {"model": Path(args.model or "embedded").name, "clients": args.clients}
     named |= {"seed": args.seed}
@@ -190,10 +188,9 @@ def main() -> None:
         common |= {"date": str(datetime.date.today()), "machine": platform.machine()}
         new = [key | result | common for result in results]
         lines += new
-        with args.log.open("a", encoding="utf-8") as log:
-            log.writelines(json.dumps(line) + "\n" for line in new)
+        add_line(args.log, *new)
     for metric in ("auc", "shown", "extracted"):
-        print(table(lines, metric) + "\n")
+        print(rate_table(lines, metric) + "\n")
     print("\n".join(facts(lines)))
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from benchmarks.shared import with_lora
 from lightning_fedleak.attacks import (
     AttentionMembership,
     AttentionSettings,
@@ -150,19 +151,9 @@ def adapted(base: nn.Module, setup: Setup) -> nn.Module:
             adapter = Bottleneck(model.config.hidden_size, setup.rank, setup.std)
             setattr(parent, name, Adapted(getattr(parent, name), adapter))
         return model
-    from peft import LoraConfig, get_peft_model
-
     start = True if setup.kind == "lora" else setup.kind
     targets: Any = setup.targets if setup.targets == "all-linear" else setup.targets.split("+")
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=setup.rank,
-            lora_alpha=2 * setup.rank,
-            target_modules=targets,
-            init_lora_weights=start,  # type: ignore[arg-type]
-        ),
-    )
+    return with_lora(model, setup.rank, targets, init_lora_weights=start)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -399,19 +390,9 @@ def measure_honest(base: Base, setups: Iterable[Setup], tallies: dict[str, Tally
             result = inspected(model, sent, agreed, base, why)
             tallies.setdefault(f"honest {setup.kind}", Tally()).add(result)
             values = {a.rule: round(a.value, 3) for a in result.answers if not a.why}
-            print(
-                setup.model,
-                setup.kind,
-                setup.rank,
-                setup.rate,
-                setup.optimizer,
-                setup.server,
-                setup.seed,
-                sent.round_,
-                result.verdict,
-                values,
-                flush=True,
-            )
+            names = ("model", "kind", "rank", "rate", "optimizer", "server", "seed")
+            subject = [getattr(setup, name) for name in names]
+            print(*subject, sent.round_, result.verdict, values, flush=True)
             if why and sent.own is not None:
                 queried = inspected(model, sent, agreed, base)
                 results = [a for a in queried.found if a.rule == "jump"]
@@ -431,16 +412,9 @@ def measure_traps(base: Base, setups: list[Setup], tallies: dict[str, Tally]) ->
             for name, state in crafted(base, setup, sent, model):
                 result = inspected(model, replace(sent, received=state), agreed, base)
                 tallies.setdefault(f"round {sent.round_ + 1}: {name}", Tally()).add(result)
-                print(
-                    setup.model,
-                    setup.rank,
-                    setup.rate,
-                    sent.round_,
-                    name,
-                    result.verdict,
-                    {a.rule: round(a.value, 3) for a in result.answers if not a.why},
-                    flush=True,
-                )
+                values = {a.rule: round(a.value, 3) for a in result.answers if not a.why}
+                subject = (setup.model, setup.rank, setup.rate, sent.round_, name)
+                print(*subject, result.verdict, values, flush=True)
             put(trained(model), sent.received)
     for name, state in membership_layers(base):
         reference = Agreed(shapes={})

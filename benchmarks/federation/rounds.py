@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.shared import trained, with_lora
 from lightning_fedleak.cli.finetuning.assets import model_source
 
 SGD, MOMENTUM = torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)
@@ -41,15 +42,11 @@ def model_of(name: str | None, rank: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     source, options = model_source(name)
-    model = AutoModelForCausalLM.from_pretrained(source, **options).float()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **options).float()
     if rank:
-        from peft import LoraConfig, get_peft_model
-
-        linear = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
         torch.manual_seed(0)
-        model = get_peft_model(model, linear)
-    trained: nn.Module = model.train()
-    return trained
+        model = with_lora(model, rank)
+    return model.train()
 
 
 def rate_of(optimizer: str, rank: int) -> float:
@@ -65,7 +62,7 @@ def optimizer_of(name: str, rank: int) -> Any:
 
 def train(model: nn.Module, data: list[dict[str, Tensor]], optimizer: Any) -> float:
     """A round, by an optimizer that begins afresh; the loss of its last step."""
-    stepping = optimizer([p for p in model.parameters() if p.requires_grad])
+    stepping = optimizer(trained(model))
     loss = torch.tensor(math.nan)
     for batch in data:
         stepping.zero_grad()

@@ -14,13 +14,11 @@ import functools
 import gzip
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,9 +32,7 @@ from benchmarks.attacks.word_recovery import (
     REGRESSION_SHAPES,
     composed_batches,
     long_enough,
-    read_texts,
     score,
-    tokens_of,
 )
 from benchmarks.defenses.update_defenses import READINGS, clipped_batch
 from benchmarks.papers.cells import Cell, Row
@@ -54,6 +50,7 @@ from benchmarks.papers.tables import (
     published,
     student,
 )
+from benchmarks.shared import data_folder, read_texts, tokens_of
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText, RevealLabels
 from lightning_fedleak.attacks.base import UnusableObservation, WordGuess
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
@@ -269,20 +266,16 @@ class Corpora:
     vocabulary: int
 
 
-def data() -> Path:
-    return Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data"
-
-
 @functools.lru_cache(maxsize=1)
 def corpora() -> Corpora:
     def lines(name: str) -> list[str]:
-        with gzip.open(data() / "multi30k" / name, "rt", encoding="utf-8") as file:
+        with gzip.open(data_folder() / "multi30k" / name, "rt", encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
 
     texts = {f"public.{side}": lines(f"train.{side}.gz") for side in ("de", "en")}
     read: list[list[dict[str, str]]] = []
     for name in ("test.json.gz", "validation.json.gz"):
-        with gzip.open(data() / "iwslt17_de_en" / name, "rt", encoding="utf-8") as file:
+        with gzip.open(data_folder() / "iwslt17_de_en" / name, "rt", encoding="utf-8") as file:
             read.append([entry["translation"] for entry in json.load(file)])
     training, private = sorted(read, key=len, reverse=True)
     for side in ("de", "en"):

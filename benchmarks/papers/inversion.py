@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.attacks.word_recovery import read_texts
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import (
@@ -32,6 +31,7 @@ from benchmarks.papers.tables import (
     rate_of,
     without,
 )
+from benchmarks.shared import read_texts
 from lightning_fedleak.attacks.texts.base import InversionAttack
 from lightning_fedleak.cli.studies.invert import Noise, make_adversary, rows_of_length, run_cells
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy

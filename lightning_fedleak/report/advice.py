@@ -46,29 +46,42 @@ def _against_reading(fit: FitSummary) -> Iterator[str]:
         for a in fit.attacks
         if a.exposed and a.stage == "shared" and a.above_chance > NEXT_TO_NONE
     }
-    private = any(account.holds for account in fit.privacy)
-    defense = _CLIENT_DEFENSE if fit.unit == "round" else _DEFENSE
     if titles:
-        noise = f"defend what leaves: {defense}"
-        if private:
-            noise = "add more noise: a smaller target_epsilon, or a larger noise_multiplier"
-        elif fit.defenses:
-            noise = f"turn {', '.join(d.name for d in fit.defenses)} up, or {noise}"
         yield (
-            f"Against what was read ({' and '.join(titles.values())}): {noise}. Larger batches "
-            "give away less of each text. Then compare both runs: fedleak compare BEFORE AFTER."
+            f"Against what was read ({' and '.join(titles.values())}): {_noise(fit)}. Larger "
+            "batches give away less of each text. Then compare both runs: fedleak compare BEFORE "
+            "AFTER."
         )
-    if any(a.stage == RELEASED and a.above_chance > NEXT_TO_NONE for a in fit.attacks):
+    model = [a.above_chance for a in fit.attacks if a.stage == RELEASED]
+    if max(model, default=0.0) > NEXT_TO_NONE:
         yield (
             "Against what the trained model gives away: train for fewer epochs, or with DPSGD, and "
             "test it again."
         )
-    elif not titles and not private and fit.recorded:
-        yield f"Low numbers guarantee nothing. For a guarantee, defend what leaves: {defense}."
-    if fit.gates is not None and (unwatched := [f for f in titles if not _is_watched(fit, f)]):
-        gate = "RoundGate" if fit.unit == "round" else "RiskGate"
+    elif fit.recorded and not titles and not _is_private(fit):
+        yield f"Low numbers guarantee nothing. For a guarantee, {_defense(fit)}."
+    gate = "RoundGate" if fit.unit == "round" else "RiskGate"
+    unwatched = [family for family in titles if not _is_watched(fit, family)]
+    if unwatched and fit.gates is not None:
         gates = (f"{gate}('leakage/worst/{family}', at_most=...)" for family in unwatched)
         yield f"Let a gate stop what is too much: {', '.join(gates)}."
+
+
+def _is_private(fit: FitSummary) -> bool:
+    return any(account.holds for account in fit.privacy)
+
+
+def _defense(fit: FitSummary) -> str:
+    return f"defend what leaves: {_CLIENT_DEFENSE if fit.unit == 'round' else _DEFENSE}"
+
+
+def _noise(fit: FitSummary) -> str:
+    """Return how to have less read of what clients share."""
+    if _is_private(fit):
+        return "add more noise: a smaller target_epsilon, or a larger noise_multiplier"
+    if fit.defenses:
+        return f"turn {', '.join(one.name for one in fit.defenses)} up, or {_defense(fit)}"
+    return _defense(fit)
 
 
 def _is_watched(fit: FitSummary, family: str) -> bool:

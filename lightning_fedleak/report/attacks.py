@@ -253,18 +253,13 @@ class FitResults:
             if line.stage == "aggregate" or (str(line.client), line.step) not in self.withheld
         ]
 
-    @staticmethod
-    def _played(name: str) -> str:
-        """Return the attack of a series: on canaries of one's own, or of a checkpoint's choice."""
-        return name.removeprefix(AUDIT)
-
-    def family(self, attack: str, lines: Sequence[ResultLine]) -> Family:
+    def _family(self, attack: str, lines: Sequence[ResultLine]) -> Family:
         """Return an attack's family; where it was not recorded, by the metrics of its lines."""
         begin = self._log.begin
-        family = None if begin is None else begin.family_of(self._played(attack))
-        if family is not None:  # in this version's words, where they are its own
-            known_values = {one.name: one for one in (*STANDARD_FAMILIES, CANARIES)}
-            return known_values.get(family.name, family)
+        family = None if begin is None else begin.family_of(attack)
+        if family is not None:  # in this version's words for a family of this package
+            standard = {one.name: one for one in (*STANDARD_FAMILIES, CANARIES)}
+            return standard.get(family.name, family)
         metrics = {name for line in lines for name in line.metrics}
         if any(line.stage == RELEASED for line in lines):
             return CANARIES if "exposure" in metrics else MEMORIZATION
@@ -280,14 +275,14 @@ class FitResults:
         return sorted(summaries, key=lambda one: (one.looks > 0, -one.above_chance))
 
     def _attack(self, name: str, stage: str, lines: Sequence[ResultLine]) -> AttackSummary:
-        played = self._played(name)
+        # Canaries, and the checkpoint that is chosen, have a series of their own.
+        played = name.removeprefix(AUDIT).removesuffix("_chosen")
         facts = self._facts.get(played, AttackFacts(name=name, family=""))
-        family = self.family(name, lines)
+        family = self._family(played, lines)
         measured = {metric for line in lines for metric in line.metrics}
         headline = family.headline_of(measured)
         # An attack on the trained model has rates of membership or of extraction.
         absent = set(family.shown_metrics) - measured if stage == RELEASED and measured else set()
-        metrics = [metric for metric in family.shown_metrics if metric not in absent]
         total = self._client(lines, headline)
         clients = self._by_client(lines, headline) if self.several else {}
         has_worst = stage != "aggregate" and len(clients) > 1
@@ -297,7 +292,9 @@ class FitResults:
         if has_worst:
             worst += _numbers(client.mean for client in clients.values())
         last = _last_line(sent, headline, of_worst=has_worst)
-        reasons = (_reason(line, headline) for line in reversed(sent))
+        reasons = [_reason(line, headline) for line in sent]
+        is_stale = stage == RELEASED and bool(last.metrics) and not self.several
+        refuted = _numbers(line.value("refuted") for line in sent)
         summary = AttackSummary(
             name=name,
             stage=stage,
@@ -312,34 +309,36 @@ class FitResults:
             looks=total.looks,
             withheld=total.withheld,
             unknown=total.unknown,
-            why_unknown=next(filter(None, reasons), None),
+            why_unknown=next(filter(None, reversed(reasons)), None),
             n=_samples(sent, headline),
             mean=total.mean,
             highest=total.highest,
             worst_client=max(worst, default=None),
             clients=clients,
-            last=None if last is None else last.metric(headline),
-            last_n=None if last is None else last.n,
-            last_client=None if last is None or len(clients) < 2 else str(last.client),
-            rates={m: last.metric(m) if last else None for m in metrics},
-            visible=None if last is None else last.value("visible"),
-            over_steps=None if last is None else last.metric(f"{headline}_over_steps"),
+            last=last.metric(headline),
+            last_n=last.n,
+            last_client=str(last.client) if last.metrics and len(clients) > 1 else None,
+            rates={name: last.metric(name) for name in family.shown_metrics if name not in absent},
+            visible=last.value("visible"),
+            over_steps=last.metric(f"{headline}_over_steps"),
             p_value=_p_value(sent),
-            pool=None if last is None else last.pool,
-            allowed={} if last is None else _allowed(last),
-            refuted=any(refuted)
-            if (refuted := _numbers(x.value("refuted") for x in sent))
-            else None,
+            pool=last.pool,
+            allowed={
+                name.removeprefix(BOUND): value
+                for name, value in last.values.items()
+                if name.startswith(BOUND)
+            },
+            refuted=any(refuted) if refuted else None,
             certified=mean(_numbers(line.value("certified") for line in sent)),
-            stale=_reason(sent[-1], headline)
-            if stage == RELEASED and last is not None and not self.several
-            else None,
+            stale=reasons[-1] if is_stale else None,
+            control=last.value(f"{headline}_of_control"),
+            control_of_a_part=last.value(f"{headline}_of_a_part"),
             points=self._points(lines, headline),
             quoted=_quoted(shared, last, headline, by_chance=family.chance_of(headline) > 0),
         )
         limit = self._limit(name, family, headline)
         judgements = [_judged(line, family, headline, limit) for line in shared]
-        summary = _with_controls(summary, [one for one in judgements if one is not None], last)
+        summary = _with_controls(summary, [one for one in judgements if one is not None])
         return replace(summary, conclusive=_is_conclusive(summary))
 
     def _limit(self, name: str, family: Family, headline: str) -> float:
@@ -394,12 +393,6 @@ def mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _allowed(line: ResultLine) -> dict[str, float]:
-    """Return what an account of DP allows at a look, by metric."""
-    values = {name: line.value(name) for name in line.metrics if name.startswith(BOUND)}
-    return {name.removeprefix(BOUND): v for name, v in values.items() if v is not None}
-
-
 def _numbers(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
@@ -433,9 +426,7 @@ def _control(line: ResultLine, headline: str, end: str) -> float | None:
 
 
 def _with_controls(
-    attack: AttackSummary,
-    judgements: Sequence[tuple[float, Judgement]],
-    last: ResultLine | None,
+    attack: AttackSummary, judgements: Sequence[tuple[float, Judgement]]
 ) -> AttackSummary:
     """Return a summary with its controls, and with what its numbers count for beside them.
 
@@ -455,8 +446,6 @@ def _with_controls(
     note = (blind or aggregated or [one for _, one in judgements if one.why] or [Judgement(0)])[-1]
     return replace(
         attack,
-        control=None if last is None else last.value(f"{attack.headline}_of_control"),
-        control_of_a_part=None if last is None else last.value(f"{attack.headline}_of_a_part"),
         blind=len(blind),
         by_aggregation=len(aggregated),
         control_note=note.why,
@@ -484,33 +473,38 @@ def _is_conclusive(attack: AttackSummary) -> bool | None:
     return not interval.low <= attack.chance <= interval.high
 
 
-def _last_line(lines: Sequence[ResultLine], headline: str, *, of_worst: bool) -> ResultLine | None:
-    """Return the last line with a result; or of each client's last line that of the worst one."""
+_NO_RESULT = ResultLine(step=0, stage="", attack="", metrics={})
+
+
+def _last_line(lines: Sequence[ResultLine], headline: str, *, of_worst: bool) -> ResultLine:
+    """Return the last line with a result; or of each client's last line that of the worst one.
+
+    Without a result it is a line without metrics.
+    """
     measured = [line for line in lines if line.metric(headline) is not None]
     if not of_worst:
-        return measured[-1] if measured else None
+        return measured[-1] if measured else _NO_RESULT
     newest = {str(line.client): line for line in measured}
-    return max(newest.values(), key=lambda line: line.value(headline) or 0.0, default=None)
+    return max(newest.values(), key=lambda line: line.value(headline) or 0.0, default=_NO_RESULT)
 
 
 def _quoted(
-    lines: Sequence[ResultLine], last: ResultLine | None, headline: str, *, by_chance: bool
+    lines: Sequence[ResultLine], last: ResultLine, headline: str, *, by_chance: bool
 ) -> QuotedLook | None:
     """Return the latest look, or the highest where neither guessing nor pooling is a question.
 
     The highest of many games against guessing is high by chance.
     """
     measured = [line for line in lines if line.metric(headline) is not None]
-    if last is None or not measured:
+    if not measured:
         return None
     is_latest = by_chance or last.stage == RELEASED or last.is_pooled(headline)
     line = last if is_latest else max(measured, key=lambda one: one.value(headline) or 0.0)
-    values = {name: line.value(name) for name in line.metrics}
     return QuotedLook(
         line.step,
         line.n,
         line.metric(headline) or MetricValue(),
-        {name: value for name, value in values.items() if value is not None},
+        line.values,
         line.value(f"{headline}_of_control"),
         is_latest,
     )

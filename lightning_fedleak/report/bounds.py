@@ -206,7 +206,7 @@ def _joint(defense: str, fits: Mapping[str, _FitAccount]) -> JointAccount:
         epsilon=epsilon,
         sum_of_epsilons=added,
         sum_of_deltas=deltas,
-        unit=_common({account.unit for account in accounts}),
+        unit=common_unit({account.unit for account in accounts}),
         whole=all(account.whole for account in accounts),
     )
 
@@ -227,7 +227,7 @@ def _composed(
     return composed_epsilon(history, delta, kind, *samplings), delta
 
 
-def _common(units: set[str]) -> str:
+def common_unit(units: set[str]) -> str:
     """Return what all of them protect: hiding all rows of a user hides each example."""
     if len(units) == 1:
         return next(iter(units))

@@ -19,7 +19,6 @@ from lightning_fedleak.report.overview import (
 )
 from lightning_fedleak.report.records import MetricValue
 from lightning_fedleak.report.series import (
-    MOST_ROUNDS,
     Bins,
     Cell,
     Curve,
@@ -38,6 +37,9 @@ DESK, HALF, PHONE = 1064, 510, 354
 """Widths in pixels: of the page's column, of half of it, and of the column on a phone."""
 MOST_BINS = 120
 """Most points of a line. Of more looks those side by side share a bin. Not tuned."""
+MOST_DRAWN = 3
+"""Runs up to which a page has the charts of each, with fewer points. More would take the page above
+150 KB, which a browser opens at once; those of several runs together are always drawn."""
 MOST_DOTS = 48  # bins up to which each has a symbol: more would touch
 QUARTERS = (0, 0.25, 0.5, 0.75, 1)  # ticks of a rate; more ticks crowd a phone's chart
 SHAPES = {
@@ -102,6 +104,15 @@ class Plot:
         self.rule(kind, (self.left, self.right), [self.y(value)])
         if label:
             self.label(value, label, "ink" if kind == "gate" else "")
+
+    def levels(
+        self, chances: Iterable[float], limits: Iterable[float] = (), *, are_named: bool = False
+    ) -> None:
+        """Draw what guessing reaches, where that is above 0, and the limits of gates."""
+        for chance in sorted({chance for chance in chances if chance}):
+            self.level("chance", chance, "guessing" * are_named)
+        for limit in limits:
+            self.level("gate", limit, f"gate {brief(limit)}" * are_named)
 
     def text(self, x: float, y: float, text: object, kind: str = "", anchor: str = "start") -> None:
         """Write a text at a pixel."""
@@ -189,14 +200,16 @@ def _both(draw: Callable[[float], str], desk: float = DESK) -> Markup:
 
 
 def figures(fit: FitSummary, one: Overview, runs: int = 1) -> list[Figure]:
-    """Return the charts of a run, as far as there is something to draw.
+    """Return the charts of a run, as far as there is something to draw and the page has room.
 
     Args:
         fit: the run.
         one: what is said first of it.
         runs: how many are on the page.
     """
-    most = max(MOST_BINS // runs, MOST_ROUNDS)
+    if runs > MOST_DRAWN:
+        return []
+    most = MOST_BINS if runs == 1 else MOST_BINS // (4 * (runs - 1))
     spendings = [_spending(fit, a.defense, a.series, most) for a in fit.privacy]
     sections = [
         _heat_map(fit),
@@ -267,10 +280,7 @@ def _leakage(
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
     plot = Plot(size, x, (_lowest(visible), 1), margins)
     plot.axes(QUARTERS, _steps(x, is_narrow))
-    for chance in sorted({curve.chance for curve in visible if curve.chance}):
-        plot.level("chance", chance, "guessing")
-    for limit in limits_of(fit):
-        plot.level("gate", limit, f"gate {brief(limit)}")
+    plot.levels((curve.chance for curve in visible), limits_of(fit), are_named=True)
     for curve, points in visible.items():
         plot.curve(curve, list(points.values()))
         label = f"{_short(curve.name, 13)} {brief(curve.last.value)}"
@@ -325,9 +335,7 @@ def _knee(fit: FitSummary) -> Figure | None:
         margins = (40, 24 if is_narrow else 150, 22, 40)
         plot = Plot((width, 320), (x[0] + pad, x[1] - pad), y, margins)
         plot.axes(_ticks(y, 6), _ticks(x, 4 if is_narrow else 7), f"{name}, better to the right")
-        plot.level("chance", curve.chance, "" if is_narrow else "guessing")
-        for limit in limits_of(fit):
-            plot.level("gate", limit, "" if is_narrow else f"gate {brief(limit)}")
+        plot.levels([curve.chance], limits_of(fit), are_named=not is_narrow)
         at = plot.x(best[0])
         plot.rule("best", [at], (plot.top, plot.bottom))
         label = f"best {name}: {fit.unit} {best[1].step}"
@@ -414,10 +422,7 @@ def _each_attack(fit: FitSummary) -> Figure | None:
 
         plot = Plot((240, 118), x, (_lowest({curve: visible}), 1), (28, 8, 8, 20))
         plot.axes([0, 0.5, 1], _ticks(x, 3))
-        if curve.chance:
-            plot.level("chance", curve.chance)
-        for limit in limits_of(fit, f"/{curve.name}/"):
-            plot.level("gate", limit)
+        plot.levels([curve.chance], limits_of(fit, f"/{curve.name}/"))
         plot.curve(curve, list(visible.values()), most_dots=2)
         title = '<div><p class="t">{}<span class="{}">{}</span></p>{}</div>'
         svg = Markup(plot.svg(f"{curve.name} at {fit.unit} {curve.last.step}: {last}"))
@@ -488,8 +493,7 @@ def _pareto(compared: Comparison) -> Figure | None:
     def draw(width: float) -> str:
         plot = Plot((width, 300), x, (0, 1), (40, 20, 14, 40))
         plot.axes(QUARTERS, _ticks(x, 4), f"{compared.metric} at {compared.unit} {compared.step}")
-        if runs[0][2].chance:
-            plot.level("chance", runs[0][2].chance)
+        plot.levels([runs[0][2].chance])
         for name, value, reading in runs:
             rate = reading.rate or MetricValue()
             tone = "read" if reading.verdict == "read" else "calm"
@@ -518,8 +522,7 @@ def _overlay(curves: Sequence[Curve], unit: str) -> Figure | None:
     def draw(width: float) -> str:
         plot = Plot((width, 300), x, (_lowest(visible), 1), (40, 110, 14, 40))
         plot.axes(QUARTERS, _steps(x, True), unit)
-        if curves[0].chance:
-            plot.level("chance", curves[0].chance)
+        plot.levels([curves[0].chance])
         for curve, points in visible.items():
             plot.curve(curve, list(points.values()), most_dots=0)
             plot.dots(curve.tone(curve.last), [(curve.last.step, curve.last.value)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.overview import Overview, Part, Reading, Sentence, plain
-from lightning_fedleak.report.records import STANDARD_FAMILIES
+from lightning_fedleak.report.records import STANDARD_FAMILIES, Family
 from lightning_fedleak.report.records.utility import is_training
 from lightning_fedleak.report.series import utility
 from lightning_fedleak.report.wording import brief_interval
@@ -48,39 +48,15 @@ def names_of(fits: Sequence[FitSummary]) -> list[str]:
 
 def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Comparison:
     """Return several runs side by side, by the kind of leak of which most was read."""
-    names, curves = names_of(fits), [utility(fit) for fit in fits]
-    metric = next((name for name in curves[0] if all(name in one for one in curves)), "")
-    values = [dict(one.get(metric, [])) for one in curves]
-    step = max(set.intersection(*map(set, values)), default=None)
-    utilities = (
-        {} if step is None else {n: v[step] or 0.0 for n, v in zip(names, values, strict=True)}
-    )
-    readings = {
-        family.name: {
-            name: reading
-            for name, one in zip(names, overviews, strict=True)
-            for reading in one.readings
-            if reading.family == family.name and reading.rate and reading.verdict != "unknown"
-        }
-        for family in STANDARD_FAMILIES
-    }
+    names = names_of(fits)
+    metric, step, utilities = _utilities(fits, names)
+    readings = {family.name: _readings(overviews, names, family) for family in STANDARD_FAMILIES}
     family = max(readings, key=lambda key: (len(readings[key]), _most(readings[key])))
-    lengths = {n: _updates_that_left(fit) for n, fit in zip(names, fits, strict=True)}
-    stopped = [
-        n
-        for n, fit in zip(names, fits, strict=True)
-        if any(one.did == "stopped" for one in fit.decisions)
-    ]
-    if stopped and len(stopped) < len(fits):
-        sentence = _stop(stopped[0], lengths, readings[family])
-    else:
-        price = "" if is_training(metric) else metric
-        unit = f"{fits[0].unit} {step}"
-        sentence, lengths = _difference(readings[family], price, unit, utilities), {}
+    lengths = {name: _updates_that_left(fit) for name, fit in zip(names, fits, strict=True)}
     rows = [
         [
             name,
-            f"{_updates_that_left(fit):,}",
+            f"{lengths[name]:,}",
             ", ".join(one.name for one in fit.defenses or ()) or "none",
             f"{utilities[name]:.3f}" if name in utilities else "not recorded",
             *(_cell(one, key.name) for key in STANDARD_FAMILIES),
@@ -88,6 +64,14 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
         ]
         for name, fit, one in zip(names, fits, overviews, strict=True)
     ]
+    decisions = zip(names, fits, strict=True)
+    stopped = [n for n, fit in decisions if any(one.did == "stopped" for one in fit.decisions)]
+    if 0 < len(stopped) < len(fits):
+        sentence = _stop(stopped[0], lengths, readings[family])
+    else:
+        price = "" if is_training(metric) else metric
+        sentence = _difference(readings[family], price, f"{fits[0].unit} {step}", utilities)
+        lengths = {}
     titles = [one.short_title for one in STANDARD_FAMILIES]
     at = f"{metric} at {step}" if utilities else "utility"
     return Comparison(
@@ -102,6 +86,31 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
         readings=readings[family],
         utilities=utilities,
     )
+
+
+def _utilities(
+    fits: Sequence[FitSummary], names: Sequence[str]
+) -> tuple[str, int | None, dict[str, float]]:
+    """Return a metric that all runs have, the last step at which they do, and its values there."""
+    curves = [utility(fit) for fit in fits]
+    metric = next((name for name in curves[0] if all(name in one for one in curves)), "")
+    values = [dict(one.get(metric, [])) for one in curves]
+    step = max(set.intersection(*map(set, values)), default=None)
+    if step is None:
+        return metric, None, {}
+    return metric, step, {n: v[step] or 0.0 for n, v in zip(names, values, strict=True)}
+
+
+def _readings(
+    overviews: Sequence[Overview], names: Sequence[str], family: Family
+) -> dict[str, Reading]:
+    """Return the readings of a family that have a value, by the runs' names."""
+    return {
+        name: reading
+        for name, one in zip(names, overviews, strict=True)
+        for reading in one.readings
+        if reading.family == family.name and reading.rate and reading.verdict != "unknown"
+    }
 
 
 def _updates_that_left(fit: FitSummary) -> int:

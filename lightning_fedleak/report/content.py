@@ -16,7 +16,7 @@ from lightning_fedleak.report.bounds import JointAccount, joint_accounts
 from lightning_fedleak.report.comparing import Comparison, comparison, names_of
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs
-from lightning_fedleak.report.overview import Overview, of_what_left, overview, plain
+from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
 from lightning_fedleak.report.records import HIGH, JsonObject, named
 from lightning_fedleak.report.wording import FOR_UNIT, digits, visible
 
@@ -114,25 +114,28 @@ def _verdict(
     sentences += [together(one) for one in joint]
     readings = [reading for one in overviews for reading in one.readings if reading.rate]
     worst: dict[str, float] = {}
-    # Without guessing, a number also counts by what could be read here: by its control.
-    heights = [
-        0.0,
-        *(
-            a.above_chance
-            for fit in fits
-            for a in of_what_left(fit)
-            if not a.chance and a.conclusive is not False
-        ),
-    ]
     for one in readings:
         value = one.rate.value if one.rate and one.rate.value is not None else one.chance
         worst[one.family] = max(value, worst.get(one.family, value))
-        if one.verdict == "read":
-            heights.append(one.height)
-    refuted = any(attack.refuted for fit in fits for attack in fit.attacks)
-    counted = [one for one in readings if one.verdict != "unknown"]
-    level = "high" if refuted or max(heights) > HIGH else "some" if counted else "unknown"
-    return ReportVerdict(sentences[0], sentences, level, worst)
+    return ReportVerdict(sentences[0], sentences, _level(fits, readings), worst)
+
+
+def _level(fits: Sequence[FitSummary], readings: Sequence[Reading]) -> str:
+    """Return how much was read in the worst place, in a word."""
+    heights = [one.height for one in readings if one.verdict == "read"]
+    # Without guessing, a number also counts by what could be read here: by its control.
+    heights += [
+        attack.above_chance
+        for fit in fits
+        for attack in of_what_left(fit)
+        if not attack.chance and attack.conclusive is not False
+    ]
+    if (
+        any(attack.refuted for fit in fits for attack in fit.attacks)
+        or max(heights, default=0.0) > HIGH
+    ):
+        return "high"
+    return "some" if any(one.verdict != "unknown" for one in readings) else "unknown"
 
 
 def together(account: JointAccount) -> str:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_fedleak.report.attacks import RELEASED, AttackSummary
 from lightning_fedleak.report.records import CANARIES
 from lightning_fedleak.report.wording import NOT_RECORDED, interval, share
 
-RELEASE = "release"
-"""The table of ``report.toml`` that no entry of the registry has: how the model is released."""
-RELEASE_FIELDS: Mapping[str, str] = {
-    "recipients": "Who gets the weights",
-    "form": "How they are released",
-    "access": "Access, and limits of queries",
-    "license": "Licence",
-    "privacy": "Differential privacy that is claimed at the release",
-}
-"""Its fields, each a string, with what they are called on the page."""
 NOT_TRIED = "not tried"
 _ATTACKS = (
     ("membership inference", "auc", ("membership",), "TPR at 1% FPR"),
@@ -122,32 +111,3 @@ def _visible(attack: AttackSummary, unit: str) -> str:
     if attack.visible >= 1:
         return "none: too few texts"
     return f"{unit} of {share(attack.visible)}"
-
-
-def release_context(people: Mapping[str, object]) -> list[tuple[str, object]]:
-    """Return how the model is released, in rows; None is what nobody wrote down.
-
-    Args:
-        people: what only people know, by the names of ``report.toml``.
-
-    Raises:
-        ValueError: its table ``release`` has an unknown field, or one that is no string.
-    """
-    release = people.get(RELEASE, {})
-    if not isinstance(release, Mapping):
-        raise ValueError(f"report.toml: '{RELEASE}' must be a table of fields, got {release!r}")
-    for name, value in release.items():
-        if name not in RELEASE_FIELDS:
-            raise ValueError(
-                f"report.toml: '{RELEASE}' has no field '{name}'; it has: "
-                f"{', '.join(RELEASE_FIELDS)}{near_name(name, RELEASE_FIELDS)}"
-            )
-        if not isinstance(value, str):
-            raise ValueError(f"report.toml: {RELEASE}.{name} is {value!r}; it takes: a string")
-    return [(words, release.get(name)) for name, words in RELEASE_FIELDS.items()]
-
-
-def near_name(name: str, names: Iterable[str]) -> str:
-    """Return the name that was probably meant, for the end of a message."""
-    near = difflib.get_close_matches(name, [*names], 1)
-    return f". Did you mean '{near[0]}'?" if near else ""

@@ -7,9 +7,7 @@ import os
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
-from datetime import date, time
 from pathlib import Path
-from typing import Any
 
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report.content import findings
@@ -45,12 +43,10 @@ def write(
         ReportError: nothing is there to report, a file cannot be read or written, or ``about``
             says what an entry cannot hold.
     """
-    logs = read(runs, run=run)
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
-    if about is None and (folder / REPORT_TOML).is_file():
-        about = folder / REPORT_TOML
-    content = findings(logs, _people(about))
+    logs, people = read(runs, run=run), _people(about, folder)
     try:
+        content = findings(logs, people)
         registered = entry(content)
     except ValueError as error:
         raise ReportError(str(error)) from None
@@ -97,33 +93,25 @@ def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
     Raises:
         ReportError: as :func:`write`.
     """
-    if about is None and (runs[0] / REPORT_TOML).is_file():
-        about = runs[0] / REPORT_TOML
+    logs, people = read(runs), _people(about, runs[0])
+    content = findings(logs, people)
     try:
-        content = findings(read(runs), _people(about))
         entry(content)  # which checks what people wrote
         print(model_card(content), end="")
     except ValueError as error:
         raise ReportError(str(error)) from None
 
 
-def _people(about: Path | None) -> Mapping[str, object]:
+def _people(about: Path | None, folder: Path) -> Mapping[str, object]:
+    """Return the tables of a file of TOML, by default of ``report.toml`` in a folder."""
     if about is None:
-        return {}
+        about = folder / REPORT_TOML
+        if not about.is_file():
+            return {}
     try:
-        people: Mapping[str, object] = _with_texts(tomllib.loads(_text(about)))
-        return people
+        return tomllib.loads(_text(about))
     except tomllib.TOMLDecodeError as error:
         raise ReportError(f"'{about}' is no TOML: {error}") from None
-
-
-def _with_texts(value: Any) -> Any:
-    """Return a value of TOML with its dates as the registry takes them."""
-    if isinstance(value, Mapping):
-        return {name: _with_texts(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_with_texts(part) for part in value]
-    return value.isoformat() if isinstance(value, date | time) else value
 
 
 def _text(path: Path) -> str:

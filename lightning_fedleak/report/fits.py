@@ -28,8 +28,9 @@ from lightning_fedleak.report.privacy import (
     trusted_party,
     without_ledger,
 )
+from lightning_fedleak.report.records.files import first_of
 from lightning_fedleak.report.records.utility import best_of, is_training, is_validation
-from lightning_fedleak.report.wording import NOT_RECORDED, digits, first_four
+from lightning_fedleak.report.wording import NOT_RECORDED, digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +47,13 @@ class Shared:
         clients: how many there are; None where the run was not recorded.
     """
 
-    update: str
-    size: str
-    effects: Sequence[str]
-    clients: int | None
-    seen_by: str
-    trained: Sequence[str] | None
-    unread: Sequence[str] | None
+    update: str = NOT_RECORDED
+    size: str = ""
+    effects: Sequence[str] = ()
+    clients: int | None = None
+    seen_by: str = NOT_RECORDED
+    trained: Sequence[str] | None = None
+    unread: Sequence[str] | None = None
 
     @property
     def description(self) -> str:
@@ -62,16 +63,10 @@ class Shared:
         return "; ".join([f"{self.update}{size}, {after[0]}" if after else self.update, *after[1:]])
 
 
-@dataclass(frozen=True)
-class GateRule:
+@dataclass(frozen=True, kw_only=True)
+class GateRule(records.GateFacts):
     """A gate, and its rule in words."""
 
-    name: str
-    metric: str
-    at_most: float | None
-    action: str | None
-    bound: str | None
-    alpha: float | None
     rule: str
 
 
@@ -249,15 +244,7 @@ def last_and_best(utility: Mapping[str, Points]) -> dict[str, tuple[float, float
 def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[Account]) -> Shared:
     """Return what left a client; ``clients`` is how many are in the lines of the fit."""
     if begin is None:
-        return Shared(
-            update=NOT_RECORDED,
-            size="",
-            effects=(),
-            clients=None,
-            seen_by=NOT_RECORDED,
-            trained=None,
-            unread=None,
-        )
+        return Shared()
     monitor, model = begin.monitor or records.MonitorFacts(), begin.model
     update = "The gradient of every step"
     if monitor.local_steps:
@@ -343,7 +330,7 @@ def _rule(gate: records.GateFacts) -> GateRule:
         judged = f"all measurements, {gate.bound} bound, alpha {digits(gate.alpha)}"
     limit = f"{gate.metric} at most {digits(gate.at_most)}, else {digits(gate.action)}"
     rule = f"{limit}; judges {judged}"
-    return GateRule(gate.name, gate.metric, gate.at_most, gate.action, gate.bound, gate.alpha, rule)
+    return GateRule(**vars(gate), rule=rule)
 
 
 def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
@@ -367,16 +354,16 @@ def _not_tested(
     log: FitLog, attacks: Sequence[AttackSummary], not_played: Mapping[str, str]
 ) -> list[str]:
     """Return what nobody tried, in sentences."""
+    begin = log.begin or records.BeginLine(run=log.run)
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
-    families = (*records.STANDARD_FAMILIES, *(log.begin.families if log.begin else ()))
+    families = (*records.STANDARD_FAMILIES, *begin.families)
     untested = {one.name: one.tested for one in families if one.name not in tested}
     sentences = [f"{question}: no attack gave a result" for question in untested.values()]
     sentences += [f"{name}: {reason}" for name, reason in not_played.items()]
-    unread = (log.begin.unread if log.begin else None) or ()
-    if unread:
+    if unread := begin.unread:
         sentences.append(
             f"{len(unread)} shared parameter{'s' * (len(unread) > 1)}, tested by no attack: "
-            f"{first_four(unread)}"
+            f"{first_of(unread, 4)}"
         )
     if log.begin is None:
         sentences.append("which shared parameters no attack tests: not recorded")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -13,13 +13,14 @@ from importlib.resources import files
 import jinja2
 from markupsafe import Markup
 
-from lightning_fedleak.report.charts import compared_figures, figures
+from lightning_fedleak.report.charts import MOST_DRAWN, compared_figures, figures
 from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.content import Findings, together
-from lightning_fedleak.report.edpb import NOT_TRIED, on_model, release_context, tiers
+from lightning_fedleak.report.edpb import NOT_TRIED, on_model, tiers
 from lightning_fedleak.report.fits import FitSummary, last_and_best
 from lightning_fedleak.report.records import MetricValue
 from lightning_fedleak.report.records.utility import title_of
+from lightning_fedleak.report.registry import RELEASE, RELEASE_FIELDS
 from lightning_fedleak.report.wording import (
     brief,
     brief_interval,
@@ -49,7 +50,11 @@ def _template() -> jinja2.Template:
     environment.filters |= {"rates": _shown_rates, "most": _most, "brief": brief, "css": _css}
     environment.filters |= {"ends_in_words": brief_interval}
     environment.globals |= {"figures": figures, "names": names_of}
-    environment.globals |= {"compared_figures": compared_figures, "together": together}
+    environment.globals |= {
+        "compared_figures": compared_figures,
+        "most_drawn": MOST_DRAWN,
+        "together": together,
+    }
     environment.globals |= {"terms": glossary, "questions": questions, "tiers": tiers}
     script = _source("page.js")
     environment.globals |= {
@@ -88,9 +93,9 @@ def _most(rate: float | None) -> str:
     return share(rate and math.ceil(1e3 * rate - 1e-9) / 1e3)
 
 
-def glossary(fit: FitSummary) -> list[tuple[str, str]]:
-    """Return what the words and numbers of a run's kinds of leak mean."""
-    families = {attack.family.name: attack.family for attack in fit.attacks}
+def glossary(runs: Sequence[FitSummary]) -> list[tuple[str, str]]:
+    """Return what the words and numbers of the runs' kinds of leak mean."""
+    families = {a.family.name: a.family for fit in runs for a in fit.attacks}
     return [term for family in families.values() for term in family.terms.items()]
 
 
@@ -118,7 +123,7 @@ def questions(findings: Findings) -> list[tuple[str, Answers]]:
                 ("Use of the data before and beside this", earlier_use),
             ],
         ),
-        ("Release (EDPB Opinion 28/2024, paragraph 46)", release_context(findings.people)),
+        ("Release (EDPB Opinion 28/2024, paragraph 46)", _release(findings)),
         ("Attacks and residual risk (EDPB Opinion 28/2024)", _attempts(findings)),
     ]
 
@@ -176,6 +181,12 @@ def _trust(findings: Findings) -> Answers:
     ]
 
 
+def _release(findings: Findings) -> Answers:
+    """Return how the model is released; None is what nobody wrote down."""
+    release = findings.people.get(RELEASE, {})
+    return [(words, release.get(name)) for name, words in RELEASE_FIELDS.items()]
+
+
 def _attempts(findings: Findings) -> Answers:
     attacks = [attack for fit in findings.runs for attack in fit.attacks]
     results = (
@@ -203,11 +214,7 @@ def _attempts(findings: Findings) -> Answers:
 
 
 def model_card(findings: Findings) -> str:
-    """Return the block as Markdown, for a model card of the Hugging Face hub.
-
-    Raises:
-        ValueError: ``report.toml`` has a release context that is not one.
-    """
+    """Return the block as Markdown, for a model card of the Hugging Face hub."""
     lines = [
         "## Tests of what the training gives away",
         "",
@@ -218,8 +225,8 @@ def model_card(findings: Findings) -> str:
     for fit in findings.runs:
         lines += ["", *([f"### {_plain(fit.name)}", ""] if len(findings.runs) > 1 else [])]
         lines += _fit_lines(fit)
-    context = release_context(findings.people)
-    lines += ["", "Release:", "", *(f"- {name}: {_plain(value)}" for name, value in context)]
+    release = (f"- {name}: {_plain(value)}" for name, value in _release(findings))
+    lines += ["", "Release:", "", *release]
     return "\n".join(lines) + "\n"
 
 

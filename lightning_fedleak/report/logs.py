@@ -203,19 +203,24 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
         return logs[0]
     begin = _merge_begins([log.begin for log in logs if log.begin is not None])
     ends = [log.end for log in logs if log.end is not None]
-    step = attrgetter("step")
-    decisions = sorted((line for log in logs for line in log.decisions), key=step)
+    is_ended = bool(ends) and (len(ends) == len(logs) or begin.is_federation)
+    decisions = _by_step([log.decisions for log in logs])
     return FitLog(
         logs[0].folder,
         ", ".join(log.run for log in logs),
-        begin,
-        sorted((line for log in logs for line in log.looks), key=step),
-        sorted((line for log in logs for line in log.metrics), key=step),
-        sorted((line for log in logs for line in log.results), key=step),
-        list({repr(replace(line, run="")): line for line in decisions}.values()),
-        ends[-1] if ends and (len(ends) == len(logs) or begin.is_federation) else None,
-        len(logs),
+        begin=begin,
+        looks=_by_step([log.looks for log in logs]),
+        metrics=_by_step([log.metrics for log in logs]),
+        results=_by_step([log.results for log in logs]),
+        decisions=list({repr(replace(line, run="")): line for line in decisions}.values()),
+        end=ends[-1] if is_ended else None,
+        monitors=len(logs),
     )
+
+
+def _by_step(lists: Sequence[Sequence[V]]) -> list[V]:
+    """Return the lines of all lists by their steps."""
+    return sorted((line for lines in lists for line in lines), key=attrgetter("step"))
 
 
 def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
@@ -240,8 +245,8 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
 
 def _unread_by_all(begins: Sequence[records.BeginLine]) -> tuple[str, ...]:
     """Return the parameters that no attack of any monitor reads."""
-    first, *others = [begin.unread or () for begin in begins]
-    return tuple(name for name in first if all(name in unread for unread in others))
+    first, *rest = [begin.unread or () for begin in begins]
+    return tuple(name for name in first if all(name in unread for unread in rest))
 
 
 def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.MonitorFacts:

@@ -10,7 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSummary
+from lightning_fedleak.report.attacks import (
+    NEXT_TO_NONE,
+    RELEASED,
+    AttackSummary,
+    QuotedLook,
+)
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.records import CANARIES, HIGH, STANDARD_FAMILIES, Family, MetricValue
 from lightning_fedleak.report.records.utility import title_of
@@ -171,14 +176,13 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
 def of_what_left(fit: FitSummary, family: str = "") -> list[AttackSummary]:
     """Return the attacks on what left clients, or on their sum, and on the trained model."""
     shared = {a.family.name for a in fit.attacks if a.stage == "shared"}
-    attacks = [
+    return [
         a
         for a in fit.attacks
         if a.exposed
         and a.stage in (RELEASED, "shared" if a.family.name in shared else "aggregate")
         and (not family or a.family.name == family)
     ]
-    return attacks
 
 
 def _is_read(attack: AttackSummary) -> bool:
@@ -277,22 +281,12 @@ def _comparisons(fit: FitSummary, attack: AttackSummary) -> Iterator[str]:
 
 
 def _notes(
-    fit: FitSummary, attack: AttackSummary, tried: Sequence[AttackSummary], verdict: str
+    fit: FitSummary, attack: AttackSummary, tried: Sequence[AttackSummary], verdict: _Verdict
 ) -> Iterator[str]:
     """Yield what a value rests on."""
     quoted = attack.quoted
     assert quoted is not None
-    if verdict == "inconclusive":
-        reason = "the interval still includes guessing"
-        if quoted.rate.low is None:
-            reason = "no interval was recorded"
-        elif is_read(quoted.rate, attack.chance):
-            reason = "over all looks guessing does so well too"
-        yield f"Not conclusive: {reason}."
-    elif verdict == "little":
-        yield "Next to guessing." if attack.chance else "Next to none."
-    elif verdict == "unknown":
-        yield f"It reads {brief(quoted.rate.value)}."
+    yield _why(attack, quoted, verdict)
     if attack.stale:
         yield f"Of earlier weights. Those at the end are unknown: {attack.stale}."
     yield from (f"{one.name}: {one.control_note}." for one in _blind(tried))
@@ -314,6 +308,22 @@ def _notes(
     yield f"{attack.name}."
 
 
+def _why(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict) -> str:
+    """Return why a value counts for no more than its verdict; empty where it was read."""
+    if verdict == "little":
+        return "Next to guessing." if attack.chance else "Next to none."
+    if verdict == "unknown":
+        return f"It reads {brief(quoted.rate.value)}."
+    if verdict == "read":
+        return ""
+    reason = "the interval still includes guessing"
+    if quoted.rate.low is None:
+        reason = "no interval was recorded"
+    elif is_read(quoted.rate, attack.chance):
+        reason = "over all looks guessing does so well too"
+    return f"Not conclusive: {reason}."
+
+
 def _source(fit: FitSummary, attack: AttackSummary) -> str:
     """Return which looks a value is of."""
     assert attack.quoted is not None
@@ -331,37 +341,48 @@ def _source(fit: FitSummary, attack: AttackSummary) -> str:
 
 def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
     """Return what an adversary could do, by everything that was read."""
-    best = [best_of_family(fit, one.family) for one in readings if one.verdict == "read"]
-    updates = [a for a in best if a and a.stage != RELEASED]
-    models = [a for a in best if a and a.stage == RELEASED]
-    is_dishonest = bool(updates) and all(a.dishonest for a in updates)
-    server = "a server that adds layers of its own" if is_dishonest else "the server"
-    update = "One client's update" if fit.unit == "round" else "One update"
-    if any(a.stage == "aggregate" for a in updates):
-        update = "The sum over clients"
     parts: list[Part] = []
     if refuting := sorted({a.name for a in fit.attacks if a.refuted}):
         by = f" by {', '.join(refuting)}."
         parts = [Part("The account of differential privacy is "), Part("REFUTED", "read"), Part(by)]
-    for attacks, subject in ((updates, f"{update} lets {server} "), (models, "The trained model ")):
+    best = [best_of_family(fit, one.family) for one in readings if one.verdict == "read"]
+    models = [a for a in best if a and a.stage == RELEASED]
+    updates = [a for a in best if a and a.stage != RELEASED]
+    for attacks, subject in ((updates, _update(fit, updates)), (models, "The trained model ")):
         for number, attack in enumerate(attacks):
             parts += [Part(" and " if number else f" {subject}"), *_deed(fit, attack)]
-        parts += [Part(".")] if attacks else []
+        parts += [Part(".")] * bool(attacks)
     high = [one for one in readings if one.verdict == "inconclusive" and one.height > HIGH]
     if high:
-        names = " and ".join(one.title.lower() for one in high)
+        names = _titles(high, "inconclusive", " and ")
         parts.append(Part(f" High, but in too few looks to be sure: {names}."))
     if parts:
         return (Part(parts[0].text.lstrip()), *parts[1:])
-    unsure = " and ".join(one.title.lower() for one in readings if one.verdict == "inconclusive")
-    if unsure:
-        return (
-            Part("Not conclusive: ", "strong"),
-            Part(f"{unsure}. More looks or texts would show it."),
-        )
+    return _without_result(readings)
+
+
+def _update(fit: FitSummary, attacks: Sequence[AttackSummary]) -> str:
+    """Return the subject of a sentence on what clients share."""
+    update = "One client's update" if fit.unit == "round" else "One update"
+    if any(attack.stage == "aggregate" for attack in attacks):
+        update = "The sum over clients"
+    is_dishonest = all(attack.dishonest for attack in attacks)
+    server = "a server that adds layers of its own" if is_dishonest else "the server"
+    return f"{update} lets {server} "
+
+
+def _titles(readings: Sequence[Reading], verdict: str, joint: str = ", ") -> str:
+    return joint.join(one.title.lower() for one in readings if one.verdict == verdict)
+
+
+def _without_result(readings: Sequence[Reading]) -> Sentence:
+    """Return the sentence where nothing was read for certain."""
+    if unsure := _titles(readings, "inconclusive", " and "):
+        text = f"{unsure}. More looks or texts would show it."
+        return (Part("Not conclusive: ", "strong"), Part(text))
     if not any(one.verdict == "little" for one in readings):
         return (Part("Nothing was measured. That is unknown, not safe."),)
-    unknown = ", ".join(one.title.lower() for one in readings if one.verdict == "unknown")
+    unknown = _titles(readings, "unknown")
     rest = f"Unknown: {unknown}." if unknown else "Others may read more."
     return (Part("These attacks read "), Part("little or nothing", "strong"), Part(f". {rest}"))
 
@@ -391,7 +412,6 @@ def _deed(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
 
 
 def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[Fact]:
-    untested = [one.title.lower() for one in readings if one.verdict == "untested"]
     tested = {one.family for one in readings if one.verdict != "untested"}
     shared = fit.shared
     clients = f"; {shared.clients} clients" if (shared.clients or 1) > 1 else ""
@@ -414,7 +434,7 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[Fact]:
         _gate_fact(fit),
         Fact(
             "Not tested",
-            capitalized(", ".join(untested)) or "Every kind was tested",
+            capitalized(_titles(readings, "untested")) or "Every kind was tested",
             f"{len(fit.not_played)} attacks not run{unread}",
         ),
     ]

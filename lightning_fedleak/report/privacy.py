@@ -150,7 +150,7 @@ class Account:
     @property
     def unit_in_words(self) -> str:
         """Whose data one unit of privacy is."""
-        return UNIT_IN_WORDS.get(self.unit, self.unit)
+        return UNIT_IN_WORDS.get(self.unit, f"one {self.unit}")
 
     @property
     def unsampled(self) -> object:
@@ -212,24 +212,28 @@ def _account(
     defense = defenses[0]
     settings = defense.settings or {}
     kind = defense.class_name or NOT_RECORDED
+    guarantee = defense.guarantee or NOT_RECORDED
     series, delta, most = _largest(spendings)
     correlated, poisson = _sampling(kind, settings)
     ledgers = [(one.settings or {}).get("ledger") for one in defenses] if settings else []
     hashes, counts = _read_ledgers(ledgers, problems)
     clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
-    default_accountant = "basic composition" if kind == TOKENS else NOT_RECORDED
+    epsilon = _bound(most.epsilon)
+    is_finite = epsilon is not None and epsilon < math.inf and delta is not None
     account = Account(
         defense=most.defense,
         series=list(series.items()),
         delta=delta,
-        epsilon=_bound(most.epsilon),
+        epsilon=epsilon,
         noise_multiplier=None if most.noise_multiplier == math.inf else most.noise_multiplier,
         sample_rate=most.sample_rate,
         releases=most.releases,
         history=list(most.history or ()),
         settings=without_ledger(settings),
-        guarantee=defense.guarantee or NOT_RECORDED,
-        accountant=settings.get("accountant", default_accountant),
+        guarantee=guarantee,
+        accountant=settings.get(
+            "accountant", "basic composition" if kind == TOKENS else NOT_RECORDED
+        ),
         target_epsilon=settings.get("target_epsilon", "none" if settings else None),
         trust=settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED),
         trusted=TRUST[trusted_party(defense)],
@@ -239,13 +243,13 @@ def _account(
         unit=settings.get("unit", _UNITS.get(kind, NOT_RECORDED)),
         clients=settings.get("clients", clients) if kind == CLIENT else clients,
         class_name=kind,
-        holds=False,
+        holds=is_finite and guarantee != NOT_RECORDED and not guarantee.startswith("none"),
         ledger=hashes if settings else None,
         ledger_releases=counts,
         last_step=max(series),
         whole=False,
     )
-    account = replace(account, holds=_holds(account), whole=_is_whole(account, log.end))
+    account = replace(account, whole=_is_whole(account, log.end))
     account = replace(account, without_sampling=_without_sampling(account))
     if account.holds:
         tpr, auc = _most_allowed(account, [one.history or () for _, one in spendings])
@@ -319,12 +323,6 @@ def _is_whole(account: Account, end: records.EndLine | None) -> bool:
         return False
     recorded = any(spending.defense == account.defense for spending in end.privacy or ())
     return recorded or account.last_step + 1 >= end.step
-
-
-def _holds(account: Account) -> bool:
-    if account.epsilon is None or account.epsilon == math.inf or account.delta is None:
-        return False
-    return account.guarantee != NOT_RECORDED and not account.guarantee.startswith("none")
 
 
 def _bound(value: float | None) -> float | None:
@@ -454,7 +452,7 @@ def _limit(account: Account) -> str | None:
         )
     else:
         text = (
-            f"a test of whether {UNIT_IN_WORDS.get(account.unit, 'one unit')} was in the training "
+            f"a test of whether {account.unit_in_words} was in the training "
             f"data. If it wrongly names 1 in 100 that were not, it finds {share} that were "
             "(guessing: 1)."
         )
@@ -477,18 +475,18 @@ def _statement(account: Account) -> str:
     guarantee = f"The guarantee: {account.guarantee.strip().rstrip('.')}. "
     if not account.holds:
         return f"No epsilon holds for these releases. {guarantee}"
-    unit = UNIT_IN_WORDS.get(account.unit, f"one {account.unit}")
     release = "round" if account.is_of_clients else "release"
     if account.correlated:
         release = "accounted mechanism"
     releases = release + "s" * (account.releases != 1)
-    accountant = f"the accountant {account.accountant}. "
+    accountant = f"the accountant {account.accountant}"
     if account.is_of_tokens:
         releases += " of the text that was released most often"
-        accountant = "basic composition. "
+        accountant = account.accountant
     text = (
-        f"After {account.releases} {releases} the privacy loss of {unit} is at most epsilon = "
-        f"{digits(account.epsilon)} at delta = {digits(account.delta)}, by {accountant}{guarantee}"
+        f"After {account.releases} {releases} the privacy loss of {account.unit_in_words} is at "
+        f"most epsilon = {digits(account.epsilon)} at delta = {digits(account.delta)}, by "
+        f"{accountant}. {guarantee}"
     )
     if account.correlated:
         text += (

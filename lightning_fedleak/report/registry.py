@@ -7,120 +7,53 @@ says ``not recorded`` where the schema wants something, and is left out where it
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date
+from collections.abc import Collection, Mapping, Sequence
 
 import yaml
 
-from lightning_fedleak.report.bounds import JointAccount
+from lightning_fedleak.report.bounds import JointAccount, common_unit
 from lightning_fedleak.report.content import Findings
-from lightning_fedleak.report.edpb import RELEASE, near_name, release_context
 from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account
 from lightning_fedleak.report.records import as_json
-from lightning_fedleak.report.wording import NOT_RECORDED
+from lightning_fedleak.report.wording import NOT_RECORDED, UNIT_IN_WORDS, capitalized
 
-PARAMETERS = ("epsilon", "delta", "rho")
-
-
-@dataclass(frozen=True)
-class FieldKind:
-    """What a field holds: in words, and whether a value is that."""
-
-    words: str
-    holds: Callable[[object], bool]
-
-
-def _is_date(value: object) -> bool:
-    try:
-        date.fromisoformat(str(value))
-    except ValueError:
-        return False
-    return True
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
-
-
-def _is_parameters(value: object) -> bool:
-    return isinstance(value, Mapping) and set(value) <= set(PARAMETERS)
-
-
-def _one_of(*words: str) -> FieldKind:
-    return FieldKind(", ".join(words), lambda value: value in words)
-
-
-_TEXT = FieldKind("a string", _is_text)
-_TEXTS = FieldKind("a list of strings", _is_texts)
-FIELDS: Mapping[str, Mapping[str, FieldKind]] = {
-    "basic": {
-        "name": _TEXT,
-        "data_curators": _TEXTS,
-        "intended_use": _TEXT,
-        "data_product_type": _one_of(
-            "Summary statistics",
-            "Machine learning model",
-            "Dataset",
-            "Synthetic data",
-            "Interactive API",
-            "SQL queries",
-        ),
-        "data_product_region": _TEXT,
-        "description": _TEXT,
-        "publication_date": FieldKind("a date as 2026-01-31", _is_date),
-        "data_product_sector": _one_of(
-            "Technology", "Healthcare", "Education", "Government", "Energy", "Finance"
-        ),
-    },
-    "dp_variant": {
-        "variant_name": _one_of(
-            "Pure DP", "Approximate DP", "Zero-concentrated DP", "Renyi DP", "Custom"
-        ),
-        "data_domain": _TEXT,
-        "unprotected_quantities": _TEXT,
-    },
-    "privacy_loss": {
-        "privacy_unit": _TEXT,
-        "privacy_unit_details": _TEXT,
-        "privacy_parameters": FieldKind(f"a table of {', '.join(PARAMETERS)}", _is_parameters),
-        "privacy_parameters_details": _TEXT,
-    },
-    "deployment_model": {
-        "model_name": _one_of("Local", "Central", "Shuffle", "Federated", "Varies"),
-        "model_name_details": _TEXT,
-        "actors": _TEXT,
-        "release_type": _one_of("One release", "Many releases"),
-        "release_type_details": _TEXT,
-        "data_source_type": _one_of("Static", "Dynamic"),
-        "data_source_type_details": _TEXT,
-        "access_type": _one_of("Interactive", "Non-interactive"),
-        "access_type_details": _TEXT,
-    },
-    "accounting": {"post_processing": _TEXT, "composition": _TEXT},
-    "implementation": {
-        "preprocessing_and_hyperparameter_tuning": _TEXT,
-        "mechanisms": _TEXT,
-        "justification": _TEXT,
-    },
-    "administrative": {"sources": _TEXT, "notes": _TEXT, "registry_authors": _TEXTS},
+RELEASE = "release"
+"""The table that no entry of the registry has: how the model is released."""
+RELEASE_FIELDS: Mapping[str, str] = {
+    "recipients": "Who gets the weights",
+    "form": "How they are released",
+    "access": "Access, and limits of queries",
+    "license": "Licence",
+    "privacy": "Differential privacy that is claimed at the release",
 }
-"""Sections of an entry, and what each of their fields holds."""
+"""Its fields, with what they are called on the page."""
 
-_UNITS = {
-    "client": "One client of the federation with all of its data",
-    "user": "One user with all of their rows of the training data",
-    "row": "One text (a row of a batch) of one client",
-    "example": "One example (a row) of the training data",
+FIELDS: Mapping[str, Collection[str]] = {
+    "basic": (
+        *("name", "data_curators", "intended_use", "data_product_type", "data_product_region"),
+        *("description", "publication_date", "data_product_sector"),
+    ),
+    "dp_variant": ("variant_name", "data_domain", "unprotected_quantities"),
+    "privacy_loss": (
+        *("privacy_unit", "privacy_unit_details"),
+        *("privacy_parameters", "privacy_parameters_details"),
+    ),
+    "deployment_model": (
+        *("model_name", "model_name_details", "actors"),
+        *("release_type", "release_type_details", "data_source_type", "data_source_type_details"),
+        *("access_type", "access_type_details"),
+    ),
+    "accounting": ("post_processing", "composition"),
+    "implementation": ("preprocessing_and_hyperparameter_tuning", "mechanisms", "justification"),
+    "administrative": ("sources", "notes", "registry_authors"),
 }
+"""Sections and fields of an entry of the registry, in their order."""
+
 _PEOPLE = ("basic", "administrative")
-_NUMBERS = {"privacy_parameters", "variant_name"}
+_NUMBERS = {"privacy_parameters", "variant_name"}  # which come from the runs alone
 
 
 def entry(findings: Findings) -> str:
@@ -131,9 +64,9 @@ def entry(findings: Findings) -> str:
             schema.
 
     Raises:
-        ValueError: ``people`` names a section or a field that the schema does not have, or a
-            value that it does not take.
+        ValueError: ``people`` has an unknown name, or a field that comes from the runs alone.
     """
+    check_people(findings.people)
     accounts = [account for fit in findings.runs for account in fit.privacy]
     is_private = _is_private(findings, accounts)
     sections: dict[str, dict[str, object]] = {"basic": _basic(findings)}
@@ -144,16 +77,8 @@ def entry(findings: Findings) -> str:
         "notes": " ".join(findings.verdict.sentences),
         "registry_authors": [NOT_RECORDED],
     }
-    release_context(findings.people)
-    for section, fields in findings.people.items():
-        if section == RELEASE:
-            continue
-        if section not in FIELDS:
-            raise ValueError(
-                f"report.toml has a table '{section}', which an entry does not; it has: "
-                f"{', '.join([*FIELDS, RELEASE])}{near_name(section, [*FIELDS, RELEASE])}"
-            )
-        _check(section, fields)
+    for section in [section for section in FIELDS if section in findings.people]:
+        fields = findings.people[section]
         refused = (by_runs.get(section, set()) | _NUMBERS) & set(fields)
         if section not in _PEOPLE and refused:
             raise ValueError(
@@ -177,6 +102,31 @@ def entry(findings: Findings) -> str:
     return text
 
 
+def check_people(people: Mapping[str, object]) -> None:
+    """Raise ValueError unless all tables and fields of ``report.toml`` are known ones."""
+    tables = {**FIELDS, RELEASE: RELEASE_FIELDS}
+    for table, fields in people.items():
+        if table not in tables:
+            raise ValueError(
+                f"report.toml has a table '{table}', which an entry does not; it has: "
+                f"{_names(table, tables)}"
+            )
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"report.toml: '{table}' must be a table of fields, got {fields!r}")
+        for name in fields:
+            if name not in tables[table]:
+                raise ValueError(
+                    f"report.toml: '{table}' has no field '{name}'; it has: "
+                    f"{_names(name, tables[table])}"
+                )
+
+
+def _names(name: str, known: Collection[str]) -> str:
+    """Return the known names, and the one that was probably meant."""
+    near = difflib.get_close_matches(name, [*known], 1)
+    return ", ".join(known) + (f". Did you mean '{near[0]}'?" if near else "")
+
+
 def _is_private(findings: Findings, accounts: Sequence[Account]) -> bool:
     """Return whether one finite epsilon holds for all runs together, each of them until its end."""
     kinds = {account.class_name for account in accounts}
@@ -192,26 +142,11 @@ def _is_private(findings: Findings, accounts: Sequence[Account]) -> bool:
     return every and composed and all(account.holds and account.whole for account in accounts)
 
 
-def _check(section: str, fields: object) -> None:
-    """Raise ValueError unless a section of ``report.toml`` holds what the schema takes."""
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"report.toml: '{section}' must be a table of fields, got {fields!r}")
-    for name, value in fields.items():
-        kind = FIELDS[section].get(name)
-        if kind is None:
-            raise ValueError(
-                f"report.toml: '{section}' has no field '{name}'; it has: "
-                f"{', '.join(FIELDS[section])}{near_name(name, FIELDS[section])}"
-            )
-        if not kind.holds(value):
-            raise ValueError(f"report.toml: {section}.{name} is {value!r}; it takes: {kind.words}")
-
-
 def _basic(findings: Findings) -> dict[str, object]:
     fits = findings.runs
     model = next((fit.model.class_name for fit in fits if fit.model), "language model")
     shared = "; ".join(dict.fromkeys(fit.shared.description for fit in fits))
-    days = [day for fit in fits if _is_date(day := fit.start[:10])]
+    days = [day for fit in fits if re.fullmatch(r"\d{4}-\d\d-\d\d", day := fit.start[:10])]
     return {
         "name": f"{model} fine-tuned",
         "data_curators": [NOT_RECORDED],
@@ -261,7 +196,6 @@ def _privacy(findings: Findings, accounts: Sequence[Account]) -> dict[str, dict[
             "model_name_details": f"{worst.trusted} {guarantees}",
             "actors": f"Clients that train; {findings.runs[0].shared.seen_by}.",
             "release_type": "Many releases",
-            "release_type_details": _releases(worst),
         },
         "accounting": {"composition": _composition(worst, joint, times)},
         "implementation": {"mechanisms": f"{_mechanism(worst)} Versions: {packages}."},
@@ -270,8 +204,7 @@ def _privacy(findings: Findings, accounts: Sequence[Account]) -> dict[str, dict[
 
 def _composition(worst: Account, joint: JointAccount | None, times: int) -> str:
     """Return how epsilon was composed."""
-    accountant = "basic composition" if worst.is_of_tokens else worst.accountant
-    composition = f"{worst.releases} releases by {accountant}. "
+    composition = f"{worst.releases} releases by {worst.accountant}. "
     if joint is None:
         composition += "One fit; other uses of the same data are not counted."
     else:
@@ -284,23 +217,9 @@ def _composition(worst: Account, joint: JointAccount | None, times: int) -> str:
     return composition
 
 
-def _releases(account: Account) -> str:
-    if account.correlated:
-        return (
-            f"{account.releases} accounted mechanisms in training. Noise is correlated over steps "
-            f"({account.correlated}), and one mechanism covers several."
-        )
-    counted = "one each round" if account.is_of_clients else "one each step"
-    if account.is_of_tokens:
-        counted = "counted for the text that was released most often"
-    return f"{account.releases} releases in training, {counted}."
-
-
 def _unit(accounts: Sequence[Account]) -> str:
-    units = {account.unit for account in accounts}
-    if units == {"example", "user"}:  # hiding all rows of a user hides each example
-        return _UNITS["example"]
-    return _UNITS.get(units.pop(), NOT_RECORDED) if len(units) == 1 else NOT_RECORDED
+    unit = common_unit({account.unit for account in accounts})
+    return NOT_RECORDED if unit == NOT_RECORDED else capitalized(UNIT_IN_WORDS.get(unit, unit))
 
 
 def _model_name(account: Account) -> str:

@@ -210,17 +210,20 @@ def knee(fit: FitSummary) -> Knee | None:
     if len(looks) < 2:
         return None
     best, last = min(looks, key=lambda one: one[0])[1], looks[-1][1]
-    auc_at_best, end = best.value or 0.0, last.value or 0.0
-    at_best = f"{name} was best at {fit.unit} {best.step}"
-    sentence = f"{at_best}, where the AUC was {brief(auc_at_best)} already."
+    return Knee(curve, name, looks, _advice(f"{fit.unit} {best.step}", name, best, last))
+
+
+def _advice(at: str, metric: str, best: Point, last: Point) -> str:
+    """Return what stopping at the best utility would have changed."""
     if best.step >= last.step:
-        sentence = f"{name} still improved at the last look: no knee within this run."
-    elif end - auc_at_best >= 0.01:
-        sentence = (
-            f"Stopping at {fit.unit} {best.step}, the best {name}, would have left an AUC of "
-            f"{brief(auc_at_best)} instead of {brief(end)}: what came after bought no utility."
+        return f"{metric} still improved at the last look: no knee within this run."
+    auc, end = best.value or 0.0, last.value or 0.0
+    if end - auc >= 0.01:
+        return (
+            f"Stopping at {at}, the best {metric}, would have left an AUC of {brief(auc)} instead "
+            f"of {brief(end)}: what came after bought no utility."
         )
-    return Knee(curve, name, looks, sentence)
+    return f"{metric} was best at {at}, where the AUC was {brief(auc)} already."
 
 
 class Pair(NamedTuple):

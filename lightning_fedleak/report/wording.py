@@ -134,12 +134,6 @@ def rounded_up(bound: float) -> float:
     return float(f"{math.ceil(bound / unit - 1e-9) * unit:.3g}")
 
 
-def first_four(names: Sequence[str]) -> str:
-    """Return the first four names, and how many more there are."""
-    first = ", ".join(names[:4])
-    return f"{first} and {len(names) - 4} more" if len(names) > 4 else first
-
-
 def visible(value: T) -> T:
     """Return a value with every character written out that a reader cannot see.
 

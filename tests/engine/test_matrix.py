@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.attacks.matrix import CELLS, Texts, run
+from benchmarks.attacks.setups import CELLS, Texts, run
 
 FAST = ("LoRA", "LoRA, left padding", "LoRA, padding-free with a cache", "LoRA, NEFTune 5")
 
@@ -39,10 +39,10 @@ def test_what_is_logged_is_true(folder: Path, name: str) -> None:
     if name == "adapters":
         assert values["f1"] == "none reads it"
     else:
-        assert values["f1"] == pytest.approx(values["own_f1"])
+        assert values["f1"] == pytest.approx(values["true_f1"])
         exact = "dropout" not in name and "bf16" not in name
         assert values["f1"] > (0.9 if exact else 0.2)
     if "cache" in name:
         assert "attend to the others" in values["auc"]
     else:
-        assert values["own_auc"] > 0.9
+        assert values["true_auc"] > 0.9

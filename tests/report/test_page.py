@@ -154,6 +154,21 @@ def test_a_hundred_clients_and_two_hundred_rounds_are_a_small_page(tmp_path):
     assert "A square is the highest of 9 rounds." in html
 
 
+@pytest.mark.parametrize("runs", [2, 3, 8])
+def test_several_runs_are_a_small_page(tmp_path, runs):
+    for run in (f"r{n}" for n in range(runs)):
+        record = [begin(run, attacks=[about("flatchat", "words"), about("game", "membership")])]
+        record += [look(s, run, utility={"val_loss": 2 - s / 99, "loss": 1.0}) for s in range(100)]
+        lines = [result(s, run=run, f1=(0.5 + s / 999, 0.4, 0.6)) for s in range(100)]
+        lines += [result(s, "game", run=run, auc=(0.7, 0.6, 0.7 + s / 999)) for s in range(100)]
+        written(tmp_path / run, lines, record)
+    html = page(findings(read([tmp_path])))
+    assert len(html.encode()) < SIZE
+    assert html.count("What the words and numbers mean") == 1
+    assert html.count('<h3 class="t">Leakage and utility') == (runs if runs <= 3 else 0)
+    assert ("on a page of that run alone" in html) == (runs > 3)
+
+
 def test_every_value_survives_json(tmp_path):
     record = [begin(), look(0, utility={"loss": None})]
     found = findings(read([written(tmp_path, [result(0)], record)]))

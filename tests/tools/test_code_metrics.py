@@ -8,7 +8,7 @@ from tests.tools import code_metrics
 # on the trained weights and their report took 1,950 lines of code, whole texts behind crafted
 # bottlenecks 310; the truth off a step's graph, controls, DP optimizers of other libraries, watches
 # that end no training, metrics between looks, intervals of one look and copies of texts 3,300.
-# Each module of a command has its own `run`; the report's page brought functions of many branches.
+# Each module of a command has its own `run`.
 CEILINGS = {
     "code": 49_630,
     "longest": 650,
@@ -19,7 +19,7 @@ CEILINGS = {
     "circles": 0,
     "parameters": 15,
     "most_parameters": 12,
-    "complexity": 13,
+    "complexity": 9,
     "public": 13,
     "private": 9,
     "names": 0.005,

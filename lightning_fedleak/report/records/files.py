@@ -106,7 +106,7 @@ def short(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-def first_of(values: Sequence[object]) -> str:
-    """Return the first eight values, and how many more there are."""
-    first = ", ".join(map(str, values[:8]))
-    return f"{first} and {len(values) - 8} more" if len(values) > 8 else first
+def first_of(values: Sequence[object], most: int = 8) -> str:
+    """Return the first values, and how many more there are."""
+    first = ", ".join(map(str, values[:most]))
+    return f"{first} and {len(values) - most} more" if len(values) > most else first

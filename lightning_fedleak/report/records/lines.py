@@ -92,6 +92,12 @@ class ResultLine(Record):
         metric = self.metric(name)
         return None if metric is None else metric.value
 
+    @property
+    def values(self) -> dict[str, float]:
+        """The values of all metrics that are known."""
+        known = {name: self.value(name) for name in self.metrics}
+        return {name: value for name, value in known.items() if value is not None}
+
     def is_pooled(self, name: str) -> bool:
         """Return whether a metric is of all looks so far, with that of this look beside it."""
         return f"{name}_of_this_look" in self.metrics

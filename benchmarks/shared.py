@@ -1,0 +1,174 @@
+"""What several scripts share: texts, adapters, fits, files of results, means and tables."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.attacks import PublicText
+
+NAMED = {
+    "imdb": "imdb/test.jsonl.gz",
+    "agnews": "ag_news/test.csv.gz",
+    "wikitext2": "wikitext2/train.raw.txt.gz",
+    "tinystories": "tinystories/train_2MiB.txt.gz",
+    "yelp": "yelp_sentences/sentiment.test.1.gz",
+    "multi30k": "multi30k/test_2016_flickr.en.gz",
+}
+
+
+# ---- texts ----------------------------------------------------------------------------------
+
+
+def data_folder() -> Path:
+    """Return the folder of data sets in that of ``FEDLEAK_ASSETS``."""
+    return Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data"
+
+
+def content_of(path: Path) -> str:
+    """Return the text of a file, also of one that is compressed."""
+    raw = path.read_bytes()
+    return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+
+
+def read_texts(name: str) -> list[str]:
+    """Return the texts of a named set or a file."""
+    path = data_folder() / NAMED[name] if name in NAMED else Path(name)
+    if not path.exists():
+        names = ", ".join(NAMED)
+        raise SystemExit(f"no text at {path}: name a file, or one of {names} (FEDLEAK_ASSETS)")
+    content = content_of(path)
+    if ".jsonl" in path.name:
+        texts = [json.loads(line)["text"] for line in content.splitlines() if line.strip()]
+    elif ".csv" in path.name:
+        texts = [" ".join(row[1:]) for row in csv.reader(io.StringIO(content))]
+    elif name == "tinystories":
+        texts = content.split("<|endoftext|>")
+    else:
+        texts = [line for line in content.splitlines() if not line.lstrip().startswith("=")]
+    if name == "wikitext2":
+        texts = [without_token_spaces(t) for t in texts]
+    texts = [t.replace("<br />", " ").strip() for t in texts]
+    return [t for t in texts if t]
+
+
+def without_token_spaces(text: str) -> str:
+    """Return WikiText's spaced-out punctuation as it is written."""
+    text = re.sub(r" @([-.,])@ ", r"\1", text)
+    text = re.sub(r" ([.,;:!?)\]%])", r"\1", text)
+    text = re.sub(r"([(\[]) ", r"\1", text)
+    text = re.sub(r'" ([^"]*) "', r'"\1"', text)
+    return text.replace(" 's", "'s").replace(" n't", "n't")
+
+
+def tokens_of(texts: list[str], tokenizer, bos: int | None, seed: int, limit: int) -> PublicText:
+    """Return ``limit`` texts in random order, as ids."""
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    front = [] if bos is None else [bos]
+    chosen = [texts[i] for i in order[:limit]]
+    ids = [front + tokenizer(t, add_special_tokens=False)["input_ids"] for t in chosen]
+    return PublicText([i for i in ids if len(i) >= 2])
+
+
+# ---- models and fits ------------------------------------------------------------------------
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are trained."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def with_lora(
+    model: nn.Module, rank: int, targets: Sequence[str] | str = "all-linear", **options: Any
+) -> Any:
+    """Return a model with a LoRA of PEFT, which is scaled by 2."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, **options)
+    return get_peft_model(model, config)
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-4)
+
+
+class FineTuning(L.LightningModule):
+    """Fine-tuning of what is trained in a model, which gives its own loss.
+
+    Args:
+        model: from the field names of a batch to an output with a loss.
+        optimizer: from parameters to an optimizer.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+    ) -> None:
+        super().__init__()
+        self.model, self.optimizer = model.train(), optimizer
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(trained(self))
+
+
+def fit(module: L.LightningModule, loader: DataLoader, **settings: Any) -> L.Trainer:
+    """Fit a module with a silent Trainer, on the processor unless the settings say otherwise."""
+    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    silent |= {"enable_model_summary": False, "devices": 1}
+    trainer = L.Trainer(**{"accelerator": "cpu", **silent, **settings})
+    trainer.fit(module, loader)
+    return trainer
+
+
+# ---- results --------------------------------------------------------------------------------
+
+
+def mean_and_half(values: Iterable[float]) -> tuple[float, float]:
+    """Return the mean of the known values, and half of its 95% interval (Student's t)."""
+    x = torch.tensor([v for v in values if not math.isnan(v)], dtype=torch.float64)
+    if len(x) < 2:
+        return (float(x.mean()) if len(x) else math.nan), math.nan
+    half = float(stats.t.ppf(0.975, len(x) - 1)) * float(x.std()) / len(x) ** 0.5
+    return float(x.mean()), half
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the results in a file of JSON lines; none where there is no file."""
+    return (
+        [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    )
+
+
+def add_line(path: Path, *lines: dict[str, Any]) -> None:
+    """Add results to a file of JSON lines."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def print_place(threads: int = 1, *more: str) -> None:
+    """Set the threads, and print on what machine and when a script has run."""
+    torch.set_num_threads(threads)
+    print(f"# {', '.join([platform.machine(), f'{threads} thread(s)', *more, str(date.today())])}")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))

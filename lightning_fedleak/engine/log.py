@@ -22,7 +22,7 @@ from lightning_fedleak.engine.choice import Row
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
-from lightning_fedleak.engine.tensorboard import BoardLogger, Logger, add_frame
+from lightning_fedleak.engine.tensorboard import Cards, Content, Logger, add_summary
 from lightning_fedleak.extras import install
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report import records
@@ -55,8 +55,8 @@ class Destination:
 
     Attributes:
         folder: of ``leakage.jsonl``, ``run.jsonl`` and what is revealed.
-        loggers: take every finite value.
-        boards: the TensorBoard writers among them, on the process that writes.
+        loggers: take every finite value; those of TensorBoard are not among them.
+        boards: TensorBoard's writers, on the process that writes.
         settings: the user's settings by name, for TensorBoard's table.
         further: names of metrics that somebody else logs beside these settings.
         training: how the model is trained, for the record.
@@ -295,10 +295,15 @@ class Report:
         self.reveal = reveal
         self._loggers = destination.loggers
         self.boards = destination.boards
+        self.show(Content({}, (), ()), Cards(Content({}, (), ()), (), {}))
         self.looks = 0
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
         self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
+
+    def show(self, content: Content, cards: Cards) -> None:
+        """Show on TensorBoard what is known of the run now."""
+        self.content, self.cards = content, cards
 
     def write(
         self,
@@ -395,27 +400,28 @@ class Report:
                     f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
                 )
         self._write_lines(look, outcomes)
-        self.log(values, look.step, framed=True)
+        self.log(values, look.step)
+        try:
+            add_summary(self.boards, self.content, outcomes, look.step)
+        except Exception as error:
+            self.leave_boards(error)
 
-    def log(self, values: Mapping[str, float], step: int, *, framed: bool = False) -> None:
-        """Write the finite ones of these values to the loggers; ``framed`` with the axes' ends."""
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Write the finite ones of these values to the loggers and to TensorBoard."""
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._loggers:
             try:
                 logger.log_metrics(finite, step=step)
-            except Exception as error:
-                if not isinstance(logger, BoardLogger):  # the user's own, and so is the error
-                    raise Refusal(error) from error
-                self.leave_loggers(error)
+            except Exception as error:  # the user's own, and so is the error
+                raise Refusal(error) from error
         try:
-            if self.boards and framed:
-                add_frame(self.boards, step)
+            for board in self.boards:
+                self.cards.add(board, finite, step)
         except Exception as error:
-            self.leave_loggers(error)
+            self.leave_boards(error)
 
-    def leave_loggers(self, error: Exception) -> None:
-        """Goes on without TensorBoard, and says why."""
-        self._loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
+    def leave_boards(self, error: Exception) -> None:
+        """Go on without TensorBoard, and say why."""
         self.boards = []
         first = error.__cause__ or error  # Lightning says in its place that a number is no number
         why = getattr(first, "strerror", None) or type(first).__name__

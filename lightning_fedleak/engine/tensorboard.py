@@ -13,16 +13,26 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import WordGuess
 from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.outcomes import Series
+from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.report.records.utility import is_validation
 
 if TYPE_CHECKING:
     from tensorboard.plugins.custom_scalar import layout_pb2
     from torch.utils.tensorboard import SummaryWriter
 
-FRAME: Mapping[str, float] = {"axis/0": 0.0, "axis/1": 1.0}
-"""Lines that are logged for TensorBoard alone: its charts have no setting for their axes."""
-_PAGE = "leakage and utility (axis/0 and axis/1 are no attacks: they keep the axis from 0 to 1)"
+FRONT = "1_leakage"
+"""Group of the cards that TensorBoard shows first: it sorts groups by name."""
+CARDS: Mapping[str, str] = {
+    "words": "words_f1",
+    "membership": "membership_auc",
+    "texts": "texts_accuracy",
+    "memorization": "trained_auc",
+}
+"""Names of the cards in :data:`FRONT`, by family."""
+GATE_RUN = "gate"
+"""Folder below a run's, whose line in a card is the limit of a gate: a run of TensorBoard's own."""
+_END = re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$")
 
 
 class Logger(Protocol):
@@ -109,22 +119,67 @@ def add_table(
             board._get_file_writer().add_summary(part)  # type: ignore[no-untyped-call]
 
 
-def add_pages(
-    boards: Sequence[SummaryWriter],
-    utility: Sequence[str],
-    decisions: Sequence[str],
-    content: Content,
-) -> None:
-    """Lay out Custom Scalars.
+class Cards:
+    """The cards that TensorBoard shows first: leakage by family, utility, epsilon, limits of gates.
 
-    One line a chart, named in its title, since TensorBoard draws all lines of a run in one colour;
-    rates run from 0 to 1. Rates and gates are charts with a margin, which TensorBoard does not
-    smooth: a gate that fired reads 1.
+    Args:
+        content: what is shown of the run.
+        utility: names of the user's metrics; the first one of a validation has a card.
+        limits: what gates allow, by the name of the value that they watch.
+    """
+
+    def __init__(
+        self, content: Content, utility: Sequence[str], limits: Mapping[str, float]
+    ) -> None:
+        self.tags: dict[str, str] = {}
+        self._limits: dict[str, float] = {}
+        self._gates: dict[SummaryWriter, SummaryWriter] = {}
+        families = {name.rpartition("/")[2]: name for name in content.worst}
+        for family, card in CARDS.items():
+            if family not in families:
+                continue
+            tag = self.tags[families[family]] = f"{FRONT}/{card}"
+            headlines = {
+                f"{one.log_name}/{channel.headline}"
+                for one, channel in content.series.items()
+                if channel.family == family
+            }
+            allowed = [limits[name] for name in {families[family], *headlines} & limits.keys()]
+            if allowed:
+                self._limits[tag] = min(allowed)
+        for name in sorted(utility, key=lambda name: not is_validation(name))[:1]:
+            self.tags[f"utility/{name}"] = f"{FRONT}/{name}"
+        if len(content.privacy) == 1:
+            self.tags[content.privacy[0]] = f"{FRONT}/epsilon"
+
+    def add(self, board: SummaryWriter, values: Mapping[str, float], step: int) -> None:
+        """Write each value, its card if it has one, and the limit of the card's gate beside it."""
+        for name, value in values.items():
+            board.add_scalar(_tag(name), value, step)
+            if (card := self.tags.get(name)) is None:
+                continue
+            board.add_scalar(card, value, step)
+            if card in self._limits:
+                if board not in self._gates:
+                    self._gates[board] = type(board)(str(Path(board.log_dir) / GATE_RUN))
+                self._gates[board].add_scalar(card, self._limits[card], step)
+                self._gates[board].flush()
+
+
+def _tag(name: str) -> str:
+    """Return the tag of a value: ends of intervals stand in a group behind all leakage."""
+    return _END.sub(r"\1_interval/\2", name)
+
+
+def add_pages(boards: Sequence[SummaryWriter], cards: Cards, content: Content) -> None:
+    """Lay out Custom Scalars: the cards, each attack with its interval, controls and gates.
+
+    A chart that several attacks or runs share names its lines by a regular expression: TensorBoard
+    says nothing of tags that a run lacks then.
 
     Args:
         boards: TensorBoard's writers.
-        utility: names of the user's metrics.
-        decisions: names of what gates log.
+        cards: the cards of the run.
         content: what is shown of the run.
     """
     if not _is_there(boards):
@@ -132,54 +187,64 @@ def add_pages(
     from tensorboard.plugins.custom_scalar import layout_pb2
     from torch.utils.tensorboard.summary import custom_scalars
 
-    def line(tag: str) -> layout_pb2.Chart:
-        tags = [f"^{re.escape(tag)}$"]  # read as a regular expression
-        return layout_pb2.Chart(title=tag, multiline=layout_pb2.MultilineChartContent(tag=tags))
-
-    def rate(title: str, tag: str, low: str, high: str, *lines: str) -> layout_pb2.Chart:
-        single = [(one, one, one) for one in (*lines, *FRAME)]
-        shown = [
-            layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
-            for value, lower, upper in [(tag, low, high), *single]
-        ]
-        return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=shown))
+    def lines(title: str, *patterns: str) -> layout_pb2.Chart:
+        content = layout_pb2.MultilineChartContent(tag=[f"^{one}$" for one in patterns])
+        return layout_pb2.Chart(title=title, multiline=content)
 
     def interval(one: Series, metric: str) -> layout_pb2.Chart:
         tag, channel = f"{one.log_name}/{metric}", content.series[one]
+        patterns = [re.escape(tag), *(re.escape(_tag(f"{tag}_{end}")) for end in ("low", "high"))]
         if channel.ranges.get(metric, (0.0, 1.0))[1] > 1:
-            return line(tag)  # of what has no upper end, none may be logged
-        title = f"{one.log_name}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
-        limits = [channel.limits[metric]] if metric in channel.limits else []
-        return rate(title, tag, f"{tag}_low", f"{tag}_high", *limits)
+            return lines(tag, *patterns[:1])  # of what has no upper end, none may be logged
+        if metric in channel.limits:
+            patterns.append(re.escape(channel.limits[metric]))
+        return lines(f"{tag} and its 95% interval", *patterns)
 
+    families = "|".join(CARDS.values())
+    metrics = [name.partition("/")[2] for name in cards.tags if name.startswith("utility/")]
     charted = {one: channel.charted(one) for one, channel in content.series.items()}
-    page = [line(f"utility/{name}") for name in utility]
-    page += [line(name) for name in content.privacy]
-    page += [rate(name, name, name, name) for name in content.worst]
+    page = [lines("leakage: the worst attack of each kind", f"{FRONT}/({families})")]
+    page += [lines(f"utility: {name}", re.escape(f"{FRONT}/{name}")) for name in metrics]
+    page += [lines(name, re.escape(name)) for name in content.privacy]
     page += [interval(one, headline) for one, (headline, *_) in charted.items()]
-    page += [rate(name, name, name, name) for name in decisions]
-    page += [line("monitor/seconds")]
-    controlled = (
-        one for one, channel in content.series.items() if channel.gives_control(one.attack)
-    )
-    controls = (f"{one.log_name}/control" for one in controlled)
-    more = [rate(name, name, name, name) for name in controls]
+    page += [lines("gates: 1 where one acted", "gate/.*")]
+    controlled = any(c.gives_control(one.attack) for one, c in content.series.items())
+    title = "controls: what each attack reads of known words"
+    more = [lines(title, "leakage.*/control")] if controlled else []
     more += [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]
-    named = [(_PAGE, page), ("more of each attack", more)]
+    named = [("leakage and utility", page), ("more of each attack", more)]
     layout = layout_pb2.Layout(
         category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]
     )
-    pages = custom_scalars({})  # type: ignore[no-untyped-call]  # its own charts have no frames
+    pages = custom_scalars({})  # type: ignore[no-untyped-call]  # its own charts have no intervals
     pages.value[0].tensor.string_val[0] = layout.SerializeToString()
     for board in boards:
         board._get_file_writer().add_summary(pages)  # type: ignore[no-untyped-call]
 
 
-def add_frame(boards: Sequence[SummaryWriter], step: int) -> None:
-    """Log the two lines that keep the axis of every rate at 0 to 1."""
+def add_summary(
+    boards: Sequence[SummaryWriter],
+    content: Content,
+    outcomes: Mapping[Series, Outcome],
+    step: int,
+) -> None:
+    """Write what the newest look read as a table of text, and what nobody tested."""
+    if not boards:
+        return
+    rows = []
+    for one, outcome in outcomes.items():
+        if (channel := content.series.get(one)) is None or outcome.pending is not None:
+            continue
+        rate = outcome.rates.get(channel.headline)
+        known = rate is not None and outcome.unknown is None
+        value = f"{rate.value:.3f} | {rate.low:.3f} to {rate.high:.3f}" if known else "unknown |"
+        rows.append(f"| {one.log_name} | {channel.headline} | {value} | {outcome.n} |")
+    families = {channel.family for channel in content.series.values()}
+    untested = ", ".join(family for family in CARDS if family not in families) or "none"
+    head = "| attack | metric | value | 95% interval | n |\n|-|-|-|-|-|"
+    text = "\n".join([head, *rows, "", f"Kinds of leakage that nobody tested: {untested}."])
     for board in boards:
-        for name, value in FRAME.items():
-            board.add_scalar(name, value, step)
+        board.add_text("leakage/summary", text, step)
 
 
 def _flat(settings: Mapping[str, Any], root: str = "") -> dict[str, bool | int | float | str]:

@@ -327,7 +327,8 @@ class Watch:
         facts = self._facts(run)
         shown = {f"fedleak/{a.name}": repr(a.config()) for a in engine.selection.attacks}
         training = {"optimizers": optimizers_of(loop.optimizers), **facts}
-        place = Destination(self.folder, self._loggers, boards, facts | shown, training=training)
+        loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
+        place = Destination(self.folder, loggers, boards, facts | shown, training=training)
         engine.begin(run, place)
         self._first_batch = loop.batches
         engine.training_begins()
@@ -389,7 +390,7 @@ class Watch:
             except Exception as error:
                 self._loggers.remove(logger)
                 if self.engine.report is not None:
-                    self.engine.report.leave_loggers(error)
+                    self.engine.report.leave_boards(error)
 
     def fail(self, error: Exception) -> None:
         """Let the look at work, or the next one, have no result, because of an error of ours."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import textwrap
 from collections import Counter, UserDict, namedtuple
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -17,12 +18,14 @@ from lightning_fedleak.model.anatomy import Kind
 from lightning_fedleak.model.batches import (
     BatchError,
     TokenBatch,
+    adapter_to_copy,
     other_fields,
     read_batch,
     write_batch,
 )
 from tests.helpers.models import (
     VOCAB,
+    tiny_bert_classifier,
     tiny_bert_mlm,
     tiny_gpt2,
     tiny_llama,
@@ -77,6 +80,19 @@ def test_known_forms(form: str, kind: Kind) -> None:
     if has_mask:
         assert read.attention_mask is not None
         assert torch.equal(read.attention_mask.bool(), MASK.bool())
+
+
+def test_reading_changes_nothing() -> None:
+    batch = {"input_ids": IDS.clone(), "labels": LABELS.clone(), "attention_mask": MASK.clone()}
+    before = copy.deepcopy(batch)
+    read = read_batch(batch, "seq2seq")
+    read.target_ids().fill_(1)
+    read.context_ids().fill_(1)
+    bare = read_batch(batch["input_ids"], "causal")
+    bare.target_ids().fill_(1)
+    bare.context_ids().fill_(1)
+    assert batch.keys() == before.keys()
+    assert all(torch.equal(batch[k], before[k]) for k in before)
 
 
 NEW_IDS, NEW_LABELS = IDS + 20, LABELS.clamp(min=0) + 30
@@ -283,6 +299,44 @@ def test_targets_are_those_of_the_models_loss(name: str) -> None:
     check()
 
 
+def test_targets_without_labels_are_those_of_the_text() -> None:
+    model = tiny_gpt2().eval()
+
+    @given(batches("causal", with_labels=False))
+    def check(batch: TokenBatch) -> None:
+        assert Counter(batch.target_ids().tolist()) == used_by_the_loss(model, batch)
+
+    check()
+
+
+def targets_by_hand(batch: TokenBatch) -> list[int]:
+    if batch.labels is None:
+        assert batch.attention_mask is not None
+        source = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True)
+        return [t for row, keep in source for t, k in zip(row[1:], keep[1:], strict=True) if k]
+    start = 1 if batch.kind == "causal" else 0
+    return [t for row in batch.labels.tolist() for t in row[start:] if t != -100]
+
+
+@given(
+    st.sampled_from(["causal", "masked", "seq2seq"]).flatmap(batches)
+    | batches("causal", with_labels=False)
+)
+def test_targets_in_reading_order(batch: TokenBatch) -> None:
+    assert batch.target_ids().tolist() == targets_by_hand(batch)
+
+
+def test_classes_are_the_targets_of_a_classifier() -> None:
+    labels = torch.tensor([2, -100])
+    batch = read_batch({"input_ids": IDS, "labels": labels}, "classifier")
+    assert batch.target_ids().tolist() == [2]
+    model = tiny_bert_classifier().eval()
+    output = model(input_ids=IDS, labels=labels)
+    (grad,) = torch.autograd.grad(output.loss, [output.logits])
+    assert (grad.abs().sum(-1) > 0).tolist() == [True, False]
+    assert int(grad[0].argmin()) == 2
+
+
 # ---- values that contradict each other -----------------------------------------------------------
 
 RIGHT = torch.tensor([[5, 6, 7, 8, 3], [9, 10, 4, 0, 0], [11, 12, 0, 0, 0]])
@@ -418,6 +472,21 @@ def test_context_ids_are_those_whose_embedding_has_a_gradient(kind: str) -> None
     assert sorted(batch.context_ids().tolist()) == sorted(ids[expected].tolist())
 
 
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_padding_that_the_loss_counts_is_read(kind: str) -> None:
+    model = (tiny_llama() if kind == "causal" else tiny_bert_mlm(dropout=0.0)).eval()
+    ids = torch.randint(5, 50, (3, 7))
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = mask[1, 6:] = 0
+    ids[mask == 0] = 3
+    labels = ids.clone()
+    labels[2, :5] = -100
+    batch = TokenBatch(ids, labels, mask, kind)
+    expected = _hangs_on(model, batch, attention_mask=mask, labels=labels)
+    assert bool((expected & (mask == 0)).any())
+    assert sorted(batch.context_ids().tolist()) == sorted(ids[expected].tolist())
+
+
 @pytest.mark.parametrize("crossing", [False, True])
 def test_tokens_read_of_packed_documents_are_those_with_a_gradient(crossing: bool) -> None:
     """The batch is the same: what the model's attention does decides."""
@@ -434,3 +503,45 @@ def test_tokens_read_of_packed_documents_are_those_with_a_gradient(crossing: boo
         )  # fmt: skip
         assert torch.equal(read.context_mask(), expected)
         assert sorted(read.context_ids().tolist()) == sorted(ids[expected].tolist())
+
+
+@dataclass
+class Texts:
+    names: list[str]
+    tokens: torch.Tensor
+    padding_mask: torch.Tensor
+    targets: torch.Tensor
+
+
+def adapted(batch: object, given: object, **code: str) -> TokenBatch:
+    """What the adapter that is shown for a batch makes of one, with its fields filled in."""
+    adapter = textwrap.dedent(adapter_to_copy(batch, "causal"))
+    for name in ("input_ids", "labels", "attention_mask"):
+        adapter = adapter.replace(f"{name}=...", f"{name}={code.get(name)}")
+    assert "..." not in adapter.split("return ")[1].split("LeakageMonitor")[0]
+    shown: dict[str, object] = {"LeakageMonitor": lambda *_, **__: None}
+    exec(adapter, shown)
+    result = shown["batch_adapter"](given)  # type: ignore[operator]
+    assert isinstance(result, TokenBatch)
+    return result
+
+
+def test_the_adapter_that_is_shown_reads_the_batch() -> None:
+    ids = torch.arange(6).view(2, 3)
+    batch = Texts(["a", "b"], ids, torch.ones(2, 3), ids + 1)
+    for example in (batch, Texts):
+        result = adapted(
+            example,
+            batch,
+            input_ids="batch.tokens",
+            labels="batch.targets",
+            attention_mask="batch.padding_mask",
+        )
+        assert result.input_ids is ids
+        assert result.labels is batch.targets
+        assert result.attention_mask is batch.padding_mask
+    named = {"x": ids, "y": ids + 1}
+    result = adapted(named, named, input_ids='batch["x"]', labels='batch["y"]')
+    assert result.input_ids is ids
+    assert result.labels is named["y"]
+    assert result.attention_mask is None

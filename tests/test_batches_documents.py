@@ -89,6 +89,27 @@ def test_reading_marks_looks_into_no_tensor(marks: str) -> None:
     assert read_batch(batch, "causal").documents is not None
 
 
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"cu_seq_lens": torch.tensor([0, 2, 8]), "input_ids": torch.ones(2, 4).long()}, "rows"),
+        ({"seq_idx": torch.ones(1, 3).long(), "input_ids": torch.ones(2, 4).long()}, "documents"),
+        ({"position_ids": torch.ones(3, 4), "input_ids": torch.ones(2, 4).long()}, "position_ids"),
+    ],
+)
+def test_marks_of_another_form_are_refused(batch: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        read_batch(batch, "causal")
+
+
+def test_positions_of_images_are_refused() -> None:
+    """Where they begin again a document may begin, or an image."""
+    ids = torch.ones(2, 4).long()
+    for positions in (torch.zeros(3, 2, 4), torch.arange(4)):
+        with pytest.raises(BatchError, match="M-RoPE"):
+            read_batch({"input_ids": ids, "position_ids": positions.long()}, "causal")
+
+
 # ---- the boundary logic, by brute force ---------------------------------------------------------
 
 

@@ -242,6 +242,25 @@ def test_an_attack_on_a_model_of_another_device_says_what_it_says_of_one_here(na
             look(ATTACKS[name](), device.model(model_for(name)), device.put)
 
 
+@pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
+@pytest.mark.parametrize(
+    "name", ["flatchat", "aligned, learned", "fc, token", "attention", "trained"]
+)
+def test_a_calibration_that_comes_from_a_file_goes_to_the_model(name: str) -> None:
+    """A checkpoint and the cache give tensors of the host."""
+    made = ATTACKS[name]()
+    assert made.restores_fully
+    here = look(made, model_for(name), unchanged)
+    state = {key: value.cpu().clone() for key, value in made.state_dict().items()}
+    with PretendedDevice() as device:
+        attack = ATTACKS[name]()
+        anatomy = find_anatomy(device.model(model_for(name)))
+        attack.meet(RunFacts())
+        attack.load_state_dict(state)
+        attack.refresh(anatomy, 0)
+        assert_same(here, attack.run(*seen_by(attack, anatomy, device.put)))
+
+
 # ---- games ----------------------------------------------------------------------------------
 
 
@@ -383,6 +402,13 @@ def test_a_step_without_a_look_waits_for_nothing_that_the_plain_step_does_not(
     at_end = watched.steps[-1] - plain.steps[-1]
     assert at_end <= Counter({"copy to the device": 1})
     assert plain.steps[2].total() > 0
+    assert watched.metrics["monitor/failures"] == 0
+
+
+def test_steps_after_a_round_of_local_steps_wait_for_nothing_more() -> None:
+    plain = fit(None, steps=5, optimizer="sgd")
+    watched = fit(monitor_of("bag_of_words", local_steps=3), steps=5, optimizer="sgd")
+    assert watched.steps[3:] == plain.steps[3:]
     assert watched.metrics["monitor/failures"] == 0
 
 

@@ -170,6 +170,27 @@ def test_texts_of_a_form_that_differ_in_their_gap_are_no_copies() -> None:
     assert len(set(found.units[:100])) == 1
 
 
+def test_a_text_that_fills_most_rows_is_no_frame() -> None:
+    """Texts count once, however often they stand in the data."""
+    rows = drawn(40, 0)
+    texts = [text(ids) for ids in [*rows, *[rows[0]] * 60, near(rows[0], 7)]]
+    repeats = find_repeats(texts, ((one, True) for one in texts))
+    assert repeats.again[[0, 40, 99, 100]].all()
+    assert repeats.units[100] == repeats.units[0]
+    assert repeats.times[0] == 62
+
+
+def test_what_stands_in_many_copies_is_no_template_to_another_text() -> None:
+    """A text that shares 13 tokens with one that fills 30 rows is left out."""
+    rows = drawn(300, 0)
+    rows[:30] = [rows[0]] * 30
+    rows[30][5:18] = rows[0][5:18]
+    texts = [text(ids) for ids in rows]
+    assert repeated_texts(texts, texts).nonzero()[:, 0].tolist() == list(range(31))
+    elsewhere = repeated_texts(texts[29:], texts)  # where the copies are in no pool
+    assert elsewhere.nonzero()[:, 0].tolist() == [0, 1]
+
+
 def test_a_run_in_more_than_a_hundredth_of_the_texts_is_a_template() -> None:
     n, most = 3000, 30
     rows = drawn(n, 0)
@@ -188,3 +209,17 @@ def test_a_text_of_which_one_row_was_trained_on_and_a_copy_was_not_is_not_scored
     assert scored.rows == [n for n in range(20) if n != 3]
     assert (scored.repeated, scored.short) == (2, 0)
     assert scored_texts(texts, [True] * 21).rows[-1] in (3, 20)
+
+
+@pytest.mark.parametrize("copies", [20, 90, 180])
+def test_near_copies_are_one_text_however_many_they_are(copies: int) -> None:
+    """Also where more than half of the texts are, so that all but one token is their frame."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(1000, (200, 100), generator=generator)
+    rows[:copies] = rows[0].clone()
+    rows[range(copies), torch.randint(1, 100, (copies,), generator=generator)] = 1001
+    pool = [Text(row, row) for row in rows]
+    repeats = find_repeats(pool, [(text, True) for text in pool])
+    assert repeats.again.tolist() == [True] * copies + [False] * (200 - copies)
+    assert len(set(repeats.units[:copies].tolist())) == 1
+    assert set(repeats.times[:copies].tolist()) == {copies}

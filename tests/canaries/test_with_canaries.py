@@ -70,6 +70,19 @@ def test_coins_are_fair_and_independent(probability: float) -> None:
     assert np.abs(correlation).max() < 5 / np.sqrt(500)
 
 
+def test_no_coin_depends_on_the_other_canaries_but_on_its_own_text() -> None:
+    every = flips(3, 30).included
+    assert flips(3, 20).included == every[:20]
+    changed = tuple(digest_of(t + 1, "c") for t in texts(30))
+    assert InclusionRecord(seed_key(3), changed).included != every
+
+
+def test_without_a_seed_every_record_is_new() -> None:
+    drawn = [with_canaries(data(1), texts(64)).canaries.record for _ in range(20)]
+    assert len({r.included for r in drawn}) == 20
+    assert len({r.commitment for r in drawn}) == 20
+
+
 def test_places_are_uniform_and_do_not_tell_the_canary() -> None:
     n, found = 50, []
     by_canary: dict[int, list[float]] = {}
@@ -309,6 +322,15 @@ def test_included_canaries_stand_in_the_data_as_often_as_their_tier() -> None:
     assert len(rest) == len(dataset) - len(expected)
 
 
+def test_without_tiers_records_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """Values that the version before tiers gave."""
+    record = flips(5, 16)
+    assert record.commitment == "def39a1752199a761f80070c3498b23b3b3f7fd86cfa50a09a34fbc47a5d20b0"
+    assert hashlib.sha256(repr(record.places(100)).encode()).hexdigest()[:16] == "3f4d94faeed558f4"
+    record.save(tmp_path / "record.json")
+    assert "times" not in json.loads((tmp_path / "record.json").read_text())
+
+
 def test_the_record_keeps_and_commits_to_the_tiers(tmp_path: Path) -> None:
     file = tmp_path / "inclusion.json"
     first = with_canaries(data(30), texts(20), record=file, times=(1, 4)).canaries.record
@@ -446,6 +468,3 @@ def test_a_commitment_binds_to_every_coin_and_setting() -> None:
     assert len({r.commitment for r in made}) == len(made)
     assert flips(1, 10, np.float64(0.5)).commitment == flips(1, 10).commitment
     assert all(len(bytes.fromhex(r.commitment)) == 32 for r in made)
-
-
-# In Lightning

@@ -34,6 +34,7 @@ from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
     RoundGate,
+    UpdateError,
     trained_on,
     trained_state,
 )
@@ -467,3 +468,61 @@ def test_a_function_gets_and_returns_what_it_would_without_masks() -> None:
         [r for r in g.replies if "fitres.parameters" in r.content] for g in (grid, other)
     )
     assert [form(r) for r in masked] == [form(r) for r in listed]
+
+
+@pytest.mark.parametrize("kind", ["train", "train.default", "train.other"])
+@pytest.mark.parametrize("claims", [None, {"srcs": [101, 102]}])
+def test_a_function_is_not_called_where_nothing_masks_its_reply(
+    kind: str, claims: dict | None
+) -> None:
+    content = fit_asked(trained_state(model())).content
+    if claims is not None:
+        content["secaggplus_configs"] = ConfigRecord(claims)
+    asked = Message(content, dst_node_id=100, message_type=kind)
+    calls = []
+    with pytest.raises(ValueError, match="nothing masks the reply to this message"):
+        SecAggMessages(names_sent)(asked, a_context(), lambda *_: calls.append(1))
+    after_a_round = ByMessages(lambda number: [secaggplus_mod])
+    with pytest.raises(KeyError if kind == "train" else ValueError):
+        after_a_round.answered(asked)
+    assert not calls
+
+
+def behind_masks(reply: dict, names=names_sent, sent=None) -> Message:
+    """The reply that SecAgg+ reads, of a function that replies with these records."""
+    asked = fit_asked(sent or trained_state(model()))
+    asked.content["secaggplus_configs"] = ConfigRecord({"srcs": [101, 102]})
+    context = a_context()
+    context.state["secaggplus_state"] = ConfigRecord({"current_stage": Stage.SHARE_KEYS})
+    return SecAggMessages(names)(
+        asked, context, lambda message, _: Message(RecordDict(reply), reply_to=message)
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "weight"),
+    [({"num-examples": 5}, 5), ({"num-examples": 5.0}, 5), ({"loss": 0.5}, 1), ({}, 1)],
+)
+def test_the_weight_alone_leaves(metrics: dict, weight: int) -> None:
+    arrays = ArrayRecord(trained_state(model()))
+    reply = behind_masks({"arrays": arrays, "m": MetricRecord(metrics)})
+    result = compat.recorddict_to_fitres(reply.content, keep_input=True)
+    assert (result.num_examples, result.metrics) == (weight, {})
+
+
+@pytest.mark.parametrize("weight", [0.5, float("nan"), [1, 2]])
+def test_a_weight_that_is_no_whole_number_is_refused(weight) -> None:
+    arrays = ArrayRecord(trained_state(model()))
+    with pytest.raises(ValueError, match="'num-examples' must be a whole number"):
+        behind_masks({"arrays": arrays, "m": MetricRecord({"num-examples": weight})})
+
+
+def test_arrays_that_were_not_sent_are_refused() -> None:
+    state = trained_state(model())
+    fewer = dict(list(state.items())[1:])
+    with pytest.raises(ValueError, match="must hold the arrays of names=, no others"):
+        behind_masks({"arrays": ArrayRecord(fewer)})
+    with pytest.raises(ValueError, match="zip"):
+        behind_masks({"arrays": ArrayRecord(state)}, names=lambda _: list(fewer))
+    with pytest.raises(UpdateError, match="holds one model, and this one has 0"):
+        behind_masks({})

@@ -119,6 +119,12 @@ def test_fits_compose_and_releases_are_never_dropped(tmp_path):
     assert "3 fits by dpsgd, if on the same examples" in sentences_of(found)
 
 
+def test_two_monitors_of_one_fit_count_once(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    record = [*one_fit("a", 10, fit="x"), *one_fit("b", 10, fit="x")]
+    assert found_in(tmp_path, lines, record).privacy_together == []
+
+
 def test_what_has_no_guarantee_composes_to_none(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "ab"]
     record = [*one_fit("a", 10, epsilon="infinite"), *one_fit("b", 10)]
@@ -490,11 +496,35 @@ def test_a_ledger_knows_what_a_killed_run_released(tmp_path, in_ledger, whole):
     assert ("counts more releases" in cost.statement) is not whole
 
 
+def test_fits_that_were_cut_off_cost_together_what_was_recorded(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    record = [*one_fit("a", 10, poisson=False), *one_fit("b", 30, poisson=False), end(31, "b")]
+    report = found_in(tmp_path, lines, record)
+    assert report.privacy_together[0].whole is False
+    assert "together, as far as was recorded." in sentences_of(report)
+
+
+def test_fits_of_examples_and_of_users_cost_an_example(tmp_path):
+    lines = [result(0, run=run, f1=0.0) for run in "ab"]
+    record = one_fit("a", 10, accountant="filter", unit="example")
+    record += one_fit("b", 10, accountant="filter", unit="user")
+    report = found_in(tmp_path, lines, record)
+    assert report.privacy_together[0].unit == "example"
+    assert ", for a user with all of their rows, 10 releases" in sentences_of(report)
+
+
 def test_a_result_that_is_no_number_is_unknown(tmp_path):
     lines = [result(0, f1=0.2), result(1, f1=None)]
     [attack] = found_in(tmp_path, lines, [begin()]).runs[0].attacks
     assert (attack.looks, attack.unknown) == (1, 1)
     assert attack.why_unknown == "its f1 is no number"
+
+
+def test_what_does_not_say_that_it_stayed_has_left(tmp_path):
+    line = result(0, f1=0.9, recall=0.9, precision=0.9)
+    del line["exposed"]
+    report = found_in(tmp_path, [line], [begin()])
+    assert report.verdict.worst == {"words": 0.9}
 
 
 def test_games_that_are_pooled_over_looks_count_once(tmp_path):
@@ -514,11 +544,27 @@ def test_sampling_hides_nobody_in_a_batch(tmp_path):
     assert one.largest_auc_in_a_batch == gaussian_auc(1.0) > one.largest_auc
 
 
+def test_noise_that_was_turned_up_was_lower_before(tmp_path):
+    history = [[0.5, 1.0, 3], [2.0, 1.0, 9]]
+    report = accounted(
+        tmp_path, defense=dpsgd(accountant="filter"), history=history, noise_multiplier=2.0
+    )
+    fit = report.runs[0]
+    assert "Noise multiplier 0.5 at the least, 2 at the end" in fit.privacy[0].statement
+    assert fit.implied[0].largest_auc_in_a_batch == gaussian_auc(0.5)
+
+
 def test_of_several_accounts_the_largest_delta_holds(tmp_path):
     told = [spent(2.0, 3, rate=1.0), spent(1.0, 3, rate=1.0) | {"delta": 1e-3}]
     record = [begin(defenses=[dpsgd(poisson=False)]), look(3, privacy=told)]
     [cost] = found_in(tmp_path, [result(0, f1=0.0)], record).runs[0].privacy
     assert (cost.epsilon, cost.delta) == (2.0, 1e-3)
+
+
+def test_the_unit_of_a_defence_of_ones_own_is_not_invented(tmp_path):
+    report = accounted(tmp_path, defense=dpsgd(poisson=None) | {"class": "OfMyOwn"})
+    assert report.runs[0].privacy[0].unit == "not recorded"
+    assert ", for a unit that is not recorded, 3 releases" in sentences_of(report)
 
 
 def test_an_epsilon_without_a_guarantee_is_no_claim(tmp_path):

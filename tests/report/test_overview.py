@@ -451,6 +451,13 @@ def test_what_epsilon_limits_is_said_in_one_sentence(tmp_path, epsilon, said):
         assert said in text
 
 
+def test_an_epsilon_that_is_no_bound_limits_nothing(tmp_path):
+    record = [begin(defenses=[dpsgd()]), look(2, privacy=[spent(1.0, 3)])]
+    sentences = sentences_of(found_in(tmp_path, [result(0, **LITTLE)], record))
+    assert "no bound for the whole run" in sentences
+    assert "What this epsilon limits" not in sentences
+
+
 def test_the_page_says_what_its_words_and_numbers_mean(tmp_path):
     html = page(found_in(tmp_path, [result(0, **LITTLE)], [begin()]))
     assert "Neither their order nor a text is read." in answer(html, "Words")

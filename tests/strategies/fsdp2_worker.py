@@ -22,17 +22,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_fedleak.defenses import (
+    ActivationNoise,
     Defense,
     DefenseError,
     GradientNoise,
 )
 from lightning_fedleak.defenses.processes import global_norm, local_part, shard_number
+from lightning_fedleak.model.anatomy.blocks import states_out
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import tiny_gpt2
 from tests.strategies.ddp_worker import Batches, Probe, distance, flat, gathered
 from tests.strategies.test_stages import brute_force
-from tests.strategies.toy import ManualLM, ToyLM, fit, same
+from tests.strategies.toy import ManualLM, ToyLM, fit, same, trainer
 
 CLIP, SIGMA = 0.05, 0.5
 Case = Callable[[Path], dict[str, Any]]
@@ -253,6 +257,47 @@ def resume(folder: Path) -> dict[str, Any]:
             "taps": len(taps),
         }
     return found
+
+
+class ShardedGPT2(CausalLMModule):
+    """A sharded model with blocks, and the states that leave its first block."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny_gpt2(layers=2, dropout=0.0, tied=False).train())
+        self.sent: list[torch.Tensor] = []
+
+    def configure_model(self) -> None:
+        if not isinstance(self.model.lm_head.weight, DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.model.transformer.h:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+    def on_train_start(self) -> None:
+        block = self.model.transformer.h[0]
+        block.register_forward_hook(
+            lambda _, __, out: self.sent.append(states_out(out).detach().clone())
+        )
+
+
+@case("activation noise")
+def activation_noise(_: Path) -> dict[str, Any]:
+    """The same text on both ranks, in one step whose states are read with and without noise."""
+    text = random_token_loader(n=1, batch_size=1, length=48)
+    states = []
+    for defenses in ([], [ActivationNoise(1, 0.5)]):
+        strategy = DefendedStrategy(fsdp2(), defenses, client="world")
+        model = ShardedGPT2()
+        run = trainer(strategy, devices=2, max_steps=1, use_distributed_sampler=False)
+        run.fit(model, text)
+        states.append(model.sent[0].double().flatten())
+    noise = states[1] - states[0]
+    pair = torch.stack(gathered(noise))
+    return {
+        "std": float(noise.std()) / 0.5,
+        "coordinates": noise.numel(),
+        "correlation": float(torch.corrcoef(pair)[0, 1]),
+    }
 
 
 # ----- what is refused ------------------------------------------------------------------------

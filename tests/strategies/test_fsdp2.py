@@ -65,6 +65,14 @@ def test_the_clip_bounds_the_norm_over_all_shards(ranks) -> None:
 
 
 @pytest.mark.ddp
+def test_activation_noise_differs_between_the_processes_of_one_client(ranks) -> None:
+    for facts in of(ranks, "activation noise"):
+        assert facts["std"] == pytest.approx(1.0, abs=0.2)
+        assert facts["coordinates"] == 48 * 16
+        assert abs(facts["correlation"]) < 0.4  # 1 if both processes drew the same
+
+
+@pytest.mark.ddp
 def test_resume_restores_defences_and_making_optimizer_state_is_no_release(ranks) -> None:
     expected: dict[str, Any] = {
         "saved": {"gradient_noise": {"releases": 3, "spent": math.inf}},

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 
 from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.processes import free_port
 from tests.strategies.toy import ToyLM, fit, loader, trainer
 
 
@@ -122,6 +123,40 @@ def test_updates_that_no_optimizer_makes_are_refused(automatic: bool) -> None:
     with pytest.raises(DefenseError, match="weights changed since the first batch, and no opt"):
         fit(DefendedStrategy("auto", [noise()]), ByHand)
     fit(DefendedStrategy(), ByHand)
+
+
+def test_updates_by_hand_beside_an_optimizer_of_something_else_are_refused() -> None:
+    class Beside(ToyLM):
+        def __init__(self) -> None:
+            super().__init__("sgd")
+            self.automatic_optimization = False
+            self.unused = torch.nn.Linear(2, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            weight = self.head.weight
+            (gradient,) = torch.autograd.grad(self.loss(batch), [weight])
+            with torch.no_grad():
+                weight -= 0.1 * gradient
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.unused.parameters(), lr=0.1)
+
+    with pytest.raises(DefenseError, match="weights changed since the first batch"):
+        fit(DefendedStrategy("auto", [noise()]), Beside)
+
+
+@pytest.mark.slow
+def test_what_was_released_in_processes_that_ended_is_remembered(monkeypatch) -> None:
+    defense = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp")
+    for releases in (2, 4):
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        fit(DefendedStrategy("ddp_spawn", [defense]), devices=2, max_steps=2)
+        assert defense.releases == defense.privacy.releases == releases
+    assert 0 < defense.privacy.epsilon < 100
+    assert defense.privacy.delta == pytest.approx(0.1 / 24)
+    again = trainer(DefendedStrategy("auto", [defense]), max_steps=1)
+    with pytest.raises(DefenseError, match="not those of the 4 releases before"):
+        again.fit(ToyLM(), loader())
 
 
 def test_noise_is_not_found_for_the_steps_of_a_learning_rate_finder(tmp_path) -> None:

@@ -11,18 +11,19 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+import transformers
 from opacus import GradSampleModule, PrivacyEngine
 from opacus.accountants import RDPAccountant
 from opacus.optimizers import DistributedDPOptimizer, DPOptimizer
 from torch import Tensor, nn
 
 from lightning_fedleak import BagOfWords, FCMembership, LeakageMonitor
-from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.defenses import DefenseContext, GradientNoise
 from lightning_fedleak.defenses.dp_optimizers import declared
 from lightning_fedleak.engine import Games
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.trainers import Watch
+from lightning_fedleak.trainers import LeakageCallback, Watch
 from tests.callbacks.runs import Probe
 
 WORDS, WIDTH, ROWS, LENGTH = 200, 16, 4, 6
@@ -282,6 +283,23 @@ def test_a_client_shares_what_it_noised_and_all_what_was_reduced(
     assert optimizer.reduce_gradients is doubled
 
 
+@pytest.mark.parametrize(
+    ("rank", "clients", "reduced", "std"),
+    [(0, 1, False, 0.125), (1, 1, False, 0.0), (1, 1, True, 0.0625), (0, 2, True, 0.0625)],
+)
+def test_the_noise_of_several_processes(rank: int, clients: int, reduced: bool, std: float) -> None:
+    """One process adds it; behind the mean over clients it is divided as a monitor divides it."""
+    _, optimizer = private()
+    optimizer.rank, optimizer.world_size = rank, 2
+    for parameter in optimizer.params:
+        parameter.grad_sample = torch.zeros(1)
+    (dp,) = declared([optimizer], under_ddp=False)
+    dp._reduced = reduced
+    device = torch.device("cpu")
+    context = DefenseContext(nn.Linear(1, 1), rank, clients, device, "32-true", 0, b"")
+    assert dp.noise_std(context) / clients**0.5 == pytest.approx(std)
+
+
 def test_releases_of_several_kinds_are_counted_once() -> None:
     _, optimizer = private()
     accountant = RDPAccountant()
@@ -293,6 +311,60 @@ def test_releases_of_several_kinds_are_counted_once() -> None:
     assert (cost.releases, cost.noise_multiplier, cost.sample_rate) == (5, 1.0, 0.1)
     assert cost.epsilon <= accountant.get_epsilon(cost.delta)
     assert cost.epsilon > 0.7 * accountant.get_epsilon(cost.delta)
+
+
+def test_under_ddp_the_raw_gradients_leave_before_it() -> None:
+    _, optimizer = private()
+    (dp,) = declared([optimizer], under_ddp=True)
+    assert "DifferentiallyPrivateDistributedDataParallel" in (dp.why_hidden("shared") or "")
+
+
+class Clears(transformers.TrainerCallback):
+    """Clears what Opacus keeps, which the Trainer's ``model.zero_grad`` does not."""
+
+    def __init__(self, optimizer: DPOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.optimizer.zero_grad()
+
+
+def test_a_transformers_trainer(tmp_path: Path) -> None:
+    def run(watch: bool) -> Any:
+        model, optimizer = private()
+        inner = optimizer.original_optimizer
+        schedule = torch.optim.lr_scheduler.ConstantLR(inner, 1.0)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=ROWS, report_to=[],
+            use_cpu=True, save_strategy="no", remove_unused_columns=False, disable_tqdm=True,
+        )  # fmt: skip
+        model.accepts_loss_kwargs = False
+        trainer = transformers.Trainer(
+            model,
+            arguments,
+            train_dataset=rows(64),
+            optimizers=(optimizer, schedule),
+            callbacks=[Clears(optimizer)],
+        )
+        applied: list[Tensor] = []
+        weight = model._module.emb.weight
+        inner.register_step_pre_hook(lambda *_: applied.append(weight.grad.clone()))
+        probe = Probe(role=EMBEDDING_WEIGHT)
+        callback = None
+        if watch:
+            attacks = [BagOfWords(), probe]
+            folder = tmp_path / "logs"
+            callback = LeakageCallback(trainer, attacks, folder=folder, every_n_steps=1)
+            trainer.add_callback(callback)
+        trainer.train()
+        return applied, probe, callback
+
+    plain, _, _ = run(False)
+    applied, probe, callback = run(True)
+    assert all(map(torch.equal, applied, plain))
+    assert len(probe.at("shared")) == len(applied) == 3
+    assert all(map(torch.equal, probe.at("shared"), applied))
+    assert callback.latest[F1] < 0.5
 
 
 class Module(L.LightningModule):
@@ -314,9 +386,8 @@ class Module(L.LightningModule):
         return self.optimizer
 
 
-def test_parts_of_a_virtual_batch_under_lightning_are_no_steps(tmp_path: Path) -> None:
-    parts = 2
-
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_lightning_trainer(tmp_path: Path, parts: int) -> None:
     def run(callbacks: list[L.Callback], strategy: Any = "auto") -> list[Tensor]:
         applied: list[Tensor] = []
         trainer = L.Trainer(
@@ -333,5 +404,9 @@ def test_parts_of_a_virtual_batch_under_lightning_are_no_steps(tmp_path: Path) -
     assert all(map(torch.equal, applied, run([])))
     assert len(probe.at("shared")) == len(applied) == 4 // parts
     assert all(map(torch.equal, probe.at("shared"), applied))
+    words = [line for line in lines(tmp_path) if line["attack"] == "bag_of_words"]
+    for number, line in enumerate(words):
+        read = [batch(number * parts + part)["input_ids"] for part in range(parts)]
+        assert line["n"] == len(torch.cat(read)[:, :-1].unique())
     with pytest.raises(ValueError, match="use one of both"):
         run([monitor], DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3)]))

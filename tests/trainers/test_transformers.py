@@ -157,6 +157,7 @@ def test_three_faces_write_the_same_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
+        {},
         {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "bf16": True},
         {"gradient_checkpointing": True},
         pytest.param(
@@ -186,6 +187,31 @@ def test_training_is_not_disturbed(tmp_path: Path, settings: dict[str, Any]) -> 
     assert "training_step" not in vars(trainer)
     shown = [log for log in trainer.state.log_history if "leakage/bag_of_words/f1" in log]
     assert len(shown) == callback.watch.engine.results.looks == len(states)
+
+
+def test_what_is_read_is_the_clipped_gradient_of_all_tokens(tmp_path: Path) -> None:
+    data = rows()
+    for row in data[:4]:  # batches of different sizes: the Trainer divides by all tokens
+        row["labels"] = row["labels"].clone()
+        row["labels"][:6] = -100
+    probe = Probe()
+    trainer = trainer_of(
+        tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.5, train_dataset=data
+    )
+    watched(trainer, [probe])
+    trainer.train()
+    torch.manual_seed(7)
+    model = tiny_gpt2(tied=False, dropout=0.0)
+    ids = torch.stack([row["input_ids"] for row in data[:8]])
+    labels = torch.stack([row["labels"] for row in data[:8]])
+    logits = model(input_ids=ids).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    step, _, gradient = probe.seen[0]
+    assert step == 0
+    torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=1e-4, atol=1e-7)
+    targets = labels[:, 1:]
+    assert lines(tmp_path)[0]["n"] == len(targets[targets != -100].unique())
 
 
 def test_a_gate_stops_after_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
@@ -316,6 +342,46 @@ def test_whatever_raises_the_trainer_is_put_back(tmp_path: Path, moment: str) ->
     trainer.train()  # again, from its beginning
     assert lines(tmp_path, "run")[-1]["how"] == "finished"
     assert callback.latest["leakage/bag_of_words/f1"] == 1.0
+
+
+def test_the_last_group_of_batches_is_short(tmp_path: Path) -> None:
+    probe = Probe()
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=3, train_dataset=rows(20))
+    watched(trainer, [probe, BagOfWords()])
+    trainer.train()
+    assert [step for step, *_ in probe.seen] == [0, 1]
+    torch.manual_seed(7)
+    model = tiny_gpt2(tied=False, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
+    groups = torch.stack([row["input_ids"] for row in rows(20)]).split(12)
+    words = [line for line in lines(tmp_path) if line["attack"] == "bag_of_words"]
+    for ids, (_, _, gradient), line in zip(groups, probe.seen, words, strict=True):
+        (model(input_ids=ids, labels=ids).loss * 8 / 9).backward()
+        torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=1e-3, atol=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert line["n"] == len(ids[:, :-1].unique())  # a text's last token predicts nothing
+        assert line["metrics"]["f1"]["value"] == 1.0
+
+
+def test_the_last_look_is_at_the_last_weights(tmp_path: Path) -> None:
+    """Not at the best ones, which the Trainer loads before it says that training ended."""
+    train, _ = leave_out(rows(800), 400, seed=1)
+    looks = {}
+    for best in (False, True):
+        trainer = trainer_of(
+            tmp_path / str(best), kind=Trainer, train_dataset=train, eval_dataset=rows(8),
+            max_steps=12, eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=4,
+            load_best_model_at_end=best, metric_for_best_model="loss", greater_is_better=True,
+            accelerator_config={"use_seedable_sampler": False},
+        )  # fmt: skip
+        memorization = Memorization(max_overhead=4 / 3, looks=(0.5,))
+        watched(trainer, [LossRatio()], memorization=memorization)
+        trainer.train()
+        looks[best] = lines(tmp_path / str(best))[-1]
+    assert looks[True]["step"] == 12
+    assert trainer.state.best_global_step != 12
+    assert looks[True]["metrics"] == looks[False]["metrics"]
 
 
 def test_leakage_of_older_weights_chooses_no_checkpoint(tmp_path: Path) -> None:

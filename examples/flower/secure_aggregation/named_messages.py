@@ -70,7 +70,8 @@ class SecAggMessages:
             if self._weight in record
         ]
         [weight, *_] = [*weights, 1]
-        if float(weight) % 1 or set(state) != set(names):
+        whole = isinstance(weight, int | float) and float(weight).is_integer()
+        if not whole or set(state) != set(names):
             raise ValueError(
                 f"SecAggMessages: the metric '{self._weight}' must be a whole number, got "
                 f"{weight}, and the reply must hold the arrays of names=, no others"

@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.texts.embedding_descent import (
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
-from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama
+from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_roberta_mlm
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: tiny_gpt2(layers=3),
@@ -183,6 +183,21 @@ def test_the_papers_rule_stops_each_text_at_its_cosine(monkeypatch: pytest.Monke
     assert int(steps[0.98].max()) < 200
 
 
+def test_with_noise_it_settles() -> None:
+    model = tiny_llama(layers=2)
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(0))
+    attack = prepared(model, 1, steps=1000, lr=0.3)
+    run = _Descent(attack, Sent.from_states(sent + 0.1 * sent.std() * noise, mask), Deadline())
+    with attack.bottom.session():
+        attack.solve(run)
+    assert run.finished
+    assert int(run.steps.max()) < 1000
+    assert torch.equal(run.tokens[mask == 1], ids[mask == 1])
+    assert float(run.errors[mask == 1].min()) > 1e-2
+
+
 def test_sweeps_find_what_descent_left() -> None:
     model = tiny_bert_mlm(layers=3)
     ids, mask = text(6, 10)
@@ -242,6 +257,29 @@ def test_texts_that_the_budget_does_not_reach_are_left_open(
     assert not guess.finished
     assert bool((guess.tokens[1:] == NOTHING).all())
     assert bool((guess.tokens[0][mask[0] == 1] != NOTHING).all())
+
+
+def test_what_a_sweep_found_is_not_lost_when_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_bert_mlm(layers=3)
+    ids, mask = text(6, 10)
+    sent = hidden_states(find_anatomy(model), 3, ids, mask)
+    noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(5))
+    few = {"lr": 0.05, "initial": "mean"}
+    monkeypatch.setattr(embedding_descent, "SIMILAR", 2)
+    over = [False]
+    monkeypatch.setattr(Deadline, "passed", property(lambda _: over[0]))
+    sweep = EmbeddingDescent._sweep
+
+    def last_one(*args: Any, **kwargs: Any) -> None:
+        sweep(*args, **kwargs)
+        over[0] = True
+
+    once = prepared(model, 3, steps=6, sweeps=1, **few).reconstruct(sent + 0.2 * noise, mask, None)
+    monkeypatch.setattr(EmbeddingDescent, "_sweep", last_one)
+    cut = prepared(model, 3, steps=60, sweeps=10, **few).reconstruct(sent + 0.2 * noise, mask, None)
+    assert once.finished
+    assert not cut.finished
+    assert torch.equal(cut.tokens, once.tokens)
 
 
 # ---- no trace -------------------------------------------------------------------------------
@@ -338,6 +376,15 @@ def test_under_the_clients_autocast() -> None:
     assert float(errors_of(other, ids, sent, mask).max()) > 1e-4
 
 
+def test_a_model_in_bf16() -> None:
+    model = tiny_llama(layers=2).bfloat16()
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    assert sent.dtype == torch.bfloat16
+    guess = prepared(model, 1, steps=200).reconstruct(sent, mask, None)
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+
+
 def test_positions_are_the_models_own_or_those_sent() -> None:
     model = tiny_gpt2(layers=2)
     ids, mask = text(side="left")
@@ -349,6 +396,26 @@ def test_positions_are_the_models_own_or_those_sent() -> None:
     assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
     assert float(errors_of(attack, ids, sent, mask, positions).max()) < 1e-4
     assert float(errors_of(attack, ids, sent, mask).max()) > 1e-3
+
+
+def test_what_stands_at_padding_does_not_matter() -> None:
+    model = tiny_gpt2(layers=2)
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    sent[mask == 0] = torch.nan
+    guess = prepared(model, 1, steps=200).reconstruct(sent, mask, None)
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+
+
+def test_positions_that_are_counted_from_padding() -> None:
+    model = tiny_roberta_mlm()
+    ids, mask = text(side="left")
+    ids = ids.masked_fill(mask == 0, model.config.pad_token_id)
+    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    attack = prepared(model, 1, steps=200, sweeps=2)
+    guess = attack.reconstruct(sent, mask, None)
+    assert torch.equal(guess.tokens[mask == 1], ids[mask == 1])
+    assert float(errors_of(attack, guess.tokens, sent, mask)[mask == 1].max()) < 1e-4
 
 
 # ---- what it is given -----------------------------------------------------------------------

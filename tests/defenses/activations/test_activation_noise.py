@@ -9,6 +9,7 @@ import dp_accounting
 import pytest
 import scipy.stats
 import torch
+from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import Defense, DefenseError
@@ -145,6 +146,19 @@ def test_checkpointing_gives_the_same_gradient(reentrant, inside, layer, setting
     assert again._forwards == {"training": 3, "inference": 0}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_fresh_noise_when_recomputed_makes_the_gradient_wrong(reentrant: bool, monkeypatch) -> None:
+    plain = tiny_gpt2(layers=3, dropout=0.0).train()
+    defense = ActivationNoise(0, SIGMA)
+    noised(plain, defense)
+    expected = step(plain, batch(), defense=defense)
+    monkeypatch.setattr(_Remembered, "find", lambda *_, **__: 17)
+    model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), reentrant)
+    again = ActivationNoise(0, SIGMA)
+    noised(model, again)
+    assert distance(step(model, batch(), defense=again), expected) > 0.02
+
+
 def test_a_recomputation_of_unknown_states_is_refused() -> None:
     model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), True)
     defense = ActivationNoise(0, SIGMA)
@@ -201,6 +215,60 @@ def test_the_global_generator_is_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_half_precision() -> None:
+    model = tiny_llama(layers=2).bfloat16()
+    defense = ActivationNoise(1, 4.0)
+    local, shared = noised(model, defense)
+    for seed in range(10):
+        step(model, batch(seed), defense=defense)
+    assert shared.seen[0].dtype == torch.bfloat16
+    noise = torch.stack(
+        [(b.float() - a.float()) for a, b in zip(local.seen, shared.seen, strict=True)]
+    )
+    assert float(noise.std()) == pytest.approx(4.0, rel=0.03)
+    model = tiny_llama(layers=2)
+    defense = ActivationNoise(1, 0.5)
+    local, shared = noised(model, defense)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = step(model, batch(), defense=defense)
+    constant = shared.seen[0].float() - local.seen[0].float()
+    reference = tiny_llama(layers=2)
+    rewriting(reference, 1, lambda states: (states.float() + constant).to(states.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(reference, batch())
+    assert distance(got, expected) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["a part", "training_step", "the module"])
+def test_compiled_and_run_before_the_fit_and_clean_after_it(what: str) -> None:
+    """A graph that was compiled without the hook would go on without it, and one with it, with."""
+    root = CausalLMModule(tiny_gpt2(layers=1, dropout=0.0))
+    [block] = root.model.transformer.h
+    if what == "a part":
+        root.model.transformer = torch.compile(root.model.transformer, backend="eager")
+    elif what == "training_step":
+        root.training_step = torch.compile(root.training_step, backend="eager")
+    else:  # as a Trainer takes it
+        root = from_compiled(torch.compile(root, backend="eager"))
+
+    def loss() -> Tensor:
+        return root.training_step(batch(), 0)
+
+    clean = loss()
+    late: list[int] = []
+    handle = block.register_forward_hook(lambda *_: late.append(1))
+    loss()
+    assert late == []  # this is what a defence must not do
+    handle.remove()
+    defense = ActivationNoise(1, 3.0)
+    defense.before_setup(context(root))
+    losses = [float(defense.on_training_step(loss, None, context(root))) for _ in range(3)]
+    assert len({*losses, float(clean)}) == 4
+    defense.teardown()
+    assert torch.equal(loss(), clean)
+
+
 def test_the_servers_copy_has_no_noise() -> None:
     model = tiny_gpt2(layers=2, dropout=0.0)
     with torch.no_grad():
@@ -240,6 +308,24 @@ def test_in_a_trainer_it_acts_in_inference_unless_told_not_to(inference: bool) -
     run.fit(model, loader)
     assert [len(m._forward_hooks) for m in model.modules()] == hooks
     assert [float(model.model(**inputs).loss.detach()) for inputs in loader] != clean
+
+
+@pytest.mark.parametrize("checkpoints", [None, False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_without_noise_the_run_is_the_plain_one(checkpoints, precision: str) -> None:
+    """With dropout: neither the hook nor its noise touches the global generator."""
+    results = []
+    for defenses in ([], [ActivationNoise(1, 0.0), ActivationNoise(0, 0.0)]):
+        torch.manual_seed(3)
+        model = tiny_gpt2(layers=2, dropout=0.2).train()
+        if checkpoints is not None:
+            model = checkpointed(model, checkpoints)
+        if defenses:
+            defenses[1].name = "at_the_embeddings"
+        run = trainer(DefendedStrategy(defenses=defenses), max_steps=3, precision=precision)
+        run.fit(CausalLMModule(model), random_token_loader())
+        results.append([*(p.detach() for p in model.parameters()), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 class Elsewhere(CausalLMModule):

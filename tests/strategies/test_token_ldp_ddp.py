@@ -1,0 +1,164 @@
+"""TokenLDP on two gloo processes: who shares a replacement, for how long, and what leaves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import scipy.stats
+
+from lightning_fedleak.defenses.token_ldp.mechanisms import grr_keep
+from tests.helpers.models import VOCAB
+from tests.helpers.processes import Found, two_processes
+from tests.strategies.token_ldp_worker import BATCH, EPSILON, LENGTH, ROWS
+
+pytestmark = pytest.mark.ddp
+
+Row = tuple[int, ...]
+BY_CHANCE = 1e-9
+"""Nothing here is seeded: each right law is rejected so often."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What each rank saw, by case."""
+    folder = tmp_path_factory.mktemp("token_ldp")
+    return two_processes("tests.strategies.token_ldp_worker", folder, gpus=True)
+
+
+def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:
+    """One case on both ranks; fails with the traceback of the case that stopped a worker."""
+    for facts in ranks:
+        if name not in facts or "error" in facts[name]:
+            errors = [v["error"] for v in facts.values() if "error" in v]
+            pytest.fail("\n".join(errors) or f"{name} did not run")
+    return [facts[name] for facts in ranks]
+
+
+def pairs(facts: dict[str, Any]) -> list[tuple[Row, Row]]:
+    """True rows with what they were replaced by, in the order of training."""
+    return [
+        (tuple(true), tuple(replacement))
+        for true, replacement in zip(facts["true"], facts["rows"], strict=True)
+    ]
+
+
+def replacements(*facts: dict[str, Any]) -> dict[Row, set[Row]]:
+    """All replacements of each true row."""
+    by_row: dict[Row, set[Row]] = defaultdict(set)
+    for true, replacement in (pair for one in facts for pair in pairs(one)):
+        by_row[true].add(replacement)
+    return by_row
+
+
+def surviving(row_pairs: list[tuple[Row, Row]]) -> list[bool]:
+    """Word by word, whether it survived."""
+    return [
+        a == b for true, replacement in row_pairs for a, b in zip(true, replacement, strict=True)
+    ]
+
+
+def independent(one: list[tuple[Row, Row]], other: list[tuple[Row, Row]]) -> bool:
+    """Whether words survive in both as often as by independent draws of GRR, not more.
+
+    Draws that are independent are taken for such ones but for ``BY_CHANCE``.
+    """
+    assert [true for true, _ in one] == [true for true, _ in other]
+    both = sum(a and b for a, b in zip(surviving(one), surviving(other), strict=True))
+    keep = grr_keep(VOCAB - 3, EPSILON)
+    n = len(one) * LENGTH
+    same = scipy.stats.binomtest(both, n, keep).pvalue
+    return bool(scipy.stats.binomtest(both, n, keep**2).pvalue > BY_CHANCE > same)
+
+
+CASES = ["rank memoised", "rank fresh", "rank shuffled"]
+CASES += ["world memoised", "world fresh", "world shuffled"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_words_survive_by_the_mechanisms_law_and_ranks_stay_equal(ranks, name: str) -> None:
+    facts = of(ranks, name)
+    for one in facts:
+        # Shuffled rows may come twice, and those that are memoised are drawn once.
+        words = surviving(sorted(set(pairs(one)[:ROWS])))
+        law = grr_keep(VOCAB - 3, EPSILON)
+        assert len(words) >= ROWS // 2 * LENGTH
+        assert scipy.stats.binomtest(sum(words), len(words), law).pvalue > BY_CHANCE
+        assert len(one["rows"]) == 2 * ROWS
+        assert one["labels are inputs"]
+        assert one["ranks agree"]
+        assert one["moved"]
+
+
+def test_each_rank_is_a_client_with_replacements_of_its_own(ranks) -> None:
+    first, second = of(ranks, "rank memoised")
+    assert first["true"] == second["true"]
+    assert independent(pairs(first)[:ROWS], pairs(second)[:ROWS])
+    for facts in (first, second):
+        assert {len(replacement) for replacement in replacements(facts).values()} == {1}
+        assert facts["rows"][:ROWS] == facts["rows"][ROWS:]
+        assert facts["releases"] == 1
+        assert facts["epsilon"] == LENGTH * EPSILON
+
+
+def test_a_row_that_moves_between_clients_is_released_by_each_once(ranks) -> None:
+    first, second = of(ranks, "rank shuffled")
+    moved = replacements(first).keys() & replacements(second).keys()
+    assert len(moved) > ROWS // 4
+    # Two clients replace one row alike with a chance of 7e-8: one of all rows may be, not two.
+    assert sum(replacements(first)[row] == replacements(second)[row] for row in moved) <= 1
+    for facts in (first, second):
+        assert {len(replacement) for replacement in replacements(facts).values()} == {1}
+        assert facts["releases"] == 1
+
+
+def test_all_ranks_of_one_client_share_a_rows_replacement(ranks) -> None:
+    for name in ("world memoised", "world shuffled"):
+        facts = of(ranks, name)
+        assert replacements(facts[0]).keys() & replacements(facts[1]).keys()
+        assert {len(replacement) for replacement in replacements(*facts).values()} == {1}
+        assert [one["releases"] for one in facts] == [1, 1]
+
+
+@pytest.mark.parametrize("client", ["rank", "world"])
+def test_without_memoisation_every_process_and_epoch_draws_apart(ranks, client: str) -> None:
+    facts = of(ranks, f"{client} fresh")
+    draws = [half for one in facts for half in (pairs(one)[:ROWS], pairs(one)[ROWS:])]
+    for i, one in enumerate(draws):
+        for other in draws[:i]:
+            assert independent(one, other)
+    # Both processes hold all rows: those of one client release each of them twice as often.
+    releases = 4 if client == "world" else 2
+    for one in facts:
+        assert one["releases"] == releases
+        assert one["epsilon"] == releases * LENGTH * EPSILON
+
+
+@pytest.mark.parametrize("memoize", ["memoised", "fresh"])
+def test_a_resumed_fit_draws_anew_and_counts_on(ranks, memoize: str) -> None:
+    facts = of(ranks, f"resume {memoize}")
+    for one in facts:
+        before, after = one["before"], one["after"]
+        assert len(after["rows"]) == ROWS
+        assert independent(pairs(before), pairs(after))
+        assert (before["releases"], after["releases"]) == (1, 2)
+        assert after["epsilon"] == 2 * LENGTH * EPSILON
+        assert after["ranks agree"]
+        # Counts and costs alone: no secret from which the replacements would follow.
+        counts = {"batches": ROWS // BATCH, "releases": 1, "longest": LENGTH}
+        assert one["state"] == {**counts, "epsilon": LENGTH * EPSILON}
+    assert independent(pairs(facts[0]["after"]), pairs(facts[1]["after"]))
+
+
+def test_a_resumed_process_remembers_what_only_it_released(ranks) -> None:
+    """The checkpoint is process 0's, whose rows were shorter and all different."""
+    for one in of(ranks, "resume uneven"):
+        assert one["releases"] == BATCH + 1
+        assert one["epsilon"] == (BATCH + 1) * (LENGTH + 4) * EPSILON
+
+
+def test_the_update_is_of_the_replaced_words_alone(ranks) -> None:
+    for facts in of(ranks, "update"):
+        assert facts["replaced"] < 1e-5
+        assert facts["true"] > 1e-3

@@ -1,0 +1,200 @@
+"""One of two gloo processes; started by test_token_ldp_ddp.py. Writes what each case found as JSON.
+
+Every case runs on both ranks and returns what this rank saw; the test says what it must be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader
+
+from lightning_fedleak.defenses import TokenLDP
+from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.models import VOCAB, tiny_gpt2
+
+ROWS, LENGTH, BATCH, LR = 64, 12, 16, 0.5
+EPSILON = 4.5
+"""Half of the words survive GRR over 94 of them."""
+Rows = list[list[int]]
+
+
+def gathered(value: Any) -> list[Any]:
+    results: list[Any] = [None, None]
+    dist.all_gather_object(results, value)
+    return results
+
+
+class Recording(CausalLMModule):
+    """Keeps what ``training_step`` was given."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny_gpt2(dropout=0.0), lr=LR)
+        self.batches: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.batches.append({name: column.clone() for name, column in batch.items()})
+        return super().training_step(batch, batch_idx)
+
+
+class Truth(Callback):
+    """Keeps the true batches."""
+
+    def __init__(self) -> None:
+        self.rows: Rows = []
+
+    def on_train_batch_end(self, _t: Any, _m: Any, _o: Any, batch: Any, _i: int) -> None:
+        self.rows += batch["input_ids"].tolist()
+
+
+def loader(shuffle: bool) -> DataLoader[Any]:
+    """The rows in order; with ``shuffle`` twice over, so that a rank's half holds ROWS of them."""
+    rows = random_token_loader(n=ROWS, length=LENGTH, vocab=VOCAB).dataset
+    if shuffle:
+        rows = ConcatDataset([rows, rows])
+    return DataLoader(rows, batch_size=BATCH)
+
+
+def repeated(length: int) -> DataLoader[Any]:
+    """One batch of one row, BATCH times."""
+    ids = random_token_loader(n=1, length=length, vocab=VOCAB).dataset[0]
+    return DataLoader([ids] * BATCH, batch_size=BATCH)
+
+
+def run(
+    defense: TokenLDP,
+    client: str = "rank",
+    *,
+    shuffle: bool = False,
+    data: DataLoader[Any] | None = None,
+    path: Path | None = None,
+    callbacks: list[Callback] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """A fit of two epochs, and what this rank saw of it."""
+    module, truth = Recording(), Truth()
+    torch.manual_seed(1)
+    trainer = pl.Trainer(
+        strategy=DefendedStrategy("ddp", [defense], client),
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_checkpointing=callbacks is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        # Lightning's own sampler shuffles, whatever the loader does; without it both ranks get all.
+        use_distributed_sampler=shuffle,
+        callbacks=[truth, *(callbacks or [])],
+        **{"max_epochs": 2, **settings},
+    )
+    data = loader(shuffle) if data is None else data
+    trainer.fit(module, data, ckpt_path=None if path is None else str(path))
+    first, second = gathered([p.detach().clone() for p in module.parameters()])
+    return {
+        "true": truth.rows,
+        "rows": [row for batch in module.batches for row in batch["input_ids"].tolist()],
+        "labels are inputs": all(torch.equal(b["labels"], b["input_ids"]) for b in module.batches),
+        "ranks agree": all(torch.equal(a, b) for a, b in zip(first, second, strict=True)),
+        "moved": not torch.equal(first[0], next(iter(tiny_gpt2(dropout=0.0).parameters()))),
+        "releases": defense.releases_per_example,
+        "epsilon": defense.epsilon_spent,
+    }
+
+
+def ldp(memoize: bool = True) -> TokenLDP:
+    return TokenLDP("grr", EPSILON, "token", memoize=memoize)
+
+
+def resumed(folder: Path, memoize: bool) -> dict[str, Any]:
+    folder = Path(gathered(str(folder))[0]) / f"resume {memoize}"
+    keep = ModelCheckpoint(dirpath=folder, save_last=True)
+    before = run(ldp(memoize), max_epochs=1, callbacks=[keep])
+    state = torch.load(folder / "last.ckpt", weights_only=True)["lightning_fedleak_defenses"]
+    after = run(ldp(memoize), max_epochs=2, path=folder / "last.ckpt")
+    return {"before": before, "after": after, "state": state["token_ldp"]}
+
+
+def uneven(folder: Path) -> dict[str, Any]:
+    """In the first fit process 1 has longer rows, which are all the same one."""
+    folder = Path(gathered(str(folder))[0]) / "uneven"
+    keep = ModelCheckpoint(dirpath=folder, save_last=True)
+    rows = random_token_loader(n=BATCH, length=LENGTH, batch_size=BATCH, vocab=VOCAB)
+    first = repeated(LENGTH + 4) if os.environ["LOCAL_RANK"] == "1" else rows
+    run(ldp(False), data=first, max_epochs=1, callbacks=[keep])
+    return run(ldp(False), data=rows, max_epochs=2, path=folder / "last.ckpt")
+
+
+def update() -> dict[str, Any]:
+    """One step of SGD on both ranks against the gradient of what both modules were given."""
+    module, truth = Recording(), Truth()
+    trainer = pl.Trainer(
+        strategy=DefendedStrategy("ddp", [ldp()]),
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[truth],
+        max_steps=1,
+    )
+    trainer.fit(module, loader(shuffle=False))
+    fresh = tiny_gpt2(dropout=0.0)
+    start = [p.detach().clone() for p in fresh.parameters()]
+    results = {}
+    for name, rows in (("replaced", module.batches[0]["input_ids"].tolist()), ("true", truth.rows)):
+        fresh.zero_grad()
+        for ids in map(torch.tensor, gathered(rows)):
+            (fresh(input_ids=ids, labels=ids).loss / 2).backward()
+        errors = [
+            float((p.detach() - (q - LR * r.grad)).abs().max())
+            for p, q, r in zip(module.model.parameters(), start, fresh.parameters(), strict=True)
+        ]
+        results[name] = max(errors)
+    return results
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "rank memoised": lambda _: run(ldp()),
+    "rank fresh": lambda _: run(ldp(memoize=False)),
+    "rank shuffled": lambda _: run(ldp(), shuffle=True),
+    "world memoised": lambda _: run(ldp(), "world"),
+    "world fresh": lambda _: run(ldp(memoize=False), "world"),
+    "world shuffled": lambda _: run(ldp(), "world", shuffle=True),
+    "resume memoised": lambda folder: resumed(folder, True),
+    "resume fresh": lambda folder: resumed(folder, False),
+    "resume uneven": uneven,
+    "update": lambda _: update(),
+}
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        try:
+            results[name] = case(folder)
+        except Exception:
+            # Go no further: the other rank may be waiting in the middle of this case.
+            results[name] = {"error": traceback.format_exc()}
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

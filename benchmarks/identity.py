@@ -57,10 +57,9 @@ from lightning_fedleak.attacks import (
     SubspaceTexts,
     SubspaceWords,
 )
-from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
-from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
+from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
 
 SMOKE = ("--runs 10",)
 
@@ -174,9 +173,9 @@ class Configuration:
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
-    def settings(self) -> dict[str, Any]:
-        rounds = {"local_steps": 2} if self.rounds else {}
-        return {"every_n_steps": self.every, "cache": False, **rounds}
+    def settings(self, **rare: Any) -> dict[str, Any]:
+        settings = WatchSettings(local_steps=2 if self.rounds else None, **rare)
+        return {"every_n_steps": self.every, "settings": settings}
 
 
 def footprint(model: nn.Module, optimizer: Any, losses: list[float]) -> list[Tensor]:
@@ -221,9 +220,8 @@ def lightning(c: Configuration, folder: Path, watched: bool) -> list[Tensor]:
         callbacks: list[L.Callback] = [saver] if c.resumed else []
         if watched:
             settings = c.settings()
-            rare = MonitorSettings(cache=settings.pop("cache"))
             attacks = ATTACKS[c.attacks]()
-            callbacks.append(LeakageMonitor(attacks, log_dir=folder, settings=rare, **settings))
+            callbacks.append(LeakageMonitor(attacks, folder=folder, **settings))
         trainer = L.Trainer(
             max_epochs=epochs, accelerator="cpu", precision=c.precision, logger=False,
             accumulate_grad_batches=c.accumulate, gradient_clip_val=c.clip or None,
@@ -282,7 +280,7 @@ def loop(c: Configuration, folder: Path, watched: bool, ddp: bool = False) -> li
         watch, gate = None, Threshold("leakage/worst/words", at_most=1.0, strict=False)
         if watched:
             gates = [gate] if c.attacks in ("head", "rehearsed") else []
-            settings = {"precision": c.precision, "tensorboard": False, **c.settings()}
+            settings = c.settings(precision=c.precision, tensorboard=False)
             watch = Watch(called, optimizer, ATTACKS[c.attacks](), gates, folder=folder, **settings)
             if saved is not None:
                 watch.load_state_dict(saved)

@@ -11,6 +11,7 @@ from lightning_fedleak.attacks import AlignedFlatChat
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.strategies import DefendedStrategy
 
 
@@ -19,7 +20,7 @@ def main() -> None:
     monitor = LeakageMonitor(
         [AlignedFlatChat("sampled", calibration_tokens=2_000)],
         every_n_steps=3,
-        stages=("local", "shared"),
+        settings=WatchSettings(stages=("local", "shared")),
     )
     trainer = L.Trainer(
         accelerator="cpu",

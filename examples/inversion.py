@@ -8,7 +8,7 @@ whole model reads the texts off it, left to right: that a split lies deep is no 
 import lightning as L
 
 from lightning_fedleak.attacks import PrefixInversion
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
+from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 
 SPLITS = (1, 3, 5)
@@ -17,7 +17,7 @@ SPLITS = (1, 3, 5)
 def main() -> None:
     """Fine-tunes 9 steps and looks at two texts of every fourth batch."""
     attacks = [PrefixInversion(layer, public_text=None, name=f"split_{layer}") for layer in SPLITS]
-    monitor = LeakageMonitor(attacks, every_n_steps=4, settings=MonitorSettings(texts=2))
+    monitor = LeakageMonitor(attacks, every_n_steps=4, settings=WatchSettings(texts=2))
 
     def show(trainer: L.Trainer) -> None:
         found = [monitor.latest[f"leakage/{a.name}/token_accuracy"] for a in attacks]

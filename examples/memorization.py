@@ -9,7 +9,7 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks.memorization import Combined, Loss
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
+from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
 from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows, load_tokenizer
@@ -27,7 +27,7 @@ def main() -> None:
     # Nearly all texts are asked about, to show much on few: the default is 2% of an epoch's time.
     monitor = LeakageMonitor(
         [Combined(), Loss()],
-        settings=MonitorSettings(memorization=Memorization(max_overhead=1.34)),
+        settings=WatchSettings(memorization=Memorization(max_overhead=1.34)),
     )
     trainer = L.Trainer(
         max_epochs=2,

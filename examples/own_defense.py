@@ -16,6 +16,7 @@ from lightning_fedleak.attacks import AlignedFlatChat, FCMembership
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.strategies import DefendedStrategy
 
 
@@ -44,7 +45,7 @@ def main() -> None:
     monitor = LeakageMonitor(
         [AlignedFlatChat("sampled", calibration_tokens=2_000), FCMembership(layer=2, ladder=[1.0])],
         every_n_steps=3,
-        stages=("local", "shared"),
+        settings=WatchSettings(stages=("local", "shared")),
     )
     trainer = L.Trainer(
         max_steps=6,

@@ -14,7 +14,6 @@ import logging
 import random
 import sys
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -70,18 +69,6 @@ def _nothing_is_left_where_tests_run() -> Iterator[None]:
     before = {path.name for path in Path.cwd().glob("*.jsonl")}
     yield
     assert {path.name for path in Path.cwd().glob("*.jsonl")} == before
-
-
-@pytest.fixture(scope="session")
-def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("caches")
-    return (folder / str(number) for number in count())
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test calibrates is of no use to another."""
-    monkeypatch.setenv("FEDLEAK_CACHE", str(next(_caches)))
 
 
 @pytest.fixture(autouse=True)

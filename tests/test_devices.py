@@ -372,7 +372,6 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
         [ATTACKS[name]() for name in names],
         every_n_steps=every,
         games=Games(targets=2),
-        cache=False,
         **settings,
     )
 

@@ -17,12 +17,6 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for all examples, as on a user's machine: some calibrate alike."""
-    monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path_factory.getbasetemp() / "examples"))
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Runs an example in an empty folder; gives what it printed."""

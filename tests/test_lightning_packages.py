@@ -22,6 +22,7 @@ from lightning_fedleak import (
     LeakageMonitor,
     RiskGate,
 )
+from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.lightning_packages import PACKAGES, both, package_of, twin
 from tests.callbacks.runs import Probe
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
@@ -70,7 +71,9 @@ class Run:
         L.seed_everything(3, verbose=False)
         self.module = own.CausalLMFineTuning(files.model, lr=1e-2)
         data = own.TextDataModule(files.text, files.model, batch_size=2, length=16)
-        self.monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=("local", "shared"))
+        self.monitor = LeakageMonitor(
+            Probe(), every_n_steps=1, settings=WatchSettings(stages=("local", "shared"))
+        )
         self.gate = RiskGate("leakage/probe/recall", at_most=at_most)
         given = {"logger": L.loggers.CSVLogger(folder, flush_logs_every_n_steps=1)} | settings
         self.trainer = L.Trainer(

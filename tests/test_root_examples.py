@@ -27,7 +27,6 @@ def test_the_example_runs(name, tmp_path, monkeypatch):
     # What Lightning prints beside: examples show results alone.
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     monkeypatch.setattr(lightning, "Trainer", partial(lightning.Trainer, **quiet))
-    monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path / "cache"))
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []
     for test in tests:

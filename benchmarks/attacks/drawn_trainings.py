@@ -54,7 +54,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.trainers import Threshold, Watch
+from lightning_fedleak.trainers import Threshold, Watch, WatchSettings
 
 SMOKE = ("--runs 10", "--large --runs 2")
 
@@ -328,13 +328,14 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
     read: Any = "auto"
     if training.part == "LoRA o+down":
         read = [RehearsedLabels("sampled", shapes=shapes)]
-    settings = {
-        "folder": folder, "every_n_steps": max(1, training.step), "precision": training.precision,
-        "tensorboard": False, "report": False, "cache": False,
-        "assume": HONEST_BUT_CURIOUS if read == "auto" else None,
-    }  # fmt: skip
+    settings = WatchSettings(
+        precision=training.precision,
+        tensorboard=False,
+        assume=HONEST_BUT_CURIOUS if read == "auto" else None,
+    )
+    looks = {"folder": folder, "every_n_steps": max(1, training.step)}
     truths: dict[int, Seen] = {}
-    with Watch(model, optimizer, read, [gate], **settings) as watch:
+    with Watch(model, optimizer, read, [gate], settings=settings, **looks) as watch:
         for step in range(max(training.step, 2) + 1):
             ids, looks = training.ids(step), watch.engine.results.looks
             counted = torch.ones_like(ids)

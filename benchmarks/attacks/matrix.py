@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from benchmarks.attacks.setups import adapters, neftune, packed, padded, whole
 from benchmarks.attacks.word_recovery import read_texts
 from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceWords
-from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
+from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.cli.studies.sweep.cell import quiet
 
 SMOKE = (
@@ -235,8 +235,7 @@ def run(
                 held_out=PublicText([list(ids[:length]) for ids in texts.outside]),
                 targets=2 * rows * cell.accumulate,
             ),
-            log_dir=logs,
-            settings=MonitorSettings(cache=False),
+            folder=logs,
         )
         trainer = L.Trainer(
             max_steps=looks,

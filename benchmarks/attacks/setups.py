@@ -66,7 +66,7 @@ from transformers.integrations import activate_neftune
 
 from benchmarks.attacks.word_recovery import read_texts
 from lightning_fedleak.attacks import PublicText, SubspaceTexts
-from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
+from lightning_fedleak.callbacks import Games, LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.sweep.cell import quiet
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
@@ -365,16 +365,18 @@ def run_cell(
     if column == "texts":
         reader = SubspaceTexts(budget_seconds=options.texts_seconds)
         monitor = LeakageMonitor(
-            reader, every_n_steps=1, log_dir=folder, settings=MonitorSettings(texts=texts)
+            reader, every_n_steps=1, folder=folder, settings=WatchSettings(texts=texts)
         )
     else:
         monitor = LeakageMonitor(
             every_n_steps=steps,
-            local_steps=int(count) if count else None,
-            public_text=PublicText(public),
             games=Games(held_out=PublicText(outside), targets=2 * texts),
-            log_dir=folder,
-            settings=MonitorSettings(look_seconds=600.0, cache=False),
+            folder=folder,
+            settings=WatchSettings(
+                look_seconds=600.0,
+                local_steps=int(count) if count else None,
+                public_text=PublicText(public),
+            ),
         )
     arguments = [built for spec in parse_defenses(defense) for built in spec.build()]
     trainer = L.Trainer(

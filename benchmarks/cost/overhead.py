@@ -72,6 +72,10 @@ class InTurn(LeakageMonitor):
     def arm(self, trainer: L.Trainer) -> str:
         return self.arms[trainer.global_step % len(self.arms)]
 
+    @property
+    def processor_seconds(self) -> float:
+        return 0.0 if self.engine.fit is None else self.engine.fit.processor_seconds
+
     @contextmanager
     def owned(self):
         """Adds the processor time of a hook to what the monitor uses beside its looks."""

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak import LeakageMonitor
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 
 SMOKE = ("512x64x2 --steps 2 --batch 2x8 --rank 4",)
 HEAD = 64
@@ -75,7 +75,7 @@ def fit(shape: tuple[int, int, int], watched: bool) -> dict[str, object]:
     module = FineTuning(shape, OPTIONS.rank)
     ids = torch.randint(3, shape[0], (OPTIONS.steps * rows, length))
     data = [{"input_ids": row, "labels": row} for row in ids]
-    settings = MonitorSettings(look_seconds=LOOK_SECONDS)
+    settings = WatchSettings(look_seconds=LOOK_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             max_steps=OPTIONS.steps,

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.defenses import mean_of_sample_means
 
 SMOKE = ("--runs 2",)
@@ -78,7 +78,7 @@ def run(seed: int, defended: bool) -> tuple[str, dict[str, float], float]:
     ids = torch.randint(3, VOCABULARY, (TEXTS, LENGTH))
     rows = [{"input_ids": x, "labels": x} for x in ids]
     gate = RiskGate(WORST, at_most=AT_MOST, action="warn")
-    settings = MonitorSettings(assume=HONEST_BUT_CURIOUS, cache=False)
+    settings = WatchSettings(assume=HONEST_BUT_CURIOUS)
     monitor = LeakageMonitor(every_n_steps=2, settings=settings)
     defense = DPSGD(max_grad_norm=1.0, target_epsilon=2, target_delta=1 / TEXTS**1.1)
     with tempfile.TemporaryDirectory() as folder:

@@ -69,9 +69,10 @@ class Client:
         self.optimizer = optimizer_of(args.optimizer, args.rank)
         self.steps = args.steps
         self.model = model_of(args.model, args.rank).float()
-        chosen: dict[str, Any] = {"public_text": PublicText(reference), "tokenizer": tokenizer}
+        public: dict[str, Any] = {"public_text": PublicText(reference), "tokenizer": tokenizer}
+        chosen: dict[str, Any] = {}
         if args.attacks == "membership":
-            chosen = {"attacks": [GradientMembership(PublicText(reference))]}
+            public, chosen = {}, {"attacks": [GradientMembership(PublicText(reference))]}
         self.observer = RoundObserver(
             copy.deepcopy(self.model),
             self.optimizer,
@@ -79,7 +80,7 @@ class Client:
             folder=folder,
             games=Games(targets=args.targets, held_out=PublicText(outside)),
             max_overhead=share,
-            settings=RoundSettings(look_seconds=600.0, tensorboard=False, cache=False),
+            settings=RoundSettings(look_seconds=600.0, tensorboard=False, **public),
             **chosen,
         )
         self.out = OutgoingUpdates(self.observer)

@@ -184,7 +184,7 @@ def cell(
     spent: list[float] = []
     private: Private | None = None
     with tempfile.TemporaryDirectory() as folder:
-        shared = {"tokenizer": tokenizer, "settings": RoundSettings(tensorboard=False)}
+        shared = {"settings": RoundSettings(tensorboard=False, tokenizer=tokenizer)}
         observers = [
             RoundObserver(
                 copy.deepcopy(model), make, steps, folder=f"{folder}/chosen", **shared,

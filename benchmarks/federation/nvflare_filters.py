@@ -100,7 +100,7 @@ def main() -> None:
                 model_of(None, 0), optimizer, arguments.steps, folder=folder,
                 attacks=[SubspaceWords(capacity_seconds=0), GradientMembership(public)],
                 games=Games(targets=arguments.rows * arguments.steps, held_out=outside),
-                settings=RoundSettings(tensorboard=False, cache=False),
+                settings=RoundSettings(tensorboard=False),
             )  # fmt: skip
             observer.begin(0, sent)
             look = observer.look(moved(sent, leaves), batches=data)

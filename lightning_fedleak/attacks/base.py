@@ -230,14 +230,6 @@ class Attack(ABC):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Restore what ``state_dict`` returned."""
 
-    def calibration_inputs(self) -> dict[str, object] | None:
-        """Return all that a calibration depends on besides the model, as plain values.
-
-        A calibration may be stored on disk under these and the model's weights, for another fit.
-        None means that every fit calibrates again.
-        """
-        return None
-
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports, as plain numbers and strings.
 

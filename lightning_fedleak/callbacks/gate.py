@@ -167,8 +167,7 @@ class RiskGate(Threshold, EitherCallback):
         """Log ``leakage/choose``, for a gate on the trained weights: what to keep a checkpoint by.
 
         It is the validation loss where the upper end of the interval at these very weights is at
-        most ``at_most``, and infinite elsewhere. When training ends, the weights where it was
-        lowest are scored on texts that chose nothing, as ``leakage/<attack>_chosen/...``.
+        most ``at_most``, and infinite elsewhere.
         """
         if not self.on_weights or self._engine is None or trainer.sanity_checking:
             return

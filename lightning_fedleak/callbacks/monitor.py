@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,28 +12,20 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks import Attack, TextSource
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.callbacks import trainer_facts
 from lightning_fedleak.engine import (
     Destination,
     Engine,
     Games,
-    LookSettings,
-    Memorization,
-    cadence_of,
-    known_stages,
-    options_of,
-    selected,
+    WatchSettings,
+    parts_of,
     to_dataframe,
 )
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 from lightning_fedleak.report import write_at_end
-from lightning_fedleak.validate import (
-    check_choice,
-    check_number,
-)
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -42,25 +33,6 @@ if TYPE_CHECKING:
 
 _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
 """The id of each Trainer's fit that runs: the same for all its monitors."""
-
-
-@dataclass(frozen=True)
-class MonitorSettings(LookSettings):
-    """The rare settings of a :class:`LeakageMonitor`, beside those that an observer has too.
-
-    Attributes:
-        client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
-            company's; shared is then the reduced gradient). None: as the strategy says, else
-            ``"rank"``.
-        utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>`` at looks,
-            and where a validation or an epoch changed them; their best is logged at the end.
-        memorization: how the trained weights are tested, see
-            :class:`~lightning_fedleak.engine.Memorization`.
-    """
-
-    client: Literal["rank", "world"] | None = None
-    utility: str | Sequence[str] = ("train_loss", "val_loss")
-    memorization: Memorization = field(default_factory=Memorization)
 
 
 class LeakageMonitor(EitherCallback):
@@ -120,24 +92,11 @@ class LeakageMonitor(EitherCallback):
         every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
         max_overhead: look so seldom that looks cost at most this share of the training time.
             Either this or ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
-        stages: where to measure: ``"shared"`` (what leaves the client; the default), ``"local"``
-            (before the defences), ``"aggregate"`` (after the reduction over clients).
-        reveal: write recovered words, and original and reconstructed texts side by side, to local
-            files of mode 0600, never to a logger.
-        local_steps: attack the weight change of so many optimizer steps in place of one gradient
-            (FedAvg). One client only.
-        tokenizer: decodes what ``reveal`` writes; without one it writes token ids. Reads the texts
-            of ``public_text``.
-        log_dir: where ``leakage.jsonl`` goes; default the logger's folder.
+        folder: where ``leakage.jsonl`` goes; default the logger's folder.
         games: how membership games are played: how many texts are asked for, which are not in the
             batch, over how many looks rates are pooled, canaries of the user's own; see
             :class:`~lightning_fedleak.callbacks.Games`.
-        public_text: for ``attacks="auto"``: text like the clients', which attacks are calibrated
-            on. Without it a causal model writes some itself.
-        report: write ``report.html``, ``report.json``, and of differential privacy
-            ``report.yaml``, beside the logs when the fit ends, as ``fedleak report`` does; also
-            after an error or Ctrl-C.
-        settings: what is rarely changed: :class:`MonitorSettings`.
+        settings: what is rarely changed: :class:`WatchSettings`.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -148,43 +107,23 @@ class LeakageMonitor(EitherCallback):
         attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
         every_n_steps: int | None = None,
         max_overhead: float | None = None,
-        stages: Sequence[str] = ("shared",),
-        reveal: bool = False,
-        local_steps: int | None = None,
-        tokenizer: Any | None = None,
-        log_dir: str | Path | None = None,
+        folder: str | Path | None = None,
         games: Games | None = None,
-        public_text: TextSource | None = None,
-        report: bool = False,
-        settings: MonitorSettings | None = None,
+        settings: WatchSettings | None = None,
     ) -> None:
-        settings = settings or MonitorSettings()
-        check_number("look_seconds", settings.look_seconds, above=0)
-        check_choice("client", settings.client, ("rank", "world"), optional=True)
-        selection = selected(
+        self._settings = settings = settings or WatchSettings()
+        settings.refuse(type(self).__name__, "precision", "scaler", "tensorboard")
+        parts = parts_of(
             attacks,
-            settings.assume,
-            public_text,
-            tokenizer,
-            games=games,
-            rounds=local_steps is not None,
-        )
-        utility = settings.utility
-        options = options_of(
             settings,
-            cadence=cadence_of(every_n_steps, max_overhead, auto=selection.auto),
-            stages=known_stages(stages),
-            utility=(utility,) if isinstance(utility, str) else tuple(utility),
-            local_steps=local_steps,
-            tokenizer=tokenizer,
-            games=games or Games(),
-            reveal=reveal,
+            games,
+            every_n_steps,
+            max_overhead,
+            utility=("train_loss", "val_loss"),
         )
-        self.engine = Engine(selection, options)
+        self.engine = Engine(*parts)
         self._removers: list[Callable[[], None]] = []
-        self.report = report
-        self.log_dir = None if log_dir is None else Path(log_dir)
-        self._settings = settings
+        self.folder = None if folder is None else Path(folder)
 
     def __repr__(self) -> str:
         names = ", ".join(a.name for a in self.attacks)
@@ -207,16 +146,6 @@ class LeakageMonitor(EitherCallback):
         """The attacks; with ``"auto"`` all that an adversary may have."""
         return list(self.engine.selection.attacks)
 
-    @property
-    def games(self) -> Games:
-        """How membership games are played."""
-        return self.engine.options.games
-
-    @property
-    def tokenizer(self) -> Any | None:
-        """What decodes tokens that are revealed."""
-        return self.engine.options.tokenizer
-
     def metric_names(self) -> list[str]:
         """Return the names of the values that this monitor logs at each look."""
         return self.engine.metric_names()
@@ -227,24 +156,9 @@ class LeakageMonitor(EitherCallback):
         return self.engine.results.latest
 
     @property
-    def look_values(self) -> dict[str, float]:
-        """The values of the newest look alone, by log name."""
-        return self.engine.results.look_values
-
-    @property
-    def pending(self) -> frozenset[str]:
-        """Log names that have no value at the newest look, and will have one later."""
-        return self.engine.results.pending
-
-    @property
     def looks(self) -> int:
         """Looks finished."""
         return self.engine.results.looks
-
-    @property
-    def processor_seconds(self) -> float:
-        """Processor time of all looks of this fit so far, all threads; 0 outside of a fit."""
-        return 0.0 if self.engine.fit is None else self.engine.fit.processor_seconds
 
     @property
     def failures(self) -> int:
@@ -317,11 +231,9 @@ class LeakageMonitor(EitherCallback):
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
         boards = trainer_facts.boards_of(trainer)
         destination = Destination(
-            self.log_dir or Path(trainer.log_dir or trainer.default_root_dir),
+            self.folder or Path(trainer.log_dir or trainer.default_root_dir),
             [one for one in trainer.loggers if one not in boards],
             [board.experiment for board in boards] if trainer.is_global_zero else [],
-            trainer_facts.settings_of(trainer, self.attacks),
-            ["hp_metric"] if any(board._default_hp_metric for board in boards) else [],
             trainer_facts.training_of(trainer),
             _FITS.setdefault(trainer, uuid.uuid4().hex),
         )
@@ -412,7 +324,7 @@ class LeakageMonitor(EitherCallback):
 
     def _end(self, ending: str) -> None:
         record = self.engine.end(ending)
-        if record is not None and self.report:
+        if record is not None and self._settings.report:
             write_at_end(record.path, record.run, "LeakageMonitor")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

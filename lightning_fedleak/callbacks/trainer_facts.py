@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks import Attack, Capability
+from lightning_fedleak.attacks import Capability
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import (
     BeforeDefense,
@@ -151,10 +151,6 @@ class TrainerRun(Run):
         """Return whether the value is true on at least one process."""
         return self.trainer.strategy.reduce_boolean_decision(value, all=False)
 
-    def on_all_processes(self, value: bool) -> bool:
-        """Return whether the value is true on every process."""
-        return self.trainer.strategy.reduce_boolean_decision(value, all=True)
-
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
@@ -225,16 +221,3 @@ def training_of(trainer: L.Trainer) -> dict[str, object]:
         "gradient_clip_val": trainer.gradient_clip_val,
         "seed": os.environ.get("PL_GLOBAL_SEED"),
     }
-
-
-def settings_of(trainer: L.Trainer, attacks: Sequence[Attack]) -> dict[str, object]:
-    """Return the user's settings as Lightning logs them, and a fit's attacks and defences."""
-    settings: dict[str, object] = {}
-    for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
-        if holder is not None and holder._log_hyperparams:
-            settings |= holder.hparams_initial
-    settings.pop("_class_path", None)  # LightningCLI's own
-    settings |= {f"fedleak/{a.name}": repr(a.config()) for a in attacks}
-    settings["fedleak/strategy"] = type(trainer.strategy).__name__
-    settings["fedleak/defenses"] = ", ".join(d.name for d in defenses_of(trainer)) or "none"
-    return settings

@@ -17,14 +17,12 @@ from lightning_fedleak.engine.lifecycle import Engine as Engine
 from lightning_fedleak.engine.log import Destination as Destination
 from lightning_fedleak.engine.log import to_dataframe as to_dataframe
 from lightning_fedleak.engine.options import Games as Games
-from lightning_fedleak.engine.options import LookSettings as LookSettings
 from lightning_fedleak.engine.options import Memorization as Memorization
 from lightning_fedleak.engine.options import Options as Options
 from lightning_fedleak.engine.options import Selection as Selection
-from lightning_fedleak.engine.options import cadence_of as cadence_of
-from lightning_fedleak.engine.options import known_stages as known_stages
-from lightning_fedleak.engine.options import options_of as options_of
+from lightning_fedleak.engine.options import WatchSettings as WatchSettings
 from lightning_fedleak.engine.options import overhead_of as overhead_of
+from lightning_fedleak.engine.options import parts_of as parts_of
 from lightning_fedleak.engine.options import selected as selected
 from lightning_fedleak.engine.outcomes import CHOOSE as CHOOSE
 from lightning_fedleak.engine.outcomes import NothingShared as NothingShared

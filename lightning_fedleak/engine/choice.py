@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.progress import measure_seconds
 
-MOST_LINES = 10
-"""Of the table that is logged before the first step: half of a small terminal."""
+MOST_LINES = 3
+"""Of each attack in the table that is logged before the first step; run.jsonl has all reasons."""
 WIDTH = 110
 """Columns of that table."""
 
@@ -152,7 +151,7 @@ def table(
     writes: bool = False,
     watcher: str = "LeakageMonitor",
 ) -> str:
-    """A line for each attack, or a few where it is not played and there is room for the reason.
+    """Return the table: a line for each attack, or a few.
 
     Args:
         rows: one for each attack.
@@ -160,56 +159,40 @@ def table(
         writes: they are calibrated on text that the model writes itself.
         watcher: who plays them.
     """
-    start = _start([name for row in rows for name in row.reads] + list(unread))
     played = any(row.why_not is None for row in rows)
     does = f"these attacks{_WRITTEN if writes else ':'}" if played else _NOTHING
-    lines, ending = [f"{watcher} plays {does}"], []
-    if unread:
-        n = len(unread)
-        ending.append(f"  Shared, tested by no attack: {n} parameters. Their names: run.jsonl.")
-    spare = MOST_LINES - len([*lines, *rows, *ending])
+    lines = [f"{watcher} plays {does}"]
     width = max((len(row.attack) for row in rows), default=0)
     first_with: dict[str, str] = {}
     for row in rows:
         if row.never is not None:
             text = f"unknown in every round: {row.never}"
         elif row.why_not is None:
-            reads = listed([name.removeprefix(start) for name in row.reads])
             cost = ""
             if row.calibration is not None:
                 seconds, stored = row.calibration
                 memory = f" and {stored / 1e6:,.0f} MB" if stored >= 1e6 else ""
                 cost = f", calibrated in {seconds:.2g} s{memory}"
             cost += "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
-            text = f"played{cost}: reads {reads or 'layers that the server adds'}"
+            reads = listed(row.reads) or "layers that the server adds"
+            text = f"played{cost}: reads {reads}"
         elif first_with.setdefault(row.why_not, row.attack) != row.attack:
             text = f"not played, as {first_with[row.why_not]}"
         else:
             text = f"not played: {row.why_not}"
         begin = f"  {row.attack:<{width}}  "
-        if row.why_not is None and row.never is None and len(begin + text) > WIDTH:
-            text = f"{text[: WIDTH - len(begin) - 4]} ..."  # within a name, where it is long
-        shown = textwrap.wrap(
+        lines += textwrap.wrap(
             text,
             WIDTH,
             initial_indent=begin,
             subsequent_indent=" " * len(begin),
-            break_long_words=False,
-            max_lines=1 + max(0, spare),
+            max_lines=MOST_LINES,
             placeholder=" ...",
         )
-        spare -= len(shown) - 1
-        lines += shown
-    return "\n".join([*lines, *ending])
-
-
-def _start(names: Sequence[str]) -> str:
-    """Parts that all names begin with, up to the last that stands before no block's number."""
-    parts = [name.split(".")[:-1] for name in names]
-    same = list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False)))
-    while same and any(p[len(same)].isdigit() for p in parts if len(p) > len(same)):
-        same.pop()
-    return "".join(f"{column[0]}." for column in same)
+    if unread:
+        n = len(unread)
+        lines.append(f"  Shared, tested by no attack: {n} parameters. Their names: run.jsonl.")
+    return "\n".join(lines)
 
 
 def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
@@ -219,29 +202,9 @@ def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return all names in one line; blocks are joined, as in ``h.{0..5}.w``."""
-    groups: dict[str, list[int]] = {}
-    for name in names:
-        head, *rest = re.split(r"(?<=\.)(\d+)(?=\.)", name, maxsplit=1)
-        number = [int(rest[0])] if rest else []
-        groups.setdefault("{}".join([head, *rest[1:]]), []).extend(number)
-    return ", ".join(_with_numbers(name, numbers) for name, numbers in groups.items())
-
-
-def _with_numbers(name: str, numbers: Sequence[int]) -> str:
-    head, *rest = name.split("{}")
-    if not rest:
-        return head
-    if len(numbers) == 1:
-        return f"{head}{numbers[0]}{rest[0]}"
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = [f"{r[0]}..{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs]
-    return f"{head}{{{', '.join(texts)}}}{rest[0]}"
+    """Return the first name, and how many more there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}" if names else ""
 
 
 def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:

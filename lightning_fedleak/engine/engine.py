@@ -111,7 +111,6 @@ class StepEngine:
             is_clear = fit.look is None and scheduler.phase is not Phase.ACCUMULATING
             if is_clear and scheduler.cadence.due(step):
                 fit.look = Look(step)
-        fit.keep_batch(batch, step)
         if fit.look is not None:
             fit.truth.batch_begins(fit.look, batch)
 
@@ -228,7 +227,6 @@ class StepEngine:
         fit = self._fit
         stepped, look = fit.scheduler.batch_ends(trained), fit.look
         if look is None:
-            fit.remember()
             return True
         self._take_batch(look, trained)
         if not stepped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -90,8 +89,6 @@ class Fit:
         self._local_steps = options.local_steps
         self._watches_steps = False
         self._removers: list[Callable[[], None]] = []
-        self._remembering: list[Channel] = []
-        self._batch: Any = None
         self._tapped: set[int] = set()
         self._trained: tuple[str, ...] = ()
         self._tap = GradientTap({})
@@ -178,7 +175,7 @@ class Fit:
         if self.look is not None:
             return
         exposed = {plan.attack.name for plan in self.lineup.exposed}
-        look = self.scheduler.due_look(step, self.lineup.queue, exposed)
+        look = self.scheduler.due_look(step, exposed)
         if look is None:
             return
         self.look = look
@@ -245,26 +242,6 @@ class Fit:
             self.lineup.held = set()
             self.follow()
             self.lineup.refresh(look.step, waiting)
-
-    def keep_batch(self, batch: Any, step: int) -> None:
-        """Read a batch shortly before a look, where a channel wants texts of other batches."""
-        steps = self.scheduler.cadence.next_step - step
-        wants = [c for c in self.channels if c.attacks and steps <= c.earlier_batches > 0]
-        self._remembering = [] if self.look is not None else wants
-        self._batch = batch if self._remembering else None
-        if self._remembering:
-            self.truth.arm()
-
-    def remember(self) -> None:
-        """Let channels keep the texts of a batch that is not looked at."""
-        if not self._remembering:
-            return
-        with suppress(Exception):
-            for batch in self.truth.seen(self._batch):
-                for channel in self._remembering:
-                    channel.remember(batch)
-        self.truth.disarm()
-        self._remembering, self._batch = [], None
 
     # ---- what is captured -------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.weights import Memory, WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
-from lightning_fedleak.engine.lineup import Lineup, check_tokens
+from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers, check_rounds
-from lightning_fedleak.engine.outcomes import CHOOSE, Outcome, Result, Series, Unknown, unknown
+from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
-from lightning_fedleak.engine.tensorboard import Cards, Content, add_pages, add_table
+from lightning_fedleak.engine.tensorboard import Cards
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
 from lightning_fedleak.report import records
@@ -218,7 +218,7 @@ class Engine(StepEngine):
                 "local_steps describes one client that trains on its own; DDP averages at every "
                 "step. Use client='world', or run one process."
             )
-        check_tokens(attacks, options.games.held_out, options.tokenizer, run.anatomy)
+        check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
         self._refused = {}
         for channel in (channel for channel in self.channels if channel.attacks):
@@ -258,7 +258,6 @@ class Engine(StepEngine):
         lineup.show()
         if self.selection.auto:
             report.write_not_played(lineup.rows, run.step)
-        self._add_table(destination, self._content(run))
         for listener in self._before_first:
             listener()
         if run.rank:
@@ -345,30 +344,20 @@ class Engine(StepEngine):
             self.weights.remember(memory)
             self._begin_weights(self.weights)
         try:
-            self._add_table(destination, self._content(run))
-            self._add_pages(self.report, run)
+            self._show(self.report, run)
         except Exception as error:  # a disk that is full must not end a round
             self.report.leave_boards(error)
 
-    def _add_table(self, to: log.Destination, content: Content) -> None:
-        names = [f"utility/{name}" for name in self.options.utility] + [*to.further]
-        add_table(to.boards, names, to.settings, content)
-
-    def _add_pages(self, report: log.Report, run: Run) -> None:
-        """Lay out TensorBoard by what is known of the run."""
-        content = self._content(run)
-        gates = (self._origin or self)._gates
-        limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in gates}
-        cards = Cards(content, self.options.utility, limits)
-        report.show(content, cards)
-        add_pages(report.boards, cards, content)
-
-    def _content(self, run: Run) -> Content:
-        """Return what TensorBoard shows, as far as it is known."""
+    def _show(self, report: log.Report, run: Run) -> None:
+        """Lay out what TensorBoard shows, as far as it is known."""
         series = {s: c for s, c in self.series.items() if s in self.results.playing}
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
-        return Content(series, record.privacy_tags(record.accounting(run.defenses)), worst)
+        privacy = record.privacy_tags(record.accounting(run.defenses))
+        gates = (self._origin or self)._gates
+        limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in gates}
+        report.cards = Cards(series, privacy, worst, self.options.utility, limits)
+        report.cards.add_page(report.boards)
 
     def training_begins(self) -> None:
         """Remember how many looks came before this run, and where it starts."""
@@ -386,7 +375,7 @@ class Engine(StepEngine):
         if self.weights is not None:
             self._begin_weights(self.weights)
         if self.report is not None:
-            self._add_pages(self.report, run)
+            self._show(self.report, run)
 
     def _begin_weights(self, weights: WeightLooks) -> None:
         """Find out whom the attacks on the weights compare, and ask the base model."""
@@ -530,8 +519,6 @@ class Engine(StepEngine):
 
     @contained
     def _publish_rest(self) -> None:
-        for step, outcomes in () if self.weights is None else self.weights.chosen():
-            self._publish_chosen(step, outcomes)
         step = self._fit.run.step
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
@@ -544,15 +531,6 @@ class Engine(StepEngine):
         if not self._is_over:
             self._is_over = True
             self._write_between_looks(self._metrics.at_end(), record.accounting(self.run.defenses))
-
-    def _publish_chosen(self, step: int, outcomes: Mapping[Series, Outcome]) -> None:
-        """Log what texts that chose nothing show of the weights that were chosen."""
-        values = {n: v for s, o in outcomes.items() for n, v in o.values(s.log_name).items()}
-        self.results.latest |= values
-        self._fit.run.publish(values)
-        assert self.report is not None
-        self.report.write_results(Look(step), outcomes, values)
-        rank_zero_info(f"{self._fit.run.watcher}: {CHOOSE} is lowest at step {step}")
 
     @contained
     def end(self, how: str) -> record.RunRecord | None:

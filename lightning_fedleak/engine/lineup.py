@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, MissingText, PublicText, share_samples
-from lightning_fedleak.engine.cache import CalibrationCache, hash_of_weights
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
 from lightning_fedleak.engine.choice import (
@@ -51,7 +50,6 @@ class Lineup:
         prepared: names of the attacks that are calibrated.
         rows: of attacks that choose themselves, what became of each.
         held: names of the attacks that choose themselves once labels weigh unevenly in the loss.
-        queue: names of the attacks whose calibration waits for its turn between steps.
         calibrating_seconds: that calibrations took.
 
     Raises:
@@ -74,16 +72,13 @@ class Lineup:
         self._choosing = selection.auto
         self._writes = run.anatomy.kind == "causal" and not selection.text_passed
         self._most_seconds = options.look_seconds
-        self._cache = CalibrationCache() if options.cache else None
         self._refused = dict(refused)
         self._without_text: set[str] = set()
         self.held = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
         self._ever_exposed: set[str] = set()
-        self._weights: str | None = None
         self.plans: list[Plan] = []
         self.prepared: set[str] = set()
         self.rows: list[Row] = []
-        self.queue: list[str] = []
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
         self._calibrations: dict[str, tuple[float, float]] = {}
@@ -196,7 +191,7 @@ class Lineup:
                 continue
             rank_zero_warn(
                 f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
-                f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
+                f"{', '.join(plan.roles)}, which is not shared in this run (not trained). It is "
                 f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. {self._what_leaves()} "
                 "attacks='auto' takes every attack that reads this run."
             )
@@ -204,11 +199,10 @@ class Lineup:
     def _what_leaves(self) -> str:
         """Return in a sentence what is shared beside a surface that is not."""
         if n := len(self.unread):
-            many = f"s of {n} other parameters ({listed(self.unread)}) do leave"
-            one = f" of one other parameter ({self.unread[0]}) does leave"
             return (
-                f"That is not 'safe': the gradient{many if n > 1 else one} the client, and none of "
-                "the attacks that were given reads it."
+                f"That is not 'safe': gradients of other parameters, {n} in all, do leave the "
+                f"client ({listed(self.unread)}), and none of the attacks that were given reads "
+                "them."
             )
         if self.trained:
             readers = ", ".join(repr(plan.attack.name) for plan in self.exposed)
@@ -289,7 +283,6 @@ class Lineup:
                     f"a look takes about {seconds:.2g} s, and look_seconds={self._most_seconds:g}",
                 )
         self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
-        self.queue = [name for name in self.queue if name not in self._refused]
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
         follow()
@@ -324,7 +317,7 @@ class Lineup:
         return answer.why if isinstance(answer, Unknown) else None
 
     def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> dict[str, float]:
-        """Calibrates an attack, by what a checkpoint or the cache holds where they do.
+        """Calibrates an attack, by what a checkpoint holds where it does.
 
         Returns:
             What its looks are estimated to take; where that is too long it is not calibrated.
@@ -334,36 +327,14 @@ class Lineup:
             if attack.restores_fully:
                 self.prepared.add(attack.name)
             self._meet()
-        kept = self._load(attack)
         seconds = attack.estimate(self._run.anatomy, self._texts) if self._choosing else None
         if seconds is not None:
             self._estimated.add(attack.name)
-        if seconds is not None and self._run.unit == "step":
-            self.queue.append(attack.name)
-        elif seconds is None or seconds <= self._most_seconds:
-            self.prepare(attack, " (partly kept from an earlier fit)" * bool(kept))
-        if kept is False and self._cache is not None and self._weights is not None:
-            self._cache.save(attack, self._weights)
+        if seconds is None or seconds <= self._most_seconds:
+            self.prepare(attack)
         return {} if seconds is None else {attack.name: seconds}
 
-    def _load(self, attack: Attack) -> bool | None:
-        """Return whether the cache held the attack's calibration; None: it is not asked."""
-        if (
-            self._cache is None
-            or attack.calibration_inputs() is None
-            or attack.name in self.prepared
-        ):
-            return None
-        if self._weights is None:
-            self._weights = hash_of_weights(self._run.anatomy.model, self._run.anatomy.head)
-        if not self._cache.load(attack, self._weights):
-            return False
-        self._meet()
-        if attack.restores_fully:
-            self.prepared.add(attack.name)
-        return True
-
-    def prepare(self, attack: Attack, how: str = "") -> None:
+    def prepare(self, attack: Attack) -> None:
         """Calibrates an attack, once in a run."""
         if attack.name in self.prepared:
             return
@@ -377,7 +348,7 @@ class Lineup:
         self.calibrating_seconds += seconds
         if seconds > 1:
             watcher = self._run.watcher
-            rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s{how}")
+            rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s")
 
     def refresh(self, step: int, asked: Collection[str] | None = None) -> dict[str, str]:
         """Lets every attack that has something to read follow the model as it is now.
@@ -391,7 +362,6 @@ class Lineup:
         """
         failed: dict[str, str] = {}
         names = self.playing if asked is None else frozenset(asked)
-        names = names.difference(self.queue)
         plans = [plan for plan in self.exposed if plan.attack.name in names]
         needed = self._is_sharded and any(_follows_model(plan.attack) for plan in plans)
         with whole_model(self._run.anatomy.root) if needed else nullcontext():
@@ -408,30 +378,6 @@ def _follows_model(attack: Attack) -> bool:
     """Whether the attack looks at the model at all."""
     kind = type(attack)
     return kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
-
-
-_SMALLEST_SHARE = 0.8  # tokens over rows of the embedding; lower: fewer warnings; not tuned
-_LARGEST_SHARE = 1.05  # the same ratio from above; higher: fewer warnings; not tuned
-
-
-def check_tokens(
-    attacks: Sequence[Attack], held_out: PublicText | None, tokenizer: Any, anatomy: Anatomy
-) -> None:
-    """Refuse public text of another vocabulary, and warn of another model's tokenizer.
-
-    Args:
-        attacks: their public text is checked.
-        held_out: texts of games.
-        tokenizer: decodes what is revealed.
-        anatomy: the model.
-
-    Raises:
-        ValueError: see :func:`check_texts`.
-    """
-    check_texts(attacks, {"games=Games(held_out=)": held_out}, anatomy)
-    texts = [held_out, *(getattr(attack, "public_text", None) for attack in attacks)]
-    tokenizers = [text.tokenizer for text in texts if isinstance(text, PublicText)]
-    warn_of_other_tokenizers([tokenizer, *tokenizers], anatomy)
 
 
 def check_texts(
@@ -472,45 +418,11 @@ def _check_ids(name: str, text: PublicText, ids: Sequence[Tensor], matrix: str, 
     largest = max((int(row.max()) for row in ids if len(row)), default=0)
     if largest < rows:
         return
-    origin = "" if text.tokenizer is None else f" (by {_describe(text.tokenizer)})"
+    tokenizer = str(getattr(text.tokenizer, "name_or_path", "") or type(text.tokenizer).__name__)
+    origin = "" if text.tokenizer is None else f" (by '{tokenizer}')"
     raise ValueError(
         f"{name} holds token id {largest}{origin}, and the model's {matrix} has {rows} rows, for "
         f"ids 0 to {rows - 1}: another model's tokenizer made it. Give the tokenizer that "
         "this model was trained with; if tokens were added to it, call "
         "model.resize_token_embeddings(len(tokenizer)) first."
     )
-
-
-def _describe(tokenizer: Any) -> str:
-    """Return the name and size of a tokenizer."""
-    name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
-    size = _size_of(tokenizer)
-    return f"'{name}'" if size is None else f"'{name}', of {size} tokens"
-
-
-def _size_of(tokenizer: Any) -> int | None:
-    try:
-        return len(tokenizer)
-    except TypeError:
-        return None
-
-
-def warn_of_other_tokenizers(tokenizers: Collection[Any], anatomy: Anatomy) -> None:
-    """Warn of tokenizers that are hardly the model's own, though their ids fit.
-
-    Such a tokenizer has a twentieth more tokens than the embedding has rows, or a fifth fewer:
-    embeddings are padded, and a few tokens added, by less. One of a similar size is not recognised.
-    """
-    rows = matrix_shape(anatomy.embedding)
-    if rows is None:
-        return
-    for tokenizer in {id(t): t for t in tokenizers if t is not None}.values():
-        size = _size_of(tokenizer)
-        if size is None or _SMALLEST_SHARE * rows[0] <= size <= _LARGEST_SHARE * rows[0]:
-            continue
-        rank_zero_warn(
-            f"lightning-fedleak: the tokenizer {_describe(tokenizer)}, is hardly this model's: "
-            f"the embedding '{anatomy.embedding_name}' has {rows[0]} rows. Its ids fit, but stand "
-            "for other words. Give the tokenizer that the "
-            "model was trained with."
-        )

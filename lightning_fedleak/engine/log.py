@@ -22,7 +22,7 @@ from lightning_fedleak.engine.choice import Row
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
-from lightning_fedleak.engine.tensorboard import Cards, Content, Logger, add_summary
+from lightning_fedleak.engine.tensorboard import Cards, Logger
 from lightning_fedleak.extras import install
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report import records
@@ -39,7 +39,6 @@ COLUMNS = (
     "unknown",
 )
 """Of a row of :meth:`JsonLines.rows`."""
-HISTOGRAM_EVERY_LOOKS = 10
 GAP = "[?]"
 """Stands for tokens that were not guessed."""
 TRAINING_STEPS = 50
@@ -57,8 +56,6 @@ class Destination:
         folder: of ``leakage.jsonl``, ``run.jsonl`` and what is revealed.
         loggers: take every finite value; those of TensorBoard are not among them.
         boards: TensorBoard's writers, on the process that writes.
-        settings: the user's settings by name, for TensorBoard's table.
-        further: names of metrics that somebody else logs beside these settings.
         training: how the model is trained, for the record.
         fit: an id that all that watch this run share; None makes one.
         client: whose results they are, as the lines name it; None: of the run's process, or pooled
@@ -69,8 +66,6 @@ class Destination:
     folder: Path
     loggers: Sequence[Logger] = ()
     boards: Sequence[SummaryWriter] = ()
-    settings: Mapping[str, object] = field(default_factory=dict)
-    further: Sequence[str] = ()
     training: Mapping[str, object] = field(default_factory=dict)
     fit: str | None = None
     client: str | int | None = None
@@ -266,8 +261,8 @@ class Report:
         local_steps: optimizer steps of a round; None without rounds.
 
     Attributes:
-        looks: written so far.
         boards: TensorBoard's writers on the process that writes; empty elsewhere.
+        cards: what TensorBoard shows first.
         record: as above.
     """
 
@@ -292,18 +287,13 @@ class Report:
         self._attacks = {attack.name: attack for attack in attacks}
         self._jsonl = jsonl
         self.record = record
-        self.reveal = reveal
+        self._reveal = reveal
         self._loggers = destination.loggers
         self.boards = destination.boards
-        self.show(Content({}, (), ()), Cards(Content({}, (), ()), (), {}))
-        self.looks = 0
+        self.cards = Cards({}, (), (), (), {})
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
         self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
-
-    def show(self, content: Content, cards: Cards) -> None:
-        """Show on TensorBoard what is known of the run now."""
-        self.content, self.cards = content, cards
 
     def write(
         self,
@@ -328,10 +318,10 @@ class Report:
         """
         if client is not None:
             values = privacy_values(defenses) | dict(values)
-        for channel in dict.fromkeys(self._series.values()):
+        for channel in dict.fromkeys(self._series.values()) if self._reveal is not None else ():
             shown = {s: o for s, o in outcomes.items() if self._series[s] is channel}
             try:
-                channel.published(look, shown, self)
+                channel.reveal(look, shown, self._reveal)
             except Exception as error:
                 self.warn_once(f"not all of a look was written: {reason(error)}")
         self.write_results(look, outcomes, values)
@@ -381,7 +371,6 @@ class Report:
         self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
     ) -> None:
         """Write the results of a look; say once for each reason why one is unknown."""
-        self.looks += 1
         when, goes_on = f"at step {look.step}", "; training goes on"
         if self._rounds:
             when, goes_on = f"in round {look.step}", "; the round goes on, unless a gate says no"
@@ -402,7 +391,7 @@ class Report:
         self._write_lines(look, outcomes)
         self.log(values, look.step)
         try:
-            add_summary(self.boards, self.content, outcomes, look.step)
+            self.cards.add_summary(self.boards, outcomes, look.step)
         except Exception as error:
             self.leave_boards(error)
 
@@ -443,10 +432,6 @@ class Report:
             extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
             extra |= {f"{k}_of_this_look": v for k, v in (outcome.now or {}).items()}
             extra |= {**outcome.extra, **_control_of(outcome), **outcome.p_values}
-            extra |= {
-                f"token_accuracy_at_{places}": right / n
-                for places, (right, n) in outcome.by_position.items()
-            }
             over_steps = {f"{k}_over_steps": r for k, r in outcome.over_steps.items()}
             rates = {**outcome.rates, **over_steps}
             metrics = {

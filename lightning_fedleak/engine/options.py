@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
@@ -33,7 +33,7 @@ from lightning_fedleak.engine.scheduler import Cadence, EveryNSteps, MaxOverhead
 from lightning_fedleak.evaluation.canaries import CanarySet
 from lightning_fedleak.model.batches import BatchAdapter
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""
@@ -48,6 +48,9 @@ zero adds nothing to the output, and its gradient can be made as large as the se
 """
 
 
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+
+
 @dataclass(frozen=True)
 class Games:
     """How a :class:`LeakageMonitor` plays membership games: ``LeakageMonitor(games=Games(...))``.
@@ -55,16 +58,15 @@ class Games:
     Examples:
         >>> from lightning_fedleak import FCMembership, Games, LeakageMonitor, PublicText
         >>> texts = PublicText([[5, 8, 2, 7], [7, 1, 3, 4]])  # ids; strings need a tokenizer
-        >>> monitor = LeakageMonitor([FCMembership(1)], games=Games(targets=8, held_out=texts))
-        >>> monitor.games.targets
-        8
+        >>> LeakageMonitor([FCMembership(1)], games=Games(targets=8, held_out=texts))
+        LeakageMonitor([fc_membership], every_n_steps=50)
 
     Args:
         targets: sentences asked for at a look, at most so many that are in the batch and as many
             that are not.
         held_out: texts that are in no batch, a
             :class:`~lightning_fedleak.attacks.public_text.PublicText`, and not the one that an
-            attack is calibrated on. Default: sentences of the batches read shortly before a look;
+            attack is calibrated on. Default: sentences of the batches of earlier looks;
             the first look, before which there was none, then has no result of these games yet, and
             the next step is looked at too.
         window: looks over which the games of membership attacks are pooled. At 16 targets a rate
@@ -73,10 +75,10 @@ class Games:
             under clipping or noise only, where the default is the worst case: a canary takes the
             whole norm that it is clipped to. The Trainer's own ``gradient_clip_val`` does not act
             on it, only defences do: with noise and that clipping together leakage is overstated.
-        canaries: texts of the user's own, in the training data by coin flips
-            (:func:`~lightning_fedleak.evaluation.canaries.with_canaries`). At a look at which some
-            are in the batch, membership attacks are also asked for these and for as many that were
-            left out of the data; logged as ``audit/<attack>``.
+        canaries: texts of the user's own, in the training data by random inclusion
+            (:func:`~lightning_fedleak.evaluation.canaries.with_canaries`), that
+            :class:`~lightning_fedleak.attacks.memorization.Canaries` asks the trained weights
+            about; logged as ``audit/<attack>_x<times>``.
 
     Raises:
         ValueError: a number out of range.
@@ -120,9 +122,6 @@ class Memorization:
         alpha: probability that an attack's interval is wrong at any look. A gate on the worst of
             the family splits it among the attacks.
         most_texts: largest number of texts that are asked about.
-        confirm: share of these texts that is put aside where a callback chooses a checkpoint by
-            ``leakage/choose``. They choose nothing; the checkpoint that was chosen is scored on
-            them when training ends.
         outside_epsilon: allow gates and choices by these numbers under differential privacy. They
             read private texts outside of the account.
         seed: draws the rows.
@@ -136,7 +135,6 @@ class Memorization:
     looks: tuple[float, ...] = (0.5, 0.9)
     alpha: float = 0.05
     most_texts: int = 4000
-    confirm: float = 0.33
     outside_epsilon: bool = False
     seed: int = 0
 
@@ -144,7 +142,6 @@ class Memorization:
         check_number("max_overhead", self.max_overhead, above=0)
         check_number("alpha", self.alpha, above=0, below=1)
         check_integer("most_texts", self.most_texts, at_least=20)
-        check_number("confirm", self.confirm, at_least=0, below=1)
         check_integer("seed", self.seed, at_least=0)
         for share in self.looks:
             check_number("looks", share, above=0, at_most=1, hint="shares of the first epoch")
@@ -153,10 +150,37 @@ class Memorization:
 
 
 @dataclass(frozen=True)
-class LookSettings:
-    """The rare settings that a LeakageMonitor and a RoundObserver both take.
+class WatchSettings:
+    """What is rarely changed of how a run is watched, whoever trains.
+
+    A face refuses those that it takes from elsewhere, as a Trainer's precision.
+
+    Examples:
+        >>> from lightning_fedleak import LeakageMonitor
+        >>> from lightning_fedleak.callbacks import WatchSettings
+        >>> LeakageMonitor(settings=WatchSettings(stages=("local", "shared")))
+        LeakageMonitor('auto', max_overhead=0.005, stages=['local', 'shared'])
 
     Attributes:
+        stages: where to measure: ``"shared"`` (what leaves the client; the default), ``"local"``
+            (before the defences), ``"aggregate"`` (after the reduction over clients).
+        reveal: write recovered words, and original and reconstructed texts side by side, to local
+            files of mode 0600, never to a logger.
+        local_steps: attack the weight change of so many optimizer steps in place of one gradient
+            (FedAvg). One client only.
+        tokenizer: decodes what ``reveal`` writes; without one it writes token ids. Reads the texts
+            of ``public_text``.
+        public_text: for ``attacks="auto"``: text like the clients', which attacks are calibrated
+            on. Without it a causal model writes some itself.
+        report: write ``report.html``, ``report.json``, and of differential privacy
+            ``report.yaml``, beside the logs when the run ends, as ``fedleak report`` does; also
+            after an error or Ctrl-C.
+        utility: names of the user's own metrics to repeat as ``utility/<name>`` at looks, and where
+            a validation or an epoch changed them; their best is logged at the end. None:
+            ``train_loss`` and ``val_loss``, under transformers' Trainer ``loss`` and ``eval_loss``.
+        client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
+            company's; shared is then the reduced gradient). None: as the strategy says, else
+            ``"rank"``.
         assume: capabilities of the adversary besides seeing what is shared. None:
             :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
             public text); where a :class:`MembershipAttack` is listed
@@ -170,55 +194,106 @@ class LookSettings:
         texts: that attacks on texts reconstruct of each client's batch at a look, at most.
         look_seconds: with ``attacks="auto"``, attacks of which one look is estimated to take longer
             are not played.
-        cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
-            settings, for the next fit.
+        memorization: how the trained weights are tested.
+        precision: how the model is run: ``"bf16-mixed"`` or ``"16-mixed"`` under autocast. None: by
+            the dtype of the weights, without autocast.
+        scaler: the GradScaler of the loop; matters under DDP alone.
+        tensorboard: log to TensorBoard, where it is installed.
+
+    Raises:
+        ValueError: a setting out of its range.
     """
 
+    stages: Sequence[str] = (Stage.SHARED,)
+    reveal: bool = False
+    local_steps: int | None = None
+    tokenizer: Any = None
+    public_text: TextSource | None = None
+    report: bool = False
+    utility: str | Sequence[str] | None = None
+    client: Literal["rank", "world"] | None = None
     assume: Collection[Capability] | None = None
     anatomy: Mapping[str, Any] | None = None
     batch_adapter: BatchAdapter | None = None
     texts: int = 4
     look_seconds: float = 30.0
-    cache: bool = True
+    memorization: Memorization = field(default_factory=Memorization)
+    precision: str | None = None
+    scaler: Any = None
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("look_seconds", self.look_seconds, above=0)
+        check_choice("client", self.client, ("rank", "world"), optional=True)
+        check_choice("precision", self.precision, PRECISIONS, optional=True)
+
+    def refuse(self, face: str, *names: str) -> None:
+        """Refuse settings that a face does not have.
+
+        Raises:
+            ValueError: names the first of them that is set.
+        """
+        for one in (one for one in fields(self) if one.name in names):
+            if getattr(self, one.name) != one.default:
+                raise ValueError(
+                    f"{face} takes no settings=WatchSettings({one.name}=...): leave it out"
+                )
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a run is watched, whoever trains; see :class:`~lightning_fedleak.LeakageMonitor`.
+class Options(WatchSettings):
+    """How a run is watched: all settings, and what else a face is told.
 
     Attributes:
         cadence: when to look.
-        stages: where to measure.
-        batch_adapter: reads batches of an unknown form, where the step's graph cannot be read.
-        utility: names of the user's metrics that are logged beside leakage.
-        local_steps: optimizer steps of a round; None for single gradients.
-        tokenizer: decodes what is revealed.
         games: how membership games are played.
-        texts: that are reconstructed at a look, at most.
-        look_seconds: that a look of an attack which chooses itself may take.
-        cache: keep calibrations on disk.
-        reveal: write recovered words and texts to local files.
-        memorization: how the trained weights are tested.
     """
 
-    cadence: Cadence = field(default_factory=lambda: EveryNSteps(50))
     stages: tuple[Stage, ...] = (Stage.SHARED,)
-    batch_adapter: BatchAdapter | None = None
     utility: tuple[str, ...] = ()
-    local_steps: int | None = None
-    tokenizer: Any | None = None
+    cadence: Cadence = field(default_factory=lambda: EveryNSteps(50))
     games: Games = field(default_factory=Games)
-    texts: int = 4
-    look_seconds: float = 30.0
-    cache: bool = True
-    reveal: bool = False
-    memorization: Memorization = field(default_factory=Memorization)
 
 
-def options_of(settings: LookSettings, **others: Any) -> Options:
-    """Return how a run is watched: by those settings that options have too, and by others."""
-    names = {one.name for one in fields(settings)} & {one.name for one in fields(Options)}
-    return Options(**{**{name: getattr(settings, name) for name in names}, **others})
+def parts_of(
+    attacks: Sequence[Attack] | Attack | str,
+    settings: WatchSettings,
+    games: Games | None,
+    every_n_steps: int | None = None,
+    max_overhead: float | None = None,
+    *,
+    utility: Sequence[str] = (),
+    weights: bool | None = None,
+) -> tuple[Selection, Options]:
+    """Return the attacks and options for an :class:`Engine`, from a face's arguments.
+
+    Args:
+        attacks: the attacks, or ``"auto"``.
+        settings: what is rarely changed.
+        games: how membership games are played.
+        every_n_steps: look at every n-th step.
+        max_overhead: share of the training time that looks may take.
+        utility: metrics that are logged where the settings name none.
+        weights: see :func:`selected`.
+
+    Raises:
+        ValueError: contradictory or unknown arguments.
+    """
+    selection = selected(
+        attacks,
+        settings.assume,
+        settings.public_text,
+        settings.tokenizer,
+        games=games,
+        rounds=settings.local_steps is not None,
+        weights=weights,
+    )
+    given = {one.name: getattr(settings, one.name) for one in fields(WatchSettings)}
+    names = utility if settings.utility is None else settings.utility
+    given["utility"] = (names,) if isinstance(names, str) else tuple(names)
+    given["stages"] = known_stages(settings.stages)
+    cadence = cadence_of(every_n_steps, max_overhead, auto=selection.auto)
+    return selection, Options(**given, cadence=cadence, games=games or Games())
 
 
 UNEVEN_SECONDS = 2.0

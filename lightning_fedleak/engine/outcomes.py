@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
@@ -80,11 +81,11 @@ class Found:
     """What an attack's guess is worth.
 
     Attributes:
-        numbers: in the order and number that its channel packs them.
+        score: as its channel returns it, and pools it over clients. It holds no text.
         control: of this look; None where there is none.
     """
 
-    numbers: Sequence[float]
+    score: Any
     control: Control | None = None
 
 
@@ -162,7 +163,6 @@ class Outcome:
         applies: false where there is none since the method is not made for what was shared.
         pending: why there is no value *yet*; None otherwise.
         soon: where it is pending, the next step may bring one.
-        by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
         pool: names the texts that were compared, where results compare on the same ones only.
         control: the newest control of the attack, the lowest of all clients; None without one.
     """
@@ -182,7 +182,6 @@ class Outcome:
     applies: bool = True
     pending: str | None = None
     soon: bool = False
-    by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     pool: str | None = None
     control: Control | None = None
 

@@ -44,7 +44,6 @@ class Results:
         look_values: the values of the newest look alone, by log name.
         trials: what those values are the means of, by log name, where that is known.
         controls: the newest control of each series.
-        pending: log names that have no value at the newest look, and will have one later.
         looks: looks finished.
         failures: results that are unknown.
         last_step: optimizer step of the newest values.
@@ -69,7 +68,6 @@ class Results:
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
         self.trials: dict[str, Trials] = {}
-        self.pending: frozenset[str] = frozenset()
         self.looks = 0
         self.failures = 0
         self.last_step = -1
@@ -247,8 +245,6 @@ class Results:
         """
         waited = self._wait(outcomes, look.step)
         counted = {s: self._tested(s, self._controlled(s, o)) for s, o in waited.items()}
-        waits = (s for s in self._waits if not self._is_late(s, look.step))
-        self.pending = frozenset(self.names(waits))
         self._newest |= counted
         values: dict[str, float] = {}
         now: dict[str, float] = {}
@@ -357,27 +353,25 @@ class Results:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers, strings and tensors."""
-        states = {s.log_name: channel.series_state(s) for s, channel in self._channels.items()}
         return {
             "looks": self.looks,
             "failures": self.failures,
             "deferrals": self.deferrals,
             "last_step": self.last_step,
             "latest": dict(self.latest),
-            "ledger": {
-                "waits": {series.log_name: n for series, n in self._waits.items()},
-                "since": {series.log_name: n for series, n in self._since.items()},
-                "controls": {
-                    series.log_name: {
-                        "rates": dict(one.rates),
-                        "part": dict(one.part),
-                        "why": one.why,
-                    }
-                    for series, one in self.controls.items()
-                },
-                "p_values": {series.log_name: [*one] for series, one in self._p_values.items()},
-                "kinds": states,
-            },
+            "series": {s.log_name: self._state_of(s, c) for s, c in self._channels.items()},
+        }
+
+    def _state_of(self, series: Series, channel: Channel) -> dict[str, Any]:
+        control, tested = self.controls.get(series), self._p_values.get(series)
+        return {
+            "waits": self._waits.get(series),
+            "since": self._since.get(series),
+            "control": None
+            if control is None
+            else {"rates": dict(control.rates), "part": dict(control.part), "why": control.why},
+            "p_value": None if tested is None else [*tested],
+            "channel": channel.series_state(series),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -387,23 +381,16 @@ class Results:
         self.deferrals = state["deferrals"]
         self.last_step = state["last_step"]
         self.latest = dict(state["latest"])
-        ledger = state.get("ledger", {})
-        waits, since = ledger.get("waits", {}), ledger.get("since", {})
-        states = ledger.get("kinds", {})
+        saved = {s: state["series"].get(s.log_name, {}) for s in self._channels}
         for series, channel in self._channels.items():
-            channel.load_series_state(series, states.get(series.log_name, {}))
-        self._waits = {s: waits[s.log_name] for s in self._channels if s.log_name in waits}
-        self._since = {s: since[s.log_name] for s in self._channels if s.log_name in since}
-        tested = ledger.get("p_values", {})
-        self._p_values = {
-            s: (int(tested[s.log_name][0]), float(tested[s.log_name][1]))
-            for s in self._channels
-            if s.log_name in tested
-        }
-        controls = ledger.get("controls", {})
-        self.controls = {
-            s: Control(**controls[s.log_name]) for s in self._channels if s.log_name in controls
-        }
+            channel.load_series_state(series, saved[series].get("channel", {}))
+
+        def known(name: str) -> dict[Series, Any]:
+            return {s: each[name] for s, each in saved.items() if each.get(name) is not None}
+
+        self._waits, self._since = known("waits"), known("since")
+        self._p_values = {s: (int(n), float(p)) for s, (n, p) in known("p_value").items()}
+        self.controls = {s: Control(**one) for s, one in known("control").items()}
 
 
 def _counts_for_worst(series: Series) -> bool:
@@ -463,9 +450,8 @@ def series_of(
     """Return the channel of each series, in the order of the logs."""
     owner = {attack.name: channel for channel in channels for attack in channel.attacks}
     series: dict[Series, Channel] = {}
-    for stage in stages:
+    for stage in (*stages, Stage.RELEASED):
         for attack in attacks:
             channel = owner[attack.name]
             series |= dict.fromkeys(channel.series(attack, (stage,)), channel)
-    further = ((c, s) for c in channels for a in c.listed_attacks for s in c.further_series(a))
-    return series | {one: channel for channel, one in further}
+    return series

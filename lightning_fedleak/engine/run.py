@@ -62,8 +62,7 @@ class Run(ABC):
             known.
         shows_progress: bars are shown while attacks are calibrated.
         watcher: the class that watches the run, for messages.
-        unit: what :attr:`step` counts. Attacks are calibrated between the first steps, and all of
-            them before the first round.
+        unit: what :attr:`step` counts.
         uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
     """
 
@@ -154,7 +153,7 @@ class Run(ABC):
 
     def on_all_processes(self, value: bool) -> bool:
         """Return whether the value is true on every process."""
-        return value
+        return not self.on_any_process(not value)
 
     def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
         """Return those of the user's own metrics that are known by now, by name.
@@ -234,17 +233,6 @@ class Run(ABC):
 
 
 # ---- a look ---------------------------------------------------------------------------------
-
-
-class Pages(Protocol):
-    """Takes what a channel shows of a look beside numbers."""
-
-    looks: int
-    boards: Sequence[Any]
-
-    @property
-    def reveal(self) -> Any:
-        """Return the files, None where nothing is revealed."""
 
 
 @dataclass

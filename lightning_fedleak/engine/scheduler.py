@@ -1,4 +1,4 @@
-"""When a run is looked at: cadence, cost, the turns of calibrations, attacks that wait."""
+"""When a run is looked at: cadence, cost, attacks that wait."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from enum import Enum
 
 from lightning_fedleak.engine.outcomes import Series, Waiting
 from lightning_fedleak.engine.run import Look, Moment, Run
-from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import GradientSnapshot
-
-TURN = 2
-"""Steps that the next attack's calibration waits for while others can read nothing yet.
-
-Behind a warm-up from rate 0 the first words are read two steps after the first look. Larger: what
-is calibrated next looks later, where nothing can be read for long.
-"""
 
 
 class Cadence(ABC):
@@ -170,17 +162,14 @@ class Scheduler:
         self.processor_seconds = 0.0
         self._clock = StepClock()
         self._unpaid = 0.0
-        self._turn: int | None = None
 
-    def due_look(self, step: int, queue: list[str], exposed: Collection[str]) -> Look | None:
+    def due_look(self, step: int, exposed: Collection[str]) -> Look | None:
         """Return the look that begins with a batch of this step; None where none is due.
 
         None begins between two batches whose gradients add up: the truth would be half of it.
 
         Args:
             step: optimizer steps so far.
-            queue: names of the attacks whose calibration waits for its turn; the next is removed
-                at its turn.
             exposed: names of the attacks that have something to read.
         """
         if not self._series:
@@ -188,31 +177,16 @@ class Scheduler:
         self._clock.starts(step)
         if self.phase is Phase.ACCUMULATING:
             return None
-        self._take_turn(step, queue)
-        queued = [series for series in self._series if series.attack in queue]
         scope: frozenset[Series] | None = None
         if not self.cadence.due(step):
-            scope = frozenset(s for s in self.waiting.difference(queued) if s.attack in exposed)
+            scope = frozenset(s for s in self.waiting if s.attack in exposed)
             if not scope:
                 return None
         look = Look(step, scope=scope)
-        look.answers |= dict.fromkeys(queued, Waiting("its calibration waits for its turn"))
         if scope is not None:
             others = set(self._series) - scope
             look.answers |= dict.fromkeys(others, Waiting("not asked in this step"))
         return look
-
-    def _take_turn(self, step: int, queue: list[str]) -> None:
-        """Let the next attack be calibrated, once the others have a result, or after some steps.
-
-        All processes decide alike.
-        """
-        waiting = {series.attack for series in self.waiting}
-        if queue and queue[0] in waiting:
-            self._turn = step + TURN if self._turn is None else self._turn
-            if waiting <= set(queue) or step >= self._turn:
-                self._turn = None
-                rank_zero_info(f"{self._run.watcher}: '{queue.pop(0)}' is calibrated now")
 
     def still_waits(self, moment: Moment) -> bool:
         """Return whether the gradients that a try waits for are still zero, on all processes."""

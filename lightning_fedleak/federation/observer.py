@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks import Attack, TextSource
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import (
     WORST,
@@ -32,10 +32,9 @@ from lightning_fedleak.engine import (
     announce,
     family_of,
     optimizers_of,
-    options_of,
     overhead_of,
+    parts_of,
     reason,
-    selected,
     why_never_judged,
 )
 from lightning_fedleak.federation import updates
@@ -103,8 +102,6 @@ class RoundObserver:
             what they spend. A :class:`~lightning_fedleak.GradientCompression` is applied by
             :class:`OutgoingUpdates`, in Flower's mod and NVFlare's filter too.
         games: how membership games are played.
-        public_text: that attacks which choose themselves are calibrated on.
-        tokenizer: reads the texts of ``public_text``.
         max_overhead: the largest share of the time of rounds that looks may take (:meth:`due`).
             None looks at every round, as a gate always does. Calibration is not counted.
         settings: what is rarely changed: :class:`RoundSettings`.
@@ -133,21 +130,17 @@ class RoundObserver:
         side: Side = "client",
         defenses: Sequence[Defense] = (),
         games: Games | None = None,
-        public_text: TextSource | None = None,
-        tokenizer: Any | None = None,
         max_overhead: float | None = None,
         settings: RoundSettings | None = None,
     ) -> None:
         settings = settings or RoundSettings()
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
+        unused = ("stages", "reveal", "local_steps", "report", "utility", "client", "scaler")
+        settings.refuse(type(self).__name__, *unused)
         data = settings.data
-        weights = data is not None
-        selection = selected(
-            attacks, settings.assume, public_text, tokenizer, rounds=True, weights=weights
-        )
-        options = options_of(settings, local_steps=local_steps, games=games or Games())
-        self.engine = Engine(selection, options)
+        in_rounds = replace(settings, local_steps=local_steps)
+        self.engine = Engine(*parts_of(attacks, in_rounds, games, weights=data is not None))
         at_weights = [a.name for c in self.engine.channels if c.at_weights for a in c.attacks]
         if (data is None and at_weights) or (data is not None and side == "server"):
             raise ValueError(
@@ -168,13 +161,13 @@ class RoundObserver:
             anatomy=anatomy,
             assumed=self.engine.assume,
             device=anatomy.device,
-            precision=settings.precision,
-            tokenizers=[tokenizer],
+            precision=settings.precision or "32-true",
+            tokenizers=[settings.tokenizer],
             defenses=tuple(defenses),
             optimizers=[optimizer(trained)],
             local_steps=local_steps,
         )
-        self.start = prepare_start(self.run, settings.inspect, public_text)
+        self.start = prepare_start(self.run, settings.inspect, settings.public_text)
         self.engine.open(self.run)
         self.expect_gates(settings.gates)
         self._names = updates.parameter_names(model)
@@ -580,7 +573,6 @@ class RoundObserver:
             self.folder,
             (),
             self._boards(client),
-            {"local_steps": self.local_steps, "client": client, "side": self.side},
             client=client,
         )
         # Games are drawn by it: the same whoever was looked at before, and in which process.

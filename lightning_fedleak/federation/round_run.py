@@ -11,19 +11,19 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.engine import AUTOCAST, LookSettings, Memorization, Run
+from lightning_fedleak.engine import AUTOCAST, Memorization, Run, WatchSettings
 from lightning_fedleak.federation.round_start import StartCheck
 
 
 @dataclass(frozen=True)
-class RoundSettings(LookSettings):
+class RoundSettings(WatchSettings):
     """The rare settings of a :class:`RoundObserver`, beside those that a monitor has too.
+
+    Stages, clients and rounds are its own, and it writes neither texts nor a report.
 
     Attributes:
         fresh: whether clients begin each round with a fresh optimizer.
-        precision: that clients train in, in the Trainer's words.
         gates: what the record says of gates.
-        tensorboard: log to TensorBoard, where it is installed.
         federation: a name that all observers of one federation have: one run in a report. A client
             whose rounds run in several processes goes on with its own texts by it; a second
             federation needs another name.
@@ -36,9 +36,7 @@ class RoundSettings(LookSettings):
     """
 
     fresh: bool = True
-    precision: str = "32-true"
     gates: Sequence[Mapping[str, Any]] = ()
-    tensorboard: bool = True
     federation: str | None = None
     data: Callable[[str | int], DataLoader[Any]] | None = None
     memorization: Memorization = field(default_factory=lambda: Memorization(most_texts=2000))

@@ -295,10 +295,6 @@ class TrainedMembership(MembershipAttack):
         """
         return (0.0,) if self._defended else (*HARDER, 0.0, *(-x for x in EASIER))
 
-    def calibration_inputs(self) -> dict[str, object]:
-        """Return the settings and the public text."""
-        return self.config() | {"public_text": PublicText.label(self.public_text)}
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return the public samples, and when they were embedded; neurons follow from them."""
         if self._public is None:

@@ -256,7 +256,7 @@ class FitResults:
     @staticmethod
     def _played(name: str) -> str:
         """Return the attack of a series: on canaries of one's own, or of a checkpoint's choice."""
-        return name.removeprefix(AUDIT).removesuffix("_chosen")
+        return name.removeprefix(AUDIT)
 
     def family(self, attack: str, lines: Sequence[ResultLine]) -> Family:
         """Return an attack's family; where it was not recorded, by the metrics of its lines."""

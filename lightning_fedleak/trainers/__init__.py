@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from lightning_fedleak.engine import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.engine import Threshold as Threshold
+from lightning_fedleak.engine import WatchSettings as WatchSettings
 from lightning_fedleak.trainers.watch import Watch as Watch
-from lightning_fedleak.trainers.watch import WatchSettings as WatchSettings
 
 if TYPE_CHECKING:
     from lightning_fedleak.trainers.transformers import LeakageCallback as LeakageCallback

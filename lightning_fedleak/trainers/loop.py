@@ -192,10 +192,6 @@ class LoopRun(Run):
         """Return whether the value is true on at least one process."""
         return bool(self.summed(torch.tensor(int(value), device=self.device)))
 
-    def on_all_processes(self, value: bool) -> bool:
-        """Return whether the value is true on every process."""
-        return not self.on_any_process(not value)
-
     def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
         """Return those of the user's own numbers that are known by now."""
         return {name: self.loop.utility[name] for name in names if name in self.loop.utility}

@@ -21,8 +21,10 @@ from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine import (
     CHOOSE,
     BeforeDefense,
+    Games,
     StageReached,
     Threshold,
+    WatchSettings,
     contained,
     names_there_are,
 )
@@ -31,7 +33,7 @@ from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.private_files import save_private
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
-from lightning_fedleak.trainers.watch import Watch, show_settings
+from lightning_fedleak.trainers.watch import Watch
 
 FILE = "fedleak.safetensors"
 """What a checkpoint holds for a run that goes on from it."""
@@ -41,7 +43,6 @@ _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _COMPARES = {"CustomDPOTrainer", "CustomKTOTrainer"}  # LlamaFactory's: rejected rows have no mark
 
 
-@show_settings
 class LeakageCallback(TrainerCallback):
     """Attack what a run of transformers' Trainer would share, log it, and gate the run.
 
@@ -81,8 +82,9 @@ class LeakageCallback(TrainerCallback):
         attacks: the attacks, each with a name of its own; or ``"auto"``: all that can read it.
         gates: thresholds on what is logged.
         folder: of the files; default the Trainer's ``output_dir``.
-        settings: those of :class:`~lightning_fedleak.trainers.WatchSettings`, by name. Precision,
-            scaler, tokenizer and ``utility`` (``loss`` and ``eval_loss``) are the Trainer's.
+        every_n_steps, max_overhead, games: as :class:`~lightning_fedleak.trainers.Watch` has them.
+        settings: what is rarely changed: :class:`~lightning_fedleak.trainers.WatchSettings`.
+            Precision and scaler are the Trainer's.
 
     Raises:
         TypeError: no Trainer was passed; shows the line that passes one.
@@ -96,14 +98,19 @@ class LeakageCallback(TrainerCallback):
         attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
         gates: Sequence[Threshold] = (),
         folder: str | Path | None = None,
-        **settings: Any,
+        every_n_steps: int | None = None,
+        max_overhead: float | None = None,
+        games: Games | None = None,
+        settings: WatchSettings | None = None,
     ) -> None:
         if not isinstance(trainer, transformers.Trainer):
             raise TypeError(f"LeakageCallback needs the Trainer, which callbacks= has not: {_LINE}")
         self.trainer = trainer
-        settings = {"utility": ("loss", "eval_loss"), **settings}
-        place = folder or str(trainer.args.output_dir)
-        self.watch = TransformersWatch(trainer, attacks, gates, None, place, **settings)
+        (settings or WatchSettings()).refuse(type(self).__name__, "precision", "scaler")
+        place, looks = folder or str(trainer.args.output_dir), (every_n_steps, max_overhead)
+        self.watch = TransformersWatch(
+            trainer, attacks, gates, None, place, *looks, games, settings
+        )
         train = trainer.train
 
         def train_to_an_end(*arguments: Any, **more: Any) -> Any:
@@ -140,7 +147,7 @@ class LeakageCallback(TrainerCallback):
 
     def on_log(self, *_: Any, logs: Mapping[str, float] | None = None, **__: Any) -> None:
         """Note the Trainer's own numbers that are logged beside leakage."""
-        names = self.watch.settings.utility
+        names = self.watch.engine.options.utility
         self.watch.note({n: float(v) for n, v in (logs or {}).items() if n in names})
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
@@ -185,10 +192,11 @@ class TransformersWatch(Watch):
     """Watch the run of a Trainer, whose callback says when."""
 
     run: ClassVar[type[LoopRun]] = TransformersRun
+    utility_names: ClassVar[Sequence[str]] = ("loss", "eval_loss")
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
 
-    def __init__(self, trainer: transformers.Trainer, *arguments: Any, **settings: Any) -> None:
-        super().__init__(trainer.model, [], *arguments, **settings)  # type: ignore[arg-type]
+    def __init__(self, trainer: transformers.Trainer, *arguments: Any) -> None:
+        super().__init__(trainer.model, [], *arguments)  # type: ignore[arg-type]
         self.trainer = trainer
         self._values: dict[str, float] = {}
         self._ending = False
@@ -213,16 +221,14 @@ class TransformersWatch(Watch):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)
             epochs, rest = divmod(steps, updates)
             self.loop.batches = epochs * len(loader) + rest * args.gradient_accumulation_steps
-        self._saved = saved = None
+        self._saved = None
         if steps:
             path = self._checkpoint() / FILE
             if path.exists():
-                self._saved = saved = load_state(path)
+                self._saved = load_state(path)
             else:
                 rank_zero_info(f"LeakageCallback: without {path} looks and gates begin again")
         super()._begin()
-        if saved is not None and saved.get("cadence") == self._cadence_and_gates():
-            self.engine.options.cadence.next_step = max(steps, saved["next_look"])
         if (best := self._best_metric()) is None:
             return
         known = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
@@ -231,21 +237,6 @@ class TransformersWatch(Watch):
                 f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
                 f"for '{CHOOSE}' a gate on the trained weights" + names_there_are(best, known)
             )
-
-    def _cadence_and_gates(self) -> list[str]:
-        """Return what decides when the run is looked at, and by which gates a look is judged."""
-        gates = (f"{gate.name}: {gate.metric} at most {gate.at_most:g}" for gate in self.gates)
-        return [self.engine.options.cadence.argument, *gates]
-
-    def state_dict(self) -> dict[str, object]:
-        """Return also when the next look is, so that a resumed run looks at no other steps.
-
-        The first step is looked at where an attack waits, or where settings or gates are new.
-        """
-        waits = bool(self.engine.results.waiting)
-        next_look = 0 if waits else self.engine.options.cadence.next_step
-        more = {"cadence": self._cadence_and_gates(), "next_look": next_look}
-        return super().state_dict() | more
 
     def _best_metric(self) -> str | None:
         """Return the leakage that the Trainer keeps its best checkpoint by, if it does so."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from importlib.util import find_spec
-from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks import Attack, TextSource
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine import (
     CHOOSE,
     BoardLogger,
@@ -24,18 +22,12 @@ from lightning_fedleak.engine import (
     Games,
     GateActions,
     Look,
-    LookSettings,
-    Memorization,
-    Options,
-    Selection,
     Threshold,
-    cadence_of,
+    WatchSettings,
     contained,
-    known_stages,
     names_there_are,
     optimizers_of,
-    options_of,
-    selected,
+    parts_of,
     to_dataframe,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -50,113 +42,11 @@ from lightning_fedleak.trainers.loop import (
     show_messages,
     torch_optimizers,
 )
-from lightning_fedleak.validate import check_choice, check_names, check_number
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Face = TypeVar("Face", bound=type)
 
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-
-
-@dataclass(frozen=True)
-class WatchSettings(LookSettings):
-    """The settings of a :class:`Watch`, which takes each of them by its name.
-
-    Attributes:
-        every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
-        max_overhead: largest share of the training time that looks take; either this or
-            ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
-        stages: where to measure: ``"shared"``, and under DDP ``"local"`` or ``"aggregate"``.
-        reveal: write what was recovered to local files of mode 0600.
-        local_steps: attack the weight change of so many optimizer steps.
-        tokenizer: decodes what is revealed, and reads the texts of ``public_text``.
-        games: how membership games are played.
-        public_text: for ``attacks="auto"``: text like the client's, to calibrate on.
-        report: write ``report.html`` and ``report.json`` beside the logs at the end.
-        utility: names in :attr:`Watch.utility` to log beside leakage, where they change.
-        memorization: how the trained weights are tested; needs ``loader=``.
-        client: who is a client: ``"rank"`` (each process) or ``"world"``.
-        precision: how the loop runs its model: ``"bf16-mixed"`` or ``"16-mixed"`` under autocast.
-            None: by the dtype of the weights, without autocast.
-        scaler: the GradScaler of the loop; matters under DDP alone.
-        tensorboard: log to TensorBoard, where it is installed.
-        chooses: the loop keeps the weights where :meth:`Watch.choose` is lowest. Some texts are put
-            aside then, on which they are scored when the loop ends.
-    """
-
-    every_n_steps: int | None = None
-    max_overhead: float | None = None
-    stages: Sequence[str] = ("shared",)
-    reveal: bool = False
-    local_steps: int | None = None
-    tokenizer: Any = None
-    games: Games = field(default_factory=Games)
-    public_text: TextSource | None = None
-    report: bool = False
-    utility: Sequence[str] = ("train_loss", "val_loss")
-    memorization: Memorization = field(default_factory=Memorization)
-    client: Literal["rank", "world"] = "rank"
-    precision: str | None = None
-    scaler: Any = None
-    tensorboard: bool = True
-    chooses: bool = False
-
-    def chosen(
-        self, attacks: Sequence[Attack] | Attack | Literal["auto"]
-    ) -> tuple[Selection, Options]:
-        """Return what an engine is made of.
-
-        Args:
-            attacks: the attacks, or ``"auto"``.
-
-        Raises:
-            ValueError: a setting out of its range, or two that contradict each other.
-        """
-        check_number("look_seconds", self.look_seconds, above=0)
-        check_choice("client", self.client, ("rank", "world"))
-        check_choice("precision", self.precision, PRECISIONS, optional=True)
-        rounds = self.local_steps is not None
-        text = self.public_text, self.tokenizer
-        selection = selected(attacks, self.assume, *text, games=self.games, rounds=rounds)
-        return selection, options_of(
-            self,
-            cadence=cadence_of(self.every_n_steps, self.max_overhead, auto=selection.auto),
-            stages=known_stages(self.stages),
-            utility=(self.utility,) if isinstance(self.utility, str) else tuple(self.utility),
-        )
-
-
-def named_settings(owner: str, **arguments: Any) -> WatchSettings:
-    """Return the settings that the arguments of a face name.
-
-    Raises:
-        TypeError: there is no such setting.
-    """
-    check_names(owner, arguments, [one.name for one in fields(WatchSettings)])
-    return WatchSettings(**arguments)
-
-
-def show_settings(face: Face) -> Face:
-    """Return a class whose signature has the fields of WatchSettings in place of ``**settings``."""
-    args = [p for p in signature(face).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    more = [
-        Parameter(
-            one.name,
-            Parameter.KEYWORD_ONLY,
-            default=one.default if one.default_factory is MISSING else one.default_factory(),
-            annotation=one.type,
-        )
-        for one in fields(WatchSettings)
-    ]
-    face.__signature__ = signature(face).replace(  # type: ignore[attr-defined]
-        parameters=[*args, *more]
-    )
-    return face
-
-
-@show_settings
 class Watch:
     """Attack what a training loop would share, log how much it gives away, and gate it.
 
@@ -201,7 +91,11 @@ class Watch:
         loader: the loader of the training data, whose length is an epoch. With it the trained
             weights are tested as well: before the first step, at shares of an epoch, at its end.
         folder: of ``leakage.jsonl``, ``run.jsonl`` and the report.
-        settings: those of :class:`WatchSettings`, by name.
+        every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
+        max_overhead: largest share of the training time that looks take; either this or
+            ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
+        games: how membership games are played.
+        settings: what is rarely changed: :class:`WatchSettings`.
 
     Attributes:
         should_stop: a gate has stopped the loop.
@@ -212,6 +106,7 @@ class Watch:
     """
 
     run: ClassVar[type[LoopRun]] = LoopRun
+    utility_names: ClassVar[Sequence[str]] = ("train_loss", "val_loss")
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
         "train the same model and data in Lightning with a defence: cli.finetuning."
@@ -226,17 +121,22 @@ class Watch:
         gates: Sequence[Threshold] = (),
         loader: Any = None,
         folder: str | Path = "fedleak_runs/watch",
-        **settings: Any,
+        every_n_steps: int | None = None,
+        max_overhead: float | None = None,
+        games: Games | None = None,
+        settings: WatchSettings | None = None,
     ) -> None:
-        self.settings = one = named_settings(self.run.watcher, **settings)
-        self.engine = Engine(*one.chosen(attacks))
+        self.settings = one = settings or WatchSettings()
+        parts = parts_of(
+            attacks, one, games, every_n_steps, max_overhead, utility=self.utility_names
+        )
+        self.engine = Engine(*parts)
         self.gates = tuple(gates)
         self._check_gates()
         self.folder = Path(folder)
         self.should_stop = False
         optimizers = torch_optimizers(optimizer)
         self.loop = Loop(model, optimizers, loader, one.precision, one.scaler, one.tokenizer)
-        self.loop.watched = (CHOOSE,) if one.chooses else ()
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
@@ -269,19 +169,18 @@ class Watch:
         """Log and return ``leakage/choose``, by which to keep weights: the lower the better.
 
         It is the loss where every gate on the trained weights allows them, and infinity elsewhere.
-        When the loop ends, texts that chose nothing show what the weights give away where it was
-        lowest. Call it on every process, once the step is over that the loss is of.
+        Call it on every process, once the step is over that the loss is of.
 
         Args:
             loss: the validation loss of the weights as they are.
 
         Raises:
-            ValueError: no gate is on the trained weights, or no texts were put aside.
+            ValueError: no gate is on the trained weights.
         """
-        if not self._on_weights or CHOOSE not in self.engine.run.watched:
+        if not self._on_weights:
             raise ValueError(
                 f"{self.engine.run.watcher}.choose needs a gate on the trained weights, such as "
-                "Threshold('leakage/combined/auc', ...), and texts put aside: chooses=True"
+                "Threshold('leakage/combined/auc', ...)"
             )
         chosen = max(gate.choice(loss) for gate in self._on_weights)
         self._log({CHOOSE: chosen}, self.engine.run.step)
@@ -308,7 +207,7 @@ class Watch:
         model = loop.model
         model = model.module if isinstance(model, DistributedDataParallel) else model
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        self._run = run = self.run.of_loop(loop, anatomy, settings.client, engine.assume)
+        self._run = run = self.run.of_loop(loop, anatomy, settings.client or "rank", engine.assume)
         engine.reset()
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
         for gate in self.gates:
@@ -324,11 +223,9 @@ class Watch:
         self._hook_optimizers()
         self._loggers = self._log_to(run)
         boards = [one.writer for one in self._loggers if isinstance(one, BoardLogger)]
-        facts = self._facts(run)
-        shown = {f"fedleak/{a.name}": repr(a.config()) for a in engine.selection.attacks}
-        training = {"optimizers": optimizers_of(loop.optimizers), **facts}
+        training = {"optimizers": optimizers_of(loop.optimizers), **self._facts(run)}
         loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
-        place = Destination(self.folder, loggers, boards, facts | shown, training=training)
+        place = Destination(self.folder, loggers, boards, training)
         engine.begin(run, place)
         self._first_batch = loop.batches
         engine.training_begins()

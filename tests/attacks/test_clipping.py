@@ -27,7 +27,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.local_steps import cut_size, shared_cut
-from lightning_fedleak.callbacks import Games, MonitorSettings
+from lightning_fedleak.callbacks import Games
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
@@ -160,7 +160,6 @@ def looked(
         make(),
         every_n_steps=1,
         games=Games(held_out=PublicText(HELD)),
-        settings=MonitorSettings(cache=False),
     )
     loader = random_token_loader(n=4, batch_size=2, length=10, vocab=VOCABULARY)
     fit([monitor], root, module=module, loader=loader, **trainer)

@@ -21,7 +21,7 @@ from lightning_fedleak.attacks import EmbeddingDescent, TextGuess
 from lightning_fedleak.attacks.membership.base import MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
 from lightning_fedleak.cli.finetuning import pytorch_lightning as of_pytorch_lightning
 from lightning_fedleak.defenses import GradientNoise
@@ -169,7 +169,11 @@ def of_either_package(root: Path) -> dict[str, Any]:
     ):
         model = module(tiny_gpt2(dropout=0.0), lr=1e-2)
         strategy = DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)])
-        monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=("local", "shared", "aggregate"))
+        monitor = LeakageMonitor(
+            Probe(),
+            every_n_steps=1,
+            settings=WatchSettings(stages=("local", "shared", "aggregate")),
+        )
         gate = RiskGate("leakage/probe/recall", at_most=0.0, patience=1)
         trainer = fit(
             [monitor, gate], root / kind.__module__, module=model, n=32, kind=kind,
@@ -231,7 +235,7 @@ def main(root: Path) -> None:
     }.items():
         plain = run(root / f"plain-{case}", [], **settings)
         before = footprint(plain), logged_losses(plain) if plain.is_global_zero else []
-        monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=stages)
+        monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=WatchSettings(stages=stages))
         gate = RiskGate("leakage/probe/f1", at_most=1.0)
         watched = run(root / f"watched-{case}", [gate, monitor], **settings)
         after = footprint(watched), logged_losses(watched) if watched.is_global_zero else []
@@ -247,7 +251,7 @@ def main(root: Path) -> None:
         probe = Probe()
         client = "world" if case == "world" else None
         monitor = LeakageMonitor(
-            probe, every_n_steps=100, stages=stages, settings=MonitorSettings(client=client)
+            probe, every_n_steps=100, settings=WatchSettings(client=client, stages=stages)
         )
         run(root / case, [monitor], strategy=strategy)
         mine, others = own_gradient(rank), own_gradient(1 - rank)
@@ -326,7 +330,7 @@ def main(root: Path) -> None:
     for client in ("rank", "world"):
         attacks = [ReadsOne(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
         monitor = LeakageMonitor(
-            attacks, every_n_steps=1, settings=MonitorSettings(client=client, texts=3)
+            attacks, every_n_steps=1, settings=WatchSettings(client=client, texts=3)
         )
         after = footprint(run(root / f"inversion-{client}", [monitor]))
         last = monitor.engine.jsonl.path.read_text().splitlines()[0] if rank == 0 else "{}"
@@ -348,7 +352,7 @@ def main(root: Path) -> None:
 
     probe = Probe()
     defended = DefendedStrategy("ddp", defenses=[GradientNoise(clip=1.0, sigma=0.0, seed=0)])
-    monitor = LeakageMonitor(probe, every_n_steps=100, stages=stages)
+    monitor = LeakageMonitor(probe, every_n_steps=100, settings=WatchSettings(stages=stages))
     run(root / "defended", [monitor], strategy=defended)
     seen = {stage: g for _, stage, g in probe.seen}
     both = [own_gradient(r) for r in (0, 1)]
@@ -376,7 +380,7 @@ def main(root: Path) -> None:
     trainer = run(root / "gate-worst", [gate, worst_monitor])
     out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value)
 
-    monitor = LeakageMonitor([FailsOnOne(), Probe()], settings=MonitorSettings(client="world"))
+    monitor = LeakageMonitor([FailsOnOne(), Probe()], settings=WatchSettings(client="world"))
     run(root / "failing-world", [monitor])
     lines = monitor.engine.jsonl.path.read_text().splitlines() if rank == 0 else []
     out["failing world"] = [json.loads(line)["n"] for line in lines]
@@ -393,14 +397,12 @@ def main(root: Path) -> None:
             monitor = LeakageMonitor(
                 Probe(),
                 every_n_steps=1,
-                settings=MonitorSettings(client=client, batch_adapter=adapter),
+                settings=WatchSettings(client=client, batch_adapter=adapter),
             )
             trainer = run(root / f"{case}-{client}", [monitor], FusedLossModule)
             out[f"{case}/{client}"] = (trainer.global_step, monitor.looks, monitor.failures)
 
-    monitor = LeakageMonitor(
-        Probe(), settings=MonitorSettings(batch_adapter=unreadable_on(1, at=0))
-    )
+    monitor = LeakageMonitor(Probe(), settings=WatchSettings(batch_adapter=unreadable_on(1, at=0)))
     try:
         run(root / "first", [monitor], FusedLossModule)
     except (BatchError, FailsThere) as error:

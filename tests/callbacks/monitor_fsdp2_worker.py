@@ -34,7 +34,7 @@ from lightning_fedleak.attacks.base import Attack, Query
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import flatchat
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import Defense, GradientNoise
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Observation, Stage
@@ -157,8 +157,7 @@ def compared(sigma: float, *, tied: bool) -> Case:
         monitor = LeakageMonitor(
             attacks(tied=tied),
             every_n_steps=1,
-            stages=STAGES,
-            settings=MonitorSettings(texts=TEXTS * (1 + alone)),
+            settings=WatchSettings(texts=TEXTS * (1 + alone), stages=STAGES),
         )
         looks: list[dict[str, str]] = []
         monitor_values = Each(monitor, looks)
@@ -196,7 +195,7 @@ def undefended(folder: Path) -> dict[str, Any]:
         for given in ({}, {"local_steps": 2}):
             attack = FlatChat(n_types=40)
             monitor = LeakageMonitor(
-                attack, every_n_steps=1, settings=MonitorSettings(client="world"), **given
+                attack, every_n_steps=1, settings=WatchSettings(client="world", **given)
             )
             looks.append([])
             root = folder / f"{name}-{RANK}"
@@ -233,7 +232,9 @@ class Tapped(L.Callback):
 @case("values noised")
 def values_noised(folder: Path) -> dict[str, Any]:
     """What is logged, and the same attack by hand on what really left."""
-    monitor = LeakageMonitor(FlatChat(n_types=40), every_n_steps=1, stages=STAGES)
+    monitor = LeakageMonitor(
+        FlatChat(n_types=40), every_n_steps=1, settings=WatchSettings(stages=STAGES)
+    )
     looks: list[dict[str, str]] = []
     tapped = Tapped()
     run(folder, [monitor, Each(monitor, looks), tapped], [GradientNoise(CLIP, SIGMA)])
@@ -262,7 +263,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
         callbacks: list[L.Callback] = []
         if name == "watched":
             callbacks = [
-                LeakageMonitor(attacks(), every_n_steps=1, stages=STAGES),
+                LeakageMonitor(attacks(), every_n_steps=1, settings=WatchSettings(stages=STAGES)),
                 RiskGate("leakage/flatchat/f1", at_most=1.0, action="harden"),
             ]
         noise = GradientNoise(CLIP, SIGMA, seed=3)
@@ -315,7 +316,7 @@ def unreadable_on_one(folder: Path) -> dict[str, Any]:
         return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
 
     monitor = LeakageMonitor(
-        attacks(), every_n_steps=1, settings=MonitorSettings(batch_adapter=adapter)
+        attacks(), every_n_steps=1, settings=WatchSettings(batch_adapter=adapter)
     )
     looks: list[dict[str, str]] = []
     trainer, _ = run(folder, [monitor, Each(monitor, looks)], [GradientNoise(CLIP, 0.0)])
@@ -391,7 +392,7 @@ def shared_rows(folder: Path) -> dict[str, Any]:
     for lora in (True, False):
         loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
         words = SubspaceWords(capacity_seconds=0)
-        monitor = LeakageMonitor(words, every_n_steps=1, settings=MonitorSettings(client="world"))
+        monitor = LeakageMonitor(words, every_n_steps=1, settings=WatchSettings(client="world"))
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         fit(
             [monitor],
@@ -416,7 +417,7 @@ def auto(folder: Path) -> dict[str, Any]:
     for lora in (True, False):
         loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
         monitor = LeakageMonitor(
-            public_text=text, every_n_steps=1, settings=MonitorSettings(client="world")
+            every_n_steps=1, settings=WatchSettings(client="world", public_text=text)
         )
         fit(
             [monitor],

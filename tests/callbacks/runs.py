@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, Query, Surfaces, WordGuess
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
+from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.lightning_packages import twin
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import grouped
 
 
 class Probe(Attack):
@@ -57,9 +58,7 @@ class Probe(Attack):
 
 def monitor_with(attacks: Any = "auto", **arguments: Any) -> LeakageMonitor:
     """Return a monitor whose rare settings are named among its arguments."""
-    rare = {one.name for one in fields(MonitorSettings)} & arguments.keys()
-    settings = MonitorSettings(**{name: arguments.pop(name) for name in rare})
-    return LeakageMonitor(attacks, settings=settings, **arguments)
+    return LeakageMonitor(attacks, **grouped(arguments))
 
 
 def fit(

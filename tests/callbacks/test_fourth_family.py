@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_fedleak.attacks import FCMembership, TextAttack, TextGuess
 from lightning_fedleak.attacks.base import Surfaces
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT
 from lightning_fedleak.report import findings, page, read
@@ -27,7 +27,9 @@ RIGHT = "leakage/text_count/right"
 
 def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
     attacks = [Probe(), TextCount(1e9), FCMembership(1)]
-    monitor = LeakageMonitor(attacks, every_n_steps=2, stages=("local", "shared"))
+    monitor = LeakageMonitor(
+        attacks, every_n_steps=2, settings=WatchSettings(stages=("local", "shared"))
+    )
     fit([monitor], tmp_path, logger=TensorBoardLogger(tmp_path), n=32)
     assert monitor.failures == 0
     assert monitor.latest[RIGHT] == 0
@@ -146,7 +148,7 @@ def test_a_text_attack_may_read_gradients(tmp_path: Path) -> None:
     attack = FromGradients(list(loader))
     stages = ("local", "shared", "aggregate")
     monitor = LeakageMonitor(
-        attack, every_n_steps=1, stages=stages, settings=MonitorSettings(texts=3)
+        attack, every_n_steps=1, settings=WatchSettings(texts=3, stages=stages)
     )
     fit([monitor], tmp_path, loader=loader)
     assert monitor.failures == 0

@@ -13,7 +13,8 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding
 from lightning_fedleak.defenses import Freeze
-from lightning_fedleak.engine import Engine, Options, known_stages, selected
+from lightning_fedleak.engine import Engine, Options, selected
+from lightning_fedleak.engine.options import known_stages
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers.loop import Loop, LoopRun
@@ -93,7 +94,7 @@ def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_again(tmp
         AttentionMembership, "prepare", lambda self, a: (prepared.append(self), plain(self, a))
     )
     first = attention(public(0))
-    state = watched(tmp_path / "first", first, n=8, cache=False).state_dict()
+    state = watched(tmp_path / "first", first, n=8).state_dict()
     assert prepared == [first]
     for case, attack, again in (
         ("same", attention(public(0)), False),
@@ -101,7 +102,7 @@ def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_again(tmp
         ("refresh", attention(public(0), refresh_every=100), True),
     ):
         prepared.clear()
-        watched(tmp_path / case, attack, n=8, cache=False, state=state)
+        watched(tmp_path / case, attack, n=8, state=state)
         assert prepared == ([attack] if again else [])
         means = [one.state_dict()["whitening.mean"] for one in (first, attack)]
         assert torch.equal(*means) is (case != "text")

@@ -28,6 +28,7 @@ from tests.callbacks.runs import Kept, Probe, assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.loops import lines_of
 from tests.helpers.models import own_rng
+from tests.helpers.settings import grouped
 
 METHODS = get_args(Method)
 LENGTH = 10
@@ -51,7 +52,7 @@ def fit_under(root: Path, callbacks: Any, *defenses: Any, n: int = 2) -> Any:
 
 
 def watched(root: Path, attacks: list[Any], *defenses: Any, n: int = 2, **settings: Any) -> Any:
-    monitor = LeakageMonitor(attacks, every_n_steps=1, log_dir=root, **settings)
+    monitor = LeakageMonitor(attacks, every_n_steps=1, folder=root, **grouped(settings))
     fit_under(root, [monitor], *defenses, n=n)
     return monitor
 

@@ -24,6 +24,7 @@ from tests.callbacks.runs import Probe, fit
 from tests.engine.test_games import AUC, Recording, id_batches, texts_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import grouped
 
 
 def still(lr=0.0, kind=CausalLMModule):
@@ -33,7 +34,7 @@ def still(lr=0.0, kind=CausalLMModule):
 
 def defended(root, attacks, *defenses, module=None, n=32, **settings):
     """Return the monitor of a fit under defences."""
-    monitor = LeakageMonitor(attacks, **{"every_n_steps": 3} | settings)
+    monitor = LeakageMonitor(attacks, **grouped(settings, every_n_steps=3))
     strategy = DefendedStrategy("auto", defenses=[*defenses])
     fit([monitor], root, module=module or still(), strategy=strategy, n=n)
     return monitor

@@ -8,6 +8,7 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
+from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import place_of, states_out, with_states_out
 from lightning_fedleak.strategies import DefendedStrategy
@@ -16,6 +17,7 @@ from tests.engine.test_inversion import ACCURACY, Recording, exact
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.loops import lines_of
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import grouped
 
 
 class Shift(Defense):
@@ -43,7 +45,7 @@ class Shift(Defense):
 
 
 def defended(root, attacks, *defenses, **settings):
-    monitor = LeakageMonitor(attacks, **settings)
+    monitor = LeakageMonitor(attacks, **grouped(settings))
     module = CausalLMModule(tiny_gpt2(dropout=0.0).train(), lr=0.0)
     strategy = DefendedStrategy("auto", defenses=[*defenses]) if defenses else "auto"
     fit([monitor], root, module=module, strategy=strategy, n=4)
@@ -96,7 +98,9 @@ def test_poisson_batches_of_dpsgd_are_read_and_its_empty_ones_passed_over(tmp_pa
         return fit(callbacks, root, module=module, strategy=strategy, loader=loader)
 
     attacks, stages = [exact(1), FCMembership(1), Probe()], ("local", "shared")
-    monitor = LeakageMonitor(attacks, every_n_steps=1, stages=stages, log_dir=tmp_path)
+    monitor = LeakageMonitor(
+        attacks, every_n_steps=1, settings=WatchSettings(stages=stages), folder=tmp_path
+    )
     sizes = Sizes()
     assert_same(run([], tmp_path / "plain"), run([sizes, monitor], tmp_path / "watched"))
     assert monitor.failures == 0

@@ -15,10 +15,11 @@ from lightning_fedleak.callbacks import LeakageMonitor
 from tests.callbacks.runs import fit
 from tests.engine.test_row_spaces import LOADER, LORA, model_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.settings import grouped
 
 
 def defended(root: Path, attacks: Any, *defenses: Any, lora: Any = None, **settings: Any) -> Any:
-    monitor = LeakageMonitor(attacks, every_n_steps=1, **settings)
+    monitor = LeakageMonitor(attacks, every_n_steps=1, **grouped(settings))
     module = CausalLMModule(model_of(lora=lora).train(), optimizer="adamw")
     strategy = DefendedStrategy("auto", [*defenses])
     with warnings.catch_warnings():

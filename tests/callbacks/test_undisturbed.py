@@ -14,7 +14,7 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import FlatChat
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
@@ -114,9 +114,8 @@ def test_inversion_neither_disturbs_noised_activations_nor_their_noise(make, tmp
 
     plain = run("plain", [])
     attacks = [EmbeddingDescent(1, steps=20), PrefixInversion(1, None, language_model=False)]
-    settings = MonitorSettings(texts=2)
-    stages = ("local", "shared")
-    monitor = LeakageMonitor(attacks, every_n_steps=4, stages=stages, settings=settings)
+    settings = WatchSettings(stages=("local", "shared"), texts=2)
+    monitor = LeakageMonitor(attacks, every_n_steps=4, settings=settings)
     assert_same(plain, run("watched", [monitor]))
     assert monitor.failures == 0
     name = "embedding_descent/token_accuracy"
@@ -197,7 +196,9 @@ def test_between_looks_nothing_of_a_look_is_kept_alive(tmp_path):
         def on_train_batch_start(self, *args):
             alive.append(sum(reference() is not None for reference in references))
 
-    monitor = LeakageMonitor(Weak(), every_n_steps=1, stages=("local", "shared", "aggregate"))
+    monitor = LeakageMonitor(
+        Weak(), every_n_steps=1, settings=WatchSettings(stages=("local", "shared", "aggregate"))
+    )
     fit([Counts(), monitor], tmp_path)
     assert len(references) == 8 * 3  # without a defence one gradient stands for all three stages
     assert alive == [0] * 8

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces
 from lightning_fedleak.engine.channels import Channel
 from lightning_fedleak.engine.channels.base import worst_of
-from lightning_fedleak.engine.log import Report
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Counts, Rate, proportion
@@ -62,18 +61,15 @@ class CountsChannel(Channel):
     )
     metrics = ("right", "wrong")
     charts = ("wrong",)
-    width = 2
     extras = ("off",)
 
     def __init__(self, attacks: Sequence[TextCount], settings: Any) -> None:
         super().__init__(attacks, settings)
         self.counts: dict[Series, Counts] = {}
-        self.shown: list[tuple[int, str]] = []
 
     def score(self, look: Look, series: Series, answer: Any) -> list[float]:
         assert isinstance(answer, CountGuess)
         texts = sum(len(batch.input_ids) for batch in look.batches)
-        look.notes[series] = answer
         return [float(answer.texts == texts), float(answer.texts - texts)]
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
@@ -87,9 +83,6 @@ class CountsChannel(Channel):
             extra={"off": max(abs(row[1]) for row in rows.values())},
             now={"right": right / len(rows), "wrong": 1 - right / len(rows)},
         )
-
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
-        self.shown += [(look.step, s.log_name) for s in outcomes if s in look.notes]
 
     def clear(self) -> None:
         self.counts.clear()

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_fedleak import Games, LeakageMonitor, with_canaries
 from lightning_fedleak.attacks.memorization import Canaries, Combined
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
@@ -234,8 +234,8 @@ def planted(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str,
     watching = LeakageMonitor(
         [Canaries(tokens=5)],
         games=Games(canaries=data.canaries),
-        log_dir=place,
-        settings=MonitorSettings(memorization=Memorization(max_overhead=4 / 3, looks=())),
+        folder=place,
+        settings=WatchSettings(memorization=Memorization(max_overhead=4 / 3, looks=())),
     )
     fit([watching], model, data, lr=1e-3, max_epochs=1)
     model.save_pretrained(place / "model")

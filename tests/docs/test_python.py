@@ -309,12 +309,6 @@ def run(block: Block, names: Names) -> None:
             exec(compile(ast.Module([statement], []), block.place, "exec"), names)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    """One for all, as on a reader's machine: most pieces calibrate alike."""
-    monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path_factory.getbasetemp() / "docs"))
-
-
 @pytest.fixture
 def reader(tmp_path, monkeypatch):
     """A reader's folder, and a Trainer that has two steps where nothing else is said."""

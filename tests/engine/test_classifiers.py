@@ -104,7 +104,7 @@ def one_look(folder: Path, model: nn.Module, batch: dict[str, Tensor], *attacks:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", ".*could not be tried.*")
-        return watched(folder, list(attacks) or "auto", model, batches=[batch], cache=False)
+        return watched(folder, list(attacks) or "auto", model, batches=[batch])
 
 
 def check_words(monitor: Any, attack: Attack, *, certified: bool | None = None) -> None:

@@ -26,7 +26,7 @@ import lightning_fedleak
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.engine import Games, contained
+from lightning_fedleak.engine import Games, WatchSettings, contained
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.strategies import DefendedStrategy
@@ -92,7 +92,8 @@ REMOVERS = {
 }
 """What leaves its own hook where it fails."""
 PAGES = {
-    *("WordsChannel.published", "Channel.published"),
+    "Cards.add_summary",
+    *("WordsChannel.reveal", "Channel.reveal", "_reveal", "RevealFiles.append", "RevealFiles.each"),
     *(
         "Engine._write_between_looks",
         "Report.write_between_looks",
@@ -102,6 +103,8 @@ PAGES = {
     ),
 }
 """Show more than numbers: where they fail the result is known, and a warning is given."""
+AFTER_LINES = {"RunRecord.describe"}
+"""Run once the lines of their look are written: its values are unknown, and the next look's lines."""
 CONTROL = {
     *("WordsChannel.control_rates", "WordsChannel._rates", "WordsChannel.rates_now"),
     *("WordRecovery.rates", "Results._controlled", "Results.judge"),
@@ -169,7 +172,7 @@ def watched(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         [BagOfWords(), FlatChat(oracle_n_types=6), FCMembership(1)],
         folder=folder,
         games=Games(targets=2),
-        tensorboard=False,
+        settings=WatchSettings(tensorboard=False, reveal=True),
         every_n_steps=1,
     )
 
@@ -237,7 +240,8 @@ def check_logged(folder: Path, targets: list[CodeType], latest: list[dict[str, f
             continue  # the batch is read beside the step's own graph, which shows all of it
         if target in IN_CONTROL or target.co_qualname in CONTROL:
             continue  # the number is known, and its control is not: a gate says so where it counts
-        is_reported = math.isnan(values[F1]) if lines is None else any(lines)
+        is_late = target.co_qualname in AFTER_LINES
+        is_reported = math.isnan(values[F1]) if is_late or lines is None else any(lines)
         assert is_reported, f"nothing reports that {target.co_qualname} failed"
     assert None in by_step[len(targets) + 1], "the look without a failure is not known"
 
@@ -335,7 +339,9 @@ def fit(
     attacks = [BagOfWords(), *([] if defended else [FCMembership(1)])]
     stages = ("local", "shared") if defended else ("shared",)
     games = Games(targets=2)
-    monitor = LeakageMonitor(attacks, every_n_steps=1, stages=stages, log_dir=folder, games=games)
+    monitor = LeakageMonitor(
+        attacks, every_n_steps=1, settings=WatchSettings(stages=stages), folder=folder, games=games
+    )
     injects = Injects(callbacks)
     ends = Ends(injects, monitor if watch else None)
     strategy = DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3, seed=1)]) if defended else "auto"

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
@@ -13,7 +12,7 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.engine import Games
-from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_canaries
+from lightning_fedleak.evaluation.canaries import with_canaries
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
 from lightning_fedleak.trainers import Threshold, Watch
@@ -73,8 +72,8 @@ def test_half_of_the_targets_are_in_the_batch_and_half_in_an_earlier_one(tmp_pat
         assert sorted(text for text in texts if text in batches[step]) == sorted(batches[step])
         outside = [text for text in texts if text not in batches[step]]
         assert len(outside) == 4
-        earlier = batches[step - 1] + batches[max(0, step - 2)]
-        assert all(text in earlier for text in outside)
+        earlier = {1: [0], 3: [0, 1], 6: [1, 3]}[step]  # of the looks before
+        assert all(any(text in batches[n] for n in earlier) for text in outside)
     assert [line["n"] for line in watch.lines()] == [8, 16, 24]
     assert watch.latest[AUC] == 1
     assert watch.failures == 0
@@ -377,46 +376,8 @@ def planted(seed=3):
     return with_canaries(random_token_loader(24).dataset, rows, seed=seed)
 
 
-def audited(folder, data, **settings):
-    attack = Recording()
-    games = Games(canaries=data.canaries)
-    batches = DataLoader(data, batch_size=4)
-    watch = watched(folder, attack, still_gpt2(), batches=batches, lr=0.0, games=games, **settings)
-    return watch, attack
-
-
-def test_canaries_in_the_batch_are_members_and_those_held_out_are_not(tmp_path):
-    data = planted()
-    watch, attack = audited(tmp_path, data)
-    pairs = zip(data.canaries.token_ids, data.canaries.included.tolist(), strict=True)
-    inside = {tuple(ids.tolist()): is_in for ids, is_in in pairs}
-    included = {text for text, is_in in inside.items() if is_in}
-    batches = [{tuple(t) for t in b["input_ids"].tolist()} for b in DataLoader(data, batch_size=4)]
-    queries = [(step, {*map(tuple, texts_of(query))}) for step, _, _, query in attack.runs]
-    audits = [(step, texts) for step, texts in queries if texts & (inside.keys() - included)]
-    assert [step for step, _ in audits] == [n for n, b in enumerate(batches) if b & included]
-    for step, texts in audits:
-        members = texts & batches[step]
-        assert members == batches[step] & included
-        assert texts - members < inside.keys() - included
-        assert len(texts) == 2 * len(members)
-    assert len(watch.lines("audit/recording")) == len(audits)
-    lines = [*watch.lines("recording"), *watch.lines("audit/recording")]
-    assert {line["metrics"]["auc"]["value"] for line in lines} == {1.0}
-
-
-def test_a_checkpoint_commits_to_the_canaries_and_refuses_others(tmp_path):
-    watch, _ = audited(tmp_path, data := planted())
-    state = watch.state_dict()
-    assert state["engine"]["canaries"] == {"commitment": data.canaries.commitment}
-    with pytest.raises(InclusionMismatch):
-        audited(tmp_path / "other", planted(seed=4), state=state)
-
-
 def test_canaries_that_nothing_queries_are_refused():
     games, model = Games(canaries=planted().canaries), still_gpt2()
     optimizer = torch.optim.SGD(model.parameters(), 1)
-    with pytest.raises(ValueError, match="membership attacks are asked for, and none is listed"):
-        Watch(model, optimizer, Probe(), games=games)
-    with pytest.raises(ValueError, match="add 'shared' to stages"):
-        Watch(model, optimizer, Recording(), stages=["local"], games=games)
+    with pytest.raises(ValueError, match=r"no attack does so: add Canaries\(\)"):
+        Watch(model, optimizer, Recording(), games=games)

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
-from lightning_fedleak.engine.channels.texts import Inverted, TextsChannel, place_names
+from lightning_fedleak.engine.channels.texts import Inverted, TextsChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.run import Series
 from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
@@ -180,7 +179,7 @@ def test_an_encoder_is_attacked_by_descent(tmp_path):
 
 
 def test_rates_are_those_of_the_guess(tmp_path):
-    watch = watched(tmp_path, Recording(), n=4, tensorboard=True)
+    watch = watched(tmp_path, Recording(), n=4)
     ids = next(iter(random_token_loader(4)))["input_ids"]
     expected = reconstruction_rates(sentence_scores(torch.full_like(ids, 5), ids), resamples=200)
     for name in TextsChannel.metrics:
@@ -190,14 +189,6 @@ def test_rates_are_those_of_the_guess(tmp_path):
     assert watch.latest["leakage/recording/finished"] == 1
     [line] = watch.lines()
     assert (line["n"], line["stage"]) == (4, "shared")
-    hits = (ids == 5).double()
-    for name, columns in {"0": [0], "1": [1], "2-3": [2, 3], "8-15": range(8, 12)}.items():
-        value = line["metrics"][f"token_accuracy_at_{name}"]["value"]
-        assert value == pytest.approx(float(hits[:, list(columns)].mean()))
-    assert "token_accuracy_at_16-31" not in line["metrics"]
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    [histogram] = events.Histograms("leakage/recording/share_recovered_by_place")
-    assert list(histogram.histogram_value.bucket_limit) == [1, 2, 4, 8, 16]
 
 
 def crash(hidden):
@@ -339,7 +330,7 @@ def test_clients_are_pooled_by_text(clients, n, length, seed):
         truth, guess = torch.randint(3, (2, n, length), generator=generator)
         real = torch.rand(n, length, generator=generator) < 0.8
         real[:, 0] = True
-        rows[client] = Inverted(TextGuess(guess), truth, real, float(client)).pack(5)
+        rows[client] = Inverted(TextGuess(guess), truth, real, float(client)).scored()
         parts.append((guess, truth, real))
     outcome = channel.pooled(series, rows)
     whole = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
@@ -352,11 +343,3 @@ def test_clients_are_pooled_by_text(clients, n, length, seed):
     if clients > 1:
         shares = [((g == t) & r).sum(1).div(r.sum(1)).double().mean() for g, t, r in parts]
         assert outcome.worst["token_accuracy"] == pytest.approx(float(max(shares)))
-    counts = {}
-    for guess, truth, real in zip(*whole, strict=True):
-        for place, hit in enumerate((guess == truth)[real].tolist()):
-            name = place_names()[min(place.bit_length(), 11)]
-            right, among = counts.get(name, (0, 0))
-            counts[name] = (right + hit, among + 1)
-    assert outcome.by_position == counts
-    assert place_names()[:5] == ["0", "1", "2-3", "4-7", "8-15"]

@@ -191,7 +191,7 @@ def judged(folder: Path, model: nn.Module, attack: Attack) -> tuple[Threshold, d
     rate = "token_accuracy" if isinstance(attack, PrefixInversion) else rate
     rows = 8 if rate == "auc" else 2
     gate = Threshold(f"leakage/attack/{rate}", at_most=AT_MOST[rate], action="warn")
-    watch = watched(folder, attack, [gate], model=model, rows=rows, length=6, steps=2, cache=False)
+    watch = watched(folder, attack, [gate], model=model, rows=rows, length=6, steps=2)
     return gate, watch.latest
 
 

@@ -32,7 +32,7 @@ from transformers import (
 
 from lightning_fedleak import LeakageMonitor, PublicText
 from lightning_fedleak.attacks import SubspaceWords
-from lightning_fedleak.callbacks import Games, MonitorSettings
+from lightning_fedleak.callbacks import Games, WatchSettings
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 from tests.helpers.lightning_modules import CausalLMModule
@@ -182,10 +182,9 @@ def looked(folder: Path, model: nn.Module, attack: Any = None) -> tuple[Drawing,
     monitor = LeakageMonitor(
         *listed,
         every_n_steps=1,
-        log_dir=folder,
-        public_text=public,
+        folder=folder,
         games=Games(held_out=PublicText(texts(40, 2)), targets=8),
-        settings=MonitorSettings(cache=False, look_seconds=1e4),
+        settings=WatchSettings(look_seconds=1e4, public_text=public),
     )
     module = fit(model, [monitor])
     assert monitor.failures == 0

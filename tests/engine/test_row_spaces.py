@@ -12,7 +12,6 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_fedleak import with_canaries
 from lightning_fedleak.attacks import (
     BagOfWords,
     RevealLabels,
@@ -153,17 +152,6 @@ def test_a_step_of_adamw_is_read_where_rounds_begin_without_a_state(
     watch = look(tmp_path, words(), model, optimizers=[optimizer], loss=loss, local_steps=1)
     assert watch.latest[f"{NAME}/f1"] > 0.9 if fresh else math.isnan(watch.latest[f"{NAME}/f1"])
     assert watch.failures == (0 if fresh else 3), "the first look waits: B is zero"
-
-
-def test_canaries_are_queried_too(tmp_path: Path) -> None:
-    ids = random_token_loader(**LOADER).dataset.columns["input_ids"]
-    items = [{"input_ids": row, "labels": row} for row in ids]
-    train = with_canaries(items[:4], items[4:], seed=2)
-    assert 0 < int(train.canaries.included.sum()) < 4
-    batches = torch.utils.data.DataLoader(train, batch_size=2)
-    attack, games = SubspaceMembership(ids.tolist()), Games(2, canaries=train.canaries)
-    watch = look(tmp_path, attack, model_of(), batches=batches, games=games, optimizer="sgd")
-    assert any(line["unknown"] is None for line in watch.lines("audit/subspace_membership"))
 
 
 @pytest.mark.parametrize("case", ["whole", "lora", "encoder"])

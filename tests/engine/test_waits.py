@@ -207,33 +207,6 @@ def test_a_run_that_resumes_goes_on_waiting(tmp_path: Path) -> None:
 # ---- calibrations that wait for their turn ------------------------------------------------------
 
 
-def test_a_slow_attack_is_calibrated_behind_the_first_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Training does not notice when the rest is calibrated."""
-    prepared: list[int] = []
-    prepare = GradientMembership.prepare
-
-    def counted(self: GradientMembership, anatomy: Any) -> None:
-        prepared.append(1)
-        prepare(self, anatomy)
-
-    monkeypatch.setattr(GradientMembership, "prepare", counted)
-    budget = {"every_n_steps": None, "cache": False}
-    with caplog.at_level("INFO"):
-        training = run(tmp_path, "auto", **budget)
-    assert_same_training(run(None, None), training)
-    assert prepared == [1]
-    first = {
-        name: training.watch.lines(name)[0] for name in ("subspace_words", "gradient_membership")
-    }
-    assert [line["step"] for line in first.values()] == [2, 3]
-    assert "'gradient_membership' is calibrated now" in caplog.text
-    waits = run(tmp_path / "waits", "auto", zero_steps=99, steps=5, **budget).watch
-    assert not math.isnan(waits.latest["leakage/gradient_membership/auc"]), "not for ever"
-    assert math.isnan(waits.latest[F1])
-
-
 @pytest.mark.parametrize("local_steps", [None, 1])
 def test_what_would_take_too_long_is_not_calibrated(
     local_steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -243,7 +216,7 @@ def test_what_would_take_too_long_is_not_calibrated(
 
     monkeypatch.setattr(GradientMembership, "prepare", refuse)
     monkeypatch.setattr(GradientMembership, "estimate", lambda *_: 31.0)
-    settings = {"every_n_steps": None, "cache": False, "local_steps": local_steps, "steps": 4}
+    settings = {"every_n_steps": None, "local_steps": local_steps, "steps": 4}
     watch = run(tmp_path, "auto", optimizer="sgd", **settings).watch
     assert not any("gradient_membership" in name for name in watch.latest)
     [line] = watch.lines("gradient_membership")

@@ -64,4 +64,4 @@ def round_settings(arguments: dict[str, Any]) -> tuple[dict[str, Any], RoundSett
     names = {one.name for one in fields(RoundSettings)}
     rare = {name: value for name, value in arguments.items() if name in names}
     plain = {name: value for name, value in arguments.items() if name not in names}
-    return plain, RoundSettings(**{"tensorboard": False, "cache": False} | rare)
+    return plain, RoundSettings(**{"tensorboard": False} | rare)

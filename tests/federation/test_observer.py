@@ -28,8 +28,9 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
+from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.defenses import GradientNoise, Privacy
+from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe, fit
@@ -103,9 +104,7 @@ def test_a_round_is_read_as_a_monitor_reads_it(tmp_path):
         GradientMembership(texts(), public_rows=8, controls=4),
     ]
     net, data = model(), batches(4, 2, rows=1, length=5)
-    monitor = LeakageMonitor(
-        attacks(), local_steps=2, games=games, settings=MonitorSettings(cache=False)
-    )
+    monitor = LeakageMonitor(attacks(), settings=WatchSettings(local_steps=2), games=games)
     fit([monitor], tmp_path / "a", module=Stepping(copy.deepcopy(net)), loader=loader(data))
     rounds = observer(tmp_path / "b", net, attacks(), optimizer=SLOW, games=games)
     sent = trained_state(net)

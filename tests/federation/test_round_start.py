@@ -60,7 +60,7 @@ def observer(
 ) -> Any:
     if check:
         check = replace(StartCheck() if check is True else check, public_text=public)
-    settings = RoundSettings(tensorboard=False, cache=False, inspect=check)
+    settings = RoundSettings(tensorboard=False, inspect=check)
     return RoundObserver(
         fresh_model(),
         optimizer,

@@ -61,7 +61,7 @@ def drawn(client: int, round_: int) -> list[dict[str, torch.Tensor]]:
 
 def observer(folder, attacks=None, **arguments):
     rare = {"data": arguments.pop("data", client_loader), **arguments.pop("settings", {})}
-    settings = RoundSettings(tensorboard=False, cache=False, **rare)
+    settings = RoundSettings(tensorboard=False, **rare)
     return RoundObserver(
         model(),
         ADAMW,

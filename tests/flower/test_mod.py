@@ -320,7 +320,7 @@ def test_a_client_does_not_train_on_what_looks_crafted(tmp_path, private):
         return Message(content=content, reply_to=asked)
 
     def watch(where):
-        settings = RoundSettings(tensorboard=False, cache=False, inspect=StartCheck("refuse"))
+        settings = RoundSettings(tensorboard=False, inspect=StartCheck("refuse"))
         arguments = {"attacks": [BagOfWords()], "folder": tmp_path, "settings": settings}
         return RoundObserver(adapted(), torch.optim.AdamW, 1, **arguments)
 
@@ -586,7 +586,7 @@ def peak_of_a_look(folder, replies):
     net = tiny_gpt2(tied=False, layers=6, d=64, dropout=0.0)
     watching = RoundObserver(
         copy.deepcopy(net), SGD, 2, attacks=[BagOfWords()], folder=folder, side="server",
-        settings=RoundSettings(tensorboard=False, cache=False),
+        settings=RoundSettings(tensorboard=False),
     )  # fmt: skip
     strategy = Observed(FedAvg(), watching)
     strategy.configure_train(1, ArrayRecord(trained_state(net)), ConfigRecord(), Nodes(2))

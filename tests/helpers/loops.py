@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import grouped
 
 Batch = Any
 Loss = Callable[[Any, Batch], Tensor | None]
@@ -115,7 +116,7 @@ def train(
         if settings.get("max_overhead") is not None:
             settings["every_n_steps"] = None
         watch = RecordedWatch(
-            model, optimizers, attacks, gates, loader=loader, folder=folder, **settings
+            model, optimizers, attacks, gates, loader=loader, folder=folder, **grouped(settings)
         )
         configure(watch)
         if state is not None:

@@ -221,7 +221,7 @@ def test_it_reads_a_fit_live_and_again_when_the_steps_have_doubled(tmp_path: Pat
     trainer = L.Trainer(
         max_steps=5,
         accelerator="cpu",
-        callbacks=[LeakageMonitor([attack], every_n_steps=1, log_dir=tmp_path)],
+        callbacks=[LeakageMonitor([attack], every_n_steps=1, folder=tmp_path)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

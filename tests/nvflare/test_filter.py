@@ -170,7 +170,7 @@ def adapted():
 
 def inspects(site, check=None):
     check = check or StartCheck("refuse", shared_seed=True)
-    settings = RoundSettings(tensorboard=False, cache=False, inspect=check)
+    settings = RoundSettings(tensorboard=False, inspect=check)
     folder = Path(os.environ[jobs.FOLDER]) / site
     arguments = {"attacks": [BagOfWords()], "folder": folder, "settings": settings}
     return RoundObserver(adapted(), torch.optim.AdamW, 2, **arguments)

@@ -6,6 +6,7 @@ import pytest
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.cli import main
 from lightning_fedleak.defenses import DPSGD, GradientNoise
+from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.notices import announced
@@ -109,7 +110,7 @@ def test_the_report_of_a_fit_is_of_that_fit_alone_and_never_ends_it(tmp_path):
     for seed in (1, 2):
         strategy = DefendedStrategy("auto", [GradientNoise(clip=1.0, sigma=0.1, seed=seed)])
         more = {"logger": False, "strategy": strategy}
-        monitor = LeakageMonitor(Probe(), log_dir=tmp_path, report=True)
+        monitor = LeakageMonitor(Probe(), folder=tmp_path, settings=WatchSettings(report=True))
         fit([monitor], tmp_path, gradient_clip_val=float("inf"), **more)
     for line in (tmp_path / "run.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(name))

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import lightning_fedleak as fedleak
+from lightning_fedleak import callbacks
 from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.defenses import ClipSettings, ReleaseSettings, mean_of_sample_means
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 
@@ -139,11 +139,13 @@ def monitor(attacks: Any, **settings: Any) -> Any:
     """A LeakageMonitor, with settings of membership games and rare ones in their groups."""
     names = ("targets", "held_out", "window", "scale", "canaries")
     games = {name: settings.pop(name) for name in names if name in settings}
-    rare = {name: settings.pop(name) for name in ("texts",) if name in settings}
+    kind = getattr(callbacks, "WatchSettings", None) or callbacks.MonitorSettings  # of older ones
+    names = {one.name for one in fields(kind)} & settings.keys()
+    rare = {name: settings.pop(name) for name in names}
     return fedleak.LeakageMonitor(
         attacks,
         games=fedleak.Games(**games) if games else None,
-        settings=MonitorSettings(**rare),
+        settings=kind(**rare),
         **settings,
     )
 
@@ -337,7 +339,7 @@ def shown_by(run: Run, folder: Path, **how: Any) -> dict[str, list[str]]:
         "TensorBoard": events(folder / "tensorboard/version_0") if run.tensorboard else [],
         "monitors": [
             f"{c.looks} looks, {c.failures} failures, last step {c.last_step}, next at "
-            f"{_cadence(c).next_step}, pending {sorted({n.rpartition('/')[0] for n in c.pending})}"
+            f"{_cadence(c).next_step}"
             for c in callbacks
             if is_monitor(c)
         ],
@@ -392,16 +394,6 @@ def dpsgd(**settings: Any) -> list[Any]:
 
 def watched(attacks: Callable[[], Any], every: int = 3, **more: Any) -> Callable[[], list[Any]]:
     return lambda: [monitor(attacks(), every_n_steps=every, stages=STAGES, **more)]
-
-
-def own_canaries() -> list[Any]:
-    data = with_own_canaries()
-    games = {"canaries": data.canaries, "targets": 3, "window": 2}
-    return [
-        monitor(
-            fedleak.FCMembership(1), every_n_steps=1, held_out=fedleak.PublicText(HELD_OUT), **games
-        )
-    ]
 
 
 def gated() -> list[Any]:
@@ -494,8 +486,6 @@ RUNS: dict[str, Run] = {
         model=untied,
         settings={"max_steps": 5, "accumulate_grad_batches": 2},
     ),
-    "canaries": Run(own_canaries, data=with_own_canaries),
-    "canaries under DPSGD": Run(own_canaries, dpsgd, data=with_own_canaries),
     "gates": Run(
         gated, lambda: [fedleak.GradientNoise(1.0, 1e-4, seed=1, max_hardenings=2)], untied
     ),
@@ -556,8 +546,7 @@ SAVED_AT, RESUMED_UNTIL = 6, 12
 
 
 def checkpointed() -> list[Any]:
-    """Words, membership games with canaries, texts, and gates that have counted something."""
-    data = with_own_canaries()
+    """Words, membership games, texts, and gates that have counted something."""
     words = [
         fedleak.FlatChat(public()),
         fedleak.AlignedFlatChat(public(), readout="sign", calibration_tokens=400),
@@ -566,7 +555,7 @@ def checkpointed() -> list[Any]:
         fedleak.FCMembership(1),
         fedleak.AttentionMembership(1, public()),
     ]
-    games = {"targets": 4, "window": 3, "canaries": data.canaries}
+    games = {"targets": 4, "window": 3}
     return [
         monitor(words, every_n_steps=2, stages=("local", "shared")),
         monitor(players, every_n_steps=1, held_out=fedleak.PublicText(HELD_OUT), **games),

@@ -12,7 +12,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fedleak import BagOfWords
-from lightning_fedleak.trainers import Threshold, Watch
+from lightning_fedleak.trainers import Threshold, Watch, WatchSettings
 from tests.callbacks.runs import Probe
 from tests.helpers.models import tiny_gpt2
 from tests.trainers.test_transformers import Recorder, rows, trainer_of, user_logs, watched
@@ -67,8 +67,9 @@ def in_a_loop(root: Path, rank: int) -> dict[str, Any]:
     probe = Probe()
     ids = torch.stack([row["input_ids"] for row in rows()[:8]])
     expected = head_gradient(tiny_gpt2(tied=False, dropout=0.0), ids[rank * 4 : rank * 4 + 4])
-    settings = {"every_n_steps": 1, "stages": ("shared", "aggregate")}
-    with Watch(model, optimizer, [BagOfWords(), probe], folder=root / "loop", **settings) as watch:
+    settings = WatchSettings(stages=("shared", "aggregate"))
+    place = {"folder": root / "loop", "every_n_steps": 1, "settings": settings}
+    with Watch(model, optimizer, [BagOfWords(), probe], **place) as watch:
         for _ in range(2):
             batch = {"input_ids": ids[rank * 4 : rank * 4 + 4]}
             with watch.step(batch):

@@ -25,6 +25,7 @@ from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import LeakageCallback, Watch
 from tests.callbacks.runs import Probe
+from tests.helpers.settings import grouped
 
 WORDS, WIDTH, ROWS, LENGTH = 200, 16, 4, 6
 NOISE, CLIP = 1.0, 0.5
@@ -68,7 +69,7 @@ def private(kind: type[DPOptimizer] = DPOptimizer, **settings: Any) -> tuple[nn.
     generator = torch.Generator().manual_seed(11)
     known = {"noise_multiplier": NOISE, "max_grad_norm": CLIP, "expected_batch_size": ROWS}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return model, kind(optimizer, generator=generator, **{**known, **settings})
+    return model, kind(optimizer, generator=generator, **grouped(known | settings))
 
 
 def train(
@@ -399,7 +400,7 @@ def test_a_lightning_trainer(tmp_path: Path, parts: int) -> None:
         return applied
 
     probe = Probe(role=EMBEDDING_WEIGHT)
-    monitor = LeakageMonitor([BagOfWords(), probe], every_n_steps=1, log_dir=tmp_path)
+    monitor = LeakageMonitor([BagOfWords(), probe], every_n_steps=1, folder=tmp_path)
     applied = run([monitor])
     assert all(map(torch.equal, applied, run([])))
     assert len(probe.at("shared")) == len(applied) == 4 // parts

@@ -21,6 +21,7 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import grouped
 from tests.trainers.test_watch import attacks, lines
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +78,7 @@ def trainer_of(
 
 
 def watched(trainer: Trainer, *arguments: Any, **settings: Any) -> LeakageCallback:
-    callback = LeakageCallback(trainer, *arguments, **({"every_n_steps": 1} | settings))
+    callback = LeakageCallback(trainer, *arguments, **grouped(settings, every_n_steps=1))
     trainer.add_callback(callback)
     return callback
 
@@ -118,7 +119,7 @@ def three_faces(folder: Path, make: Any, data: Any, played: Any, **settings: Any
         loader: Any = DataLoader(data, batch_size=4)
         place = folder / face
         if face == "lightning":
-            monitor = LeakageMonitor(played(), log_dir=place, **settings)
+            monitor = LeakageMonitor(played(), folder=place, **grouped(settings))
             L.Trainer(
                 max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
                 enable_progress_bar=False, enable_model_summary=False, callbacks=[monitor],
@@ -128,7 +129,7 @@ def three_faces(folder: Path, make: Any, data: Any, played: Any, **settings: Any
             watched(trainer, played(), **settings)
             trainer.train()
         else:
-            with Watch(model, optimizer, played(), folder=place, **settings) as watch:
+            with Watch(model, optimizer, played(), folder=place, **grouped(settings)) as watch:
                 for batch in loader:
                     with watch.step(batch):
                         model(**batch).loss.backward()

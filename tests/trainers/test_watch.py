@@ -12,10 +12,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
+from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.trainers import LeakageLimitExceeded, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.loops import check_undisturbed, watched
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import grouped
 
 F1 = "leakage/bag_of_words/f1"
 
@@ -105,7 +107,12 @@ def test_a_scaler_that_skips(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)  # type: ignore[attr-defined]
     probe = Probe()
     with Watch(
-        model, optimizer, [BagOfWords(), probe], folder=tmp_path, every_n_steps=1, scaler=scaler
+        model,
+        optimizer,
+        [BagOfWords(), probe],
+        folder=tmp_path,
+        every_n_steps=1,
+        settings=WatchSettings(scaler=scaler),
     ) as watch:
         for number, batch in enumerate(batches(3)):
             with watch.step(batch):
@@ -182,7 +189,7 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     model, optimizer = model_and_optimizer()
     with pytest.raises(error, match=words):
-        Watch(model, optimizer, [BagOfWords()], folder=tmp_path, **settings).__enter__()
+        Watch(model, optimizer, [BagOfWords()], folder=tmp_path, **grouped(settings)).__enter__()
     assert "step" not in vars(optimizer)
 
 
@@ -194,7 +201,11 @@ def test_autocast_that_was_not_declared_is_refused(tmp_path: Path) -> None:
         with (
             expected,
             Watch(
-                model, optimizer, [BagOfWords()], folder=tmp_path / str(works), precision=precision
+                model,
+                optimizer,
+                [BagOfWords()],
+                folder=tmp_path / str(works),
+                settings=WatchSettings(precision=precision),
             ) as watch,
             watch.step(batch),
             torch.autocast("cpu", torch.bfloat16),

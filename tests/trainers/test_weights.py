@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Extraction, LossRatio
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import grouped
 from tests.trainers.test_transformers import Module, constant, rows, trainer_of, watched
 from tests.trainers.test_watch import lines
 
@@ -51,9 +52,7 @@ def limits(at_most: float) -> dict[str, Any]:
 
 def in_lightning(place: Path, at_most: float) -> float:
     model, optimizer, loader = start()
-    monitor = LeakageMonitor(
-        played(), log_dir=place, settings=MonitorSettings(memorization=SETTINGS)
-    )
+    monitor = LeakageMonitor(played(), folder=place, settings=WatchSettings(memorization=SETTINGS))
     keep = ModelCheckpoint(place / "kept", monitor="leakage/choose", mode="min")
     trainer = L.Trainer(
         max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
@@ -87,8 +86,8 @@ def under_the_trainer(place: Path, at_most: float) -> float:
 def in_a_loop(place: Path, at_most: float) -> float:
     model, optimizer, loader = start()
     gate, best = Threshold(METRIC, **limits(at_most)), float("inf")
-    settings: dict[str, Any] = {"folder": place, "memorization": SETTINGS, "chooses": True}
-    with Watch(model, optimizer, played(), [gate], loader, **settings) as watch:
+    settings: dict[str, Any] = {"folder": place, "memorization": SETTINGS}
+    with Watch(model, optimizer, played(), [gate], loader, **grouped(settings)) as watch:
         for _ in range(2):
             for batch in loader:
                 with watch.step(batch):
@@ -107,10 +106,7 @@ def test_three_faces_say_the_same_and_choose_the_same(tmp_path: Path) -> None:
     faces = {"lightning": in_lightning, "trainer": under_the_trainer, "loop": in_a_loop}
     scores = {name: face(tmp_path / name, 1.0) for name, face in faces.items()}
     first, trainer, loop = ([*lines(tmp_path / name)] for name in faces)
-    assert [line["attack"] for line in first] == [
-        *["loss_ratio", "extraction"] * 3,
-        *("loss_ratio_chosen", "extraction_chosen"),
-    ]
+    assert [line["attack"] for line in first] == ["loss_ratio", "extraction"] * 3
     assert all(line["unknown"] is None for line in first)
     assert loop == first
     for line, other in zip(first, trainer, strict=True):
@@ -128,16 +124,13 @@ def test_three_faces_say_the_same_and_choose_the_same(tmp_path: Path) -> None:
 
 def test_weights_that_give_away_too_much_are_not_chosen(tmp_path: Path) -> None:
     assert in_a_loop(tmp_path, 0.5) == float("inf")
-    assert not any(line["attack"].endswith("_chosen") for line in lines(tmp_path))
 
 
-def test_a_loop_that_puts_no_texts_aside_cannot_choose(tmp_path: Path) -> None:
+def test_a_loop_without_a_gate_on_the_weights_cannot_choose(tmp_path: Path) -> None:
     model, optimizer, loader = start()
-    gate = Threshold(METRIC, **limits(0.9))
+    settings: dict[str, Any] = {"folder": tmp_path, "memorization": SETTINGS}
     with (
-        Watch(
-            model, optimizer, played(), [gate], loader, folder=tmp_path, memorization=SETTINGS
-        ) as watch,
-        pytest.raises(ValueError, match="chooses=True"),
+        Watch(model, optimizer, played(), [], loader, **grouped(settings)) as watch,
+        pytest.raises(ValueError, match="needs a gate on the trained weights"),
     ):
         watch.choose(1.0)

@@ -25,6 +25,7 @@ from lightning_fedleak.trainers import LeakageCallback, Threshold
 from tests.callbacks.runs import Probe
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 from tests.helpers.models import tiny_llama
+from tests.helpers.settings import grouped
 from tests.trainers.test_watch import lines
 
 VOCABULARY = 384
@@ -124,7 +125,7 @@ def dpo(folder: Path, copies: int = 1, **more: Any) -> DPOTrainer:
 
 
 def watched(trainer: Any, *arguments: Any, **settings: Any) -> LeakageCallback:
-    callback = LeakageCallback(trainer, *arguments, **({"every_n_steps": 1} | settings))
+    callback = LeakageCallback(trainer, *arguments, **grouped(settings, every_n_steps=1))
     trainer.add_callback(callback)
     return callback
 

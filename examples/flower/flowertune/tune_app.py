@@ -113,9 +113,8 @@ def make_observer(context: Context, side: str) -> RoundObserver:
         local_steps=int(context.run_config["local-steps"]),
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
-        public_text=public(PUBLIC),
         games=Games(targets=16, held_out=public(OUTSIDE)),
-        settings=RoundSettings(data=data if side == "client" else None),
+        settings=RoundSettings(data=data if side == "client" else None, public_text=public(PUBLIC)),
     )
 
 

@@ -79,9 +79,11 @@ def make_observer(context: Context, side: str) -> RoundObserver:
         local_steps=int(context.run_config["local-steps"]),
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
-        public_text=PublicText(rows_of(texts[PUBLIC], context)),
         games=Games(targets=16, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
-        settings=RoundSettings(data=data if side == "client" else None),
+        settings=RoundSettings(
+            data=data if side == "client" else None,
+            public_text=PublicText(rows_of(texts[PUBLIC], context)),
+        ),
     )
 
 

@@ -77,9 +77,11 @@ def make_observer(context: Context, side: str) -> RoundObserver:
         local_steps=int(context.run_config["local-steps"]),
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
-        public_text=PublicText(rows_of(texts[PUBLIC], context)),
         games=Games(targets=16, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
-        settings=RoundSettings(federation=f"flower-{context.run_id}"),
+        settings=RoundSettings(
+            federation=f"flower-{context.run_id}",
+            public_text=PublicText(rows_of(texts[PUBLIC], context)),
+        ),
     )
 
 

@@ -394,10 +394,6 @@ class AttentionMembership(MembershipAttack):
         self._calibration = Calibration.from_tensors(state)
         self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
 
-    def calibration_inputs(self) -> dict[str, object] | None:
-        """Return the settings and the public text."""
-        return None if self.public_text is None else self.arguments()
-
     def _fingerprint(self) -> Tensor:
         """Return (32,) bytes that differ for other settings or another public text."""
         digest = hashlib.sha256(self.fingerprint().encode()).digest()

@@ -155,12 +155,6 @@ class PassiveMembership(Attack):
         if "public" in state:
             self._public = PublicText([row[row >= 0] for row in state["public"]])
 
-    def calibration_inputs(self) -> dict[str, object] | None:
-        """Return what text that the model writes depends on; None for the user's own text."""
-        if self.public_text != "sampled":
-            return None
-        return {"seed": self.seed, "texts": self.public_rows + self.controls}
-
     @abstractmethod
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
         """Return for each text of the query whether it was in the batch.

@@ -479,20 +479,6 @@ class AlignedFlatChat(Attack):
         else:
             self._calibration = HeadCalibration.from_tensors(state)
 
-    def calibration_inputs(self) -> dict[str, object]:
-        """Return the settings, and the public text."""
-        steps = self._adaptive_steps
-        return {
-            **self.config(),
-            **self._clip,
-            **self._compressed,
-            "steps": None if steps is None else sorted(steps.describe().items()),
-            "updates": self.updates,
-            "lengths": self.lengths,
-            "public_text": PublicText.label(self.public_text),
-            "mask": getattr(self.tokenizer, "mask_token_id", None),
-        }
-
     def arguments(self) -> dict[str, object]:
         """Return the settings, and what makes the updates that the readout is fitted on."""
         steps = self._adaptive_steps

@@ -407,18 +407,6 @@ class FlatChat(Attack):
         if "regressor" in state:
             self.regressor = TypeCountRegressor(state["regressor"].detach().cpu().double())
 
-    def calibration_inputs(self) -> dict[str, object] | None:
-        """Return the settings and the public text; None if there is no regression to fit."""
-        if not self.predicts:
-            return None
-        return self.config() | {
-            "shapes": self.shapes,
-            "batches_per_shape": self.batches_per_shape,
-            "mask": self.mask_token_id,
-            "seed": self.seed,
-            "public_text": PublicText.label(self.public_text),
-        }
-
     def config(self) -> dict[str, object]:
         """Return the settings for reports, with the source of the number of types."""
         if self.oracle_n_types is not None:

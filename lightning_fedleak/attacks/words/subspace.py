@@ -445,10 +445,6 @@ class SubspaceWords(Attack):
         if "capacity" in state:
             self._capacity = float(state["capacity"])
 
-    def calibration_inputs(self) -> dict[str, object]:
-        """Return the settings that planted sets depend on."""
-        return {"seed": self.seed, "capacity_seconds": self.capacity_seconds}
-
 
 def _zero_if_rounding(gradient: Tensor, error: Tensor) -> Tensor:
     """Return a gradient, or zeros if decay and rounding explain all of it.

@@ -31,7 +31,7 @@ from lightning_fedleak.cli.finetuning import (
     TextDataModule,
     quiet_logs,
 )
-from lightning_fedleak.engine import gates
+from lightning_fedleak.engine import WatchSettings, gates
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.report import write
 from lightning_fedleak.report.records import ResultLine, read_results
@@ -131,8 +131,7 @@ def _fit(
     monitor = LeakageMonitor(
         attacks,
         every_n_steps=options.every_n_steps,
-        reveal=options.reveal and not gated,
-        tokenizer=data.tokenizer,
+        settings=WatchSettings(reveal=options.reveal and not gated, tokenizer=data.tokenizer),
     )
     title = f"Run 2: gate at F1 {options.at_most:g}" if gated else "Run 1: watched"
     table = _LooksTable(console, monitor, title)

@@ -21,6 +21,7 @@ from lightning_fedleak.cli.finetuning import (
 )
 from lightning_fedleak.cli.studies.capacity import CapacityStudy, NothingRead, Trial
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
+from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.trainers import Watch
 
@@ -96,7 +97,10 @@ def show_attacks(anatomy: Anatomy) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         Watch(
-            anatomy.model, optimizer, folder=folder, tensorboard=False, report=False, cache=False
+            anatomy.model,
+            optimizer,
+            folder=folder,
+            settings=WatchSettings(tensorboard=False, report=False),
         ),
     ):
         pass  # the plan of a run is logged before its first step

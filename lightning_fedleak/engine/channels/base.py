@@ -1,6 +1,6 @@
 """Channels: one object for each family of leak, which does all that the engine needs.
 
-A channel taps what its attacks read, lets them guess at each stage, scores the guesses, and packs,
+A channel taps what its attacks read, lets them guess at each stage, scores the guesses, and
 pools, names and shows the results. The engine holds a list of channels and knows no family. A
 user's own family is a subclass of :class:`Channel` and its attacks, in one file:
 ``Channel.reads`` names the class of attacks that it takes.
@@ -27,6 +27,7 @@ from lightning_fedleak.attacks import (
     UnusableObservation,
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_uncut, explain_stale_optimizer
+from lightning_fedleak.attacks.memorization import Canaries
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine.channels.plans import Plan, gradient_plan, no_sum
 from lightning_fedleak.engine.options import Options
@@ -39,7 +40,7 @@ from lightning_fedleak.engine.outcomes import (
     Unknown,
     Waiting,
 )
-from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
+from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import explain_compression
 from lightning_fedleak.model.snapshots import (
@@ -63,7 +64,7 @@ class Channel(ABC):
     Lives as long as its monitor. :meth:`open` begins a fit and :meth:`close` ends it; a look is
     :meth:`arm`, then :meth:`batch_ends` for each micro-batch but the last, :meth:`at_moment` and
     :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last,
-    :meth:`results`, :meth:`disarm` and :meth:`published`. A family must define how a guess is
+    :meth:`results`, :meth:`disarm` and :meth:`reveal`. A family must define how a guess is
     scored (:meth:`score`) and how the results of clients are combined (:meth:`pooled`).
 
     Args:
@@ -81,7 +82,6 @@ class Channel(ABC):
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
         headline: the leak's metric that stands for the others on a page or in a table.
         charts: the further rates that have a chart.
-        width: numbers in a packed result.
         extras: names of its values that have no interval.
         ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
         limits: log name of what an account allows, by metric.
@@ -94,7 +94,6 @@ class Channel(ABC):
         at_weights: its attacks read the trained weights and nothing of a step, as those of
             :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do; its looks are of
             the same texts, so that the intervals of all hold together.
-        earlier_batches: number of batches before a look that it is to :meth:`remember`.
         tests_looks: one look is tested by itself, so that each has a p-value.
         controls_states: an attack without gradients of the model's is given a control too, whose
             hidden states the channel takes itself.
@@ -111,7 +110,6 @@ class Channel(ABC):
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
     charts: ClassVar[tuple[str, ...]] = ()
-    width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
     limits: Mapping[str, str] = MappingProxyType({})
@@ -125,7 +123,6 @@ class Channel(ABC):
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
     controls_states: ClassVar[bool] = False
-    earlier_batches: int = 0
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
@@ -161,15 +158,11 @@ class Channel(ABC):
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of an attack's results at those of the stages where it has one."""
-        return [Series.at(stage, attack.name) for stage in stages]
+        return [Series.at(stage, attack.name) for stage in stages if stage != Stage.RELEASED]
 
     def charted(self, series: Series) -> tuple[str, ...]:
         """Return the rates of a series that have a chart, the headline first."""
         return (self.headline, *self.charts)
-
-    def further_series(self, attack: Attack) -> list[Series]:
-        """Return an attack's series besides those at the stages."""
-        return []
 
     def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
         """Return after how many looks a rate is first known, and why; None: at every look."""
@@ -242,9 +235,6 @@ class Channel(ABC):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def remember(self, batch: TokenBatch) -> None:  # noqa: B027
-        """Keep a reference to a batch that is not looked at."""
-
     def arm(self) -> None:  # noqa: B027
         """Start a look."""
 
@@ -266,10 +256,7 @@ class Channel(ABC):
         return {
             series: self._result(look, plan, series, empty=empty)
             for plan in self.plans
-            for series in (
-                *self.series(plan.attack, self.settings.stages),
-                *self.further_series(plan.attack),
-            )
+            for series in self.series(plan.attack, self.settings.stages)
         }
 
     def _result(self, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
@@ -290,8 +277,8 @@ class Channel(ABC):
         return not any(batch.input_ids.numel() for batch in look.batches)
 
     @abstractmethod
-    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Return the score of a guess against the truth, as :attr:`width` packed numbers.
+    def score(self, look: Look, series: Series, answer: Any) -> Any:
+        """Return the score of a guess against the truth, which process 0 pools; it holds no text.
 
         Args:
             look: the look with its batches; what a page shows of the guess goes into
@@ -334,14 +321,14 @@ class Channel(ABC):
     def disarm(self, look: Look) -> None:  # noqa: B027
         """End a look, also one that failed: free what it used."""
 
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:  # noqa: B027
-        """Show more than numbers of a look that counts; called on every process."""
+    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: Any) -> None:  # noqa: B027
+        """Write what was recovered at a look that counts to local files."""
 
     # ---- over clients and looks -------------------------------------------------------------
 
     @abstractmethod
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the outcome of all clients' packed results.
+    def pooled(self, series: Series, rows: Mapping[int, Any]) -> Outcome:
+        """Return the outcome of all clients' scores.
 
         Args:
             series: the series of the results.
@@ -391,11 +378,11 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
         kind([a for a in attacks if family_of(a) is kind], settings)
         for kind in Channel.registry.values()
     ]
-    played = any(channel.plays_games and channel.attacks for channel in channels)
-    if settings.games.canaries is not None and not played:
+    asked = any(isinstance(attack, Canaries) for attack in attacks)
+    if settings.games.canaries is not None and not asked:
         raise ValueError(
-            "canaries= are texts that membership attacks are asked for, and none is listed: add "
-            "FCMembership(layer=6), or Canaries() of the trained weights"
+            "canaries= are texts that the trained weights are asked about, and no attack does so: "
+            "add Canaries()"
         )
     return channels
 

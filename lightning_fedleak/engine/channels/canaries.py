@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -43,7 +43,6 @@ class CanaryChannel(MemorizationChannel):
         *("exposure_cap", "exposure_capped", "extracted_others", "extracted_base"),
         *("members", "others", "alpha"),
     )
-    width = 3 * len(metrics) + len(extras)
     file = "canaries_base.safetensors"
     absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
@@ -73,11 +72,12 @@ class CanaryChannel(MemorizationChannel):
         """Return the rates of a tier."""
         return ("auc", "exposure", "extracted", "greedy")
 
-    def further_series(self, attack: Attack) -> list[Series]:
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of each number of repetitions."""
         return [
             Series(AUDIT, _tier_name(attack, times), attack.name, Stage.RELEASED)
             for times in self._canaries.record.times
+            if Stage.RELEASED in stages
         ]
 
     def never_known(self, metric: str) -> str | None:
@@ -108,14 +108,25 @@ class CanaryChannel(MemorizationChannel):
         """Return nothing: each line of results has the numbers of canaries."""
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return also the commitment to the canaries."""
+        canaries = self.settings.games.canaries
+        commitment = {} if canaries is None else {"canary_set": canaries.state_dict()}
+        return {**super().state_dict(), **commitment}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the canaries are the same, and remember where the base's answers are.
+
+        Raises:
+            InclusionMismatch: other canaries.
+        """
+        super().load_state_dict(state)
+        canaries, committed = self.settings.games.canaries, state.get("canary_set")
+        if canaries is not None and committed is not None:
+            canaries.load_state_dict(committed)
+
     def _read_texts(
-        self,
-        pool: Pool,
-        answers: TokenSnapshot,
-        rows: Tensor,
-        members: Tensor,
-        number: int,
-        limits: Mapping[str, float],
+        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor
     ) -> dict[str, dict[str, float] | str]:
         """Return the values of each attack and tier by the name of its series."""
         assert self._base is not None
@@ -131,7 +142,7 @@ class CanaryChannel(MemorizationChannel):
                     torch.tensor(self._canaries.record.repeats),
                     members,
                     ~self._canaries.included,
-                    look=number,
+                    look=self._looks,
                     alpha=self.settings.memorization.alpha,
                 )
             except Exception as error:

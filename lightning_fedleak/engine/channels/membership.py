@@ -33,7 +33,6 @@ from lightning_fedleak.engine.channels import played
 from lightning_fedleak.engine.channels.base import Channel, check_guess
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.targets import (
-    EARLIER_BATCHES,
     Rows,
     Sources,
     Targets,
@@ -44,7 +43,7 @@ from lightning_fedleak.engine.channels.targets import (
     with_labels,
 )
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import AUDIT, Outcome, Series, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model.anatomy import without_peft
@@ -79,7 +78,7 @@ class _Games:
 
 @dataclass
 class GameTable:
-    """Hold the games of one look about one kind of texts.
+    """Hold the games of one look.
 
     Attributes:
         targets: the targets, or why there are none (yet).
@@ -132,36 +131,23 @@ class MembershipChannel(Channel):
 
     def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self.games = games = settings.games
-        self.width = 1 + 3 * 2 * games.targets
-        self._audits: dict[str, Series] = {}
-        if games.canaries is not None and attacks:
-            self._audits = {a.name: Series(AUDIT, a.name, a.name, Stage.SHARED) for a in attacks}
+        self.games = settings.games
         self._windows: dict[Series, played.Window] = {}
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
         self._layers: set[int] = set()
-        self._tables: dict[str, GameTable] = {}
+        self._table: GameTable | None = None
         self._leaving = False
 
     def check_settings(self) -> None:
-        """Refuse texts that an attack knows to be outside, and canaries that nothing measures.
+        """Refuse texts that an attack knows to be outside.
 
         Raises:
             ValueError: says which setting to change.
         """
         super().check_settings()
-        games = self.settings.games
         for attack in self.attacks:
-            check_held_out(attack, games.held_out)
-        if games.canaries is not None and Stage.SHARED not in self.settings.stages:
-            raise ValueError(
-                "canaries= are measured on what leaves the client: add 'shared' to stages"
-            )
-
-    def further_series(self, attack: Attack) -> list[Series]:
-        """Return the series of the user's canaries."""
-        return [self._audits[attack.name]] if self._audits else []
+            check_held_out(attack, self.settings.games.held_out)
 
     def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
         """Return the looks that a TPR needs: a small rate of false positives takes many texts."""
@@ -204,7 +190,6 @@ class MembershipChannel(Channel):
             causal=run.anatomy.kind == "causal",
             special=special_ids(config, run.tokenizers),
         )
-        self.earlier_batches = EARLIER_BATCHES if self.games.held_out is None else 0
         self._replaced = any(d.acts_on_batches for d in run.defenses)
         self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
         self._check_processes(run)
@@ -292,11 +277,6 @@ class MembershipChannel(Channel):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def remember(self, batch: TokenBatch) -> None:
-        """Keep a reference to a batch, whose texts are non-members of a later one."""
-        if self.attacks:
-            self._sources.remember(batch)
-
     def arm(self) -> None:
         """Start a look."""
         if self._tap is not None:
@@ -311,9 +291,9 @@ class MembershipChannel(Channel):
         if self._calls is not None:
             self._calls.arm(False)
         self._leaving = False
-        self._tables.clear()
+        self._table = None
         for batch in look.batches:
-            self.remember(batch)
+            self._sources.remember(batch)
 
     @torch.no_grad()
     def _begin(self, step: int, batches: Sequence[TokenBatch], scale: float) -> None:
@@ -327,29 +307,23 @@ class MembershipChannel(Channel):
             batches: the micro-batches that the step's gradient is of.
             scale: loss scale that is still in the gradients of the hidden states.
         """
-        if not self.attacks or self._tables:
+        if not self.attacks or self._table is not None:
             return
         self._leaving = True
-        self._tables[str(Stage.SHARED)] = GameTable(
-            draw_targets(self._sources.population, step, batches)
-        )
-        if self._audits:
-            self._tables[AUDIT] = GameTable(draw_targets(self._sources.canaries, step, batches))
-        dealt = [t for t in self._tables.values() if isinstance(t.targets, Targets)]
+        self._table = table = GameTable(draw_targets(self._sources.population, step, batches))
         layers: dict[int, _Layer | Unknown] = {}
-        for attack in self.attacks if dealt else ():
+        for attack in self.attacks if isinstance(table.targets, Targets) else ():
             if attack.layer not in layers:
                 layers[attack.layer] = self._layer(attack.layer, batches, scale)
             layer = layers[attack.layer]
-            for table in dealt:
-                try:
-                    table.games[attack.name] = (
-                        layer
-                        if isinstance(layer, Unknown)
-                        else self._games(attack, layer, table.targets)
-                    )
-                except Exception as error:
-                    table.games[attack.name] = Unknown(reason(error))
+            try:
+                table.games[attack.name] = (
+                    layer
+                    if isinstance(layer, Unknown)
+                    else self._games(attack, layer, table.targets)
+                )
+            except Exception as error:
+                table.games[attack.name] = Unknown(reason(error))
 
     def _layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _Layer | Unknown:
         """Return the client's hidden states and the gradient of its loss in them."""
@@ -464,21 +438,21 @@ class MembershipChannel(Channel):
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
         """Pass every canary through the defence too."""
-        for table in self._tables.values() if self._leaving else ():
-            for name, games in table.games.items():
-                if isinstance(games, Unknown):
-                    continue
-                if not defense.acts_on_canaries:
-                    table.games[name] = Unknown(
-                        f"the defence '{defense.name}' does not say what it does to a canary "
-                        "(Defense.on_canary)"
-                    )
-                    continue
-                try:
-                    canary = defense.on_canary(games.canary, parameters, context)
-                    table.games[name] = replace(games, canary=canary)
-                except Exception as error:
-                    table.games[name] = Unknown(reason(error))
+        every = self._table.games if self._table is not None and self._leaving else {}
+        for name, games in every.items():
+            if isinstance(games, Unknown):
+                continue
+            if not defense.acts_on_canaries:
+                every[name] = Unknown(
+                    f"the defence '{defense.name}' does not say what it does to a canary "
+                    "(Defense.on_canary)"
+                )
+                continue
+            try:
+                canary = defense.on_canary(games.canary, parameters, context)
+                every[name] = replace(games, canary=canary)
+            except Exception as error:
+                every[name] = Unknown(reason(error))
 
     def at_moment(self, moment: Moment) -> None:
         """Let every attack guess from its canary at this moment."""
@@ -487,22 +461,18 @@ class MembershipChannel(Channel):
             return
         if Stage.LOCAL in moment.stages:
             self._begin(look.step, look.all_batches, moment.scale)
-        shared = Stage.SHARED in moment.wanted
         for attack in self.attacks if moment.wanted else ():
-            answer = self._guess(attack, str(Stage.SHARED), look.step, moment.wanted[0])
+            answer = self._guess(attack, look.step, moment.wanted[0])
             for series in self.series(attack, moment.wanted):
                 look.answers.setdefault(series, answer)
-            if shared and self._audits:
-                answer = self._guess(attack, AUDIT, look.step, Stage.SHARED)
-                look.answers.setdefault(self._audits[attack.name], answer)
         if Stage.SHARED in moment.stages:
             self._leaving = False
 
     @torch.no_grad()
     def _guess(
-        self, attack: MembershipAttack, table_name: str, step: int, stage: Stage
+        self, attack: MembershipAttack, step: int, stage: Stage
     ) -> played.Played | Unknown | Waiting:
-        table = self._tables.get(table_name)
+        table = self._table
         if table is None:
             return Unknown("the games were not begun")
         if not isinstance(table.targets, Targets):
@@ -563,14 +533,14 @@ class MembershipChannel(Channel):
         check_guess(attack, answer, self.guesses)
         return played.played_games(answer, games.targets.members)
 
-    def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Return the packed games of one look."""
+    def score(self, look: Look, series: Series, answer: object) -> played.Played:
+        """Return the games of one look."""
         assert isinstance(answer, played.Played)
-        return answer.pack(self.width)
+        return answer
 
     # ---- over clients and looks -------------------------------------------------------------
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+    def pooled(self, series: Series, rows: Mapping[int, played.Played]) -> Outcome:
         """Return the outcome of the last looks' games, over all clients."""
         return self._window(series).add(rows)
 
@@ -588,18 +558,3 @@ class MembershipChannel(Channel):
     def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:
         """Restore the window."""
         self._window(series).load_state_dict(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the commitment to the user's canaries."""
-        canaries = self.games.canaries
-        return {"canaries": None if canaries is None else canaries.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the canaries are the same.
-
-        Raises:
-            ValueError: other canaries.
-        """
-        committed = state.get("canaries")
-        if self.games.canaries is not None and committed is not None:
-            self.games.canaries.load_state_dict(committed)

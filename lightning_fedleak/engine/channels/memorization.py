@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,36 +22,25 @@ from lightning_fedleak.attacks.memorization import (
     MemorizationAttack,
     blind_scores,
 )
-from lightning_fedleak.engine.channels.account import (
-    BOUND,
-    AccountGame,
-    PoolReading,
-    too_few_others,
-)
+from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_others
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import (
-    CHOOSE,
-    Found,
-    Outcome,
-    Result,
-    Series,
-    Unknown,
-    Waiting,
-    unknown,
-)
+from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.released import (
     TIERS,
     blind_aucs,
+    extraction_values,
     highest_auc,
+    membership_values,
     other_law,
+    spent_at,
 )
 from lightning_fedleak.model.batches import TokenBatch, read_batch
-from lightning_fedleak.model.snapshots import ReleasedModel, Stage, TokenSnapshot
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import ask_tokens, compressed_bytes
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
@@ -91,7 +80,6 @@ class MemorizationChannel(Channel):
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
-    width = 3 * len(metrics) + len(extras)
     reads_updates = True
     at_weights = True
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
@@ -110,24 +98,17 @@ class MemorizationChannel(Channel):
         self._looks, self._due = 0, 0
         self._reading_seconds = 0.0
         self._void = self._compared = ""
-        self._newest: tuple[TokenSnapshot, int, int] | None = None
-        self._choices: dict[int, float] = {}
-        self._chosen: dict[int, dict[str, _Answer]] = {}
 
     # ---- names ------------------------------------------------------------------------------
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return none: what is released has one series, whatever stages are measured."""
-        return []
-
-    def further_series(self, attack: Attack) -> list[Series]:
         """Return the series of an attack on the released model."""
-        return [Series.at(Stage.RELEASED, attack.name)]
+        return [Series.at(Stage.RELEASED, attack.name)] if Stage.RELEASED in stages else []
 
     @property
     def _played(self) -> list[Series]:
         """The series of the attacks that are played."""
-        return [series for attack in self.attacks for series in self.further_series(attack)]
+        return [one for attack in self.attacks for one in self.series(attack, (Stage.RELEASED,))]
 
     def charted(self, series: Series) -> tuple[str, ...]:
         """Return the rates of membership, or those of extraction."""
@@ -140,7 +121,7 @@ class MemorizationChannel(Channel):
         """Forget the texts of an earlier fit."""
         super().open(run)
         self._pool, self._base, self._refusal, self._void = None, None, None, ""
-        self._due, self._newest = 0, None
+        self._due = 0
 
     def meet_data(self, attack: Attack) -> None:
         """Draw the texts that the model is asked about.
@@ -190,7 +171,6 @@ class MemorizationChannel(Channel):
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
-            chooses=CHOOSE in self.run.watched,
             rounds=self.run.unit == "round",
         )
 
@@ -216,9 +196,9 @@ class MemorizationChannel(Channel):
         if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
             return NO_CONTROLS
         shares = self.settings.memorization.looks
-        counts = [int((~pool.trains & ~pool.aside).sum())] * self._planned_looks
+        counts = [int((~pool.trains).sum())] * self._planned_looks
         if pool.way == "not yet seen":
-            alone = int((pool.alone & ~pool.aside).sum())
+            alone = int(pool.alone.sum())
             counts = [round((1 - share) * alone) for share in shares]
         alpha = self.settings.memorization.alpha
         return too_few_others(counts, alpha) if metric == "shown" else None
@@ -338,7 +318,6 @@ class MemorizationChannel(Channel):
             why = "what the base said is not known: the run was resumed without its record"
             look.answers |= dict.fromkeys(every, f"{why} ({self.folder / self.file})")
             return
-        self._newest = None
         counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-2] > 0
@@ -360,9 +339,7 @@ class MemorizationChannel(Channel):
         except (NoOthers, UnusableObservation) as error:
             look.answers |= dict.fromkeys(every, str(error))
             return
-        self._newest = answers, epoch, passed
-        limits = self._account.limits() if self._account is not None and self._plays else {}
-        values = self._read_texts(pool, answers, rows, members, self._looks, limits)
+        values = self._read_texts(pool, answers, rows, members)
         self._compared = str(values["pool"])
         look.answers |= {series: values[series.name] for series in every}
 
@@ -372,71 +349,87 @@ class MemorizationChannel(Channel):
         return self._account is not None and self._account.why_not is None
 
     def _read_texts(
-        self,
-        pool: Pool,
-        answers: TokenSnapshot,
-        rows: Tensor,
-        members: Tensor,
-        number: int,
-        limits: Mapping[str, float],
+        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor
     ) -> dict[str, _Answer]:
-        """Return what each attack reads off some of the texts by its name, and their digest."""
+        """Return what each attack reads off some of the texts by its name, and their digest.
+
+        Texts that stand in one row are told from others; all are asked whether they can be
+        extracted.
+        """
         assert self._base is not None
         texts = [pool.texts[row] for row in rows.tolist()]
         released = ReleasedModel(
             answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
         )
         values: dict[str, _Answer] = {"pool": pool.digest(rows, members)}
-        alpha, times = self.settings.memorization.alpha, pool.times[rows]
-        reading = PoolReading(released, members, times, number, alpha)
+        times = pool.times[rows]
+        look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
         texts, game = [texts[row] for row in once.tolist()], released.rows(once)
         blind = blind_scores(game.base, game.compressed, texts, members[once])
-        shared = {BLIND: highest_auc(blind, members[once]), **limits}
-        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
+        shared = {BLIND: highest_auc(blind, members[once])}
+        shared |= self._account.limits() if self._account is not None and self._plays else {}
         for attack in self.attacks:
             try:
-                values[attack.name] = (
-                    reading.extraction(attack)
-                    if isinstance(attack, Extraction)
-                    else reading.membership(attack, ranked, shared, self._account)
-                )
+                if isinstance(attack, Extraction):
+                    guess: Any = attack.run(Observation(released=released))
+                    read = extraction_values(guess, attack, members, times, look=look, alpha=alpha)
+                    values[attack.name] = read | self._sizes(members)
+                else:
+                    values[attack.name] = self._membership(attack, game, members[once], shared)
             except Exception as error:
                 values[attack.name] = reason(error)
         return values
 
-    def results(self, look: Look) -> dict[Series, Result]:
-        """Return what each attack's values are, packed."""
-        return {one: self._packed(look, one) for one in self._played}
+    def _membership(
+        self, attack: Attack, game: ReleasedModel, members: Tensor, shared: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the values of an attack on membership by name, with those that all share."""
+        look, alpha = self._looks, self.settings.memorization.alpha
+        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
+        guess: Any = attack.run(Observation(released=game))
+        values, joint = (
+            membership_values(guess.scores, members, look=look, alpha=error)
+            for error in (alpha, alpha / ranked)
+        )
+        values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
+        if self._account is not None and self._plays:
+            error = spent_at(look, alpha / ranked)
+            values["refuted"] = self._account.refuted(
+                attack.name, guess.scores, members, error, alpha
+            )
+        return {**values, **shared, **self._sizes(members)}
 
-    def _packed(self, look: Look, series: Series) -> Result:
+    def _sizes(self, members: Tensor) -> dict[str, float]:
+        """Return how many texts are compared, and the error that the look spends."""
+        return {
+            "members": float(members.sum()),
+            "others": float((~members).sum()),
+            "alpha": spent_at(self._looks, self.settings.memorization.alpha),
+        }
+
+    def results(self, look: Look) -> dict[Series, Result]:
+        """Return what each attack's values are."""
+        return {one: self._result_of(look, one) for one in self._played}
+
+    def _result_of(self, look: Look, series: Series) -> Result:
         answer = look.answers.get(series, "the attack was not run")
         if isinstance(answer, dict):
-            return Found([answer.get(name, math.nan) for name in self._names])
+            return Found(answer)
         return answer if isinstance(answer, Waiting) else Unknown(str(answer))
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of the values in the order in which they are packed."""
-        ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
-        return (*ends, *self.extras)
-
-    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Return nothing: :meth:`results` packs the values itself."""
+    def score(self, look: Look, series: Series, answer: Any) -> Any:
+        """Return nothing: :meth:`results` has the values itself."""
         raise NotImplementedError
 
     # ---- over processes ---------------------------------------------------------------------
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+    def pooled(self, series: Series, rows: Mapping[int, Mapping[str, float]]) -> Outcome:
         """Return the values, which are the same on every process."""
-        numbers = next(iter(rows.values()))
-        return self._outcome(dict(zip(self._names, numbers, strict=True)), self._compared)
-
-    def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
-        """Return the outcome of an attack's values on a pool of texts, by its digest."""
-        triples = (self._names[n : n + 3] for n in range(0, 3 * len(self.metrics), 3))
+        values = next(iter(rows.values()))
         rates = {
-            triple[0]: Rate(*(values.get(name, math.nan) for name in triple)) for triple in triples
+            metric: Rate(*(values.get(metric + end, math.nan) for end in ("", "_low", "_high")))
+            for metric in self.metrics
         }
         extra = {name: values.get(name, math.nan) for name in self.extras}
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
@@ -449,57 +442,14 @@ class MemorizationChannel(Channel):
         )
         played = {name: rate for name, rate in rates.items() if name not in absent}
         extra = {name: value for name, value in extra.items() if not math.isnan(value)}
-        return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
-
-    # ---- the checkpoint that is chosen --------------------------------------------------------
-
-    def choose(self, step: int, loss: float) -> float:
-        """Return the loss that the newest weights are chosen by: the highest of a step's gates.
-
-        Where it is the lowest so far, what the texts put aside show of these weights is kept.
-        """
-        loss = max(loss, self._choices.get(step, -math.inf))
-        lowest = min((one for at, one in self._choices.items() if at != step), default=math.inf)
-        self._choices[step] = loss
-        if loss < lowest and step not in self._chosen:
-            self._chosen[step] = self._confirmed()
-        return loss
-
-    def _confirmed(self) -> dict[str, _Answer]:
-        """Return what each attack reads off the texts put aside, or why that is unknown."""
-        pool = self._pool
-        if pool is None or self._newest is None or not bool(pool.aside.any()):
-            return {}
-        answers, epoch, passed = self._newest
-        try:
-            rows, members = pool.compared(epoch, passed, aside=True, everyone=self._plays)
-        except NoOthers as error:
-            return dict.fromkeys((attack.name for attack in self.attacks), str(error))
-        return self._read_texts(pool, answers, rows, members, 1, {})
-
-    def chosen(self) -> tuple[int, dict[Series, Outcome]] | None:
-        """Return the step of the weights that were chosen, and what texts put aside show of them.
-
-        None where no weights were allowed, or no texts were put aside.
-        """
-        step = min(self._choices, key=self._choices.__getitem__, default=-1)
-        if not (values := self._chosen.get(step)) or math.isinf(self._choices[step]):
-            return None
-        outcomes = {}
-        for attack in self.attacks:
-            series = replace(Series.at(Stage.RELEASED, attack.name), name=f"{attack.name}_chosen")
-            answer = values.get(attack.name, "it was not played when these weights were read")
-            if isinstance(answer, str):
-                outcomes[series] = unknown(self.metrics, answer)
-            else:
-                outcomes[series] = self._outcome({**answer, BLIND: math.nan}, str(values["pool"]))
-        return step, outcomes
+        n = int(extra["members"] + extra["others"])
+        return Outcome(played, n, extra=extra, pool=self._compared)
 
     # ---- checkpoints ------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget the looks of an earlier fit."""
-        self._looks, self._choices, self._chosen = 0, {}, {}
+        self._looks = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Write the base's answers to a private file, and return where it is and its hash."""
@@ -519,9 +469,6 @@ class MemorizationChannel(Channel):
                 "file": str(file),
                 "digest": hash_tensors(tensors),
                 "seen": self._pool.seen_in_checkpoints.to(torch.uint8),
-                "aside": self._pool.aside.to(torch.uint8),
-                "choices": self._choices,
-                "chosen": self._chosen,
             }
         }
 
@@ -542,7 +489,6 @@ class MemorizationChannel(Channel):
             way=pool.way,
             train=train,
             others=len(pool.texts) - train,
-            aside=int(pool.aside.sum()),
             repeated=pool.repeated,
             short=pool.short,
             searched=pool.searched,
@@ -554,8 +500,6 @@ class MemorizationChannel(Channel):
         """Remember where the base's answers are."""
         self._saved = state.get(self.family, {})
         self._looks = int(self._saved.get("looks", 0))
-        self._choices = dict(self._saved.get("choices", {}))
-        self._chosen = dict(self._saved.get("chosen", {}))
 
     def _restore(self, pool: Pool) -> None:
         """Read what the base said, if the file and the texts are those of the run's begin."""
@@ -572,7 +516,6 @@ class MemorizationChannel(Channel):
         if hash_tensors(tensors) == saved["digest"] and same:
             self._base = TokenSnapshot(*(tensors[name] for name in names))
             pool.seen = torch.as_tensor(saved["seen"]).bool()
-            pool.aside = torch.as_tensor(saved.get("aside", pool.aside)).bool()
             self._due, pool.passed = int(saved["due"]), int(saved["passed"])
             pool.unread = int(saved.get("unread", 0))
             if pool.way == "not yet seen" and saved.get("processes", 1) > 1:

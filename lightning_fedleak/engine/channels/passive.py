@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -13,9 +13,9 @@ from lightning_fedleak.engine.channels.membership import GameTable, MembershipCh
 from lightning_fedleak.engine.channels.plans import Plan, gradient_plan
 from lightning_fedleak.engine.channels.played import Played, played_games
 from lightning_fedleak.engine.channels.targets import Targets, draw_targets
-from lightning_fedleak.engine.outcomes import AUDIT, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import Unknown, Waiting
 from lightning_fedleak.engine.run import Moment
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.model.snapshots import GradientSnapshot
 from lightning_fedleak.model.taps import Draw
 
 
@@ -47,26 +47,18 @@ class PassiveMembershipChannel(MembershipChannel):
         look = moment.look
         if not self.attacks or not moment.wanted or look.truth_error is not None:
             return
-        draws: dict[str, Callable[..., Targets | Waiting]]
-        draws = {str(Stage.SHARED): self._sources.population}
-        if self._audits and Stage.SHARED in moment.wanted:
-            draws[AUDIT] = self._sources.canaries
-        for name, draw in draws.items():
-            if name not in self._tables:
-                self._tables[name] = GameTable(draw_targets(draw, look.step, look.all_batches))
+        if self._table is None:
+            draw = self._sources.population
+            self._table = GameTable(draw_targets(draw, look.step, look.all_batches))
         for plan in self.plans:
             stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
             expected = self.series(plan.attack, self.settings.stages)
-            expected += self.further_series(plan.attack)
             silent = any(series not in look.answers for series in expected)
             if not plan.exposed or not stepped or not silent:
                 continue
-            answer = self._answer(plan, self._tables[str(Stage.SHARED)].targets, moment)
+            answer = self._answer(plan, self._table.targets, moment)
             for series in self.series(plan.attack, moment.wanted):
                 look.answers.setdefault(series, answer)
-            if AUDIT in self._tables and Stage.SHARED in moment.wanted:
-                answer = self._answer(plan, self._tables[AUDIT].targets, moment)
-                look.answers.setdefault(self._audits[plan.attack.name], answer)
 
     def _answer(
         self, plan: Plan, targets: Targets | Waiting | Unknown, moment: Moment
@@ -85,10 +77,3 @@ class PassiveMembershipChannel(MembershipChannel):
         if isinstance(answer, Unknown | Waiting):
             return answer
         return played_games(answer, targets.members)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return nothing: the games of crafted layers hold the user's canaries."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Do nothing, because nothing was saved."""

@@ -59,7 +59,6 @@ class Pool:
         length: texts of the training data; of rows that hold several, as many as a row of those
             asked about holds on average.
         once: an epoch takes each row once.
-        aside: (N,) bool, texts that no look and no gate judges by.
         times: (N,) int64, rows of the training data that a text stands in. One that stands in
             several is no unit of a game of membership, since each row has a coin of its own.
         no_game: why no account of examples that are added or removed is compared; None: each text
@@ -81,7 +80,6 @@ class Pool:
     searched: float
     length: int
     once: bool
-    aside: Tensor
     times: Tensor
     no_game: str | None
     passed: int = 0
@@ -119,15 +117,12 @@ class Pool:
             if row is not None:
                 self.seen[row] = True
 
-    def compared(
-        self, epoch: int, passed: int, *, aside: bool = False, everyone: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def compared(self, epoch: int, passed: int, *, everyone: bool = False) -> tuple[Tensor, Tensor]:
         """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
 
         Args:
             epoch: counted from 0.
             passed: texts that have been in batches so far, on all processes.
-            aside: compare the texts that were put aside, in place of all others.
             everyone: all training rows are members, also those that no batch has held yet.
 
         Raises:
@@ -152,7 +147,6 @@ class Pool:
                 "federation must not begin with the same rows as the one before"
             )
         members = self.trains if everyone else members
-        members, others = (side & (self.aside == aside) for side in (members, others))
         n, n_others = int((members & self.alone).sum()), int(others.sum())
         if min(n, n_others) < LEAST_TEXTS:
             raise NoOthers(
@@ -173,13 +167,11 @@ class Pool:
             "given": f"{n_others} of others= are the others",
         }[self.way]
         part = "" if self.searched == 1 else f" (in {self.searched:.0%} of the rows)"
-        aside = int(self.aside.sum())
-        chosen = f"; {aside} texts are put aside for the checkpoint that is chosen" if aside else ""
         copied = f"; {n_copied} texts that stand in several rows are asked about alone"
         return (
             f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
             f"repeat{part} and {self.short} short ones were left out"
-            f"{copied * (n_copied > 0)}{chosen}"
+            f"{copied * (n_copied > 0)}"
         )
 
 
@@ -207,7 +199,6 @@ class CanaryPool(Pool):
             searched=1.0,
             length=length,
             once=False,
-            aside=torch.zeros_like(included),
             times=torch.ones(len(included), dtype=torch.long),
             no_game="canaries are compared with it by audit_canaries",
         )
@@ -220,9 +211,7 @@ class CanaryPool(Pool):
         """Return (N,) False: a checkpoint does not show which canaries are in the data."""
         return torch.zeros_like(self.seen)
 
-    def compared(
-        self, epoch: int, passed: int, *, aside: bool = False, everyone: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def compared(self, epoch: int, passed: int, *, everyone: bool = False) -> tuple[Tensor, Tensor]:
         """Return all canaries, (n,) indices, and which were trained on so far, (n,) bool."""
         return torch.arange(len(self.texts)), self.trains & self.seen
 
@@ -238,7 +227,6 @@ def collect(
     read: Callable[[Any], TokenBatch],
     *,
     resumed: bool = False,
-    chooses: bool = False,
     rounds: bool = False,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
@@ -251,7 +239,6 @@ def collect(
         settings: the user's settings.
         read: reads a batch.
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
-        chooses: a checkpoint is chosen by what is read, so that texts are put aside for it.
         rounds: a client trains in rounds, of which the pool is asked in each.
 
     Raises:
@@ -314,12 +301,6 @@ def collect(
         )
         scored = scored_texts(texts, trained, searched)
     trains = torch.tensor([trained[row] for row in scored.rows], dtype=torch.bool)
-    aside, alone = torch.zeros_like(trains), scored.times == 1
-    parts = (alone,) if no_game is None else (alone & trains, alone & ~trains)  # by no coin
-    for side in (*parts, ~alone) if chooses else ():
-        of_side = side.nonzero()[:, 0]
-        order = torch.randperm(len(of_side), generator=generator)
-        aside[of_side[order[: int(settings.confirm * len(of_side))]]] = True
     return Pool(
         way,
         [texts[row] for row in scored.rows],
@@ -330,7 +311,6 @@ def collect(
         len(rest) / unread if unread else 1.0,
         round(length * len(texts) / max(1, len(read_rows))),
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
-        aside,
         scored.times,
         "several texts are packed into a row, and share its coin" if packed else no_game,
     )

@@ -19,7 +19,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_las
 
 SPARE = 4
 """Texts drawn for each that is asked for, since some may be too short, or in the batch."""
-EARLIER_BATCHES = 2  # batches before a look whose texts serve as non-members; not tuned
+EARLIER_BATCHES = 2  # of earlier looks, whose texts serve as non-members; not tuned
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,11 +118,6 @@ class Rows:
         order = torch.argsort((~self.real).to(torch.int8), dim=1, stable=True)
         return self.ids.masked_fill(~self.real, -1).gather(1, order)
 
-    def tuples(self) -> list[tuple[int, ...]]:
-        """Return the tokens of each row, on the host."""
-        rows = zip(self.ids.tolist(), self.real.tolist(), strict=True)
-        return [tuple(i for i, r in zip(ids, real, strict=True) if r) for ids, real in rows]
-
     def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
         """Return (N, L) bool, the tokens that may be asked for (:class:`Deal`)."""
         marked = torch.tensor(sorted(special), dtype=torch.int64, device=self.ids.device)
@@ -194,8 +189,6 @@ class Deal:
         inside: Rows,
         outside: Rows,
         generator: torch.Generator,
-        *,
-        candidates: Sequence[int] | None = None,
     ) -> Targets | None:
         """Draw sentences of the batch, and as many that are not in it, each distinct one once.
 
@@ -203,7 +196,6 @@ class Deal:
             inside: the step's batch.
             outside: other sentences; those that the batch holds too are left out.
             generator: on the CPU; the draw depends on nothing else.
-            candidates: rows of ``inside`` that may be asked for; default all.
 
         Returns:
             The targets; None where ``outside`` holds no text to ask for.
@@ -218,8 +210,7 @@ class Deal:
         long_enough = askable.any(1).tolist()
         n = len(inside)
         batch_texts = set(text_ids[:n])
-        candidates = range(n) if candidates is None else candidates
-        members = {text_ids[i]: i for i in candidates if long_enough[i]}
+        members = {text_ids[i]: i for i in range(n) if long_enough[i]}
         others = {
             text_ids[i]: i
             for i in range(n, len(both))
@@ -311,12 +302,6 @@ class Sources:
         self._held_out = None if games.held_out is None else games.held_out.sentences
         self._client = client
         self._earlier: deque[TokenBatch] = deque(maxlen=EARLIER_BATCHES)
-        self._included_texts: set[tuple[int, ...]] = set()
-        if (canaries := games.canaries) is not None:
-            marked = list(zip(canaries.token_ids, canaries.included.tolist(), strict=True))
-            self._canaries, self._included = canaries.token_ids, canaries.included
-            self._included_texts = {tuple(text.tolist()) for text, included in marked if included}
-            self._excluded_texts = [text for text, included in marked if not included]
 
     def remember(self, batch: TokenBatch) -> None:
         """Keep a reference to a batch, whose texts are non-members of a later one."""
@@ -350,22 +335,6 @@ class Sources:
             "games=Games(held_out=texts)",
             soon=outside is None,
         )
-
-    def canaries(self, step: int, batches: Sequence[TokenBatch]) -> Targets | Waiting:
-        """Draw the user's canaries that are in the batch, and others that are not in the data.
-
-        Raises:
-            NoTargets: the canaries are too short.
-        """
-        inside, generator = Rows.from_batches(batches), self._generator(step)
-        places = [i for i, text in enumerate(inside.tuples()) if text in self._included_texts]
-        if not places:
-            return Waiting("no canary was in the batch", soon=False)
-        if not self._excluded_texts:
-            return Waiting("every canary is in the data", soon=False)
-        outside = self._deal.draw_texts(self._excluded_texts, generator, like=inside)
-        targets = self._deal.targets(inside, outside, generator, candidates=places)
-        return targets or Waiting("every canary that was left out is in the batch", soon=False)
 
     def _generator(self, step: int) -> torch.Generator:
         """Return a generator that depends on the step and the client alone, so that runs resume."""

@@ -25,17 +25,15 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.engine.channels.base import Channel, check_guess, guess, worst_of
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
+from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
-from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
-from lightning_fedleak.engine.tensorboard import add_places
+from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate, TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import (
     SentenceScores,
     in_true_order,
     sentence_scores,
-    token_hits,
 )
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import whole_model
@@ -52,16 +50,6 @@ from lightning_fedleak.validate import check_integer
 CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
 RESAMPLES = 200
-COLUMNS = len(fields(SentenceScores))
-
-PLACES = 12
-"""Ranges of places in a text: the first, the second, then each twice as long as the one before."""
-
-
-def place_names() -> list[str]:
-    """``["0", "1", "2-3", "4-7", ..., "512-1023", "1024-"]``."""
-    middle = [f"{2**k}-{2 ** (k + 1) - 1}" for k in range(1, PLACES - 2)]
-    return ["0", "1", *middle, f"{2 ** (PLACES - 2)}-"]
 
 
 @dataclass(frozen=True)
@@ -90,36 +78,30 @@ class Inverted:
         some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
         return torch.ones_like(some) if self.guess.finished or self.matched else some
 
-    def pack(self, texts: int) -> list[float]:
-        """Scores of the texts that were begun, as numbers in a fixed order.
+    def scored(self) -> ScoredTexts:
+        """Return the scores of the texts that were begun."""
+        kept = self.started
+        scores = sentence_scores(self.guess.tokens[kept], self.input_ids[kept], self.real[kept])
+        columns = (getattr(scores, field.name).double().cpu() for field in fields(SentenceScores))
+        certified = math.nan if self.guess.certified is None else float(self.guess.certified)
+        return ScoredTexts(SentenceScores(*columns), self.age, self.guess.finished, certified)
 
-        n; age; whether the attack finished; whether it certified its texts, NaN where it never
-        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
-        to ``texts``; right tokens and tokens by range of places.
-        """
-        started = self.started
-        guessed, truth, real = (
-            self.guess.tokens[started],
-            self.input_ids[started],
-            self.real[started],
-        )
-        scores = sentence_scores(guessed, truth, real)
-        certified = self.guess.certified
-        numbers = [
-            float(len(scores.hits)),
-            self.age,
-            float(self.guess.finished),
-            math.nan if certified is None else float(certified),
-        ]
-        for field in fields(SentenceScores):
-            column: Tensor = getattr(scores, field.name)
-            numbers += column.double().tolist() + [0.0] * (texts - len(column))
-        hits, mask = token_hits(guessed, truth, real)
-        place = (mask.cumsum(1) - 1)[mask]
-        bins = torch.frexp(place.double()).exponent.clamp(max=PLACES - 1)
-        for counts in (hits[mask], torch.ones_like(hits[mask])):
-            numbers += torch.zeros(PLACES).index_add_(0, bins, counts.float()).tolist()
-        return numbers
+
+@dataclass(frozen=True)
+class ScoredTexts:
+    """What one client's texts of a look are worth.
+
+    Attributes:
+        scores: of each text.
+        age: as :class:`Inverted` has it.
+        finished: whether the attack finished.
+        certified: whether it certified its texts; NaN where it never does.
+    """
+
+    scores: SentenceScores
+    age: float
+    finished: bool
+    certified: float
 
 
 @dataclass(frozen=True)
@@ -183,7 +165,6 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 4 + COLUMNS * settings.texts + 2 * PLACES
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
@@ -402,14 +383,14 @@ class TextsChannel(Channel):
             position_ids=_stacked(ids) if ids else None,
         )
 
-    def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Return the packed scores of each text."""
+    def score(self, look: Look, series: Series, answer: object) -> ScoredTexts:
+        """Return the scores of each text."""
         if isinstance(answer, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
             answer = self._matched(answer, attack, look.step, look.batches)
         assert isinstance(answer, Inverted)
         look.notes[series] = answer
-        return answer.pack(self.settings.texts)
+        return answer.scored()
 
     def without_truth(self, answer: object) -> dict[str, float]:
         """Return whether an attack on gradients finished, and certifies its texts."""
@@ -462,7 +443,7 @@ class TextsChannel(Channel):
     def _alone(self, inverted: Inverted) -> dict[str, float]:
         """Return the rates of some texts alone."""
         metric = self._metric()
-        metric.add(self._scores(inverted.pack(self.settings.texts)))
+        metric.add(inverted.scored().scores)
         return {name: rate.value for name, rate in self._rates(metric).items()}
 
     def _matched(
@@ -492,50 +473,35 @@ class TextsChannel(Channel):
         )
         return Inverted(selected_guess, ids[indices], real[indices], attack.age(step), matched=True)
 
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
-        """Reveal texts, and draw at which places tokens were recovered."""
-        for series, outcome in outcomes.items():
-            if series in look.notes and pages.reveal is not None:
-                title = f"== step {look.step}, {series.log_name}"
-                _reveal(pages.reveal, title, look.notes[series])
-            if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
-                name, places = series.log_name, outcome.by_position
-                add_places(pages.boards, name, places, look.step)
+    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: RevealFiles) -> None:
+        """Write texts beside their reconstructions."""
+        for series in (s for s in outcomes if s in look.notes):
+            _reveal(files, f"== step {look.step}, {series.log_name}", look.notes[series])
 
     # ---- over clients -----------------------------------------------------------------------
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+    def pooled(self, series: Series, rows: Mapping[int, ScoredTexts]) -> Outcome:
         """Return the outcome of all clients' texts together."""
         pooled, each = self._metric(), []
         for row in rows.values():
             alone = self._metric()
             for metric in (alone, pooled):
-                metric.add(self._scores(row))
+                metric.add(row.scores)
             each.append({name: rate.value for name, rate in self._rates(alone).items()})
-        certified = sum(row[3] for row in rows.values()) / len(rows)
-        places = torch.tensor([list(row)[-2 * PLACES :] for row in rows.values()]).sum(0).long()
-        pairs = zip(places[:PLACES].tolist(), places[PLACES:].tolist(), strict=True)
+        certified = sum(row.certified for row in rows.values()) / len(rows)
         return Outcome(
             self._rates(pooled),
-            sum(int(row[0]) for row in rows.values()),
+            sum(len(row.scores.hits) for row in rows.values()),
             worst=worst_of(each),
             extra={
-                "age": max(row[1] for row in rows.values()),
-                "finished": sum(row[2] for row in rows.values()) / len(rows),
+                "age": max(row.age for row in rows.values()),
+                "finished": sum(row.finished for row in rows.values()) / len(rows),
                 **({} if math.isnan(certified) else {"certified": certified}),
-            },
-            by_position={
-                name: (right, n) for name, (right, n) in zip(place_names(), pairs, strict=True) if n
             },
         )
 
     def _metric(self) -> TextReconstruction:
         return TextReconstruction(resamples=RESAMPLES, sync_on_compute=False)
-
-    def _scores(self, row: Sequence[float]) -> SentenceScores:
-        n, texts = int(row[0]), self.settings.texts
-        columns = torch.tensor(list(row)[4 : 4 + COLUMNS * texts], dtype=torch.float64)
-        return SentenceScores(*columns.reshape(COLUMNS, texts)[:, :n])
 
     def _rates(self, metric: TextReconstruction) -> dict[str, Rate]:
         rates = metric.rates()

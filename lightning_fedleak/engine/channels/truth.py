@@ -213,14 +213,3 @@ class StepTruth:
             look.batches.append(batch)
         except Exception as error:
             look.truth_error = reason(error)
-
-    # ---- beside looks -----------------------------------------------------------------------
-
-    def seen(self, batch: Any) -> list[TokenBatch]:
-        """Return the batches of a step that is not looked at: of its graph, or else as read."""
-        calls = [] if self._why_not is not None else self._graph.take()
-        try:
-            batches = [read_call(call, self._run.anatomy.kind).batch for call in calls]
-        except BatchError:
-            batches = []
-        return batches or [self.read(batch)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class WeightLooks:
         self._exchange = Exchange(run, series)
         self.looked_at: int | None = None
         self._sums = torch.zeros(0)
+        self._choice = -1, -math.inf
         self.failure: str | None = None
         self.refused: dict[str, str] = {}
 
@@ -162,13 +164,11 @@ class WeightLooks:
             if (line := channel.pool_line()) is not None:
                 record.append(line)
 
-    def chosen(self) -> list[tuple[int, dict[Series, Outcome]]]:
-        """Return the step of the weights that were chosen, and what texts put aside show of it."""
-        return [c for c in (channel.chosen() for channel in self._channels) if c is not None]
-
     def choose(self, loss: float) -> float:
-        """Return the loss that the weights of this step are chosen by; the highest of several."""
-        return max(channel.choose(self._run.step, loss) for channel in self._channels)
+        """Return the loss that the weights of this step are chosen by: the highest of its gates."""
+        step, earlier = self._choice
+        self._choice = self._run.step, max(loss, earlier) if step == self._run.step else loss
+        return self._choice[1]
 
     def due(self) -> list[MemorizationChannel]:
         """Return the channels that look now, after a batch."""

@@ -12,11 +12,10 @@ from torch import Tensor
 from lightning_fedleak.attacks import Attack, WordGuess
 from lightning_fedleak.engine.channels.base import Channel, guess, worst_of
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
+from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Trials, Unknown, Waiting
-from lightning_fedleak.engine.run import Look, Moment, Pages, Run, reason
-from lightning_fedleak.engine.tensorboard import add_scores
+from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
 from lightning_fedleak.model.anatomy import matrix_shape
@@ -112,7 +111,6 @@ class WordsChannel(Channel):
     leak = WORDS
     metrics = ("precision", "recall", "f1")
     charts = ("precision", "recall")
-    width = WordRecovery.WIDTH
     extras = ("type_count_error", "certified", "capacity")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     reads_updates: ClassVar[bool] = True
@@ -216,14 +214,10 @@ class WordsChannel(Channel):
     def _metric(self) -> WordRecovery:
         return WordRecovery(self._size, sync_on_compute=False)
 
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
-        """Write the revealed words, and draw the scores of used and unused types."""
+    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: RevealFiles) -> None:
+        """Write the recovered, the wrong and the missed words."""
         for series in (s for s in outcomes if s in look.notes):
-            answer, types = look.notes[series]
-            if pages.reveal is not None:
-                _reveal(pages.reveal, f"== step {look.step}, {series.log_name}", answer, types)
-            if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
-                add_scores(pages.boards, series.log_name, answer, types, look.step)
+            _reveal(files, f"== step {look.step}, {series.log_name}", *look.notes[series])
 
     # ---- over clients -----------------------------------------------------------------------
 

@@ -307,7 +307,7 @@ def audit_canaries(
     steps, reduced over steps alike (``scores.amax(0)``, say), as
     :class:`~lightning_fedleak.callbacks.CanaryScorer` does. Do not pass scores of the steps at
     which a canary was in the batch against others' at other steps: they show the coins by
-    themselves. The rates that the monitor logs as ``audit/`` are over such games.
+    themselves.
 
     A canary that is repeated is no single neighbour. Of ``with_canaries(times=(1, 4, 16))`` those
     that stand in the data once are counted, in or out.

@@ -325,7 +325,6 @@ class PoolLine(RunLine):
             ``"left out"`` by a draw, or ``"given"``.
         train: how many are rows of the training data.
         others: how many are never trained on.
-        aside: how many of both are put aside for the checkpoint that is chosen.
         repeated: texts of which another row repeats the whole or a part, so that they are not told
             from others.
         copied: texts among ``train`` that stand in several rows, which are asked for extraction
@@ -340,7 +339,6 @@ class PoolLine(RunLine):
     way: str
     train: int
     others: int
-    aside: int
     repeated: int
     short: int
     searched: Share

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.attacks.memorization import Combined, Extraction
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from tests.engine.channels.test_memorization import SETTINGS, fit, tiny
 from tests.helpers.lightning_modules import CausalLMModule
 
@@ -50,8 +50,8 @@ def main(folder: Path, rank: int) -> None:
     for kind in ("ddp", "fsdp2"):
         watching = LeakageMonitor(
             [Combined(), Extraction(tokens=4)],
-            log_dir=folder / kind,
-            settings=MonitorSettings(
+            folder=folder / kind,
+            settings=WatchSettings(
                 memorization=SETTINGS, client="world" if kind == "fsdp2" else None
             ),
         )

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor
 from lightning_fedleak.attacks.memorization import Combined
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine.channels import memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from tests.engine.channels.test_canaries import planted, watch
@@ -22,7 +22,7 @@ from tests.engine.channels.test_memorization import SETTINGS, fit, rows
 
 def monitor(folder: Path) -> LeakageMonitor:
     return LeakageMonitor(
-        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=SETTINGS)
+        [Combined()], folder=folder, settings=WatchSettings(memorization=SETTINGS)
     )
 
 

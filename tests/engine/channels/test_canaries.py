@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fedleak import Games, LeakageMonitor, RiskGate, with_canaries
 from lightning_fedleak.attacks.memorization import Canaries
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import InclusionMismatch
 from lightning_fedleak.evaluation.metrics.released import spent_at
@@ -32,8 +32,8 @@ def watch(data: Any, folder: Path, *, budget: float = 1.0, **more: Any) -> Leaka
     return LeakageMonitor(
         [Canaries(tokens=SUFFIX, **more)],
         games=Games(canaries=data.canaries),
-        log_dir=folder,
-        settings=MonitorSettings(memorization=Memorization(max_overhead=budget)),
+        folder=folder,
+        settings=WatchSettings(memorization=Memorization(max_overhead=budget)),
     )
 
 
@@ -127,6 +127,14 @@ def test_what_does_not_fit_is_refused_at_setup(tmp_path: Path) -> None:
         LeakageMonitor([Canaries()])
     with pytest.raises(ValueError, match=r"90 are needed: Memorization\(max_overhead=0\.\d+\)"):
         fit([watch(data, tmp_path, budget=0.02)], data=data, max_epochs=1)
+
+
+def test_a_checkpoint_commits_to_the_canaries_and_refuses_others(tmp_path: Path) -> None:
+    data, other = planted(), planted(m=60)
+    state = watch(data, tmp_path).state_dict()
+    watch(data, tmp_path).load_state_dict(state)
+    with pytest.raises(InclusionMismatch):
+        watch(other, tmp_path).load_state_dict(state)
 
 
 def test_a_gate_stops_where_canaries_are_written_out(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Loss
 from lightning_fedleak.attacks.memorization.blind import blind_scores
-from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.evaluation.metrics.released import highest_auc
 from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import ReleasedModel
@@ -49,7 +49,7 @@ class Failing(Loss):
 def watch(folder: Path, *attacks: Any, **more: Any) -> LeakageMonitor:
     settings = {"memorization": SETTINGS, **more}
     return LeakageMonitor(
-        list(attacks) or [Combined()], log_dir=folder, settings=MonitorSettings(**settings)
+        list(attacks) or [Combined()], folder=folder, settings=WatchSettings(**settings)
     )
 
 

@@ -304,13 +304,13 @@ class Federation:
             self.make_optimizer,
             self.local_steps,
             folder=folder,
-            public_text=PublicText(self._rows(self._texts[2])),
-            tokenizer=self.tokenizer,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),
             settings=RoundSettings(
-                look_seconds=math.inf,
+                look_seconds=1e9,
                 data=self.loader if self.leave_out else None,
                 gates=[gate.facts for gate in self.gates()] if gated else [],
+                public_text=PublicText(self._rows(self._texts[2])),
+                tokenizer=self.tokenizer,
             ),
         )
 

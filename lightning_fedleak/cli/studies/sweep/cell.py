@@ -56,7 +56,7 @@ def run_cell(cell: GridCell, folder: Path) -> CellResult:
             adversaries,
             every_n_steps=setting.every_n_steps,
             games=Games(window=setting.steps),
-            log_dir=folder,
+            folder=folder,
         )
         trainer = L.Trainer(
             strategy=DefendedStrategy("auto", defenses),

@@ -1,0 +1,19 @@
+"""Arguments of a face by name, the rare ones grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from lightning_fedleak.engine import WatchSettings
+
+
+def grouped(
+    arguments: Mapping[str, Any], kind: type[WatchSettings] = WatchSettings, **defaults: Any
+) -> dict[str, Any]:
+    """Return the arguments of a face, with the rare ones among them in its ``settings``."""
+    given = {**defaults, **arguments}
+    names = {one.name for one in fields(kind)} & given.keys()
+    settings = kind(**{name: given.pop(name) for name in names})
+    return {**given, "settings": settings}

@@ -104,7 +104,7 @@ PAGES = {
 }
 """Show more than numbers: where they fail the result is known, and a warning is given."""
 AFTER_LINES = {"RunRecord.describe"}
-"""Run once the lines of their look are written: its values are unknown, and the next look's lines."""
+"""Run after the lines of a look: its values are unknown, and so are the lines of the next look."""
 CONTROL = {
     *("WordsChannel.control_rates", "WordsChannel._rates", "WordsChannel.rates_now"),
     *("WordRecovery.rates", "Results._controlled", "Results.judge"),

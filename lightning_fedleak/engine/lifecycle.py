@@ -22,7 +22,7 @@ from lightning_fedleak.engine.options import Options, Selection, check_optimizer
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
-from lightning_fedleak.engine.tensorboard import add_pages
+from lightning_fedleak.engine.tensorboard import Cards
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
 from lightning_fedleak.report import records
@@ -92,7 +92,6 @@ class Engine(StepEngine):
         self._after_look: list[Callable[[], None]] = []
         self._after_training: list[Callable[[], None]] = []
         self._before_first: list[Callable[[], None]] = []
-        self._decisions: list[str] = []
         self._gates: list[Mapping[str, object]] = []
         self._needs: dict[str, float] = {}
         self._has_news = False
@@ -106,7 +105,6 @@ class Engine(StepEngine):
     def subscribe(
         self,
         after_look: Callable[[], None] | None = None,
-        logs: Sequence[str] = (),
         *,
         threshold: tuple[str, float] | None = None,
         facts: Mapping[str, object] | None = None,
@@ -117,7 +115,6 @@ class Engine(StepEngine):
 
         Args:
             after_look: is called after each look.
-            logs: names of the values that it logs then, for TensorBoard's page.
             threshold: name of the value that it judges, and what is allowed: controls must exceed
                 it, see :mod:`lightning_fedleak.engine.channels.control`.
             facts: what ``run.jsonl`` records of the subscriber, a gate.
@@ -126,7 +123,6 @@ class Engine(StepEngine):
         """
         if after_look is not None:
             self._after_look.append(after_look)
-        self._decisions += [name for name in logs if name not in self._decisions]
         if facts is not None and facts not in self._gates:
             self._gates.append(facts)
         if threshold is not None and (channel := self.results.channel_of(threshold[0])) is not None:
@@ -344,22 +340,24 @@ class Engine(StepEngine):
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
         self.results.begin()
-        self._decisions = self._origin._decisions
         if self.weights is not None:
             self.weights.remember(memory)
             self._begin_weights(self.weights)
         try:
-            self._add_pages(destination.boards, run)
+            self._show(self.report, run)
         except Exception as error:  # a disk that is full must not end a round
-            self.report.leave_loggers(error)
+            self.report.leave_boards(error)
 
-    def _add_pages(self, boards: Sequence[Any], run: Run) -> None:
+    def _show(self, report: log.Report, run: Run) -> None:
         """Lay out what TensorBoard shows, as far as it is known."""
         series = {s: c for s, c in self.series.items() if s in self.results.playing}
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
         privacy = record.privacy_tags(record.accounting(run.defenses))
-        add_pages(boards, self.options.utility, self._decisions, series, privacy, worst)
+        gates = (self._origin or self)._gates
+        limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in gates}
+        report.cards = Cards(series, privacy, worst, self.options.utility, limits)
+        report.cards.add_page(report.boards)
 
     def training_begins(self) -> None:
         """Remember how many looks came before this run, and where it starts."""
@@ -377,7 +375,7 @@ class Engine(StepEngine):
         if self.weights is not None:
             self._begin_weights(self.weights)
         if self.report is not None:
-            self._add_pages(self.report.boards, run)
+            self._show(self.report, run)
 
     def _begin_weights(self, weights: WeightLooks) -> None:
         """Find out whom the attacks on the weights compare, and ask the base model."""

@@ -22,7 +22,7 @@ from lightning_fedleak.engine.choice import Row
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
-from lightning_fedleak.engine.tensorboard import BoardLogger, Logger, add_frame
+from lightning_fedleak.engine.tensorboard import Cards, Logger
 from lightning_fedleak.extras import install
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report import records
@@ -54,8 +54,8 @@ class Destination:
 
     Attributes:
         folder: of ``leakage.jsonl``, ``run.jsonl`` and what is revealed.
-        loggers: take every finite value.
-        boards: the TensorBoard writers among them, on the process that writes.
+        loggers: take every finite value; those of TensorBoard are not among them.
+        boards: TensorBoard's writers, on the process that writes.
         training: how the model is trained, for the record.
         fit: an id that all that watch this run share; None makes one.
         client: whose results they are, as the lines name it; None: of the run's process, or pooled
@@ -262,6 +262,7 @@ class Report:
 
     Attributes:
         boards: TensorBoard's writers on the process that writes; empty elsewhere.
+        cards: what TensorBoard shows first.
         record: as above.
     """
 
@@ -289,6 +290,7 @@ class Report:
         self._reveal = reveal
         self._loggers = destination.loggers
         self.boards = destination.boards
+        self.cards = Cards({}, (), (), (), {})
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
         self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
@@ -387,27 +389,28 @@ class Report:
                     f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
                 )
         self._write_lines(look, outcomes)
-        self.log(values, look.step, framed=True)
+        self.log(values, look.step)
+        try:
+            self.cards.add_summary(self.boards, outcomes, look.step)
+        except Exception as error:
+            self.leave_boards(error)
 
-    def log(self, values: Mapping[str, float], step: int, *, framed: bool = False) -> None:
-        """Write the finite ones of these values to the loggers; ``framed`` with the axes' ends."""
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Write the finite ones of these values to the loggers and to TensorBoard."""
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._loggers:
             try:
                 logger.log_metrics(finite, step=step)
-            except Exception as error:
-                if not isinstance(logger, BoardLogger):  # the user's own, and so is the error
-                    raise Refusal(error) from error
-                self.leave_loggers(error)
+            except Exception as error:  # the user's own, and so is the error
+                raise Refusal(error) from error
         try:
-            if self.boards and framed:
-                add_frame(self.boards, step)
+            for board in self.boards:
+                self.cards.add(board, finite, step)
         except Exception as error:
-            self.leave_loggers(error)
+            self.leave_boards(error)
 
-    def leave_loggers(self, error: Exception) -> None:
-        """Goes on without TensorBoard, and says why."""
-        self._loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
+    def leave_boards(self, error: Exception) -> None:
+        """Go on without TensorBoard, and say why."""
         self.boards = []
         first = error.__cause__ or error  # Lightning says in its place that a number is no number
         why = getattr(first, "strerror", None) or type(first).__name__

@@ -1,4 +1,4 @@
-"""What only TensorBoard shows: a page of charts."""
+"""What only TensorBoard shows: cards that come first, a page of charts, the newest look as text."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.outcomes import Series
+from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.report.records.utility import is_validation
 
 if TYPE_CHECKING:
     from tensorboard.plugins.custom_scalar import layout_pb2
     from torch.utils.tensorboard import SummaryWriter
 
-FRAME: Mapping[str, float] = {"axis/0": 0.0, "axis/1": 1.0}
-"""Lines that are logged for TensorBoard alone: its charts have no setting for their axes."""
-_PAGE = "leakage and utility (axis/0 and axis/1 are no attacks: they keep the axis from 0 to 1)"
+FRONT = "1_leakage"
+"""Group of the cards that TensorBoard shows first: it sorts groups by name."""
+CARDS: Mapping[str, str] = {
+    "words": "words_f1",
+    "membership": "membership_auc",
+    "texts": "texts_accuracy",
+    "memorization": "trained_auc",
+}
+"""Names of the cards in :data:`FRONT`, by family."""
+GATE_RUN = "gate"
+"""Folder below a run's, whose line in a card is the limit of a gate: a run of TensorBoard's own."""
+_END = re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$")
 
 
 class Logger(Protocol):
@@ -49,82 +59,132 @@ class BoardLogger:
             self.writer.add_scalar(name, value, step)
 
 
-def add_pages(
-    boards: Sequence[SummaryWriter],
-    utility: Sequence[str],
-    decisions: Sequence[str],
-    series: Mapping[Series, Channel],
-    privacy: Sequence[str],
-    worst: Sequence[str],
-) -> None:
-    """Lay out Custom Scalars.
-
-    One line a chart, named in its title, since TensorBoard draws all lines of a run in one colour;
-    rates run from 0 to 1. Rates and gates are charts with a margin, which TensorBoard does not
-    smooth: a gate that fired reads 1.
+class Cards:
+    """The cards that TensorBoard shows first: leakage by family, utility, epsilon, limits of gates.
 
     Args:
-        boards: TensorBoard's writers.
-        utility: names of the user's metrics.
-        decisions: names of what gates log.
         series: the channel of each series that is shown, in the order of the logs.
         privacy: names of what defences account for.
         worst: names of the highest headlines.
+        utility: names of the user's metrics; the first one of a validation has a card.
+        limits: what gates allow, by the name of the value that they watch.
     """
-    if not boards:
-        return
-    if importlib.util.find_spec("tensorboard") is None:
-        rank_zero_info(
-            "lightning-fedleak: 'tensorboard' is not installed, so that its page of charts "
-            "is not written; every number is. pip install tensorboard"
+
+    def __init__(
+        self,
+        series: Mapping[Series, Channel],
+        privacy: Sequence[str],
+        worst: Sequence[str],
+        utility: Sequence[str],
+        limits: Mapping[str, float],
+    ) -> None:
+        self._series, self._privacy = series, privacy
+        self._tags: dict[str, str] = {}
+        self._limits: dict[str, float] = {}
+        self._gates: dict[SummaryWriter, SummaryWriter] = {}
+        families = {name.rpartition("/")[2]: name for name in worst}
+        for family, card in CARDS.items():
+            if family not in families:
+                continue
+            tag = self._tags[families[family]] = f"{FRONT}/{card}"
+            headlines = {
+                f"{one.log_name}/{channel.headline}"
+                for one, channel in series.items()
+                if channel.family == family
+            }
+            allowed = [limits[name] for name in {families[family], *headlines} & limits.keys()]
+            if allowed:
+                self._limits[tag] = min(allowed)
+        self._metrics = sorted(utility, key=lambda name: not is_validation(name))[:1]
+        self._tags |= {f"utility/{name}": f"{FRONT}/{name}" for name in self._metrics}
+        if len(privacy) == 1:
+            self._tags[privacy[0]] = f"{FRONT}/epsilon"
+
+    def add(self, board: SummaryWriter, values: Mapping[str, float], step: int) -> None:
+        """Write each value, its card if it has one, and the limit of the card's gate beside it."""
+        for name, value in values.items():
+            board.add_scalar(_tag(name), value, step)
+            if (card := self._tags.get(name)) is None:
+                continue
+            board.add_scalar(card, value, step)
+            if card in self._limits:
+                if board not in self._gates:
+                    self._gates[board] = type(board)(str(Path(board.log_dir) / GATE_RUN))
+                self._gates[board].add_scalar(card, self._limits[card], step)
+                self._gates[board].flush()
+
+    def add_page(self, boards: Sequence[SummaryWriter]) -> None:
+        """Lay out Custom Scalars: the cards, each attack with its interval, controls and gates.
+
+        A chart names its lines by regular expressions: TensorBoard says nothing then of tags that
+        a run lacks.
+
+        Args:
+            boards: TensorBoard's writers.
+        """
+        if not boards:
+            return
+        if importlib.util.find_spec("tensorboard") is None:
+            rank_zero_info(
+                "lightning-fedleak: 'tensorboard' is not installed, so that its page of charts "
+                "is not written; every number is. pip install tensorboard"
+            )
+            return
+        from tensorboard.plugins.custom_scalar import layout_pb2
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        def lines(title: str, *patterns: str) -> layout_pb2.Chart:
+            content = layout_pb2.MultilineChartContent(tag=[f"^{one}$" for one in patterns])
+            return layout_pb2.Chart(title=title, multiline=content)
+
+        def interval(one: Series, metric: str) -> layout_pb2.Chart:
+            tag, channel = f"{one.log_name}/{metric}", self._series[one]
+            ends = [re.escape(_tag(f"{tag}_{end}")) for end in ("low", "high")]
+            if channel.ranges.get(metric, (0.0, 1.0))[1] > 1:
+                return lines(tag, re.escape(tag))  # of what has no upper end, none may be logged
+            if metric in channel.limits:
+                ends.append(re.escape(channel.limits[metric]))
+            return lines(f"{tag} and its 95% interval", re.escape(tag), *ends)
+
+        charted = {one: channel.charted(one) for one, channel in self._series.items()}
+        families = "|".join(CARDS.values())
+        page = [lines("leakage: the worst attack of each kind", f"{FRONT}/({families})")]
+        page += [lines(f"utility: {name}", f"{FRONT}/{re.escape(name)}") for name in self._metrics]
+        page += [lines(name, re.escape(name)) for name in self._privacy]
+        page += [interval(one, headline) for one, (headline, *_) in charted.items()]
+        page += [lines("gates: 1 where one acted", "gate/.*")]
+        more = [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]
+        if any(channel.gives_control(one.attack) for one, channel in self._series.items()):
+            title = "controls: what each attack reads of known words"
+            more.insert(0, lines(title, "leakage.*/control"))
+        named = [("leakage and utility", page), ("more of each attack", more)]
+        layout = layout_pb2.Layout(
+            category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]
         )
-        return
-    from tensorboard.plugins.custom_scalar import layout_pb2
-    from torch.utils.tensorboard.summary import custom_scalars
+        summary = custom_scalars({})  # type: ignore[no-untyped-call]
+        summary.value[0].tensor.string_val[0] = layout.SerializeToString()
+        for board in boards:
+            board._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
-    def line(tag: str) -> layout_pb2.Chart:
-        tags = [f"^{re.escape(tag)}$"]  # read as a regular expression
-        return layout_pb2.Chart(title=tag, multiline=layout_pb2.MultilineChartContent(tag=tags))
-
-    def rate(title: str, tag: str, low: str, high: str, *lines: str) -> layout_pb2.Chart:
-        single = [(one, one, one) for one in (*lines, *FRAME)]
-        shown = [
-            layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
-            for value, lower, upper in [(tag, low, high), *single]
-        ]
-        return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=shown))
-
-    def interval(one: Series, metric: str) -> layout_pb2.Chart:
-        tag, channel = f"{one.log_name}/{metric}", series[one]
-        if channel.ranges.get(metric, (0.0, 1.0))[1] > 1:
-            return line(tag)  # of what has no upper end, none may be logged
-        title = f"{one.log_name}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
-        limits = [channel.limits[metric]] if metric in channel.limits else []
-        return rate(title, tag, f"{tag}_low", f"{tag}_high", *limits)
-
-    charted = {one: channel.charted(one) for one, channel in series.items()}
-    page = [line(f"utility/{name}") for name in utility]
-    page += [line(name) for name in privacy]
-    page += [rate(name, name, name, name) for name in worst]
-    page += [interval(one, headline) for one, (headline, *_) in charted.items()]
-    page += [rate(name, name, name, name) for name in decisions]
-    page += [line("monitor/seconds")]
-    controlled = (one for one, channel in series.items() if channel.gives_control(one.attack))
-    controls = (f"{one.log_name}/control" for one in controlled)
-    more = [rate(name, name, name, name) for name in controls]
-    more += [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]
-    named = [(_PAGE, page), ("more of each attack", more)]
-    layout = layout_pb2.Layout(
-        category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]
-    )
-    pages = custom_scalars({})  # type: ignore[no-untyped-call]  # its own charts have no frames
-    pages.value[0].tensor.string_val[0] = layout.SerializeToString()
-    for board in boards:
-        board._get_file_writer().add_summary(pages)  # type: ignore[no-untyped-call]
+    def add_summary(
+        self, boards: Sequence[SummaryWriter], outcomes: Mapping[Series, Outcome], step: int
+    ) -> None:
+        """Write what the newest look read as a table of text, and what nobody tested."""
+        rows = []
+        for one, outcome in outcomes.items():
+            if (channel := self._series.get(one)) is None or outcome.pending is not None:
+                continue
+            rate = outcome.rates.get(channel.headline) if outcome.unknown is None else None
+            value = f"{rate.value:.3f} | {rate.low:.3f} to {rate.high:.3f}" if rate else "unknown |"
+            rows.append(f"| {one.log_name} | {channel.headline} | {value} | {outcome.n} |")
+        families = {channel.family for channel in self._series.values()}
+        untested = ", ".join(family for family in CARDS if family not in families) or "none"
+        head = "| attack | metric | value | 95% interval | n |\n|-|-|-|-|-|"
+        text = "\n".join([head, *rows, "", f"Kinds of leakage that nobody tested: {untested}."])
+        for board in boards:
+            board.add_text("leakage/summary", text, step)
 
 
-def add_frame(boards: Sequence[SummaryWriter], step: int) -> None:
-    """Log the two lines that keep the axis of every rate at 0 to 1."""
-    for board in boards:
-        for name, value in FRAME.items():
-            board.add_scalar(name, value, step)
+def _tag(name: str) -> str:
+    """Return the tag of a value: ends of intervals stand in a group behind all leakage."""
+    return _END.sub(r"\1_interval/\2", name)

@@ -189,10 +189,8 @@ class Threshold:
         self._check_looks(engine, actions.processes)
         self._evidence = self._new_evidence()
         self._has_result = self._stopped = False
-        notches = [f"gate/{self.name}_notches"] if hardens else []
         engine.subscribe(
             partial(self._decide, engine, actions),
-            [f"gate/{self.name}", *notches],
             threshold=(self.metric, self.at_most),
             facts=self.facts,
             before_first=partial(self._check_read, engine),

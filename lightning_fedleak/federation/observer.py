@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice, check_integer
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 SUM = "sum"
 """The client whose update is that of all clients together."""
@@ -543,11 +546,10 @@ class RoundObserver:
             replace(self.engine.options, stages=(stage,)),
             self.engine,
         )
-        boards = self._boards(client)
         destination = Destination(
             self.folder,
-            boards,
-            [board.writer for board in boards],
+            (),
+            self._boards(client),
             client=client,
         )
         # Games are drawn by it: the same whoever was looked at before, and in which process.
@@ -556,13 +558,13 @@ class RoundObserver:
         self._clients[client, stage] = engine
         return engine
 
-    def _boards(self, client: str | int) -> list[BoardLogger]:
+    def _boards(self, client: str | int) -> list[SummaryWriter]:
         """Return the writer of a client's TensorBoard run: each client has a line of its own."""
         if not self.settings.tensorboard or importlib.util.find_spec("tensorboard") is None:
             return []
         name = f"client_{client}" if client != SUM else SUM
         try:
-            return [BoardLogger(self.folder / "tensorboard" / name)]
+            return [BoardLogger(self.folder / "tensorboard" / name).writer]
         except Exception as error:  # a disk that is full must not end a round
             announce(f"RoundObserver: no TensorBoard of client {client}: {reason(error)}")
             return []
@@ -583,7 +585,7 @@ class RoundObserver:
                 for board in engine.report.boards:
                     board.close()
             except Exception as error:
-                engine.report.leave_loggers(error)
+                engine.report.leave_boards(error)
 
     # ---- names ------------------------------------------------------------------------------
 

@@ -224,7 +224,8 @@ class Watch:
         self._loggers = self._log_to(run)
         boards = [one.writer for one in self._loggers if isinstance(one, BoardLogger)]
         training = {"optimizers": optimizers_of(loop.optimizers), **self._facts(run)}
-        place = Destination(self.folder, self._loggers, boards, training)
+        loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
+        place = Destination(self.folder, loggers, boards, training)
         engine.begin(run, place)
         self._first_batch = loop.batches
         engine.training_begins()
@@ -286,7 +287,7 @@ class Watch:
             except Exception as error:
                 self._loggers.remove(logger)
                 if self.engine.report is not None:
-                    self.engine.report.leave_loggers(error)
+                    self.engine.report.leave_boards(error)
 
     def fail(self, error: Exception) -> None:
         """Let the look at work, or the next one, have no result, because of an error of ours."""

@@ -45,7 +45,7 @@ def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
     ]  # where others waited, they alone
     assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * len(shared)
     layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    assert b"leakage/text_count: WRONG, 95% interval (0 to 1)" in layout
+    assert b"leakage/text_count/wrong and its 95% interval" in layout
 
 
 def test_the_report_speaks_of_it_in_its_own_words(tmp_path: Path) -> None:

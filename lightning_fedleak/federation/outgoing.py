@@ -128,7 +128,7 @@ class OutgoingUpdates:
                     "ClientDP(trust='local', accountant='filter', target_epsilon=...)"
                 )
             # Recorded when the first round begins.
-            observer.engine.subscribe(logs=[f"gate/{gate.name}"], facts=dict(gate.facts))
+            observer.engine.subscribe(facts=dict(gate.facts))
 
     # ---- a round ----------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class CountsChannel(Channel):
     )
     metrics = ("right", "wrong")
     charts = ("wrong",)
+    width = 2
     extras = ("off",)
 
     def __init__(self, attacks: Sequence[TextCount], settings: Any) -> None:

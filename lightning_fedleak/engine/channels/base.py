@@ -1,6 +1,6 @@
 """Channels: one object for each family of leak, which does all that the engine needs.
 
-A channel taps what its attacks read, lets them guess at each stage, scores the guesses, and
+A channel taps what its attacks read, lets them guess at each stage, scores the guesses, and packs,
 pools, names and shows the results. The engine holds a list of channels and knows no family. A
 user's own family is a subclass of :class:`Channel` and its attacks, in one file:
 ``Channel.reads`` names the class of attacks that it takes.
@@ -82,6 +82,7 @@ class Channel(ABC):
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
         headline: the leak's metric that stands for the others on a page or in a table.
         charts: the further rates that have a chart.
+        width: numbers in a packed result.
         extras: names of its values that have no interval.
         ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
         limits: log name of what an account allows, by metric.
@@ -110,6 +111,7 @@ class Channel(ABC):
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
     charts: ClassVar[tuple[str, ...]] = ()
+    width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
     limits: Mapping[str, str] = MappingProxyType({})
@@ -277,8 +279,8 @@ class Channel(ABC):
         return not any(batch.input_ids.numel() for batch in look.batches)
 
     @abstractmethod
-    def score(self, look: Look, series: Series, answer: Any) -> Any:
-        """Return the score of a guess against the truth, which process 0 pools; it holds no text.
+    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
+        """Return the score of a guess against the truth, as :attr:`width` packed numbers.
 
         Args:
             look: the look with its batches; what a page shows of the guess goes into
@@ -327,8 +329,8 @@ class Channel(ABC):
     # ---- over clients and looks -------------------------------------------------------------
 
     @abstractmethod
-    def pooled(self, series: Series, rows: Mapping[int, Any]) -> Outcome:
-        """Return the outcome of all clients' scores.
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Return the outcome of all clients' packed results.
 
         Args:
             series: the series of the results.

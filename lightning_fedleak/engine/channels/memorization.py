@@ -80,6 +80,7 @@ class MemorizationChannel(Channel):
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
+    width = 3 * len(metrics) + len(extras)
     reads_updates = True
     at_weights = True
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
@@ -409,27 +410,37 @@ class MemorizationChannel(Channel):
         }
 
     def results(self, look: Look) -> dict[Series, Result]:
-        """Return what each attack's values are."""
-        return {one: self._result_of(look, one) for one in self._played}
+        """Return what each attack's values are, packed."""
+        return {one: self._packed(look, one) for one in self._played}
 
-    def _result_of(self, look: Look, series: Series) -> Result:
+    def _packed(self, look: Look, series: Series) -> Result:
         answer = look.answers.get(series, "the attack was not run")
         if isinstance(answer, dict):
-            return Found(answer)
+            return Found([answer.get(name, math.nan) for name in self._names])
         return answer if isinstance(answer, Waiting) else Unknown(str(answer))
 
-    def score(self, look: Look, series: Series, answer: Any) -> Any:
-        """Return nothing: :meth:`results` has the values itself."""
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the values in the order in which they are packed."""
+        ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
+        return (*ends, *self.extras)
+
+    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
+        """Return nothing: :meth:`results` packs the values itself."""
         raise NotImplementedError
 
     # ---- over processes ---------------------------------------------------------------------
 
-    def pooled(self, series: Series, rows: Mapping[int, Mapping[str, float]]) -> Outcome:
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the values, which are the same on every process."""
-        values = next(iter(rows.values()))
+        numbers = next(iter(rows.values()))
+        return self._outcome(dict(zip(self._names, numbers, strict=True)), self._compared)
+
+    def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
+        """Return the outcome of an attack's values on a pool of texts, by its digest."""
+        triples = (self._names[n : n + 3] for n in range(0, 3 * len(self.metrics), 3))
         rates = {
-            metric: Rate(*(values.get(metric + end, math.nan) for end in ("", "_low", "_high")))
-            for metric in self.metrics
+            triple[0]: Rate(*(values.get(name, math.nan) for name in triple)) for triple in triples
         }
         extra = {name: values.get(name, math.nan) for name in self.extras}
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
@@ -442,8 +453,7 @@ class MemorizationChannel(Channel):
         )
         played = {name: rate for name, rate in rates.items() if name not in absent}
         extra = {name: value for name, value in extra.items() if not math.isnan(value)}
-        n = int(extra["members"] + extra["others"])
-        return Outcome(played, n, extra=extra, pool=self._compared)
+        return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
 
     # ---- checkpoints ------------------------------------------------------------------------
 

@@ -53,11 +53,12 @@ class Played:
     members: Tensor
     decisions: Tensor
 
-    def games(self) -> Tensor:
-        """Return (n, 3) float64: scores, bits and decisions."""
-        return torch.stack(
-            [self.scores.double(), self.members.double(), self.decisions.double()], 1
-        )
+    def pack(self, width: int) -> list[float]:
+        """Return n, scores, bits and decisions in this order, padded with zeros to ``width``."""
+        numbers = [float(len(self.scores))]
+        for column in (self.scores, self.members, self.decisions):
+            numbers += column.double().tolist()
+        return numbers + [0.0] * (width - len(numbers))
 
 
 class Window:
@@ -78,13 +79,14 @@ class Window:
         self._looks: deque[Tensor] = deque(maxlen=looks)
         self._next = 0
 
-    def add(self, rows: Mapping[int, Played]) -> Outcome:
-        """Add a look's games, by client, and return the rates over the whole window."""
+    def add(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Add a look's packed games, by client, and return the rates over the whole window."""
         games = []
-        for client, played in rows.items():
-            place = torch.tensor([[self._next, client]], dtype=torch.float64)
-            columns = played.games()
-            games.append(torch.cat([place.expand(len(columns), 2), columns], 1))
+        for client, numbers in rows.items():
+            n = int(numbers[0])
+            columns = [[float(self._next)] * n, [float(client)] * n]
+            columns += [list(numbers[1 + i * n : 1 + (i + 1) * n]) for i in range(3)]
+            games.append(torch.tensor(columns, dtype=torch.float64).T)
         self._next += 1
         self._looks.append(torch.cat(games))
         pooled = torch.cat(list(self._looks))
@@ -167,7 +169,10 @@ def _rates(games: Tensor, resamples: int = 100, *, by_game: bool = False) -> dic
 
 def rates_of(played: Played) -> dict[str, float]:
     """Return the rates of the games of one look."""
-    return _values(_rates(torch.nn.functional.pad(played.games(), (2, 0))))
+    columns = (played.scores, played.members, played.decisions)
+    games = torch.stack([column.double() for column in columns], 1)
+    rates = _rates(torch.nn.functional.pad(games, (2, 0)))
+    return _values(rates)
 
 
 def played_games(guess: Any, members: Tensor) -> Played | Unknown:

@@ -17,16 +17,16 @@ from lightning_fedleak.engine.outcomes import Outcome
 SHOWN = ("auc", "advantage", "accuracy", "f1")
 
 
-def games_of(scores: torch.Tensor, members: torch.Tensor, cut: float = 0.0) -> Played:
-    return Played(scores, members, scores > cut)
+def packed(scores: torch.Tensor, members: torch.Tensor, cut: float = 0.0) -> list[float]:
+    return Played(scores, members, scores > cut).pack(1 + 3 * len(scores))
 
 
-def right(n: int) -> Played:
+def right(n: int) -> list[float]:
     """A look at n members that all rank above n others."""
-    return games_of(torch.cat([torch.ones(n), -torch.ones(n)]), torch.arange(2 * n) < n)
+    return packed(torch.cat([torch.ones(n), -torch.ones(n)]), torch.arange(2 * n) < n)
 
 
-def over(looks: int, look: Played, clients: int = 1) -> list[Outcome]:
+def over(looks: int, look: list[float], clients: int = 1) -> list[Outcome]:
     window = Window(100)
     return [window.add(dict.fromkeys(range(clients), look)) for _ in range(looks)]
 
@@ -47,7 +47,7 @@ def test_looks_that_agree_never_lower_what_is_shown(n: int) -> None:
 def test_looks_that_are_the_same_never_widen_what_is_shown(values: list[int], seed: int) -> None:
     scores = torch.tensor(values, dtype=torch.float64) - 1.5
     members = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed)) % 2 == 0
-    widths = [o.rates["auc"].high - o.rates["auc"].low for o in over(5, games_of(scores, members))]
+    widths = [o.rates["auc"].high - o.rates["auc"].low for o in over(5, packed(scores, members))]
     assert all(after <= before + 1e-9 for before, after in itertools.pairwise(widths))
 
 
@@ -67,7 +67,7 @@ def test_each_look_has_the_p_value_of_its_own_games() -> None:
     for _ in range(3):
         scores = torch.randn(20, generator=generator, dtype=torch.float64)
         members = torch.randperm(20, generator=generator) < 10
-        outcome = window.add({0: games_of(scores, members)})
+        outcome = window.add({0: packed(scores, members)})
         expected = mannwhitneyu(
             scores[members], scores[~members], alternative="greater", method="exact"
         ).pvalue
@@ -77,7 +77,7 @@ def test_each_look_has_the_p_value_of_its_own_games() -> None:
 
 def test_of_several_clients_the_lowest_p_value_counts_and_the_mean_of_their_pairs() -> None:
     window = Window(100)
-    tied = games_of(torch.zeros(16), torch.arange(16) < 8)
+    tied = packed(torch.zeros(16), torch.arange(16) < 8)
     outcome = window.add({0: right(8), 1: tied})
     assert outcome.p_value == pytest.approx(2 / math.comb(16, 8))
     assert (outcome.trials["auc"].mean, outcome.trials["auc"].number) == (0.75, 16)
@@ -85,7 +85,7 @@ def test_of_several_clients_the_lowest_p_value_counts_and_the_mean_of_their_pair
 
 
 def test_games_of_members_alone_have_no_trials() -> None:
-    outcome = Window(100).add({0: games_of(torch.ones(3), torch.ones(3, dtype=torch.bool))})
+    outcome = Window(100).add({0: packed(torch.ones(3), torch.ones(3, dtype=torch.bool))})
     assert not outcome.trials
     assert math.isnan(outcome.p_value)
     assert "leakage/x/p_of_this_look" not in outcome.values("leakage/x")

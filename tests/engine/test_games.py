@@ -79,6 +79,17 @@ def test_half_of_the_targets_are_in_the_batch_and_half_in_an_earlier_one(tmp_pat
     assert watch.failures == 0
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_looks_at_one_batch_again_have_the_texts_of_another(tmp_path, accumulate):
+    """The loader does not shuffle, and each look is a whole number of epochs behind another."""
+    batches = list(random_token_loader(16 * accumulate)) * 5
+    attack = Recording()
+    watch = watched(tmp_path, attack, batches=batches, accumulate=accumulate, every_n_steps=4)
+    assert [step for step, *_ in attack.runs] == [1, 4, 8, 12, 16]
+    assert watch.failures == 0
+    assert [line["unknown"] for line in watch.lines()] == [None] * 5
+
+
 def test_held_out_texts_of_the_users_own_give_the_first_look_a_result(tmp_path):
     texts = torch.randint(3, 97, (30, 9), generator=torch.Generator().manual_seed(5)).tolist()
     [batch] = id_batches(4)

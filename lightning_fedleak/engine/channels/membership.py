@@ -293,8 +293,8 @@ class MembershipChannel(Channel):
             self._calls.arm(False)
         self._leaving = False
         self._table = None
-        for batch in look.batches if self.attacks else ():
-            self._sources.remember(batch)
+        if self.attacks:
+            self._sources.remember(look.batches)
 
     @torch.no_grad()
     def _begin(self, step: int, batches: Sequence[TokenBatch], scale: float) -> None:

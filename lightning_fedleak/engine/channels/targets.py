@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_las
 
 SPARE = 4
 """Texts drawn for each that is asked for, since some may be too short, or in the batch."""
-EARLIER_BATCHES = 2  # of earlier looks, whose texts serve as non-members; not tuned
+EARLIER_LOOKS = 2  # at different batches, whose texts serve as non-members; not tuned
+EARLIER_BATCHES = 2  # of each of these looks; not tuned
 
 
 @dataclass(frozen=True, repr=False)
@@ -301,12 +302,19 @@ class Sources:
         self._deal = Deal(games.targets, causal=causal, special=special)
         self._held_out = None if games.held_out is None else games.held_out.sentences
         self._client = client
-        self._earlier: deque[TokenBatch] = deque(maxlen=EARLIER_BATCHES)
+        self._earlier: list[list[TokenBatch]] = []
 
-    def remember(self, batch: TokenBatch) -> None:
-        """Keep a reference to a batch, whose texts are non-members of a later one."""
-        if self._held_out is None and batch.input_ids.numel():
-            self._earlier.append(batch)
+    def remember(self, batches: Sequence[TokenBatch]) -> None:
+        """Keep references to a look's batches, whose texts are non-members of a later one.
+
+        It takes the place of an earlier look at the same batches, as a loader without shuffling
+        has them once an epoch.
+        """
+        kept = [batch for batch in batches if batch.input_ids.numel()][-EARLIER_BATCHES:]
+        if self._held_out is None and kept:
+            ids = kept[-1].input_ids
+            others = [look for look in self._earlier if not torch.equal(look[-1].input_ids, ids)]
+            self._earlier = [*others, kept][-EARLIER_LOOKS:]
 
     def population(
         self, step: int, batches: Sequence[TokenBatch], *, shuffled: bool = False
@@ -325,7 +333,7 @@ class Sources:
         if self._held_out is not None:
             outside = self._deal.draw_texts(self._held_out, generator, like=inside)
         elif self._earlier:
-            outside = Rows.from_batches(list(self._earlier))
+            outside = Rows.from_batches([*chain.from_iterable(self._earlier)])
         targets = None
         if outside is not None:
             outside = outside.shuffled(generator, self._deal.special) if shuffled else outside

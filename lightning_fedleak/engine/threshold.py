@@ -244,6 +244,12 @@ class Threshold:
                 f"look{'s' * (pooled > 1)}, and never known. Watch the AUC, or give the monitor "
                 "more targets= or (with bound='value') a longer window=, in games=Games(...)"
             )
+        if self.strict and looks > self.patience + 1:
+            raise ValueError(
+                f"{self._subject}: {why}, so that it is unknown at the first {looks - 1} looks, "
+                "which a strict gate treats as breaches. Watch the AUC, give the monitor more "
+                "targets= in games=Games(...), or pass strict=False"
+            )
 
     def _check_read(self, engine: Engine) -> None:
         """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""

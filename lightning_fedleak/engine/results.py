@@ -375,7 +375,17 @@ class Results:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: an earlier version wrote the state.
+        """
+        if "series" not in state:
+            raise ValueError(
+                "the checkpoint's results are of an earlier version of lightning-fedleak, and not "
+                "read: resume with that version, or load the model's weights alone and begin a new "
+                "run"
+            )
         self.looks = state["looks"]
         self.failures = state["failures"]
         self.deferrals = state["deferrals"]

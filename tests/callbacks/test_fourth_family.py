@@ -48,6 +48,16 @@ def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
     assert b"leakage/text_count/wrong and its 95% interval" in layout
 
 
+@pytest.mark.parametrize("reveal", [True, False])
+def test_it_reveals_what_it_recovered_where_that_is_wanted(tmp_path: Path, reveal: bool) -> None:
+    settings = WatchSettings(reveal=reveal)
+    monitor = LeakageMonitor([Probe(), TextCount(1e9)], every_n_steps=4, settings=settings)
+    fit([monitor], tmp_path)
+    [channel] = {c for c in monitor.engine.series.values() if isinstance(c, CountsChannel)}
+    expected = [(step, "leakage/text_count") for step in (0, 4)]
+    assert channel.revealed == (expected if reveal else [])
+
+
 def test_the_report_speaks_of_it_in_its_own_words(tmp_path: Path) -> None:
     fit([LeakageMonitor([Probe(), TextCount(1e9)], every_n_steps=2)], tmp_path)
     report = findings(read([tmp_path]))

@@ -67,6 +67,7 @@ class CountsChannel(Channel):
     def __init__(self, attacks: Sequence[TextCount], settings: Any) -> None:
         super().__init__(attacks, settings)
         self.counts: dict[Series, Counts] = {}
+        self.revealed: list[tuple[int, str]] = []
 
     def score(self, look: Look, series: Series, answer: Any) -> list[float]:
         assert isinstance(answer, CountGuess)
@@ -84,6 +85,9 @@ class CountsChannel(Channel):
             extra={"off": max(abs(row[1]) for row in rows.values())},
             now={"right": right / len(rows), "wrong": 1 - right / len(rows)},
         )
+
+    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: Any) -> None:
+        self.revealed += [(look.step, series.log_name) for series in outcomes]
 
     def clear(self) -> None:
         self.counts.clear()

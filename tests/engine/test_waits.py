@@ -204,7 +204,24 @@ def test_a_run_that_resumes_goes_on_waiting(tmp_path: Path) -> None:
     assert (gate.fired.step, gate.fired.value) == (6, pytest.approx(1, abs=0.1))
 
 
-# ---- calibrations that wait for their turn ------------------------------------------------------
+# ---- calibrations -------------------------------------------------------------------------------
+
+
+def test_auto_calibrates_once_and_leaves_training_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[int] = []
+    prepare = GradientMembership.prepare
+
+    def counted(self: GradientMembership, anatomy: Any) -> None:
+        prepared.append(1)
+        prepare(self, anatomy)
+
+    monkeypatch.setattr(GradientMembership, "prepare", counted)
+    training = run(tmp_path, "auto", every_n_steps=None)
+    assert_same_training(run(None, None), training)
+    assert prepared == [1]
+    assert not math.isnan(training.watch.latest["leakage/gradient_membership/auc"])
 
 
 @pytest.mark.parametrize("local_steps", [None, 1])
@@ -254,3 +271,11 @@ def test_a_wait_is_kept_in_checkpoints_and_ends() -> None:
     assert again.waiting == frozenset()
     kept.add(Look(4, scope=frozenset({second})), {second: f1(0.3)}, {})
     assert kept.look_values[WORST] == kept.latest[WORST] == 0.9
+
+
+def test_the_state_of_an_earlier_version_is_refused() -> None:
+    kept, *_ = results()
+    state = kept.state_dict()
+    state["ledger"] = state.pop("series")
+    with pytest.raises(ValueError, match=r"of an earlier version .* begin a new run"):
+        kept.load_state_dict(state)

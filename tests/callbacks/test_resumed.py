@@ -87,7 +87,7 @@ def test_every_monitor_looks_on_where_it_was(saved, resumed):
 
 def test_games_of_earlier_looks_are_in_the_window(saved, resumed):
     _, lines, _ = resumed
-    games = saved["callbacks"][GAMES]["ledger"]["kinds"]["leakage/fc_membership"]["games"]
+    games = saved["callbacks"][GAMES]["series"]["leakage/fc_membership"]["channel"]["games"]
     *_, last_but_one, last = games[:, 0].unique().tolist()
     kept = int((games[:, 0] >= last_but_one).sum())
     first = next(line for line in lines if line["attack"] == "fc_membership")
@@ -95,11 +95,8 @@ def test_games_of_earlier_looks_are_in_the_window(saved, resumed):
     assert kept < first["n"] <= kept + 8
 
 
-def test_what_was_waited_for_and_counted_goes_on(saved, resumed):
+def test_what_was_counted_goes_on(saved, resumed):
     was, now = saved["callbacks"], resumed[0]["callbacks"]
-    waits = {"audit/fc_membership": SAVED_AT, "audit/attention_membership": SAVED_AT}
-    assert was[GAMES]["ledger"]["waits"] == waits
-    assert now[GAMES]["ledger"]["waits"] == {}  # the end of the fit is the answer
     before, after = (state["RiskGate[low]"]["evidence"]["tests"] for state in (was, now))
     (before,), (after,) = before.values(), after.values()  # by the value that it is on
     assert (before["looks"], after["looks"]) == (3, 6)

@@ -130,7 +130,7 @@ def test_a_low_number_of_an_attack_that_prefers_likely_texts_is_unknown(tmp_path
     attack = Partial(0.0, 1.0)
     attack.prefers_likely_texts = True
     gate = Threshold("leakage/partial/f1", at_most=0.2)
-    watch = watched(tmp_path, attack, [gate], steps=1)
+    watched(tmp_path, attack, [gate], steps=1)
     assert attack.runs == 1
     assert gate.fired is not None
     assert gate.fired.read == 0

@@ -262,6 +262,10 @@ class CraftedAdapterWords(Attack):
                 "rounds of a dishonest server run on copies: give RunFacts local_steps and the "
                 "optimizer that it prescribes"
             )
+        if facts.clip_value is not None:
+            raise UnusableObservation(
+                "rounds on copies are played without clipping by value: leave out clip_value"
+            )
         return steps
 
     def mean_update(

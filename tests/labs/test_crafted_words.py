@@ -121,7 +121,11 @@ def test_an_update_in_which_no_row_moves_is_unknown(attack) -> None:
 
 @pytest.mark.parametrize(
     ("facts", "why"),
-    [({"optimizer": "Lion"}, "Lion"), ({"local_steps": None}, "local_steps")],
+    [
+        ({"optimizer": "Lion"}, "Lion"),
+        ({"local_steps": None}, "local_steps"),
+        ({"clip_value": 0.01}, "clip_value"),
+    ],
 )
 def test_unknown_rounds_are_refused(model, attack, facts, why) -> None:
     twin = copy.copy(attack)

@@ -44,7 +44,7 @@ WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of that response; not tuned."""
 
 DEFENDED_WIDTH = attention_calibration.WIDE_ENOUGH
-"""The only half-width against defended gradients: the band holds members in any precision."""
+"""The half-width against defended gradients: the band holds members in any precision."""
 
 REPLACED_WIDTHS = (*WIDTHS, 0.6, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
 """Half-widths against a defence that replaces batches, which shrinks a member's response."""
@@ -165,10 +165,13 @@ class AttentionMembership(MembershipAttack):
     def meet(self, facts: RunFacts) -> None:
         """Choose the default beta and widths for the run's defences.
 
-        Against a defence that acts on gradients there is one width. Against one that replaces
-        batches beta is smaller, and unless another defence acts on gradients the widths reach .999.
+        Against a defence that acts on gradients there is one width: that of ``gamma``, or of those
+        given the nearest to ``DEFENDED_WIDTH``. Against one that replaces batches beta is smaller,
+        and unless another defence acts on gradients the widths reach .999.
         """
         self._choose(replaced="batches" in facts.defended, defended="gradients" in facts.defended)
+        if self.public_text is None:
+            self._calibration = self._fixed_calibration()
 
     def _choose(self, *, replaced: bool, defended: bool) -> None:
         """Set beta and widths, as given or by what the run's defences do."""
@@ -179,13 +182,11 @@ class AttentionMembership(MembershipAttack):
             check_number("gamma", self.gamma, below=1, hint="a share of a member's response")
             gamma = round(1.0 - self.gamma, 12)
         if isinstance(widths, str):
-            widths = WIDTHS
-            if defended and gamma is None:
-                widths = (DEFENDED_WIDTH,)
-            elif replaced and not defended:
-                widths = REPLACED_WIDTHS
+            widths = REPLACED_WIDTHS if replaced and not defended else WIDTHS
         if not widths or not all(0 < width < 1 for width in widths):
             raise ValueError(f"widths must be numbers between 0 and 1, got {widths}")
+        if defended:
+            widths = (gamma or min(widths, key=lambda width: abs(width - DEFENDED_WIDTH)),)
         self.widths = sorted({*widths} if gamma is None else {*widths, gamma})
 
     def _factor(self, d: int) -> float:

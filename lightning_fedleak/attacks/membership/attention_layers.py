@@ -282,8 +282,8 @@ class AttentionSettings:
             two edges. ``"coordinates"``: the paper's rows, and the highest gamma that any of them
             exceeds.
         widths: half-widths w of the bands. ``"auto"``: ``WIDTHS``; against a defence that replaces
-            batches ``REPLACED_WIDTHS``; against one that acts on gradients ``DEFENDED_WIDTH``
-            alone, because rungs share the clip norm (a ``gamma`` that is a number keeps its bands).
+            batches ``REPLACED_WIDTHS``. Against one that acts on gradients the band of ``gamma``,
+            or the one nearest to ``DEFENDED_WIDTH``, is crafted alone: rungs share the clip norm.
     """
 
     beta: float | Literal["authors", "auto"] = "auto"

@@ -206,8 +206,8 @@ class FCMembership(MembershipAttack):
     rung stays zero and the guess is "no".
 
     Under noise of a known standard deviation the rung ``tau`` alone is read. Rungs share the norm
-    under clipping, so where a defence acts on gradients (:meth:`meet`), ``ladder="auto"`` is that
-    rung alone.
+    under clipping, so where a defence acts on gradients (:meth:`meet`), that rung alone is crafted,
+    whatever ``ladder`` says.
 
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
@@ -217,7 +217,7 @@ class FCMembership(MembershipAttack):
         dead_zone: per coordinate, or ``"auto"``.
         ladder: the rungs as multiples of ``tau``, ascending, with 1 among them. ``"auto"``: 5
             below, halving, and 8 above, up to half of ``‖T‖_1`` (with an absolute ``tau``: 32 times
-            ``tau``); where a defence acts on gradients ``(1.0,)``.
+            ``tau``).
         tokens: as in the base class.
         name: in the logs.
 
@@ -282,7 +282,7 @@ class FCMembership(MembershipAttack):
         self._hints["trainer"] = current
 
     def meet(self, facts: RunFacts) -> None:
-        """Store the precision; against defended gradients ``ladder="auto"`` is ``(1.0,)``."""
+        """Store the precision; against defended gradients the ladder is the rung ``tau`` alone."""
         super().meet(facts)
         if facts.precision is not None:
             self.set_precision(facts.precision)
@@ -290,7 +290,7 @@ class FCMembership(MembershipAttack):
     @property
     def _ladder_steps(self) -> tuple[float, ...] | Literal["auto"]:
         """Return the ladder; ``"auto"`` where it depends on ``tau``."""
-        return (1.0,) if self.ladder == "auto" and self._defended else self.ladder
+        return (1.0,) if self._defended else self.ladder
 
     @property
     def rungs(self) -> int:

@@ -498,6 +498,27 @@ def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response
     assert attack.widths == [0.1]
 
 
+@pytest.mark.parametrize(
+    ("given", "width"),
+    [
+        ({}, 0.1),
+        ({"gamma": 0.5}, 0.5),
+        ({"widths": (0.02, 0.08, 0.6)}, 0.08),
+        ({"gamma": 0.5, "widths": (0.1, 0.6)}, 0.5),
+        ({"gamma": 0.5, "whiten": False}, 0.5),
+    ],
+)
+def test_against_defended_gradients_one_band_is_crafted(public, given, width):
+    """Bands share the clip norm, and one of K carries 1 / sqrt(K) of the signal."""
+    attack = attention(1, public if given.get("whiten", True) else None, batch=20, **given)
+    expect(attack, defended=True)
+    attack.prepare(find_anatomy(models.tiny_llama()))
+    assert attack.widths == [width]
+    assert attack.rungs == 2
+    members = attack.guess(torch.tensor([[9.0, 0.0], [0.0, 0.0]]), 1.0).members
+    assert members.tolist() == [True, False]
+
+
 def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
     for own, plain, replaced in (({}, 0.3, 0.01), ({"beta": 0.3}, 0.3, 0.3)):
         attack = attention(1, public, batch=20, **own)

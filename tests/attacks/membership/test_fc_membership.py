@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.attacks.base import Query, UnusableObservation
+from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import fc as crafted_fc
 from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
 from lightning_fedleak.attacks.membership.fc import SAFE, FCMembership, l1_distances
@@ -318,6 +318,15 @@ def test_one_rung_is_the_gaussian_mechanism_without_its_sign(sigma):
     one_way = 0.5 * math.erfc(-1 / (2 * sigma))
     expected = one_way**2 + (1 - one_way) ** 2
     assert auc(attack.guess(gradient, sigma).scores, truth) == pytest.approx(expected, abs=0.01)
+
+
+def test_against_defended_gradients_the_rung_tau_alone_is_crafted():
+    target = torch.randn(1, 32, generator=generator())
+    attack = FCMembership(1, ladder=(0.25, 0.5, 1, 2, 4))
+    taus, _ = attack.settings(target)
+    attack.meet(RunFacts(defended=frozenset({"gradients"})))
+    assert (attack.rungs, attack.guess_rung) == (1, 0)
+    assert torch.equal(attack.settings(target)[0], taus[:, [2]])
 
 
 def test_under_noise_the_rung_tau_alone_counts():

@@ -245,7 +245,7 @@ def sweep(add: Add) -> None:
         length: tokens a text, at most.
         every_n_steps: steps between two looks.
         lr: learning rate of AdamW.
-        peft: train low-rank adapters; by default the whole model.
+        peft: train low-rank adapters, or the biases only; by default the whole model.
         budget_seconds: time that prefix and descent may take for one look.
         seed: seed of split, order, dropout and calibration.
         out: results.
@@ -256,7 +256,7 @@ def sweep(add: Add) -> None:
     _add_sources(add)
     add("--layer", **_count(None, 0))
     _add_training(add, steps=60)
-    add("--peft", choices=("lora",))
+    add("--peft", choices=("lora", "bitfit"))
     add("--budget-seconds", **_number("S", _POSITIVE, 10.0))
     add("--seed", **_SEED)
     add("--out", **_path("DIR", "fedleak_runs/sweep"))
@@ -475,7 +475,7 @@ def fit(add: Add) -> None:
         print_config: print all settings and exit.
         model_model: a folder or a name on the hub; by default a small one that is included.
         model_lr: learning rate of AdamW.
-        model_peft: train low-rank adapters; by default the whole model.
+        model_peft: train low-rank adapters, or the biases only; by default the whole model.
         model_loss: mean over tokens, or over texts of each text's mean, as DP-SGD needs.
         data_text: private text: {sources}; by default messages that are included.
         data_column: the column of the text.
@@ -490,7 +490,7 @@ def fit(add: Add) -> None:
     add("--print_config", action="store_true")
     add("--model.model", metavar="NAME")
     add("--model.lr", metavar="X", default=1e-4)
-    add("--model.peft", choices=("lora",))
+    add("--model.peft", choices=("lora", "bitfit"))
     add("--model.loss", choices=("token_mean", "sample_mean"), default="token_mean")
     add("--data.text", metavar="SOURCE")
     add("--data.column", metavar="NAME")

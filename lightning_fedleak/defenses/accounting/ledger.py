@@ -16,7 +16,7 @@ Event = tuple[float, float]
 """Noise multiplier and sample rate of a release."""
 
 LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
-_ENDING = re.compile(r"(\.users)?(\.\d+-of-\d+)?")  # of a client's file
+_ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
 _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -77,9 +77,10 @@ def client_path(
         kind = _ENDING.fullmatch(other.name, len(path.name))
         if kind and (kind[1] or "") != ending and other.is_file():
             raise DefenseError(
-                f"ledger={str(other)!r} was kept for another unit of privacy than {unit!r}, and no "
-                "epsilon holds for releases of both. Go on with the settings of before, or begin a "
-                "new run from a model that this data did not train, with a new path"
+                f"ledger={str(other)!r} was kept for another unit of privacy, or for batches drawn "
+                f"otherwise, than {unit!r}, and no epsilon holds for releases of both. Go on with "
+                "the settings of before, or begin a new run from a model that this data did not "
+                "train, with a new path"
             )
     path = path.with_name(path.name + ending)
     if clients > 1:

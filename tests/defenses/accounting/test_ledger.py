@@ -13,6 +13,7 @@ import pytest
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.accounting.account import Ledger
+from lightning_fedleak.defenses.accounting.ledger import client_path
 
 OWN = b"1.0 0.01 5\n0.5 1e-05 3\n"
 
@@ -72,6 +73,17 @@ def test_a_file_of_someone_else_stays_as_it_was(tmp_path: Path, text: bytes) -> 
         Ledger(path)
     assert path.read_bytes() == text
     assert "diary" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["ledger.at-most-9-of-25", "ledger.at-most-9-of-25.0-of-2"])
+@pytest.mark.parametrize("unit", ["example", "user"])
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_ledger_of_truncated_batches_is_not_gone_on_from(
+    tmp_path: Path, name: str, unit: str, clients: int
+) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(DefenseError, match=f"{names(tmp_path / name)}.*batches drawn otherwise"):
+        client_path(tmp_path / "ledger", 0, clients, unit)
 
 
 def folder(path: Path) -> None:

@@ -225,7 +225,7 @@ def one_run(
         unit: Any = "example"
         if users:
             mixed = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
-            unit = Users((mixed % units).tolist())
+            unit = Users((mixed % units).tolist(), rows_per_user=ROWS)
         bands = noise.get("bands")
         mechanism = None if bands is None else CorrelatedNoise(noise["mechanism"], bands)
         defense = DPSGD(

@@ -61,6 +61,11 @@ def test_a_config_has_the_settings_in_groups(settings: Any, new: Any) -> None:
         ({"unit": "household"}, "unit must be 'example', got 'household'"),
         ({"max_physical_batch_size": 0}, "max_physical_batch_size must be .* at least 1"),
         ({"poisson_sampling": False, "unit": Users(KEYS)}, "users are drawn by chance"),
+        (
+            {"max_physical_batch_size": 4, "unit": Users(KEYS)},
+            r"max_physical_batch_size=4 runs whole users.*pass Users\(..., rows_per_user=4\)",
+        ),
+        ({"max_physical_batch_size": 4, "unit": Users(KEYS, 5)}, "rows_per_user=4.* or fewer"),
     ],
 )
 def test_what_is_refused(settings: Any, message: str) -> None:

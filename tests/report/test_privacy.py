@@ -84,6 +84,27 @@ def test_without_all_releases_the_pair_alone_limits(tmp_path, more, settings):
     assert account.largest_auc == dp_auc(*account.bound)
 
 
+def test_of_truncated_batches_only_the_pair_and_the_noise_are_told(tmp_path):
+    """Records of runs from before, whose sampling no accountant knows any more."""
+    line, settings = (
+        spending(1.0, 0.01, 100, sampling="at-most-12-of-1001"),
+        {"truncated_batch_size": 12},
+    )
+    account = account_of(tmp_path / "one", [line], **settings)
+    assert account.largest_tpr == dp_tpr(0.01, *account.bound)
+    assert account.without_sampling.startswith("not computed: ")
+    fits = [
+        [begin(run, defenses=[dpsgd(**settings)]), look(1, run, privacy=[line]), end(1, run)]
+        for run in ("a", "b")
+    ]
+    found = found_in(tmp_path / "two", [result(1, f1=0.0)], [*fits[0], *fits[1]])
+    [joint] = found.privacy_together
+    assert joint.epsilon.startswith("not computed: ")
+    [implied] = found.runs[0].implied
+    assert implied.largest_tpr_in_a_batch == gaussian_tpr(0.01, 0.5)
+    assert implied.largest_auc_in_a_batch == gaussian_auc(0.5)
+
+
 def test_a_history_that_grows_is_one(tmp_path):
     grown = [look(s, privacy=[spending(2.0, 1.0, s)]) for s in (1, 2, 3)]
     record = [begin(defenses=[dpsgd()]), *grown, end(4, privacy=[spending(2.0, 1.0, 4)])]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
-from lightning_fedleak.defenses.base import Defense, DefenseError
+from lightning_fedleak.defenses.base import Defense, DefenseError, State, refuse
 from lightning_fedleak.validate import check_integer
 
 
@@ -51,7 +51,7 @@ class ActivationCompression(ActivationDefense):
     Raises:
         DefenseError: a setting out of range, or nothing to do; at setup, a layer that the model
             does not have; in a forward, states of no more than ``keep_dims`` dimensions or
-            ``drop_early`` positions.
+            ``drop_early`` positions; a checkpoint that was trained with principal components.
     """
 
     name = "activation_compression"
@@ -107,6 +107,11 @@ class ActivationCompression(ActivationDefense):
             early = torch.arange(length, device=values.device) < self.drop_early
             values = values.masked_fill(early[:, None], 0.0)
         return values.to(states.dtype)
+
+    def load_state_dict(self, state: State) -> None:
+        """Refuse a checkpoint that was trained with principal components."""
+        message = "the principal basis of the checkpoint is gone. Begin a new run."
+        refuse("ActivationCompression: ", {message: "span" in state})
 
     def _basis_for(self, states: Tensor) -> Tensor:
         """Return V (d, k), of the dtype and device of ``states`` (B, L, d)."""

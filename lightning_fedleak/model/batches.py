@@ -27,6 +27,8 @@ HIDDEN = -5e3
 """Largest score of an additive attention mask that hides: libraries write -10,000 or less."""
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
+ADAPTER = " For anything else pass batch_adapter=, a function from your batch to a TokenBatch."
+"""What ends the message of an unknown form, for those who take an adapter."""
 
 
 class BatchError(ValueError):
@@ -493,7 +495,7 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
     if isinstance(positions, Tensor) and positions.dim() != 2:
         raise _error(
             "position_ids of M-RoPE and others that are not (B, L) do not say where documents "
-            "begin: with one text in a row, a batch_adapter= leaves them out",
+            "begin: leave them out where each row is one text",
             positions,
         )
     documents: Tensor | None = None
@@ -578,8 +580,7 @@ def _error(text: str, value: object) -> BatchError:
     return BatchError(
         f"{text}; got {_describe(value)}. Known are dicts and objects with input_ids (and labels, "
         "attention_mask), tuples (input_ids, labels) or (input_ids, attention_mask, labels), and "
-        "one integer tensor (B, L). For anything else pass batch_adapter=, a function from your "
-        "batch to a TokenBatch."
+        f"one integer tensor (B, L).{ADAPTER}"
     )
 
 

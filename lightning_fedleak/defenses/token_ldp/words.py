@@ -285,8 +285,9 @@ class BatchForm:
             allowed = {*PUBLIC_FIELDS, *self.public_fields, self.example_ids}
             unknown = [name for name in batches.other_fields(batch) if name not in allowed]
         except batches.BatchError as error:
+            form = str(error).removesuffix(batches.ADAPTER)
             raise refused(
-                f"the batch cannot be read ({error}). Let the collate function return a dict with "
+                f"the batch cannot be read ({form}) Let the collate function return a dict with "
                 "input_ids and labels"
             ) from error
         if unknown:

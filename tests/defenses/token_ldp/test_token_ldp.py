@@ -420,6 +420,12 @@ def test_labels_that_are_shifted_are_refused(gpt2: nn.Module) -> None:
         defended(TokenLDP("grr", 1.0), gpt2, (text[:, :-1], text[:, 1:]))
 
 
+def test_a_batch_of_unknown_form_is_refused_with_what_to_do(gpt2: nn.Module) -> None:
+    with pytest.raises(DefenseError, match=r"no 'input_ids'.*Let the collate function") as refused:
+        defended(TokenLDP("grr", 1.0), gpt2, {"ids": rows(2, 4)})
+    assert "batch_adapter" not in str(refused.value)
+
+
 def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
     batch = {"input_ids": rows(2, 4), "text": ["a b", "c d"], "position_ids": rows(2, 4)}
     with pytest.raises(DefenseError, match=r"the fields text, which .*public_fields=\['text'\]"):

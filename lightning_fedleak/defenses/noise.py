@@ -152,7 +152,7 @@ class ReleaseNoise:
             examples: of all clients.
             users: the rows of each, by key.
         """
-        return lambda: count_steps("target_epsilon or a schedule")
+        return lambda: count_steps("target_epsilon")
 
     def warn_if_lost(self, releases: int) -> None:
         """Warn where noise of releases that were made is gone and a new mechanism begins."""

@@ -162,7 +162,7 @@ class CraftedInside(nn.Module):
         return with_states_in(args, kwargs, self._with_crafted(hidden, self._mask_of(hidden)))
 
     def add_to_output(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object], output: Any
     ) -> Any:
         """Add the output to what a block returns."""
         mask = self._mask_of(states_in(args, kwargs))

@@ -281,7 +281,7 @@ def passive() -> list[Attack]:
     ("make_attacks", "settings"),
     [
         (crafted, {}),
-        (crafted, {"gradients": "autograd", "targets_per_batch": 2}),
+        (crafted, {"targets_per_batch": 2}),
         (passive, {}),
     ],
 )

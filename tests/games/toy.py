@@ -29,7 +29,8 @@ def autograd_gradient(
         undisturbed(anatomy) as model,
         torch.enable_grad(),
     ):
-        chances = model(**inputs).logits.log_softmax(-1)[..., 5]
+        output = model(**inputs)
+        chances = getattr(output, "logits", output).log_softmax(-1)[..., 5]
         loss = chances.mean() if mask is None else (chances * mask).sum() / mask.sum()
         gradient, upstream = torch.autograd.grad(loss, [bias, outputs[-1]])
     return gradient, upstream[..., 0]

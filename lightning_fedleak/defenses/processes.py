@@ -97,6 +97,27 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
     return _split(whole, like, Replicate())
 
 
+def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
+    """Return this process's parts of the sums of all processes' ``addends``; a collective.
+
+    Args:
+        addends: of the whole shapes on every process; may be overwritten.
+        likes: for each a plain tensor, of which every process holds all, or a DTensor over all
+            processes.
+    """
+    first = addends[0]
+    one_kind = all((a.dtype, a.device) == (first.dtype, first.device) for a in addends)
+    if len(addends) == 1 or not one_kind:
+        return [_own_part_of_sum(a, like) for a, like in zip(addends, likes, strict=True)]
+    joint = torch.cat([addend.flatten() for addend in addends])
+    dist.all_reduce(joint)
+    start = 0
+    for addend in addends:
+        addend.copy_(joint[start : start + addend.numel()].view_as(addend))
+        start += addend.numel()
+    return [own_part(total, like) for total, like in zip(addends, likes, strict=True)]
+
+
 def reshard(root: nn.Module) -> None:
     """Let every layer of FSDP2 keep its shards only, as between two steps."""
     for module in root.modules():
@@ -139,8 +160,7 @@ def _is_whole(module: Any) -> bool:
     return any(not isinstance(p, DTensor) for p in parameters) or any(map(_is_whole, inner))
 
 
-def own_part_of_sum(addend: Tensor, like: Tensor) -> Tensor:
-    """Return this process's part of the sum of all processes' addends, each whole; a collective."""
+def _own_part_of_sum(addend: Tensor, like: Tensor) -> Tensor:
     if isinstance(like, DTensor):
         return _split(addend, like, Partial())
     dist.all_reduce(addend)

@@ -106,6 +106,7 @@ CASES = {
     "exact whole module": lambda: WHOLE.exact("gpt2 untied"),
     "exact leaves": lambda: LEAVES.exact("gpt2 tied"),
     "exact checkpointed": lambda: RUNS.exact("gpt2 tied", build=checkpointed),
+    "exact one by one": RUNS.one_by_one,
     "pieces gpt2 tied": lambda: RUNS.exact("gpt2 tied", most=2),
     "pieces lora": lambda: RUNS.exact("lora", most=2, max_steps=2),
     "pieces replicated": lambda: REPLICATED.exact("gpt2 untied", most=2, max_steps=2),

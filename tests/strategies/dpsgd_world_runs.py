@@ -37,6 +37,7 @@ from lightning_fedleak.defenses import (
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.defenses.dpsgd import clipped_sum as clipped_sum_module
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
@@ -334,6 +335,14 @@ class Runs:
             "ran": gathered(module.sizes),
             "drawn": sizes,
         }
+
+    def one_by_one(self) -> Found:
+        """Every parameter is summed by itself, as large ones are."""
+        original, clipped_sum_module.AT_ONCE = clipped_sum_module.AT_ONCE, 0
+        try:
+            return self.exact("gpt2 tied")
+        finally:
+            clipped_sum_module.AT_ONCE = original
 
     def checked_like_trusted(self) -> Found:
         """A look through the graph leaves training as it is: against runs without any."""

@@ -22,6 +22,7 @@ CASES = {
         for name in ("gpt2 tied", "lora")
     },
     "exact static_graph": lambda: STATIC.exact("gpt2 tied"),
+    "exact one by one": RUNS.one_by_one,
     "pieces gpt2 tied": lambda: RUNS.exact("gpt2 tied", most=2),
     "pieces lora": lambda: RUNS.exact("lora", most=2, max_steps=2),
     "pieces static_graph": lambda: STATIC.exact("gpt2 untied", most=2, max_steps=2),

@@ -66,7 +66,7 @@ def check_exact(found: dict[str, Any], most: float, releases: int = 3) -> None:
         assert found[fact], fact
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "one by one"])
 def test_the_client_shares_the_clipped_sum_over_all_processes(ranks, name: str) -> None:
     for found in of(ranks, f"exact {name}"):
         check_exact(found, 1e-6)

@@ -367,6 +367,11 @@ class RenyiFilter(Ledger):
             orders = torch.as_tensor(state["orders"], dtype=torch.float64).tolist()
             if len(orders) == 1 and self.order is None:
                 (self.order,), self._restored = orders, True
+            if len(orders) > 1:
+                raise DefenseError(
+                    "the checkpoint's budget holds at several orders, which are gone: begin a new "
+                    "run, and count what the old one cost beside it"
+                )
             if orders and orders != [self.order]:
                 raise DefenseError(
                     f"order={self.order} differs from that of the checkpoint, {orders}: it is "

@@ -29,6 +29,8 @@ from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 
 MaxGradNorm = float | Literal["auto"]
 
+# Numbers of small parameters that are summed over processes at once. Not tuned; larger: more memory
+AT_ONCE = 1 << 20
 RELATIVE = 1e-2  # share of the largest gradient; smaller ones may be rounding (a bias of keys)
 # Distance of autograd's gradient from the sum of the samples' parts, over its size.
 FINE = 1e-3  # in float32
@@ -304,16 +306,27 @@ class ClippedSum:
     ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
         """Yield the index of each parameter, the parameter, and this process's part of its sum.
 
+        Small parameters are summed in groups: a collective for each of 200 is many times slower.
+
         Args:
             parameters: in the same order in all processes.
             team: the processes of this client; a collective of them.
             addend: returns this process's addend, in whole shape; it may be overwritten.
         """
-        for index, parameter in enumerate(parameters):
-            total = addend(parameter)
-            if team.size > 1:
-                total = processes.own_part_of_sum(total, parameter)
-            yield index, parameter, total
+        if team.size == 1:
+            for index, parameter in enumerate(parameters):
+                yield index, parameter, addend(parameter)
+            return
+        start = 0
+        while start < len(parameters):
+            end, numbers = start + 1, parameters[start].numel()
+            while end < len(parameters) and numbers + parameters[end].numel() <= AT_ONCE:
+                numbers, end = numbers + parameters[end].numel(), end + 1
+            group = parameters[start:end]
+            totals = processes.own_parts_of_sums([addend(parameter) for parameter in group], group)
+            for index, (parameter, total) in enumerate(zip(group, totals, strict=True), start):
+                yield index, parameter, total
+            start = end
 
     def check_explained(
         self, parameters: Sequence[nn.Parameter], context: base.DefenseContext, team: Team

@@ -150,14 +150,14 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
 
     With ``relation="add_remove"`` the target is uniform in D, and removed from it where b = 0.
 
+    A target token is a random one of its sentence, but no special token: the states of those hardly
+    differ between sentences in early layers.
+
     Args:
         pool: the distribution.
         config: how the games are played; the challenges depend on its seed and on nothing else.
         spare: tokens at the end of a sentence that are no targets: 1 for a next-token loss, which
             no hidden state of the last token enters.
-
-    A target token is a random one of its sentence. Special tokens, whose states in early layers
-    hardly differ between sentences, are none.
 
     Raises:
         GameError: the pool has no more than ``batch`` sentences, or a row without a target.

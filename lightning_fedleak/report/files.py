@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,11 @@ from lightning_fedleak.report.records import as_json
 from lightning_fedleak.report.registry import entry
 
 REPORT_TOML = "report.toml"
+SECONDS = 0.02
+"""Seconds of processor that a live page may take a look, on average.
+
+More: pages of long runs are newer. Less: they wait for more looks.
+"""
 
 
 def write(
@@ -60,7 +67,7 @@ def write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            _write_whole(path, text, private=bool(texts) and path.suffix == ".html")
+            _write_whole(path, text)
     except OSError as error:
         raise ReportError(
             f"'{folder}' cannot be written to ({error.strerror}): name another folder with --out"
@@ -81,6 +88,40 @@ def write_at_end(record: Path, run: str, watcher: str) -> None:
         rank_zero_info(f"{watcher}: {path}")
     except Exception as error:  # a report is no reason to lose a run
         rank_zero_warn(f"{watcher}: no report: {error}")
+
+
+class LivePage:
+    """Rewrites ``report.html`` while a run goes on; the page loads itself again until it ends.
+
+    A page that takes more than :data:`SECONDS` is written at so few looks that it takes as much on
+    average.
+
+    Args:
+        record: its ``run.jsonl``.
+        run: its id.
+        watcher: the class that watches it, for the message.
+    """
+
+    def __init__(self, record: Path, run: str, watcher: str) -> None:
+        self._record, self._run, self._watcher = record, run, watcher
+        self._wait = 1
+
+    def look_ends(self) -> None:
+        """Write the page, if it is its turn; where it cannot be written, warn and stop."""
+        self._wait -= 1
+        if self._wait:
+            return
+        start = time.thread_time()
+        try:
+            content = findings(
+                read([self._record], run=self._run), _people(None, self._record.parent)
+            )
+            _write_whole(self._record.parent / "report.html", page(content, live=True))
+        except Exception as error:
+            self._wait = -1
+            rank_zero_warn(f"{self._watcher}: no live report: {error}")
+            return
+        self._wait = max(1, math.ceil((time.thread_time() - start) / SECONDS))
 
 
 def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
@@ -123,14 +164,12 @@ def _text(path: Path) -> str:
         raise ReportError(f"'{path}' is not UTF-8 text") from None
 
 
-def _write_whole(path: Path, content: str, *, private: bool) -> None:
-    """Write a file whole or not at all; a private page is its owner's from its first byte on."""
+def _write_whole(path: Path, content: str) -> None:
+    """Write a file whole or not at all, for its owner alone as the logs are."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".report")  # mode 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(content)
-        if not private:
-            os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

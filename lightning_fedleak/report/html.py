@@ -30,15 +30,18 @@ from lightning_fedleak.report.wording import (
 )
 
 
-def page(findings: Findings, revealed: Mapping[str, str] | None = None) -> str:
+def page(
+    findings: Findings, revealed: Mapping[str, str] | None = None, *, live: bool = False
+) -> str:
     """Return the report as HTML, in which everything that runs have named is escaped.
 
     Args:
         findings: what the report says.
         revealed: contents of local reveal files, by name: private text. The page must then be
             kept as they are.
+        live: whether the page loads itself again, as that of a run that goes on.
     """
-    return _template().render(findings=findings, revealed=revealed or {})
+    return _template().render(findings=findings, revealed=revealed or {}, live=live)
 
 
 @cache

@@ -90,8 +90,36 @@
     show(maps[0]);
   };
 
+  // The page of a run that goes on loads itself again; what is open and the place stay as they are.
+  const live = (seconds) => {
+    const details = [...document.querySelectorAll("details")];
+    const inputs = [...document.querySelectorAll("input")];
+    const atEnd = (input) => input.type === "range" && input.value === input.max;
+    const before = JSON.parse(sessionStorage.getItem(location.pathname) ?? "null");
+    if (before && before.details.length === details.length && before.inputs.length === inputs.length) {
+      details.forEach((one, i) => { one.open = before.details[i]; });
+      inputs.forEach((input, i) => {
+        if (before.inputs[i] === null) return;
+        if (input.type === "range") input.value = before.inputs[i];
+        else input.checked = before.inputs[i];
+        if (input.type === "range" || input.checked) input.dispatchEvent(new Event(input.type === "range" ? "input" : "change"));
+      });
+    }
+    if (before) scrollTo(0, before.top);
+    setTimeout(() => {
+      const now = {
+        details: details.map((one) => one.open),
+        inputs: inputs.map((input) => (atEnd(input) ? null : input.type === "range" ? input.value : input.checked)),
+        top: scrollY,
+      };
+      sessionStorage.setItem(location.pathname, JSON.stringify(now));
+      location.reload();
+    }, 1000 * seconds);
+  };
+
   document.querySelectorAll("figure.over_steps").forEach(withSlider);
   document.querySelectorAll("figure.heat_map").forEach(withChoice);
+  if ("live" in document.documentElement.dataset) live(5);
   const print = (open) => document.querySelectorAll("details").forEach((one) => {
     if (open) one.dataset.open = one.open;
     one.open = open || one.dataset.open === "true";

@@ -126,7 +126,6 @@ def main() -> None:
     parser.add_argument("--targets", default="q_proj,v_proj")
     parser.add_argument("--shapes", default="1x32")
     parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--blocks", type=int)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of a look")
     parser.add_argument("--defenses", default="none")
     parser.add_argument("--lr", type=float, default=1e-3, help="of sgd:k")
@@ -152,7 +151,7 @@ def main() -> None:
             optimizer = torch.optim.AdamW(trained(model), lr=2e-4)
             backward(model, public.batch(rows, length).input_ids.to(options.device))
             optimizer.step()
-        attack = SubspaceTexts(blocks=options.blocks, budget_seconds=options.budget)
+        attack = SubspaceTexts(budget_seconds=options.budget)
         if kind == "sgd":
             attack.meet(
                 RunFacts(optimizer="SGD", optimizer_settings={"lr": options.lr}, local_steps=steps)

@@ -114,7 +114,7 @@ def craft(
     public: PublicText,
     tokens_per_round: int,
     *,
-    settings: RowSettings | None = None,
+    settings: RowSettings = RowSettings(),
 ) -> CraftedValues:
     """Return values for an adapter with which its update shows the types of a round.
 
@@ -131,12 +131,11 @@ def craft(
     Raises:
         ThreatModelError: the adapter is of another kind, or not all of it is trained.
     """
-    settings = settings or RowSettings()
     parts = find_adapter(anatomy, adapter)
     inputs, readable, exact = type_inputs(anatomy, parts.reads, public)
     presence = chance_in_round(public, tokens_per_round, len(inputs)).to(inputs.device)
     worth = torch.where(readable, presence, 0.0)
-    directions, thresholds = deal_rows(inputs, worth, presence, parts.width, settings)
+    directions, thresholds = deal_rows(inputs, worth, presence, parts.reads.rows, settings)
     rows = CraftedRows(parts.reads.name, inputs, exact, readable, directions, thresholds, presence)
     return CraftedValues(adapter, parts.values(anatomy, rows, settings), rows)
 
@@ -258,13 +257,11 @@ class Bottleneck:
         reads: the first map.
         biases: names of both maps' biases; that of the second may be missing.
         up: name of the second map's weight.
-        width: r, rows of the first map.
     """
 
     reads: LinearMap
     biases: tuple[str, str | None]
     up: str
-    width: int
 
     def values(
         self, anatomy: Anatomy, rows: CraftedRows, settings: RowSettings
@@ -328,7 +325,7 @@ def find_adapter(anatomy: Anatomy, name: str) -> Bottleneck:
             f"'{frozen[0]}' of adapter '{name}' is not trained, so that its values do not come "
             "back from a client: unfreeze it, or name another adapter"
         )
-    return Bottleneck(down, biases, up.name, down.rows)
+    return Bottleneck(down, biases, up.name)
 
 
 def _is_relu(module: nn.Module, first: nn.Linear, second: nn.Linear) -> bool:

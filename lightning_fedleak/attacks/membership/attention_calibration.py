@@ -252,7 +252,7 @@ def calibrate(
         raise ValueError(
             f"{len(states.hidden)} public texts are too few to measure how often a batch of "
             f"{batch} fires: give more (with whiten=True twice as many, because half of "
-            "them fit the whitening), or set gamma to a number"
+            "them fit the whitening)"
         )
     targets = PublicTargets.sample(states, seed)
     rows, gammas, n_decisive = None, torch.zeros(0), CALIBRATED_LEVELS

@@ -63,8 +63,6 @@ class SubspaceTexts(TextAttack):
     texts where the words are not. ``docs/whole_texts.md`` has the measurements.
 
     Args:
-        blocks: how many after the first are read at most; by default one where its rows could
-            fill the width of the hidden states, 12 where they are fewer.
         beam: prefixes that are continued side by side where none is exact.
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
             so far are returned, and the guess says that it is not finished.
@@ -85,7 +83,7 @@ class SubspaceTexts(TextAttack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_texts"
-    config_names = ("blocks", "beam", "budget_seconds", "seed")
+    config_names = ("beam", "budget_seconds", "seed")
     needs_float64 = True
     reads_adaptive_updates = True
     restores_fully = False
@@ -97,14 +95,12 @@ class SubspaceTexts(TextAttack):
     def __init__(
         self,
         *,
-        blocks: int | None = None,
         beam: int = 3,
         budget_seconds: float | None = 120.0,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name, budget_seconds)
-        self.blocks = check_integer("blocks", blocks, optional=True)
         self.beam = check_integer("beam", beam)
         self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
@@ -162,8 +158,7 @@ class SubspaceTexts(TextAttack):
         if not trained:
             return []
         rows = sum(m.rows for m in trained[0].trained_readers(anatomy))
-        most = self.blocks or (1 if rows >= trained[0].width else BLOCKS)
-        return trained[:most]
+        return trained[: 1 if rows >= trained[0].width else BLOCKS]
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Copy the model up to the blocks that are read, and run it on random tokens.

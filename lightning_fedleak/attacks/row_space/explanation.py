@@ -269,8 +269,8 @@ class ReadableInput:
         if errors is not None:
             if self.is_factor_b:
                 raise Inapplicable(
-                    "in an update of Adam, LoRA's B alone has too few directions to tell words "
-                    "apart"
+                    "in an update of Adam, LoRA's B alone has too few directions to "
+                    "distinguish words"
                 )
             doubts = [errors[m.name] if m.axis == 1 else errors[m.name].T for m in by_map]
             result = self._words(explain_uneven(gradients, doubts, find))
@@ -432,7 +432,7 @@ class ReadableInput:
         if len(shared.principal) >= room - 1:
             raise Inapplicable(
                 f"what was shared fills all {room} directions of the input: more types (and "
-                "positions) than can be told apart"
+                "positions) than can be distinguished"
             )
         extra = len(atoms) - len(self.log_odds)
         odds = torch.cat([self.log_odds, self.log_odds.new_zeros(extra)])
@@ -443,7 +443,8 @@ class ReadableInput:
         if math.isnan(result.expected) and not len(result.types):
             raise Inapplicable(
                 f"what was shared fills {len(shared.principal)} of the {room} directions of the "
-                "input, and no type stands out: more types (and positions) than can be told apart"
+                "input, and no type stands out: more types (and positions) than can be "
+                "distinguished"
             )
         return result
 

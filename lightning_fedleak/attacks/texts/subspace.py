@@ -1,16 +1,16 @@
 """Whole texts from the row spaces of gradients, LoRA or whole: token by token, with a certificate.
 
-What the second block's projections read at a place depends on all tokens up to it. So a beginning
+What the second block's projections read at a place depends on all tokens up to it. So a prefix
 is right where the state of its last token lies in the span of the shared rows (DAGER, Petrov et al.
 2024, section 4.2), and texts are read from left to right. Three things are added. Rows that earlier
 tokens explain are projected out, so that few rows distinguish many tokens, and all blocks count as
 evidence. What a token would explain at any other place is subtracted, because its presence in the
 batch says nothing about its place. And a next text may branch off from an earlier one wherever that
-one could have gone on differently, so that texts with a common beginning are distinguished.
+one could have gone on differently, so that texts with a common prefix are distinguished.
 
 Where a LoRA has fewer rows than the batch has words, no state fits exactly, and most of what fits
 depends on the token alone. So each token's mean state after random others is projected out of rows
-and states, and the rest is whitened: it is what a beginning adds to its next token's state.
+and states, and the rest is whitened: it is what a prefix adds to its next token's state.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class Remainder:
     def from_rows(
         cls, rows: Tensor, whitening: Tensor, explained: Tensor | None = None
     ) -> Remainder:
-        """Return what is left of rows (m, d) at the beginning.
+        """Return what is left of rows (m, d) at the start of a search.
 
         Args:
             rows: in units of their noise.

@@ -255,16 +255,16 @@ def _is_separable(
     lower = np.where(basis == t, -1.0, 0.0)
     upper = np.where(basis == t, -1.0, np.inf)
     in_basis = bool((basis == t).any())
-    others = np.ones(len(constraints), dtype=bool)
-    others[basis] = False
-    others[t] = False
+    constrained = np.ones(len(constraints), dtype=bool)
+    constrained[basis] = False
+    constrained[t] = False
     working = np.zeros(len(constraints), dtype=bool)
     r, meets_bounds = lower, in_basis
     while True:
         if meets_bounds:
             values = constraints @ r
             violated = np.flatnonzero(
-                others & ~working & (values < -_SLACK * (1 + np.abs(r).max()))
+                constrained & ~working & (values < -_SLACK * (1 + np.abs(r).max()))
             )
             if len(violated) == 0:
                 return True

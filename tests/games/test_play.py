@@ -64,8 +64,9 @@ def test_closed_form_is_what_autograd_gives_through_inserted_layers(name: str) -
     rows = [0, 3, 4, 5, 6]
     ids, mask = pad([pool.rows[i] for i in rows], pool.pad_id)
     fired = 0
-    plain = AttentionSettings(whiten=False)
-    reads_alone = AttentionMembership(1, gamma=0.5, attention=plain, tokens=7, name="attention")
+    plain = AttentionSettings(whiten=False, widths=(0.5,))
+    public = torch.randint(10, 90, (60, 7), generator=torch.Generator().manual_seed(9)).tolist()
+    reads_alone = AttentionMembership(1, public, attention=plain, tokens=7, name="attention")
     for attack in [*attacks_of(layer=1), reads_alone]:
         attack.prepare(anatomy)
         hidden = client_states(anatomy, [1], ids, mask)[1]
@@ -134,14 +135,14 @@ def test_an_attack_on_whole_sentences_collides_with_no_other_sentence(
         [[5, 6, 7, *torch.randint(10, 90, (4,), generator=generator).tolist()] for _ in range(30)],
         tokens=7,
     )
-    given = {"gamma": 1 - 1e-6, "tokens": 7}
-    plain = AttentionSettings(whiten=False, beta=1.0)
+    public = torch.randint(10, 90, (60, 7), generator=generator).tolist()
+    given = {"public_text": public, "tokens": 7}
+    plain = AttentionSettings(whiten=False, beta=1.0, widths=(1e-6,))
+    coordinates = replace(plain, score="coordinates")
     attacks = [
         FCMembership(2, name="fc"),
         AttentionMembership(2, **given, attention=plain, name="matched"),
-        AttentionMembership(
-            2, **given, attention=replace(plain, score="coordinates"), name="coordinates"
-        ),
+        AttentionMembership(2, **given, attention=coordinates, name="coordinates"),
     ]
     monkeypatch.setattr("lightning_fedleak.evaluation.games.pool._position", lambda *_: 2)
     fc, matched, coordinates = play(anatomy, attacks, pool, GameConfig(games=40, batch=8))

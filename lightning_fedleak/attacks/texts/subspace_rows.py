@@ -61,7 +61,7 @@ SAMPLE = (16, 64)  # random texts and their tokens, for the states' whitening; n
 
 RecoveredText = tuple[tuple[int, ...], tuple[float, ...]]
 """A text that the search has read: its tokens, -1 where none was recovered, and the share of each
-one's state that the rows explain, in the block that explains least (for encoders the mean)."""
+one's state that the rows explain, in the block that explains least."""
 
 
 class BlockInputs(BottomModel):
@@ -201,7 +201,7 @@ class Remainder:
     def from_rows(
         cls, rows: Tensor, whitening: Tensor, explained: Tensor | None = None
     ) -> Remainder:
-        """Return what is left of rows (m, d) at the beginning.
+        """Return what is left of rows (m, d) at the start of a search.
 
         Args:
             rows: in units of their noise.

@@ -457,8 +457,7 @@ def test_the_model_can_be_compiled_after_the_insertion() -> None:
     with Inserted(anatomy, 1, attack.craft(target), scale=0.5) as handle:
         for compiled in (False, True):
             if compiled:
-                for block in model.transformer.h:
-                    block.compile(backend="aot_eager")
+                model.transformer.h[0].compile(backend="aot_eager")  # which the layers follow
             for seed in (1, 2):
                 model.zero_grad()
                 model(**batch(seed)).loss.backward()

@@ -87,7 +87,7 @@ def test_low_rank_alone_puts_no_input_in_the_span() -> None:
 def test_a_set_that_lacks_a_type_is_not_certified(rank: int) -> None:
     """The token that is missing has another atom, as in a dictionary that is stale."""
     wrong = 0
-    for seed in range(30):
+    for seed in range(10):
         rows = dictionary(seed % 5)
         gradient, truth = planted(rows, 12, rank, seed)
         lacking = rows.clone()
@@ -100,7 +100,7 @@ def test_a_set_that_lacks_a_type_is_not_certified(rank: int) -> None:
 @pytest.mark.parametrize("rank", [4, 12, 40])
 def test_a_token_that_leaves_no_trace_ends_a_certificate(rank: int, size: float) -> None:
     """Whether it was there or not, the shared rows are the same up to rounding."""
-    for seed in range(10):
+    for seed in range(4):
         rows = dictionary(seed % 5)
         rows[7] *= size
         gradient, truth = planted(rows, 8, rank, seed)
@@ -123,7 +123,7 @@ def test_a_small_input_that_leaves_a_trace_does_not() -> None:
 def test_a_multiple_of_a_types_input_ends_a_certificate_and_one_of_others_does_not(
     factor: float,
 ) -> None:
-    for seed in range(10):
+    for seed in range(4):
         rows = dictionary(seed % 5)
         truth = planted(rows, 8, 12, seed)[1].tolist()
         absent = [i for i in range(V) if i not in truth]
@@ -135,8 +135,8 @@ def test_a_multiple_of_a_types_input_ends_a_certificate_and_one_of_others_does_n
         assert {*found.types.tolist(), *found.silent.tolist()} == {*truth, absent[0]}
 
 
-def test_more_types_than_can_be_told_apart_are_not_certified() -> None:
-    for seed in range(10):
+def test_more_types_than_can_be_distinguished_are_not_certified() -> None:
+    for seed in range(4):
         rows = dictionary(seed % 5)
         gradient, truth = planted(rows, 55, 4, seed)
         found = solve(rows, gradient)
@@ -144,7 +144,7 @@ def test_more_types_than_can_be_told_apart_are_not_certified() -> None:
         assert set(found.types.tolist()) != set(truth.tolist())
 
 
-def test_more_types_than_can_be_told_apart_are_not_counted() -> None:
+def test_more_types_than_can_be_distinguished_are_not_counted() -> None:
     for rank in (8, 57, 62):
         rows = dictionary()
         found = solve(rows, planted(rows, 100, rank)[0])
@@ -181,7 +181,7 @@ def test_equal_atoms_are_one_type() -> None:
     assert {*found.types.tolist(), *found.silent.tolist()} == {*truth.tolist(), *twins}
 
 
-def test_nearly_equal_atoms_are_told_apart_as_far_as_rounding_lets_them() -> None:
+def test_nearly_equal_atoms_are_distinguished_as_far_as_rounding_lets_them() -> None:
     """Tokens that were never trained: 200 atoms within 1e-5 of each other."""
     rows = dictionary()
     g = torch.Generator().manual_seed(1)
@@ -213,7 +213,7 @@ def test_many_tokens_that_equal_a_type_do_not_hide_the_others(
 
 @pytest.mark.parametrize("apart", [3e-6, 1e-4])
 def test_equals_are_exchanged_as_least_squares_for_each_place_say(apart: float) -> None:
-    for seed in range(8):
+    for seed in range(4):
         g = torch.Generator().manual_seed(seed)
         rows = dictionary(seed)
         rows[:40] = rows[torch.arange(40) % 4] * (1 + apart * torch.randn(40, D, generator=g))
@@ -267,7 +267,7 @@ def test_no_certificate_stands_in_types_for_one_that_nearly_equals_another(
     apart: float, rank: int
 ) -> None:
     """Unlike types may explain what one of two nearly equal ones explains beside the other."""
-    for seed in range(12):
+    for seed in range(5):
         found, truth = nearly_twins(apart, rank, seed, both=True)
         assert not found.certified or set(found.types.tolist()) <= truth
         found, truth = nearly_twins(apart, rank, seed, both=False)
@@ -293,8 +293,8 @@ def test_noise_leaves_the_loudest_types_and_no_certificate(level: float) -> None
 
 
 @pytest.mark.parametrize("level", [1e-5, 1e-3, 1e-1])
-def test_noise_that_nobody_told_of_is_not_certified(level: float) -> None:
-    for seed in range(15):
+def test_undeclared_noise_is_not_certified(level: float) -> None:
+    for seed in range(6):
         rows = dictionary(seed % 5)
         gradient, _ = planted(rows, 8 + seed % 12, 12, seed)
         g = torch.Generator().manual_seed(seed)

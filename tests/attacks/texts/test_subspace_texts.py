@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,14 +27,17 @@ from lightning_fedleak.model.snapshots import (
     Stage,
     UpdateSnapshot,
 )
+from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     backward,
+    bert,
     gemma,
     gpt2,
     llama,
     neox,
     opt,
     ready,
+    t5,
     texts,
     with_lora,
 )
@@ -83,8 +87,10 @@ def visible(ids: Tensor, mask: Tensor | None = None) -> list[list[int]]:
     return sorted(row[:-1].tolist() for row in rows)
 
 
-@pytest.mark.parametrize("family", [llama, gpt2, opt, gemma, neox])
-@pytest.mark.parametrize(("rows", "length"), [(1, 9), (4, 9), (8, 6)])
+@pytest.mark.parametrize(
+    ("family", "rows", "length"),
+    [(llama, 1, 9), *((family, 8, 6) for family in (llama, gpt2, opt, gemma, neox))],
+)
 def test_whole_projections_give_every_text_away(family: Any, rows: int, length: int) -> None:
     model, ids = ready(family()), texts(rows, length)
     guess = read(model, ids)
@@ -213,11 +219,15 @@ def test_a_lora_with_as_many_rows_as_tokens() -> None:
     assert guess.certified
 
 
-def test_below_the_rank_more_blocks_tell_the_order() -> None:
-    """Two directions a block, 11 tokens: block 2 alone does not do."""
-    model, ids = deep_llama(6, seed=3), texts(1, 12)
+def test_below_the_rank_more_blocks_tell_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two directions a block, 7 tokens: block 2 alone does not do."""
+    model, ids = deep_llama(6, seed=3), texts(1, 8)
     model = with_lora(ready(model), 1, ["q_proj", "v_proj"])
-    alone, together = (read(model, ids, settings={"blocks": n}) for n in (1, 3))
+    guesses = []
+    for blocks in (1, 3):
+        monkeypatch.setattr("lightning_fedleak.attacks.texts.subspace.BLOCKS", blocks)
+        guesses.append(read(model, ids))
+    alone, together = guesses
     assert said(together) == visible(ids)
     assert together.certified
     assert said(alone) != visible(ids)
@@ -272,7 +282,7 @@ def test_dropout_takes_the_certificate(of: str) -> None:
     attack, anatomy = SubspaceTexts(budget_seconds=1), find_anatomy(model)
     attack.prepare(anatomy)
     model.train()
-    for _ in range(4):
+    for _ in range(2):
         backward(model, texts(2, 7))
         assert not certified(lambda: attack.run(shared(anatomy, attack)))
 
@@ -310,29 +320,31 @@ SEARCH, BAG, TRUE = prepared()
 CERTIFICATE = _Certificate(SEARCH.candidates, SEARCH.shared, SEARCH.measure)
 
 
-def as_found(rows: list[tuple[int, ...]]) -> list[PartialText]:
-    """Texts as the search would have found them, with the states that their tokens have."""
-    found = []
+@cache
+def recovered(row: tuple[int, ...]) -> PartialText:
+    """Return a text as the search would return it, with the states that its tokens have."""
     bottom = SEARCH.candidates.bottom
     with torch.no_grad(), bottom.session():
-        for row in rows:
-            parts = SEARCH.measure.whiten(bottom.parts(bottom.hidden(torch.tensor([row]))))
-            states = tuple(tuple(x[0, i] for x in parts) for i in range(len(row)))
-            left = tuple(
-                Remainder.from_rows(r.principal[:0], w)
-                for r, w in zip(SEARCH.shared, SEARCH.measure.whitening, strict=True)
-            )
-            found.append(PartialText(row, (1.0,) * len(row), 0.0, left, (), (), states))
-    return found
+        parts = SEARCH.measure.whiten(bottom.parts(bottom.hidden(torch.tensor([row]))))
+    states = tuple(tuple(x[0, i] for x in parts) for i in range(len(row)))
+    remainders = tuple(
+        Remainder.from_rows(r.principal[:0], w)
+        for r, w in zip(SEARCH.shared, SEARCH.measure.whitening, strict=True)
+    )
+    return PartialText(row, (1.0,) * len(row), 0.0, remainders, (), (), states)
+
+
+def recovered_texts(rows: list[tuple[int, ...]]) -> list[PartialText]:
+    return [recovered(row) for row in rows]
 
 
 def test_the_true_texts_are_certified() -> None:
-    found, certain = CERTIFICATE.check(as_found(TRUE))
+    found, certain = CERTIFICATE.check(recovered_texts(TRUE))
     assert certain
     assert [text.tokens for text in found] == TRUE
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_no_other_texts_are(data: st.DataObject) -> None:
     rows = [list(row) for row in TRUE]
@@ -351,7 +363,7 @@ def test_no_other_texts_are(data: st.DataObject) -> None:
     else:
         del rows[which]
     tampered = [tuple(row) for row in rows]
-    found, certain = CERTIFICATE.check(as_found(tampered))
+    found, certain = CERTIFICATE.check(recovered_texts(tampered))
     assert not certain or [text.tokens for text in found] == TRUE
 
 
@@ -369,13 +381,13 @@ def test_a_first_token_that_another_could_stand_for_is_not_certain() -> None:
 
 
 def test_states_that_hang_on_each_other_are_not_certain() -> None:
-    twice = as_found([TRUE[0], TRUE[0], *TRUE[1:]])
+    twice = recovered_texts([TRUE[0], TRUE[0], *TRUE[1:]])
     assert not CERTIFICATE.check(twice)[1]
 
 
 def test_ends_that_explain_nothing_are_cut_off() -> None:
     longer = [(*row, int(BAG[i]), int(BAG[i + 1])) for i, row in enumerate(TRUE)]
-    kept, certain = CERTIFICATE.check(as_found(longer))
+    kept, certain = CERTIFICATE.check(recovered_texts(longer))
     assert [text.tokens for text in kept] == TRUE
     assert certain
 
@@ -454,7 +466,7 @@ def test_rounds_of_steps_of_sgd_are_read(
 def test_a_round_of_several_steps_on_batches_of_their_own(momentum: float) -> None:
     torch.manual_seed(0)
     rate, model = 1e-3, ready(llama())
-    ids = [texts(1, 9) for _ in range(2)]
+    ids = [texts(1, 6) for _ in range(2)]
     attack, anatomy = SubspaceTexts(), find_anatomy(model)
     settings = {"lr": rate, "momentum": momentum}
     attack.meet(RunFacts(optimizer="SGD", optimizer_settings=settings, local_steps=2))
@@ -521,3 +533,9 @@ def test_no_certificate_where_a_text_may_go_on_with_its_last_token() -> None:
         ids = batch(1)
         guess = read(model, ids)
         assert not guess.certified or said(guess) == visible(ids)
+
+
+@pytest.mark.parametrize("family", [bert, t5])
+def test_models_whose_states_depend_on_later_tokens_are_refused(family: Any) -> None:
+    with pytest.raises(ThreatModelError, match="reads causal models"):
+        SubspaceTexts().needs(find_anatomy(ready(family())))

@@ -177,7 +177,7 @@ def test_sampled_text_follows_the_model():
         model.lm_head.weight.zero_()
         model.lm_head.weight[7] = 1.0
         model.transformer.ln_f.bias.fill_(3.0)
-    text = PublicText.sampled_from(find_anatomy(model), 4, 9, seed=2, start_token_id=1)
+    text = PublicText.sampled_from(find_anatomy(model), 4, 9, seed=2)
     assert all(s.tolist() == [1] + [7] * 8 for s in text.sentences)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +22,8 @@ from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Sta
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import (
     own_rng,
-    tiny_bert_mlm,
     tiny_gpt2,
     tiny_llama,
-    tiny_marian,
-    tiny_roberta_mlm,
-    tiny_t5,
 )
 
 
@@ -62,7 +57,7 @@ def separable_by_hand(gradient: torch.Tensor) -> set[int]:
 
 
 @settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 9), spread=st.floats(0.1, 3))
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 8), spread=st.floats(0.1, 3))
 def test_same_types_as_a_program_for_every_row(seed: int, tokens: int, spread: float) -> None:
     gradient, labels = softmax_model(40, 10, tokens, seed, spread=spread)
     guess = reveal_labels(gradient)
@@ -204,7 +199,6 @@ def test_more_tokens_than_dimensions_of_the_hidden_states_read_unknown(name: str
     make, dimensions = MODELS[name]
     anatomy = find_anatomy(make())
     attack = RevealLabels()
-    attack.prepare(anatomy)
 
     def seen(n: int, length: int) -> tuple[Observation, list[int]]:
         batch = TokenBatch(random_ids(n, length, 7), None, None, "causal")
@@ -220,33 +214,3 @@ def test_more_tokens_than_dimensions_of_the_hidden_states_read_unknown(name: str
     for shape in ((2, 14), (8, 12)):
         with pytest.raises(UnusableObservation, match=f"full rank {dimensions}"):
             attack.run(seen(*shape)[0])
-
-
-def test_a_calibration_outlives_a_checkpoint() -> None:
-    attack, restored = RevealLabels(), RevealLabels()
-    attack.prepare(find_anatomy(tiny_gpt2(tied=False, vocab=400, d=24)))
-    restored.load_state_dict(attack.state_dict())
-    gradient, _ = softmax_model(120, 24, 23, 9)
-    view = Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
-    with pytest.raises(UnusableObservation, match="full rank 23"):
-        restored.run(view)
-
-
-def test_the_calibration_leaves_no_trace() -> None:
-    model = tiny_gpt2(tied=False).train()
-    state = torch.get_rng_state()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    RevealLabels().prepare(find_anatomy(model))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.training
-    assert all(p.grad is None and torch.equal(p, before[n]) for n, p in model.named_parameters())
-
-
-@pytest.mark.parametrize("make", [tiny_bert_mlm, tiny_roberta_mlm, tiny_t5, tiny_marian])
-def test_other_kinds_of_models_can_be_calibrated(make: Any) -> None:
-    model = make()
-    head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    attack = RevealLabels()
-    attack.prepare(find_anatomy(model))
-    assert int(attack.state_dict()["hidden_rank"]) in (15, 16)

@@ -311,7 +311,7 @@ def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch)
     model, sent = crowded_llama()
     hidden = hidden_states(find_anatomy(model), 3, sent)
     ends = set()
-    for milliseconds in (36, *range(44, 51), 10_000):
+    for milliseconds in (36, 44, 47, 50, 10_000):
         with monkeypatch.context() as same:  # and the same rounding in every run
             careless(same)
             attack = prepared(model, 3, budget_seconds=(milliseconds + 0.5) / 1000)
@@ -354,7 +354,7 @@ def test_training_is_not_disturbed(make) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     anatomy = find_anatomy(model)
-    sent = texts()
+    sent = texts(2, 6)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     buffers = {k: v.clone() for k, v in model.named_buffers()}
     flags = [m.training for m in model.modules()]
@@ -450,22 +450,23 @@ def test_a_fit_that_counts_from_zero_again_has_its_own_copy_and_table(monkeypatc
 def test_public_text_is_written_by_the_copy_and_not_by_the_client(monkeypatch) -> None:
     model = models.tiny_llama(layers=3)
     monkeypatch.setattr(inversion, "RENEW_TABLE_EVERY", 1)
+    monkeypatch.setattr("lightning_fedleak.attacks.public_text._LENGTH", 8)
     attack = PrefixInversion(2, "sampled", refresh_every=10**6)
     attack.prepare(find_anatomy(model))
-    own, read = model.model.layers[0].self_attn.q_proj.weight, []
-    held = own.detach().clone()
+    weight, weights = model.model.layers[0].self_attn.q_proj.weight, []
+    copied = weight.detach().clone()
     with torch.no_grad():
-        own.add_(1.0)
+        weight.add_(1.0)
     given = PublicText.resolve
 
     def watched(*args):
-        read.append(model.model.layers[0].self_attn.q_proj.weight.detach().clone())
+        weights.append(model.model.layers[0].self_attn.q_proj.weight.detach().clone())
         return given(*args)
 
     monkeypatch.setattr(PublicText, "resolve", watched)
     attack.refresh(find_anatomy(model), 1)
-    assert torch.equal(read[0], held)
-    assert model.model.layers[0].self_attn.q_proj.weight is own
+    assert torch.equal(weights[0], copied)
+    assert model.model.layers[0].self_attn.q_proj.weight is weight
 
 
 def test_what_it_cannot_read_is_refused() -> None:
@@ -480,7 +481,7 @@ def test_a_trained_model_is_read_exactly_and_under_noise_no_worse_than_by_descen
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval()
     text = "One day a little girl had a big red ball and went to play with her mom."
-    sent = tokenizer(text, return_tensors="pt").input_ids[:, :12]
+    sent = tokenizer(text, return_tensors="pt").input_ids[:, :8]
     commonest = 8500
     assert int(sent.max()) < commonest
     model.resize_token_embeddings(commonest)

@@ -21,7 +21,7 @@ from lightning_fedleak.engine.options import Memorization as Memorization
 from lightning_fedleak.engine.options import Options as Options
 from lightning_fedleak.engine.options import Selection as Selection
 from lightning_fedleak.engine.options import WatchSettings as WatchSettings
-from lightning_fedleak.engine.options import overhead_of as overhead_of
+from lightning_fedleak.engine.options import cadence_of as cadence_of
 from lightning_fedleak.engine.options import parts_of as parts_of
 from lightning_fedleak.engine.options import selected as selected
 from lightning_fedleak.engine.outcomes import CHOOSE as CHOOSE

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine import record
-from lightning_fedleak.engine.channels.base import Channel, channels_of
+from lightning_fedleak.engine.channels.base import Channel, channels_of, results_of
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Report, UserMetrics
@@ -288,7 +288,7 @@ class StepEngine:
         still = {s: w for s, w in waits.items() if s in scope and look.answers.get(s) is w}
         with look.clock(fit.run.device):
             for channel in fit.channels_in(look) if still.keys() != scope else ():
-                results |= channel.results(look)
+                results |= results_of(channel, look)
         results = {s: r for s, r in results.items() if s in scope} | still
         waits |= {s: r for s, r in results.items() if isinstance(r, Waiting)}
         return results

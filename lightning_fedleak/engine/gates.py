@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, never_read
 from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.results import WORST
@@ -22,32 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def announce(text: str) -> None:
-    """Log what a gate did, and show it once on stderr, whatever filters of warnings are set.
-
-    It is not on stderr where the level of this module's own logger is above ``WARNING``.
-    """
-    if not is_first_process():
-        return
-    log.warning(text)
-    if log.level <= logging.WARNING and not _log_is_on_stderr():
-        print(text, file=sys.stderr, flush=True)
-
-
-def _log_is_on_stderr() -> bool:
-    """Return whether a warning in the log is on stderr, by a handler of the user's or Python's."""
-    if not log.isEnabledFor(logging.WARNING):
-        return False
-    handlers: list[logging.Handler | None] = []
-    logger: logging.Logger | None = log
-    while logger is not None:
-        handlers += logger.handlers
-        logger = logger.parent if logger.propagate else None
-    return any(
-        isinstance(handler, logging.StreamHandler)
-        and handler.stream is sys.stderr
-        and handler.level <= logging.WARNING
-        for handler in handlers or [logging.lastResort]
-    )
+    """Log what a gate did, on the first process; a log without handlers is on stderr."""
+    if is_first_process():
+        log.warning(text)
 
 
 class LeakageLimitExceeded(RuntimeError):
@@ -165,8 +141,8 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
     names = engine.results.headlines_of(name) if root == WORST else (name,)
     verdicts = [
         (
-            channel.never_judged(one.rpartition("/")[-1]),
-            channel.never_read(series.attack, fresh=fresh),
+            channel.requirement(one.rpartition("/")[-1]).never_alone,
+            never_read(channel, series.attack, fresh=fresh),
         )
         for one in names
         for series, channel in engine.series.items()

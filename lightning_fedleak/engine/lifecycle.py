@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, record
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, exclude, results_of
 from lightning_fedleak.engine.channels.weights import Memory, WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
@@ -199,7 +199,7 @@ class Engine(StepEngine):
         self._metrics = log.UserMetrics()
         for channel in self.channels:
             channel.attacks = channel.listed_attacks
-            channel.clear()
+            channel.load_state_dict({})
         self.results.reset_families()
 
     def open(self, run: Run) -> None:
@@ -333,8 +333,8 @@ class Engine(StepEngine):
         for channel in (channel for channel in self.channels if channel.attacks):
             channel.open(run)
             if not channel.at_weights:
-                channel.leave_out({attack.name for attack in channel.attacks} - plans.keys())
-                channel.follow([plans[attack.name] for attack in channel.attacks])
+                exclude(channel, {attack.name for attack in channel.attacks} - plans.keys())
+                channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
         in_steps, series = self._split(run, destination.folder / f"client_{destination.client}")
         self.fit = Fit(run, lineup, self.options, series, in_steps)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
@@ -343,13 +343,10 @@ class Engine(StepEngine):
         if self.weights is not None:
             self.weights.remember(memory)
             self._begin_weights(self.weights)
-        try:
-            self._show(self.report, run)
-        except Exception as error:  # a disk that is full must not end a round
-            self.report.leave_boards(error)
+        self._show(self.report, run)
 
     def _show(self, report: log.Report, run: Run) -> None:
-        """Lay out what TensorBoard shows, as far as it is known."""
+        """Lay out the cards of TensorBoard."""
         series = {s: c for s, c in self.series.items() if s in self.results.playing}
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
@@ -357,7 +354,6 @@ class Engine(StepEngine):
         gates = (self._origin or self)._gates
         limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in gates}
         report.cards = Cards(series, privacy, worst, self.options.utility, limits)
-        report.cards.add_page(report.boards)
 
     def training_begins(self) -> None:
         """Remember how many looks came before this run, and where it starts."""
@@ -365,7 +361,7 @@ class Engine(StepEngine):
         self.results.begin()
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # it has all clients' games
-                channel.clear()
+                channel.load_state_dict({})
         self._is_over = False
         self.first_step = self.options.cadence.next_step = run.step
         self._names = self.results.names(self.results.playing)
@@ -434,7 +430,7 @@ class Engine(StepEngine):
             return {series: self._without_truth(look, series) for series in played}
         with look.clock(fit.run.device):
             for channel in fit.channels:
-                results |= channel.results(look)
+                results |= results_of(channel, look)
         return self._pool(results, look.step)[0] or {
             series: unknown(fit.series[series].metrics, _NO_LOSS) for series in played
         }
@@ -447,7 +443,8 @@ class Engine(StepEngine):
             return replace(outcome, exposed=False)
         if isinstance(answer, Unknown):
             return unknown(channel.metrics, answer.why, applies=answer.applies)
-        certificates = channel.without_truth(answer)
+        claims = {name: getattr(answer, name, None) for name in channel.extras}
+        certificates = {name: float(value) for name, value in claims.items() if value is not None}
         return replace(unknown(channel.metrics, _NOT_SCORED), extra=certificates)
 
     def write(
@@ -559,7 +556,7 @@ class Engine(StepEngine):
         """Remove every tap, whatever one of them raises; may be called twice."""
         closers = [] if self.fit is None else [self.fit.close]
         failure = None
-        for close in [*closers, *(channel.close for channel in self.channels)]:
+        for close in [*closers, *(one for channel in self.channels for one in channel.removers)]:
             try:
                 close()
             except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, MissingText, PublicText, share_samples
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, exclude, never_read, plan_of
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
 from lightning_fedleak.engine.choice import (
     ROWS,
@@ -84,15 +84,15 @@ class Lineup:
         self._calibrations: dict[str, tuple[float, float]] = {}
         self._is_sharded = run.is_sharded
         for channel in self._channels:
-            channel.leave_out(self._refused.keys())
+            exclude(channel, self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
                     attack.check_device(run.anatomy)
                     if self._choosing:  # one that is listed may be set so that it needs no text
                         check_forward(attack, run.anatomy)
-                    channel.plan(attack)
+                    plan_of(channel, attack)
                     admit(attack, channel.sees, run)
-            channel.leave_out(self._refused.keys())
+            exclude(channel, self._refused.keys())
 
     @contextmanager
     def _left_out(self, attack: Attack) -> Iterator[None]:
@@ -169,7 +169,7 @@ class Lineup:
         Returns:
             Whether the plans are others than before.
         """
-        by_name = {a.name: c.plan(a) for c in self._channels for a in c.attacks}
+        by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._choosing:  # of what was never shared nothing is logged
             logged = self._ever_exposed - self.held
@@ -180,7 +180,7 @@ class Lineup:
         self.plans = plans
         self._warn_of_untested()
         for channel in self._channels:
-            channel.follow([by_name[a.name] for a in channel.attacks if a.name in by_name])
+            channel.plans = tuple(by_name[a.name] for a in channel.attacks if a.name in by_name)
         self._meet()
         return True
 
@@ -241,7 +241,7 @@ class Lineup:
             if self._choosing:
                 costs |= self._costs()
         for channel in self._channels:
-            channel.leave_out(self._refused.keys())
+            exclude(channel, self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
                     channel.check(attack)
@@ -284,7 +284,7 @@ class Lineup:
                 )
         self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
         for channel in self._channels:
-            channel.leave_out(self._refused.keys())
+            exclude(channel, self._refused.keys())
         follow()
         plans = {plan.attack.name: plan for plan in self.plans}
         anatomy = self._run.anatomy
@@ -313,7 +313,7 @@ class Lineup:
         if self._local_steps is None:
             return None
         channel = next(c for c in self._channels if any(a.name == name for a in c.attacks))
-        answer = channel.never_read(name, fresh=True)
+        answer = never_read(channel, name, fresh=True)
         return answer.why if isinstance(answer, Unknown) else None
 
     def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> dict[str, float]:

@@ -318,10 +318,10 @@ class Report:
         """
         if client is not None:
             values = privacy_values(defenses) | dict(values)
-        for channel in dict.fromkeys(self._series.values()) if self._reveal is not None else ():
-            shown = {s: o for s, o in outcomes.items() if self._series[s] is channel}
+        for series in outcomes if self._reveal is not None else ():
             try:
-                channel.reveal(look, shown, self._reveal)
+                if series in look.notes:
+                    look.notes[series](self._reveal, f"== step {look.step}, {series.log_name}")
             except Exception as error:
                 self.warn_once(f"not all of a look was written: {reason(error)}")
         self.write_results(look, outcomes, values)
@@ -390,10 +390,6 @@ class Report:
                 )
         self._write_lines(look, outcomes)
         self.log(values, look.step)
-        try:
-            self.cards.add_summary(self.boards, outcomes, look.step)
-        except Exception as error:
-            self.leave_boards(error)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write the finite ones of these values to the loggers and to TensorBoard."""

@@ -29,7 +29,7 @@ from lightning_fedleak.attacks import (
     TextSource,
 )
 from lightning_fedleak.attacks.memorization import Canaries
-from lightning_fedleak.engine.scheduler import Cadence, EveryNSteps, MaxOverhead
+from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.evaluation.canaries import CanarySet
 from lightning_fedleak.model.batches import BatchAdapter
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
@@ -251,7 +251,7 @@ class Options(WatchSettings):
 
     stages: tuple[Stage, ...] = (Stage.SHARED,)
     utility: tuple[str, ...] = ()
-    cadence: Cadence = field(default_factory=lambda: EveryNSteps(50))
+    cadence: Cadence = field(default_factory=lambda: Cadence(50))
     games: Games = field(default_factory=Games)
 
 
@@ -483,19 +483,11 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: b
             "other lets the cost decide"
         )
     if every_n_steps is None and (auto or max_overhead is not None):
-        return overhead_of(MAX_OVERHEAD if max_overhead is None else max_overhead)
+        share = MAX_OVERHEAD if max_overhead is None else max_overhead
+        check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
+        return Cadence(share=share)
     steps = 50 if every_n_steps is None else every_n_steps
-    return EveryNSteps(check_integer("every_n_steps", steps))
-
-
-def overhead_of(share: float) -> MaxOverhead:
-    """Return the cadence of looks that take at most a share of the time.
-
-    Raises:
-        ValueError: it is no share.
-    """
-    check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
-    return MaxOverhead(share)
+    return Cadence(check_integer("every_n_steps", steps))
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
@@ -80,11 +81,11 @@ class Found:
     """What an attack's guess is worth.
 
     Attributes:
-        numbers: in the order and number that its channel packs them.
+        score: as its channel pools it.
         control: of this look; None where there is none.
     """
 
-    numbers: Sequence[float]
+    score: Any
     control: Control | None = None
 
 

@@ -264,7 +264,7 @@ class Look:
         compression: what compressed this client's update so far, see ``GradientSnapshot``.
         input_noise: largest of what the step added to embeddings, see ``GradientSnapshot``.
         loss_terms: ids of the parameters of which a loss of the step has a term of their own.
-        notes: what channels keep until the look is published, by keys of their own.
+        notes: functions that write what was recovered to local files, under a title.
         scope: the series that are tried again, where the look is of these alone; None: all.
     """
 
@@ -289,7 +289,7 @@ class Look:
     compression: str = ""
     input_noise: float = 0.0
     loss_terms: set[int] = field(default_factory=set)
-    notes: dict[object, Any] = field(default_factory=dict)
+    notes: dict[Series, Callable[[Any, str], object]] = field(default_factory=dict)
     controls: dict[str, Control] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
 

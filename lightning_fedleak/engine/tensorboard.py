@@ -1,20 +1,17 @@
-"""What only TensorBoard shows: cards that come first, a page of charts, the newest look as text."""
+"""What only TensorBoard shows: cards that come first, and the limits of gates in them."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.outcomes import Outcome, Series
-from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.report.records.utility import is_validation
 
 if TYPE_CHECKING:
-    from tensorboard.plugins.custom_scalar import layout_pb2
     from torch.utils.tensorboard import SummaryWriter
 
 FRONT = "1_leakage"
@@ -78,7 +75,6 @@ class Cards:
         utility: Sequence[str],
         limits: Mapping[str, float],
     ) -> None:
-        self._series, self._privacy = series, privacy
         self._tags: dict[str, str] = {}
         self._limits: dict[str, float] = {}
         self._gates: dict[SummaryWriter, SummaryWriter] = {}
@@ -95,8 +91,8 @@ class Cards:
             allowed = [limits[name] for name in {families[family], *headlines} & limits.keys()]
             if allowed:
                 self._limits[tag] = min(allowed)
-        self._metrics = sorted(utility, key=lambda name: not is_validation(name))[:1]
-        self._tags |= {f"utility/{name}": f"{FRONT}/{name}" for name in self._metrics}
+        metrics = sorted(utility, key=lambda name: not is_validation(name))[:1]
+        self._tags |= {f"utility/{name}": f"{FRONT}/{name}" for name in metrics}
         if len(privacy) == 1:
             self._tags[privacy[0]] = f"{FRONT}/epsilon"
 
@@ -112,77 +108,6 @@ class Cards:
                     self._gates[board] = type(board)(str(Path(board.log_dir) / GATE_RUN))
                 self._gates[board].add_scalar(card, self._limits[card], step)
                 self._gates[board].flush()
-
-    def add_page(self, boards: Sequence[SummaryWriter]) -> None:
-        """Lay out Custom Scalars: the cards, each attack with its interval, controls and gates.
-
-        A chart names its lines by regular expressions: TensorBoard says nothing then of tags that
-        a run lacks.
-
-        Args:
-            boards: TensorBoard's writers.
-        """
-        if not boards:
-            return
-        if importlib.util.find_spec("tensorboard") is None:
-            rank_zero_info(
-                "lightning-fedleak: 'tensorboard' is not installed, so that its page of charts "
-                "is not written; every number is. pip install tensorboard"
-            )
-            return
-        from tensorboard.plugins.custom_scalar import layout_pb2
-        from torch.utils.tensorboard.summary import custom_scalars
-
-        def lines(title: str, *patterns: str) -> layout_pb2.Chart:
-            content = layout_pb2.MultilineChartContent(tag=[f"^{one}$" for one in patterns])
-            return layout_pb2.Chart(title=title, multiline=content)
-
-        def interval(one: Series, metric: str) -> layout_pb2.Chart:
-            tag, channel = f"{one.log_name}/{metric}", self._series[one]
-            ends = [re.escape(_tag(f"{tag}_{end}")) for end in ("low", "high")]
-            if channel.ranges.get(metric, (0.0, 1.0))[1] > 1:
-                return lines(tag, re.escape(tag))  # of what has no upper end, none may be logged
-            if metric in channel.limits:
-                ends.append(re.escape(channel.limits[metric]))
-            return lines(f"{tag} and its 95% interval", re.escape(tag), *ends)
-
-        charted = {one: channel.charted(one) for one, channel in self._series.items()}
-        families = "|".join(CARDS.values())
-        page = [lines("leakage: the worst attack of each kind", f"{FRONT}/({families})")]
-        page += [lines(f"utility: {name}", f"{FRONT}/{re.escape(name)}") for name in self._metrics]
-        page += [lines(name, re.escape(name)) for name in self._privacy]
-        page += [interval(one, headline) for one, (headline, *_) in charted.items()]
-        page += [lines("gates: 1 where one acted", "gate/.*")]
-        more = [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]
-        if any(channel.gives_control(one.attack) for one, channel in self._series.items()):
-            title = "controls: what each attack reads of known words"
-            more.insert(0, lines(title, "leakage.*/control"))
-        named = [("leakage and utility", page), ("more of each attack", more)]
-        layout = layout_pb2.Layout(
-            category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]
-        )
-        summary = custom_scalars({})  # type: ignore[no-untyped-call]
-        summary.value[0].tensor.string_val[0] = layout.SerializeToString()
-        for board in boards:
-            board._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
-
-    def add_summary(
-        self, boards: Sequence[SummaryWriter], outcomes: Mapping[Series, Outcome], step: int
-    ) -> None:
-        """Write what the newest look read as a table of text, and what nobody tested."""
-        rows = []
-        for one, outcome in outcomes.items():
-            if (channel := self._series.get(one)) is None or outcome.pending is not None:
-                continue
-            rate = outcome.rates.get(channel.headline) if outcome.unknown is None else None
-            value = f"{rate.value:.3f} | {rate.low:.3f} to {rate.high:.3f}" if rate else "unknown |"
-            rows.append(f"| {one.log_name} | {channel.headline} | {value} | {outcome.n} |")
-        families = {channel.family for channel in self._series.values()}
-        untested = ", ".join(family for family in CARDS if family not in families) or "none"
-        head = "| attack | metric | value | 95% interval | n |\n|-|-|-|-|-|"
-        text = "\n".join([head, *rows, "", f"Kinds of leakage that nobody tested: {untested}."])
-        for board in boards:
-            board.add_text("leakage/summary", text, step)
 
 
 def _tag(name: str) -> str:

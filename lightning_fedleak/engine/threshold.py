@@ -234,9 +234,8 @@ class Threshold:
                 f"the attack orders all texts rightly: watch '{root}/auc'",
                 stacklevel=2,
             )
-        if (requirement := channel.looks_until_known(rate, 1 if worst else clients)) is None:
-            return
-        looks, why = requirement
+        requirement = channel.requirement(rate, 1 if worst else clients)
+        looks, why = requirement.looks, requirement.why
         pooled = 1 if worst or self.bound != "value" else engine.options.games.window
         if looks > pooled:
             raise ValueError(
@@ -273,7 +272,7 @@ class Threshold:
             )
         channel = engine.results.channel_of(self.metric)
         assert channel is not None
-        why = channel.never_known(self.metric.rpartition("/")[2]) if self.strict else None
+        why = channel.requirement(self.metric.rpartition("/")[2]).never if self.strict else None
         if why is not None:
             raise ValueError(
                 f"{self._subject}, which a strict gate needs to know: {why}; or "

@@ -30,9 +30,9 @@ from lightning_fedleak.engine import (
     Memory,
     Unknown,
     announce,
+    cadence_of,
     family_of,
     optimizers_of,
-    overhead_of,
     parts_of,
     reason,
     why_never_judged,
@@ -150,7 +150,7 @@ class RoundObserver:
         self.folder = Path(folder)
         self.federation = settings.federation
         self.settings = settings
-        self._cadence = None if max_overhead is None else overhead_of(max_overhead)
+        self._cadence = None if max_overhead is None else cadence_of(None, max_overhead, auto=False)
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
@@ -578,8 +578,8 @@ class RoundObserver:
             engine.rounds_end()
         self.engine.end(how)
         for engine in self._clients.values():
-            for channel in engine.channels:
-                channel.close()
+            for remove in (one for channel in engine.channels for one in channel.removers):
+                remove()
             assert engine.report is not None
             try:
                 for board in engine.report.boards:

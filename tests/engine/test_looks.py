@@ -16,7 +16,7 @@ from torch.nn import functional
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
-from lightning_fedleak.engine.scheduler import EveryNSteps, MaxOverhead
+from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.federation import RoundObserver, RoundSettings
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError, TokenBatch
@@ -443,7 +443,7 @@ def test_updates_of_an_adaptive_optimizer_are_unknown_to_what_reads_gradients(
 
 
 def test_every_n_steps_is_due_at_multiples_of_n() -> None:
-    cadence = EveryNSteps(50)
+    cadence = Cadence(50)
     steps = []
     for step in range(120):
         if cadence.due(step):
@@ -454,7 +454,7 @@ def test_every_n_steps_is_due_at_multiples_of_n() -> None:
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
 def test_max_overhead_keeps_looks_within_their_share_of_the_time(share: float) -> None:
-    cadence = MaxOverhead(share)
+    cadence = Cadence(share=share)
     spent = passed = 0.0
     generator = torch.Generator().manual_seed(0)
     for step in range(20_000):
@@ -475,9 +475,9 @@ def test_max_overhead_counts_whole_optimizer_steps(
     tmp_path: Path, settings: dict[str, int], accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, seconds = [0.0], []
-    plain = MaxOverhead.after_look
+    plain = Cadence.after_look
 
-    def recorded(self: MaxOverhead, step: int, look: float, each: float) -> int:
+    def recorded(self: Cadence, step: int, look: float, each: float) -> int:
         seconds.append(each)
         return plain(self, step, 1e-9, each)
 
@@ -485,7 +485,7 @@ def test_max_overhead_counts_whole_optimizer_steps(
         clock[0] += 1000.0
         return model_loss(model, batch)
 
-    monkeypatch.setattr(MaxOverhead, "after_look", recorded)
+    monkeypatch.setattr(Cadence, "after_look", recorded)
     monkeypatch.setattr("lightning_fedleak.engine.run.time.perf_counter", lambda: clock[0])
     watched(tmp_path, Probe(), max_overhead=0.5, loss=loss, accumulate=accumulate, **settings)
     assert seconds

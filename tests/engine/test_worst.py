@@ -36,7 +36,7 @@ def channel_of(family: str) -> Any:
         family=family,
         headline="f1",
         metrics=METRICS,
-        gives_control=lambda attack: False,
+        controlled=False,
         tests_looks=False,
     )
 

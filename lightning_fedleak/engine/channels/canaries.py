@@ -43,17 +43,16 @@ class CanaryChannel(MemorizationChannel):
         *("exposure_cap", "exposure_capped", "extracted_others", "extracted_base"),
         *("members", "others", "alpha"),
     )
-    width = 3 * len(metrics) + len(extras)
     file = "canaries_base.safetensors"
     absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
-    def check_settings(self) -> None:
+    def _check_settings(self) -> None:
         """Take the canaries; refuse attacks without any, or on tokens that one of them lacks.
 
         Raises:
             ValueError: says what to give.
         """
-        super().check_settings()
+        super()._check_settings()
         canaries = self.settings.games.canaries
         if canaries is None:
             raise ValueError(
@@ -69,10 +68,6 @@ class CanaryChannel(MemorizationChannel):
                     f"not its first, and one has {shortest} tokens: ask for at most {shortest - 1}"
                 )
 
-    def charted(self, series: Series) -> tuple[str, ...]:
-        """Return the rates of a tier."""
-        return ("auc", "exposure", "extracted", "greedy")
-
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of each number of repetitions."""
         return [
@@ -81,7 +76,7 @@ class CanaryChannel(MemorizationChannel):
             if Stage.RELEASED in stages
         ]
 
-    def never_known(self, metric: str) -> str | None:
+    def _never_known(self, metric: str) -> str | None:
         """Return why a rate cannot become known: few canaries were left out."""
         alpha = self.settings.memorization.alpha / len(self._canaries.record.times)
         others = int((~self._canaries.included).sum())

@@ -23,8 +23,7 @@ from lightning_fedleak.attacks.memorization import (
     blind_scores,
 )
 from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_others
-from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.base import Channel, Requirement
 from lightning_fedleak.engine.channels.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
@@ -80,8 +79,8 @@ class MemorizationChannel(Channel):
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
-    width = 3 * len(metrics) + len(extras)
     reads_updates = True
+    reads_states = True
     at_weights = True
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
@@ -110,11 +109,6 @@ class MemorizationChannel(Channel):
     def _played(self) -> list[Series]:
         """The series of the attacks that are played."""
         return [one for attack in self.attacks for one in self.series(attack, (Stage.RELEASED,))]
-
-    def charted(self, series: Series) -> tuple[str, ...]:
-        """Return the rates of membership, or those of extraction."""
-        extracts = {attack.name for attack in self.attacks if isinstance(attack, Extraction)}
-        return ("extracted", "greedy") if series.attack in extracts else ("auc", "shown")
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -161,8 +155,6 @@ class MemorizationChannel(Channel):
                 "others: give every process the same data set and a DistributedSampler"
             )
         self._account = AccountGame(run, self._pool.no_game)
-        names = {"auc": f"leakage/{BOUND}auc", "shown": f"leakage/{BOUND}tpr_at_fpr_0.01"}
-        self.limits = names if self._plays else {}
         return ""
 
     def _drawn(self) -> Pool:
@@ -175,10 +167,6 @@ class MemorizationChannel(Channel):
             rounds=self.run.unit == "round",
         )
 
-    def plan(self, attack: Attack) -> Plan:
-        """Return the plan of an attack on the released model."""
-        return Plan(attack, (), True, None)
-
     def describe(self) -> str:
         """Return in words who is compared, for the line-up."""
         if self._pool is None:
@@ -189,7 +177,12 @@ class MemorizationChannel(Channel):
 
     # ---- a step -----------------------------------------------------------------------------
 
-    def never_known(self, metric: str) -> str | None:
+    def requirement(self, metric: str, clients: int = 1) -> Requirement:
+        """Return why a rate cannot become known, and that none is of a client's update."""
+        never_alone = "it is of the model that was sent, and of no client's update"
+        return Requirement(never=self._never_known(metric), never_alone=never_alone)
+
+    def _never_known(self, metric: str) -> str | None:
         """Return why a rate cannot become known: few others, or none after the first epoch."""
         pool = self._pool
         if pool is None or self._refusal:
@@ -209,10 +202,6 @@ class MemorizationChannel(Channel):
         """Return how many looks the run is to have, or its first epoch where nobody knows."""
         first_epoch = forwards_of(self.settings.memorization, last_step=True) - 1
         return first_epoch + max(0, (self.run.epochs or 1) - 1)
-
-    def never_judged(self, metric: str) -> str | None:
-        """Return that it is of the model that was sent, and of no client's update."""
-        return "it is of the model that was sent, and of no client's update"
 
     def trains_on(self, batch: object) -> None:
         """Note which texts of the pool a batch holds."""
@@ -410,37 +399,29 @@ class MemorizationChannel(Channel):
         }
 
     def results(self, look: Look) -> dict[Series, Result]:
-        """Return what each attack's values are, packed."""
-        return {one: self._packed(look, one) for one in self._played}
+        """Return the values of each attack by name."""
+        return {one: self._result(look.answers.get(one)) for one in self._played}
 
-    def _packed(self, look: Look, series: Series) -> Result:
-        answer = look.answers.get(series, "the attack was not run")
+    def _result(self, answer: Any) -> Result:
         if isinstance(answer, dict):
-            return Found([answer.get(name, math.nan) for name in self._names])
+            return Found(answer)
         return answer if isinstance(answer, Waiting) else Unknown(str(answer))
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of the values in the order in which they are packed."""
-        ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
-        return (*ends, *self.extras)
-
-    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Return nothing: :meth:`results` packs the values itself."""
+    def score(self, look: Look, series: Series, answer: Any) -> Any:
+        """Return nothing: :meth:`results` has the values."""
         raise NotImplementedError
 
     # ---- over processes ---------------------------------------------------------------------
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+    def pooled(self, series: Series, rows: Mapping[int, Mapping[str, float]]) -> Outcome:
         """Return the values, which are the same on every process."""
-        numbers = next(iter(rows.values()))
-        return self._outcome(dict(zip(self._names, numbers, strict=True)), self._compared)
+        return self._outcome(next(iter(rows.values())), self._compared)
 
     def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
         """Return the outcome of an attack's values on a pool of texts, by its digest."""
-        triples = (self._names[n : n + 3] for n in range(0, 3 * len(self.metrics), 3))
         rates = {
-            triple[0]: Rate(*(values.get(name, math.nan) for name in triple)) for triple in triples
+            name: Rate(*(values.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high")))
+            for name in self.metrics
         }
         extra = {name: values.get(name, math.nan) for name in self.extras}
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
@@ -456,10 +437,6 @@ class MemorizationChannel(Channel):
         return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
 
     # ---- checkpoints ------------------------------------------------------------------------
-
-    def clear(self) -> None:
-        """Forget the looks of an earlier fit."""
-        self._looks = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Write the base's answers to a private file, and return where it is and its hash."""

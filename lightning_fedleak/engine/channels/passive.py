@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, PassiveMembership
 from lightning_fedleak.engine.channels.base import guess
 from lightning_fedleak.engine.channels.membership import GameTable, MembershipChannel
-from lightning_fedleak.engine.channels.plans import Plan, gradient_plan
+from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.played import Played, played_games
 from lightning_fedleak.engine.channels.targets import Targets, draw_targets
 from lightning_fedleak.engine.outcomes import Unknown, Waiting
@@ -24,19 +23,8 @@ class PassiveMembershipChannel(MembershipChannel):
 
     reads = PassiveMembership
     reads_updates: ClassVar[bool] = True
+    reads_states: ClassVar[bool] = False
     adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
-
-    def plan(self, attack: Attack) -> Plan:
-        """Return a plan that reads gradients of the client's own parameters.
-
-        Raises:
-            ValueError: it cannot read this model.
-        """
-        return gradient_plan(attack, self.run)
-
-    def follow(self, plans: Sequence[Plan]) -> None:
-        """Use these plans from now on; no layer is tapped."""
-        self.plans = tuple(plans)
 
     def check(self, attack: Attack) -> None:
         """Do nothing, because no attack can be tried without a gradient."""

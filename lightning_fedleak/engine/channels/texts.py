@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +51,23 @@ from lightning_fedleak.validate import check_integer
 CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
 RESAMPLES = 200
-COLUMNS = len(fields(SentenceScores))
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well an attack has reconstructed texts.
+
+    Attributes:
+        sentences: scores of each text.
+        age: as :class:`Inverted` has it.
+        finished: whether the attack finished, 1 or 0.
+        certified: whether it certified its texts, 1 or 0; NaN where it never does.
+    """
+
+    sentences: SentenceScores
+    age: float
+    finished: float
+    certified: float
 
 
 @dataclass(frozen=True)
@@ -79,13 +96,8 @@ class Inverted:
         some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
         return torch.ones_like(some) if self.guess.finished or self.matched else some
 
-    def pack(self, texts: int) -> list[float]:
-        """Scores of the texts that were begun, as numbers in a fixed order.
-
-        n; age; whether the attack finished; whether it certified its texts, NaN where it never
-        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
-        to ``texts``.
-        """
+    def score(self) -> Score:
+        """Return the score of the texts that were begun."""
         started = self.started
         guessed, truth, real = (
             self.guess.tokens[started],
@@ -93,17 +105,14 @@ class Inverted:
             self.real[started],
         )
         scores = sentence_scores(guessed, truth, real)
+        columns = (getattr(scores, field.name).double().cpu() for field in fields(scores))
         certified = self.guess.certified
-        numbers = [
-            float(len(scores.hits)),
+        return Score(
+            SentenceScores(*columns),
             self.age,
             float(self.guess.finished),
             math.nan if certified is None else float(certified),
-        ]
-        for field in fields(SentenceScores):
-            column: Tensor = getattr(scores, field.name)
-            numbers += column.double().tolist() + [0.0] * (texts - len(column))
-        return numbers
+        )
 
 
 @dataclass(frozen=True)
@@ -142,11 +151,11 @@ class TextsChannel(Channel):
         "rouge_2",
         "rouge_l",
     )
-    charts = ("exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
     extras = ("age", "finished", "certified")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     parted = True
     reads_updates = True
+    reads_states = True
     controlled: ClassVar[bool] = True
     controls_states: ClassVar[bool] = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
@@ -167,7 +176,6 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 4 + COLUMNS * settings.texts
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
@@ -188,11 +196,13 @@ class TextsChannel(Channel):
             ValueError: a stage does not exist at an attack's layer.
         """
         super().open(run)
+        self._tap = None
         self._defended = {layer for d in run.defenses for layer in d.activation_layers}
         self._check_local()
         if self.inverters:
             layers = [a.layer for a in self.inverters]
             self._tap = SplitTap(run.anatomy, layers, self._defended)
+            self.removers = [self._crossed.clear, self._tap.close]
 
     def _check_local(self) -> None:
         """Refuses to measure hidden states "before the defences" that are computed behind one."""
@@ -206,24 +216,6 @@ class TextsChannel(Channel):
                         f"'{attack.name}' reads; what these would be without it is never computed. "
                         "Leave 'local' out, and compare with a run without the defence"
                     )
-
-    def plan(self, attack: Attack) -> Plan:
-        """An attack on hidden states always has something to read; others need gradients.
-
-        Raises:
-            ValueError: the model has no such layer, or no such gradients.
-        """
-        if not isinstance(attack, InversionAttack):
-            return super().plan(attack)
-        attack.needs(self.run.anatomy)
-        return Plan(attack, (), True, None)
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        self._crossed.clear()
-        if self._tap is not None:
-            self._tap.close()
-        self._tap = None
 
     # ---- a look -----------------------------------------------------------------------------
 
@@ -386,21 +378,14 @@ class TextsChannel(Channel):
             position_ids=_stacked(ids) if ids else None,
         )
 
-    def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Return the packed scores of each text."""
+    def score(self, look: Look, series: Series, answer: object) -> Score:
+        """Return the scores of each text."""
         if isinstance(answer, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
             answer = self._matched(answer, attack, look.step, look.batches)
         assert isinstance(answer, Inverted)
-        look.notes[series] = answer
-        return answer.pack(self.settings.texts)
-
-    def without_truth(self, answer: object) -> dict[str, float]:
-        """Return whether an attack on gradients finished, and certifies its texts."""
-        if not isinstance(answer, TextGuess):
-            return {}
-        claims = {"finished": answer.finished, "certified": answer.certified}
-        return {name: float(value) for name, value in claims.items() if value is not None}
+        look.notes[series] = partial(_reveal, answer)
+        return answer.score()
 
     def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of guessed texts, against those of this process."""
@@ -446,7 +431,7 @@ class TextsChannel(Channel):
     def _alone(self, inverted: Inverted) -> dict[str, float]:
         """Return the rates of some texts alone."""
         metric = self._metric()
-        metric.add(self._scores(inverted.pack(self.settings.texts)))
+        metric.add(inverted.score().sentences)
         return {name: rate.value for name, rate in self._rates(metric).items()}
 
     def _matched(
@@ -476,29 +461,24 @@ class TextsChannel(Channel):
         )
         return Inverted(selected_guess, ids[indices], real[indices], attack.age(step), matched=True)
 
-    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: RevealFiles) -> None:
-        """Write texts beside their reconstructions."""
-        for series in (s for s in outcomes if s in look.notes):
-            _reveal(files, f"== step {look.step}, {series.log_name}", look.notes[series])
-
     # ---- over clients -----------------------------------------------------------------------
 
-    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+    def pooled(self, series: Series, rows: Mapping[int, Score]) -> Outcome:
         """Return the outcome of all clients' texts together."""
         pooled, each = self._metric(), []
         for row in rows.values():
             alone = self._metric()
             for metric in (alone, pooled):
-                metric.add(self._scores(row))
+                metric.add(row.sentences)
             each.append({name: rate.value for name, rate in self._rates(alone).items()})
-        certified = sum(row[3] for row in rows.values()) / len(rows)
+        certified = sum(row.certified for row in rows.values()) / len(rows)
         return Outcome(
             self._rates(pooled),
-            sum(int(row[0]) for row in rows.values()),
+            sum(len(row.sentences.hits) for row in rows.values()),
             worst=worst_of(each),
             extra={
-                "age": max(row[1] for row in rows.values()),
-                "finished": sum(row[2] for row in rows.values()) / len(rows),
+                "age": max(row.age for row in rows.values()),
+                "finished": sum(row.finished for row in rows.values()) / len(rows),
                 **({} if math.isnan(certified) else {"certified": certified}),
             },
         )
@@ -506,17 +486,12 @@ class TextsChannel(Channel):
     def _metric(self) -> TextReconstruction:
         return TextReconstruction(resamples=RESAMPLES, sync_on_compute=False)
 
-    def _scores(self, row: Sequence[float]) -> SentenceScores:
-        n, texts = int(row[0]), self.settings.texts
-        columns = torch.tensor(list(row)[4 : 4 + COLUMNS * texts], dtype=torch.float64)
-        return SentenceScores(*columns.reshape(COLUMNS, texts)[:, :n])
-
     def _rates(self, metric: TextReconstruction) -> dict[str, Rate]:
         rates = metric.rates()
         return {name: rates[name] for name in self.metrics}
 
 
-def _reveal(files: RevealFiles, title: str, inverted: Inverted) -> None:
+def _reveal(inverted: Inverted, files: RevealFiles, title: str) -> None:
     """Write each text of one look, the original above the reconstruction."""
     lines = [title]
     for sent, guessed, real in zip(

@@ -15,6 +15,7 @@ from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import is_first_process
+from lightning_fedleak.report.records import Judgement
 from lightning_fedleak.validate import check_number
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,55 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
         return None
     reasons = [why for why, _ in verdicts if why] or [answer.why for answer in unread]
     return "; ".join(dict.fromkeys(reasons or ["what it reads is not trained, so not shared"]))
+
+
+def why_unread(engine: Engine, name: str) -> str | None:
+    """Return why a logged value says nothing of what is shared now; None: it does.
+
+    Nothing is tested of an attack that is not played. One whose surface is not shared reads 0, and
+    where no attack of its family reads anything, that says nothing of what is shared instead.
+
+    Args:
+        engine: logs the value.
+        name: in the logs.
+    """
+    assert engine.fit is not None
+    lineup, root = engine.fit.lineup, name.rpartition("/")[0]
+    attack = next((s.attack for s in engine.series if s.log_name == root), None)
+    channel = engine.results.channel_of(name)
+    if channel is None:
+        return None
+    if engine.weights is not None and channel.at_weights:
+        return engine.weights.unread(None if attack is None else {attack})
+    if attack is not None and attack not in lineup.playing:
+        why = {row.attack: row.why_not for row in lineup.rows}[attack]
+        return f"'{attack}' is not played in this run: {why}"
+    return lineup.unread_family(channel.family)
+
+
+def judge_worst(
+    engine: Engine, values: Mapping[str, float], at_most: float
+) -> dict[str, Judgement]:
+    """Return what the headlines of a family count for at a gate's threshold.
+
+    One whose control is low says nothing, and is excluded where another attack that reads the same
+    gradients has a control that is not.
+
+    Args:
+        engine: logs the values.
+        values: the known headlines, by log name.
+        at_most: the gate's threshold.
+    """
+    assert engine.fit is not None
+    judgements = {n: engine.results.judge(n, value, at_most) for n, value in values.items()}
+    roles = {plan.attack.name: set(plan.roles) for plan in engine.fit.lineup.plans}
+    attacks = {series.log_name: series.attack for series in engine.series}
+    reads = {n: roles.get(attacks.get(n.rpartition("/")[0], ""), set()) for n in judgements}
+    known = [reads[n] for n, one in judgements.items() if not math.isnan(one.value)]
+    read = set[str]().union(*known)
+    return {
+        n: one for n, one in judgements.items() if not math.isnan(one.value) or not reads[n] & read
+    }
 
 
 # ---- defences that a gate turns up ----------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -86,6 +85,7 @@ class Engine(StepEngine):
         self._spent: tuple[str | int | None, tuple[Defense, ...]] = None, ()
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
+        self._names: list[str] = []
         self._forget_listeners()
 
     def _forget_listeners(self) -> None:
@@ -132,59 +132,6 @@ class Engine(StepEngine):
             self._before_first.append(before_first)
         if after_training is not None:
             self._after_training.append(after_training)
-
-    def unread(self, name: str) -> str | None:
-        """Return why a logged value says nothing of what is shared now; None: it does.
-
-        Nothing is tested of an attack that is not played. One whose surface is not shared reads 0,
-        and where no attack of its family reads anything, that says nothing of what is shared
-        instead.
-
-        Args:
-            name: of the value in the logs.
-        """
-        lineup, root = self._fit.lineup, name.rpartition("/")[0]
-        attack = next((s.attack for s in self.series if s.log_name == root), None)
-        channel = self.results.channel_of(name)
-        if channel is None:
-            return None
-        if self.weights is not None and channel.at_weights:
-            return self.weights.unread(None if attack is None else {attack})
-        if attack is not None and attack not in lineup.playing:
-            why = {row.attack: row.why_not for row in lineup.rows}[attack]
-            return f"'{attack}' is not played in this run: {why}"
-        return lineup.unread_family(channel.family)
-
-    def judge_worst(
-        self, values: Mapping[str, float], at_most: float
-    ) -> dict[str, records.Judgement]:
-        """Return what the headlines of a family count for at a gate's threshold.
-
-        One whose control is low says nothing, and is left out where another attack that reads the
-        same gradients has a control that is not.
-
-        Args:
-            values: the known headlines, by log name.
-            at_most: the gate's threshold.
-        """
-        judgements = {
-            name: self.results.judge(name, value, at_most) for name, value in values.items()
-        }
-        plans = {plan.attack.name: plan for plan in self._fit.lineup.plans}
-        roots = {series.log_name: series.attack for series in self.series}
-
-        def roles(name: str) -> set[str]:
-            plan = plans.get(roots.get(name.rpartition("/")[0], ""))
-            return set() if plan is None else set(plan.roles)
-
-        read: set[str] = set()
-        for name, one in judgements.items():
-            read |= set() if math.isnan(one.value) else roles(name)
-        return {
-            name: one
-            for name, one in judgements.items()
-            if not math.isnan(one.value) or not roles(name) & read
-        }
 
     def record_decision(self, decision: records.GateDecision) -> None:
         """Leave a line in ``run.jsonl``, on the first process."""
@@ -503,6 +450,56 @@ class Engine(StepEngine):
         if self.report is not None:
             written = self.report.write_between_looks(utility, self._metrics, defenses, client)
             self.results.latest |= written
+
+    def batch_ends(self, *, trained: bool) -> None:
+        """Log a look once its optimizer step is over, and one at the weights where it is due.
+
+        Args:
+            trained: the batch gave a gradient.
+
+        Raises:
+            RuntimeError: an optimizer stepped, and the run did not count it.
+            Exception: what a gate raises.
+        """
+        earlier = None if self.fit is None else self.fit.failure
+        if not self._end_batch(trained=trained) and self.fit is not None:
+            self.fit.drop_look()
+        self._conclude(earlier)
+        self._look_at_weights()
+        self._conclude(None)
+
+    def _conclude(self, earlier: str | None) -> None:
+        """Publish what failed, unless the next look of all processes will, and ask the gates.
+
+        Args:
+            earlier: what had failed before the look ended.
+        """
+        fit = self.fit
+        if fit is not None and fit.failure is not None and fit.look is None:
+            alone = fit.run.processes == 1
+            if alone or fit.failure is not earlier:
+                why, fit.failure = fit.failure, None
+                self._publish_failure(why)
+        has_news, self._has_news = self._has_news, False
+        for listener in self._after_look if has_news else ():
+            listener()
+
+    @contained
+    def _look_at_weights(self, *, at_end: bool = False) -> None:
+        weights = self.weights
+        if weights is None:
+            return
+        if at_end:
+            looked = weights.look_at_end()
+        else:
+            looked = weights.look(channels) if (channels := weights.due()) else None
+        if looked is not None:
+            self._publish(*looked)
+
+    def look_at_end(self) -> None:
+        """Look at the weights that the training ends with, unless that was done."""
+        self._look_at_weights(at_end=True)
+        self._conclude(None)
 
     def training_ends(self) -> None:
         """Publish *unknown* of a run in which looks were due and none could end."""

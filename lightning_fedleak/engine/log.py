@@ -428,13 +428,11 @@ class Report:
             extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
             extra |= {f"{k}_of_this_look": v for k, v in (outcome.now or {}).items()}
             extra |= {**outcome.extra, **_control_of(outcome), **outcome.p_values}
-            over_steps = {f"{k}_over_steps": r for k, r in outcome.over_steps.items()}
-            rates = {**outcome.rates, **over_steps}
             metrics = {
                 name: records.MetricValue(
                     _finite(rate.value), _finite(rate.low), _finite(rate.high)
                 )
-                for name, rate in rates.items()
+                for name, rate in outcome.rates.items()
             }
             self._append(
                 series.attack,

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -368,28 +368,20 @@ class Refusal(Exception):
         self.error = error
 
 
-class Contains(Protocol):
-    """A part of the watch that notes what its own code raises, and ends no training by it."""
-
-    def fail(self, error: Exception) -> None:
-        """Note that the look at work, or the next one, has no result."""
-
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_C = TypeVar("_C", bound=Contains)
 
 
 def contained(
-    method: Callable[Concatenate[_C, _P], _R],
-) -> Callable[Concatenate[_C, _P], _R | None]:
-    """Return a method that ends no training: what it raises is a failure of the look.
+    method: Callable[Concatenate[Any, _P], _R],
+) -> Callable[Concatenate[Any, _P], _R | None]:
+    """Return a method that ends no training: what it raises its object's ``fail`` gets.
 
     It returns None then. A :class:`Refusal` is raised as the error that it holds.
     """
 
     @wraps(method)
-    def run(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+    def run(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
         try:
             return method(self, *args, **kwargs)
         except Refusal as refusal:

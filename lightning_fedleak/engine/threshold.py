@@ -19,9 +19,11 @@ from lightning_fedleak.engine.gates import (
     check_threshold,
     defenses_to_harden,
     is_worst,
+    judge_worst,
     known_ranges,
     range_of,
     rate_of,
+    why_unread,
 )
 from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.outcomes import Trials
@@ -254,7 +256,7 @@ class Threshold:
         """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
         if self.on_weights:
             self._check_private(engine)
-        why = engine.unread(self.metric)
+        why = why_unread(engine, self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
         raise ValueError(
@@ -362,7 +364,7 @@ class Threshold:
         """Return the watched value at the newest look; None where there is none yet."""
         new = engine.results.look_values
         values = engine.results.latest if self._evidence is None else new
-        if self.strict and (why := engine.unread(self.metric)) is not None:
+        if self.strict and (why := why_unread(engine, self.metric)) is not None:
             return self._event(math.nan, dict.fromkeys(self._watched, math.nan), why=why)
         if self.on_weights:
             return self._read_interval(new)
@@ -390,7 +392,7 @@ class Threshold:
                 metric, value = f"{self.metric}_at_least", at_least
         else:  # what is unknown then is of methods that do not apply
             known = {n: v for n, v in watched.items() if not math.isnan(v)}
-            if counted := engine.judge_worst(known, self.at_most):
+            if counted := judge_worst(engine, known, self.at_most):
                 return self._worst_of(counted, known)
         source = next((n for n, v in watched.items() if v == value), "")
         untested = engine.results.untested

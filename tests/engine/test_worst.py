@@ -98,10 +98,16 @@ def look(gate: RiskGate, logged: dict[str, float], why: str = "") -> None:
     """Let a gate decide on the values of a look."""
     engine: Any = SimpleNamespace(
         results=SimpleNamespace(
-            latest=logged, look_values=logged, last_step=0, trials={}, untested={"words": why}
+            latest=logged,
+            look_values=logged,
+            last_step=0,
+            trials={},
+            untested={"words": why},
+            channel_of=lambda name: None,
+            judge=lambda name, value, at_most: Judgement(value),
         ),
-        unread=lambda name: None,
-        judge_worst=lambda known, at_most: {n: Judgement(value) for n, value in known.items()},
+        fit=SimpleNamespace(lineup=SimpleNamespace(plans=[])),
+        series={},
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )

@@ -129,19 +129,6 @@ Result = Found | Unknown | Waiting | NothingShared
 
 
 @dataclass(frozen=True)
-class Trials:
-    """The independent trials of one look that a rate is the mean of.
-
-    Attributes:
-        mean: of the rate over them, on the rate's own scale.
-        number: disjoint pairs of a member and another, or types.
-    """
-
-    mean: float
-    number: int
-
-
-@dataclass(frozen=True)
 class Outcome:
     """One attack at one stage, over all clients.
 
@@ -153,7 +140,6 @@ class Outcome:
         worst: each rate's value at the client where it is highest; empty for one client.
         extra: numbers that have no interval; NaN where there is none.
         now: each rate's value at this look alone; None where ``rates`` is of this look alone.
-        trials: of this look alone, by rate, where they are known.
         p_value: how probable guessing is to do so well at this look alone; NaN where not known.
         p_over_looks: the lowest so far, corrected for all looks; NaN where not known.
         too_few: why this look alone says too little to be judged by; None where it does not.
@@ -171,7 +157,6 @@ class Outcome:
     worst: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, float] = field(default_factory=dict)
     now: Mapping[str, float] | None = None
-    trials: Mapping[str, Trials] = field(default_factory=dict)
     p_value: float = math.nan
     p_over_looks: float = math.nan
     too_few: str | None = None

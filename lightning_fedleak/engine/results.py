@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine.channels.base import Channel, gives_control
-from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, Trials, unknown
+from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, unknown
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics.within import over_looks
 from lightning_fedleak.model.snapshots import Stage
@@ -42,7 +42,6 @@ class Results:
             and why: their worst is unknown, unless another attack is certain.
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
         look_values: the values of the newest look alone, by log name.
-        trials: what those values are the means of, by log name, where that is known.
         controls: the newest control of each series.
         looks: looks finished.
         failures: results that are unknown.
@@ -67,7 +66,6 @@ class Results:
         self._answered: set[Series] = set()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
-        self.trials: dict[str, Trials] = {}
         self.looks = 0
         self.failures = 0
         self.last_step = -1
@@ -275,11 +273,6 @@ class Results:
         self.last_step = look.step
         self.latest = self._without_news(outcomes, families_read) | values
         self.look_values = values | now
-        self.trials = {
-            f"{series.log_name}/{name}": trials
-            for series, outcome in counted.items()
-            for name, trials in outcome.trials.items()
-        }
         return counted
 
     def new_values(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.engine.channels.base import worst_of
-from lightning_fedleak.engine.outcomes import Outcome, Trials, Unknown
+from lightning_fedleak.engine.outcomes import Outcome, Unknown
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics import MembershipInference, Rate
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
@@ -86,7 +86,6 @@ class Window:
             len(pooled),
             worst=worst_of([_values(rates) for rates in each]),
             now=_values(now),
-            trials=_trials(games, each),
             p_value=lowest_p_value([_p_value(g) for g in games]),
             too_few=too_few(members),
         )
@@ -119,19 +118,6 @@ def too_few(members: int) -> str | None:
         f"{LEAST_MEMBERS}, of which a rate may be low by chance (games=Games(targets=...), and "
         "more texts a round, give more)"
     )
-
-
-def _trials(clients: Sequence[Tensor], rated: Sequence[Mapping[str, Rate]]) -> dict[str, Trials]:
-    """Return the mean AUC and advantage of one look's clients, by disjoint pairs of texts."""
-    members = [int((games[:, 3] == 1).sum()) for games in clients]
-    pairs = [min(m, len(games) - m) for m, games in zip(members, clients, strict=True)]
-    if not (total := sum(pairs)):
-        return {}
-    each = [(rates, n) for rates, n in zip(rated, pairs, strict=True) if n]
-    return {
-        name: Trials(sum(rates[name].value * n for rates, n in each) / total, total)
-        for name in ("auc", "advantage")
-    }
 
 
 def _p_value(games: Tensor) -> float:

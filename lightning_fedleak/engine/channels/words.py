@@ -15,7 +15,7 @@ from lightning_fedleak.engine.channels.base import Channel, guess, worst_of
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Series, Trials, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
@@ -215,15 +215,11 @@ class WordsChannel(Channel):
             each.append({name: rate.value for name, rate in alone.rates().items()})
             right, wrong, missed = int(alone.tp), int(alone.fp), int(alone.fn)
             by_guessing.append(naming_p_value(right, right + wrong, right + missed, self._size))
-        rates = pooled.rates()
-        named, used = int(pooled.tp + pooled.fp), int(pooled.tp + pooled.fn)
-        numbers = {"precision": named, "recall": used, "f1": named + int(pooled.fn)}
         return Outcome(
-            rates,
-            used,
+            pooled.rates(),
+            int(pooled.tp + pooled.fn),
             worst=worst_of(each),
             extra=pooled.means(),
-            trials={m: Trials(rates[m].value, n) for m, n in numbers.items() if n},
             p_value=lowest_p_value(by_guessing),
         )
 

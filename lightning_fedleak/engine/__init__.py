@@ -19,13 +19,11 @@ from lightning_fedleak.engine.log import to_dataframe as to_dataframe
 from lightning_fedleak.engine.options import Games as Games
 from lightning_fedleak.engine.options import Memorization as Memorization
 from lightning_fedleak.engine.options import Options as Options
-from lightning_fedleak.engine.options import Selection as Selection
 from lightning_fedleak.engine.options import WatchSettings as WatchSettings
 from lightning_fedleak.engine.options import cadence_of as cadence_of
 from lightning_fedleak.engine.options import parts_of as parts_of
 from lightning_fedleak.engine.options import selected as selected
 from lightning_fedleak.engine.outcomes import CHOOSE as CHOOSE
-from lightning_fedleak.engine.outcomes import NothingShared as NothingShared
 from lightning_fedleak.engine.outcomes import Outcome as Outcome
 from lightning_fedleak.engine.outcomes import Series as Series
 from lightning_fedleak.engine.outcomes import Unknown as Unknown

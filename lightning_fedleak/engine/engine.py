@@ -36,8 +36,7 @@ from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 class StepEngine:
     """Look at the steps of a run: let attacks guess, score, record and log.
 
-    What its methods raise ends no training: it is a failure of the look. Gates are asked beside
-    them.
+    What its methods raise ends no training: it is a failure of the look.
 
     Args:
         selection: the attacks.
@@ -173,7 +172,7 @@ class StepEngine:
         fit, look = self._fit, moment.look
         fit.truth.settle(look)
         with look.clock(fit.run.device):
-            if fit.switched(moment):
+            if moment.optimizer is not None and fit.trained != fit.lineup.trained:
                 look.followed &= not fit.follow()
             if fit.scheduler.still_waits(moment):
                 return
@@ -204,7 +203,7 @@ class StepEngine:
         if not stepped:
             return True
         fit.truth.check_unread(look)
-        if fit.taps_updates and (local_steps := self.options.local_steps) is not None:
+        if (local_steps := self.options.local_steps) is not None:
             failed = fit.failure is not None and fit.run.processes == 1
             if len(look.learning_rates) < local_steps and not failed:
                 return True
@@ -232,11 +231,7 @@ class StepEngine:
             channel.batch_ends(batch)
 
     def _score(self, look: Look) -> dict[Series, Outcome] | None:
-        """Score every attack that the look is of, pool over processes, and fix the next look.
-
-        Returns:
-            The outcomes; None where nothing was shared.
-        """
+        """Score every attack that the look is of, pool over processes, and fix the next look."""
         fit = self._fit
         results = self._results(look) or {}
         fit.end_look(look)

@@ -64,6 +64,7 @@ class Fit:
         truth: reads what steps were computed on.
         exchange: pools the results of all processes.
         look: the one at work; None between looks.
+        trained: names of the parameters that were trained when the plans were made.
         failure: why the look at work, or the next one, has no result; None where nothing failed.
     """
 
@@ -90,7 +91,7 @@ class Fit:
         self._watches_steps = False
         self._removers: list[Callable[[], None]] = []
         self._tapped: set[int] = set()
-        self._trained: tuple[str, ...] = ()
+        self.trained: tuple[str, ...] = ()
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
 
@@ -134,7 +135,7 @@ class Fit:
 
     def follow(self) -> bool:
         """Follow what is trained now, and return whether something else is read than before."""
-        self._trained = self.lineup.trained
+        self.trained = self.lineup.trained
         anatomy, changed = self.run.anatomy, self.lineup.follow()
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
@@ -295,15 +296,6 @@ class Fit:
         parameters = (self.run.anatomy.parameter(role) for role in plan.roles)
         return any(p is not None and bool(plan.optimizer.state.get(p)) for p in parameters)
 
-    @property
-    def taps_updates(self) -> bool:
-        """Return whether weight changes of local steps are read."""
-        return self._update_tap is not None
-
-    def switched(self, moment: Moment) -> bool:
-        """Return whether the step itself has changed what is trained, an adapter say."""
-        return moment.optimizer is not None and self._trained != self.lineup.trained
-
     def moment(
         self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
     ) -> Moment | None:
@@ -416,11 +408,3 @@ class Fit:
         look.calls = [
             plain_call(run.anatomy, batch, dtype, trained_elsewhere=True) for batch in look.batches
         ]
-
-    def sent_update(self, look: Look, take: Callable[[], GradientSnapshot]) -> Moment:
-        """Return the update of a round, which ``take`` returns."""
-        return Moment(look, self._stages, self._stages, None, 1.0, take)
-
-    def played(self) -> list[Series]:
-        """Return the series of the attacks that give results, in the order of the logs."""
-        return [series for series in self.series if series.attack in self.lineup.playing]

@@ -20,7 +20,7 @@ from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers, check_rounds
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
-from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
+from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
 from lightning_fedleak.engine.tensorboard import Cards
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
@@ -49,7 +49,6 @@ class Engine(StepEngine):
             engine.batch_ends(trained=True)    # after it
         engine.training_ends()
         engine.end("finished")
-        engine.close()
 
     Args:
         selection: the attacks.
@@ -61,9 +60,6 @@ class Engine(StepEngine):
         jsonl: the results' file of the newest run.
         record: says what the run was, on the first process; None outside of a run.
         first_step: optimizer steps that were over when the newest run began.
-
-    Raises:
-        ValueError: contradictory options.
     """
 
     def __init__(
@@ -137,8 +133,6 @@ class Engine(StepEngine):
         """Leave a line in ``run.jsonl``, on the first process."""
         if self.record is not None:
             self.record.append(records.GateLine(run="", **vars(decision)))
-
-    # ---- a run begins -----------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget the looks of an earlier run."""
@@ -345,16 +339,18 @@ class Engine(StepEngine):
             take: returns the update.
 
         Returns:
-            The outcomes: where the truth is not known, unknown but for the attacks' certificates.
+            The outcomes; unknown but for certificates where the truth is not known.
         """
         fit = self._fit
-        played, look.followed = fit.played(), True
+        played = [series for series in fit.series if series.attack in fit.lineup.playing]
+        look.followed = True
         if batches is None:  # of which texts should a game ask?
             look.scope = frozenset(s for s in played if not fit.series[s].plays_games)
         else:
             fit.read_batches(look, batches)
         self._arm(look)
-        self._attack(fit.sent_update(look, take))
+        stages = self.options.stages
+        self._attack(Moment(look, stages, stages, None, 1.0, take))
         look.stepped.add(0)
         outcomes = self._round_outcomes(look, played, scored=batches is not None)
         fit.disarm(look)
@@ -412,15 +408,12 @@ class Engine(StepEngine):
     @contained
     def rounds_end(self) -> None:
         """Log what defences have spent in all rounds of this client, its unlooked ones too."""
-        client, defenses = self._spent
-        self._write_between_looks({}, defenses, client)
+        self._write_between_looks({}, *reversed(self._spent))
 
     # ---- between looks, ends and checkpoints ------------------------------------------------
 
     def metrics_changed(self, *, epoch_ended: bool | None = False) -> None:
-        """Log the user's metrics where they changed since they were logged, between looks.
-
-        What fails here ends no training and is no failure of a look: a warning is given.
+        """Log the user's metrics where they changed since; what fails gives a warning alone.
 
         Args:
             epoch_ended: log what the defences have spent until now as well; None: where the run's
@@ -456,10 +449,6 @@ class Engine(StepEngine):
 
         Args:
             trained: the batch gave a gradient.
-
-        Raises:
-            RuntimeError: an optimizer stepped, and the run did not count it.
-            Exception: what a gate raises.
         """
         earlier = None if self.fit is None else self.fit.failure
         if not self._end_batch(trained=trained) and self.fit is not None:
@@ -469,11 +458,7 @@ class Engine(StepEngine):
         self._conclude(None)
 
     def _conclude(self, earlier: str | None) -> None:
-        """Publish what failed, unless the next look of all processes will, and ask the gates.
-
-        Args:
-            earlier: what had failed before the look ended.
-        """
+        """Publish what failed, unless it is ``earlier`` than the look that ends; ask the gates."""
         fit = self.fit
         if fit is not None and fit.failure is not None and fit.look is None:
             alone = fit.run.processes == 1
@@ -483,6 +468,19 @@ class Engine(StepEngine):
         has_news, self._has_news = self._has_news, False
         for listener in self._after_look if has_news else ():
             listener()
+
+    def _publish_failure(self, why: str) -> None:
+        """Publish that every result is unknown, where a look could not end as looks do."""
+        try:
+            self._publish(Look(self.run.step), self.results.all_unknown(why))
+        except Exception as error:
+            self.results.lose_look(self._names)
+            self._has_news = True
+            with suppress(Exception):
+                rank_zero_warn(
+                    f"lightning-fedleak: a look failed ({why}), and could not be written "
+                    f"({reason(error)}): its results are unknown, not 0; training goes on"
+                )
 
     @contained
     def _look_at_weights(self, *, at_end: bool = False) -> None:
@@ -528,14 +526,7 @@ class Engine(StepEngine):
 
     @contained
     def end(self, how: str) -> record.RunRecord | None:
-        """End the run's record.
-
-        Args:
-            how: ``"finished"``, or the class of what was raised.
-
-        Returns:
-            The record; None where it has ended before, and on processes that write none.
-        """
+        """End the run's record, ``how`` it ended, and return it; None where it has ended before."""
         if self.fit is not None and how != "finished":
             try:
                 self._log_last()
@@ -572,11 +563,7 @@ class Engine(StepEngine):
         return {"run": self.record.run, "privacy": record.releases_by(defenses)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with: plain numbers, strings and tensors.
-
-        It is empty where that failed: a checkpoint is saved all the same, and one that is resumed
-        from it begins its looks again.
-        """
+        """Return what a resumed run goes on with, plain values and tensors; nothing if it fails."""
         return self._state() or {}
 
     @contained

@@ -28,7 +28,7 @@ from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy, matrix_shape
 from lightning_fedleak.model.model_runs import whole_model
-from lightning_fedleak.progress import bars, measure_seconds, track, used_bytes
+from lightning_fedleak.progress import bars, track
 
 _HELD = "it is played from the first look at which labels weigh unevenly in the loss"
 _NOT_SHARED = "what it reads is not trained, and so not shared"
@@ -82,7 +82,6 @@ class Lineup:
         self.rows: list[Row] = []
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
-        self._calibrations: dict[str, tuple[float, float]] = {}
         self._is_sharded = run.is_sharded
         for channel in self._channels:
             exclude(channel, self._refused.keys())
@@ -307,7 +306,6 @@ class Lineup:
                 attack.name in self._ever_exposed,
                 costs.get(attack.name),
                 self._never_reads(attack.name) if attack.name in self.playing else None,
-                self._calibrations.get(attack.name),
             )
             for attack in self._attacks
         ]
@@ -349,13 +347,10 @@ class Lineup:
         """Calibrates an attack, once in a run."""
         if attack.name in self.prepared:
             return
-        started, device = time.perf_counter(), self._run.device
-        before = used_bytes(device)
-        busy = measure_seconds(lambda: attack.prepare(self._run.anatomy), device)
+        started = time.perf_counter()
+        attack.prepare(self._run.anatomy)
         self.prepared.add(attack.name)
         seconds = time.perf_counter() - started
-        if type(attack).prepare is not Attack.prepare:
-            self._calibrations[attack.name] = (busy, used_bytes(device) - before)
         self.calibrating_seconds += seconds
         if seconds > 1:
             watcher = self._run.watcher

@@ -21,16 +21,19 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks import (
     CRAFTED,
     DISHONEST_SERVER,
+    HONEST_BUT_CURIOUS,
     Attack,
+    Capability,
     MembershipAttack,
     MembershipGuess,
+    PassiveMembership,
     UnusableObservation,
     direction_of,
     upstream_of,
 )
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.engine.channels import played
-from lightning_fedleak.engine.channels.base import Channel, Requirement, check_guess
+from lightning_fedleak.engine.channels.base import Channel, Requirement, check_guess, guess
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.targets import (
     Rows,
@@ -193,24 +196,17 @@ class MembershipChannel(Channel):
         self._check_processes(run)
 
     def _check_processes(self, run: Run) -> None:
-        games = f"'{self.attacks[0].name}' plays membership games, which"
+        many, why = run.processes > 1, ""
         if run.is_sharded:
+            why = "need whole layers, and this model is sharded: use DDP with client='rank'"
+        elif many and run.client == "world":
+            why = "query one process's batch, and with client='world' it is spread: use 'rank'"
+        elif many and Stage.AGGREGATE in self.settings.stages:
+            why = "query one client's batch: leave 'aggregate' out of stages="
+        if why:
             raise ValueError(
-                f"{games} need whole layers, and this model is sharded. Use DDP with "
-                "client='rank', or one device; attacks on words and texts run under FSDP2 too."
-            )
-        if run.processes == 1:
-            return
-        if run.client == "world":
-            raise ValueError(
-                f"{games} ask one process's batch; with client='world' the batch is spread over "
-                "several. Use client='rank', or run one process."
-            )
-        if Stage.AGGREGATE in self.settings.stages:
-            raise ValueError(
-                f"{games} ask one client's batch; what remains of it in the mean over clients is "
-                "not computed. Leave 'aggregate' out of stages=, or give these attacks a monitor "
-                "of their own."
+                f"'{self.attacks[0].name}' plays membership games, which {why}, or one device; or "
+                "give these attacks a monitor of their own"
             )
 
     def _place_tap(self, layers: Sequence[int]) -> ActivationTap:
@@ -540,3 +536,52 @@ class MembershipChannel(Channel):
             for series in self.series(attack, ON_THE_WAY):
                 if saved := state.get(f"games of {series.log_name}"):
                     self._window(series).load_state_dict(saved)
+
+
+class PassiveMembershipChannel(MembershipChannel):
+    """Play the same games for a server that adds no layers and reads what is shared anyway."""
+
+    reads = PassiveMembership
+    reads_updates: ClassVar[bool] = True
+    reads_states: ClassVar[bool] = False
+    adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
+
+    def check(self, attack: Attack) -> None:
+        """Do nothing, because no attack can be tried without a gradient."""
+
+    @torch.no_grad()
+    def at_moment(self, moment: Moment) -> None:
+        """Ask every attack about texts, from what is shared at this moment."""
+        look = moment.look
+        if not self.attacks or not moment.wanted or look.truth_error is not None:
+            return
+        if self._table is None:
+            draw = self._sources.population
+            self._table = GameTable(draw_targets(draw, look.step, look.all_batches))
+        for plan in self.plans:
+            stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
+            expected = self.series(plan.attack, self.settings.stages)
+            silent = any(series not in look.answers for series in expected)
+            if not plan.exposed or not stepped or not silent:
+                continue
+            answer = self._answer(plan, self._table.targets, moment)
+            for series in self.series(plan.attack, moment.wanted):
+                look.answers.setdefault(series, answer)
+
+    def _answer(
+        self, plan: Plan, targets: Targets | Waiting | Unknown, moment: Moment
+    ) -> played.Played | Unknown | Waiting:
+        if not isinstance(targets, Targets):
+            return targets
+        answer = guess(plan, moment.gradients(), self.run, targets.query())
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        return played.played_games(answer, targets.members)
+
+    def _control_games(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
+    ) -> played.Played | Unknown | Waiting:
+        answer = guess(plan, view, self.run, targets.query())
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        return played.played_games(answer, targets.members)

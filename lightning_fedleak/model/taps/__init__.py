@@ -25,7 +25,6 @@ from lightning_fedleak.model.taps.gradients import loss_terms as loss_terms
 from lightning_fedleak.model.taps.gradients import real_optimizer as real_optimizer
 from lightning_fedleak.model.taps.graph import GraphCall as GraphCall
 from lightning_fedleak.model.taps.graph import GraphTap as GraphTap
-from lightning_fedleak.model.taps.graph import PlacedRows as PlacedRows
 from lightning_fedleak.model.taps.graph import ReadCall as ReadCall
 from lightning_fedleak.model.taps.graph import plain_call as plain_call
 from lightning_fedleak.model.taps.graph import read_call as read_call

@@ -49,7 +49,7 @@ from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice, check_integer
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    pass
 
 SUM = "sum"
 """The client whose update is that of all clients together."""
@@ -152,6 +152,7 @@ class RoundObserver:
         self.settings = settings
         self._cadence = None if max_overhead is None else cadence_of(None, max_overhead, auto=False)
         self.next_look: dict[str | int, int] = {}
+        self._opened: list[BoardLogger] = []
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
         self.run = RoundRun(
@@ -548,7 +549,6 @@ class RoundObserver:
         )
         destination = Destination(
             self.folder,
-            (),
             self._boards(client),
             client=client,
         )
@@ -558,13 +558,15 @@ class RoundObserver:
         self._clients[client, stage] = engine
         return engine
 
-    def _boards(self, client: str | int) -> list[SummaryWriter]:
-        """Return the writer of a client's TensorBoard run: each client has a line of its own."""
+    def _boards(self, client: str | int) -> list[BoardLogger]:
+        """Return the logger of a client's TensorBoard run: each client has a line of its own."""
         if not self.settings.tensorboard or importlib.util.find_spec("tensorboard") is None:
             return []
         name = f"client_{client}" if client != SUM else SUM
         try:
-            return [BoardLogger(self.folder / "tensorboard" / name).writer]
+            board = BoardLogger(self.folder / "tensorboard" / name)
+            self._opened.append(board)
+            return [board]
         except Exception as error:  # a disk that is full must not end a round
             announce(f"RoundObserver: no TensorBoard of client {client}: {reason(error)}")
             return []
@@ -580,12 +582,8 @@ class RoundObserver:
         for engine in self._clients.values():
             for remove in (one for channel in engine.channels for one in channel.removers):
                 remove()
-            assert engine.report is not None
-            try:
-                for board in engine.report.boards:
-                    board.close()
-            except Exception as error:
-                engine.report.leave_boards(error)
+        for board in self._opened:
+            board.close()
 
     # ---- names ------------------------------------------------------------------------------
 

@@ -253,28 +253,6 @@ def test_values_reach_every_logger_and_the_trainers_metrics(tmp_path: Path) -> N
     assert F1 in next((tmp_path / "csv").rglob("metrics.csv")).read_text()
 
 
-def test_the_first_cards_are_leakage_and_the_limit_of_a_gate(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
-
-    board = TensorBoardLogger(tmp_path)
-    monitor = LeakageMonitor(Probe(), every_n_steps=3)
-    fit([monitor, RiskGate(F1, at_most=0.5, action="warn")], tmp_path, logger=board)
-    events = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    [run, limit] = sorted(events.Runs())
-    assert limit == f"{run}/gate"
-    tags = sorted(events.Runs()[run]["scalars"])
-    cards = [tag for tag in tags if tag.startswith("1_leakage/")]
-    assert tags[: len(cards)] == cards == ["1_leakage/words_f1"]
-    values = [(event.step, event.value) for event in events.Scalars(run, "1_leakage/words_f1")]
-    assert values == [(e.step, e.value) for e in events.Scalars(run, "leakage/worst/words")]
-    limits = [(e.step, e.value) for e in events.Scalars(limit, "1_leakage/words_f1")]
-    assert limits == [(step, 0.5) for step, _ in values]
-    assert not {
-        tag for tag in tags if tag.startswith("leakage/") and tag.endswith(("_low", "_high"))
-    }
-    assert "leakage_interval/probe/f1_low" in tags
-
-
 def test_lightnings_own_callbacks_can_watch_what_is_logged(tmp_path: Path) -> None:
     monitor = LeakageMonitor(Probe(k=40), every_n_steps=1, folder=tmp_path)
     saver = ModelCheckpoint(tmp_path, monitor=F1, mode="min", every_n_train_steps=1)

@@ -394,7 +394,8 @@ class Engine(StepEngine):
     @contained
     def rounds_end(self) -> None:
         """Log what defences have spent in all rounds of this client, its unlooked ones too."""
-        self._write_between_looks({}, *reversed(self._spent))
+        client, defenses = self._spent
+        self._write_between_looks({}, defenses, client)
 
     # ---- between looks, ends and checkpoints ------------------------------------------------
 

@@ -16,7 +16,6 @@ from lightning_fedleak.engine.choice import (
     ROWS,
     Row,
     in_short,
-    listed,
     look_seconds,
     reads_of,
     table,
@@ -202,22 +201,11 @@ class Lineup:
             rank_zero_warn(
                 f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
                 f"{', '.join(plan.roles)}, which is not shared in this run (not trained). It is "
-                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. {self._what_leaves()} "
-                "attacks='auto' takes every attack that reads this run."
+                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': of "
+                f"{len(self.trained)} trained parameters, which are shared, {len(self.unread)} are "
+                "tested by none of these attacks. attacks='auto' takes every attack that reads "
+                "this run."
             )
-
-    def _what_leaves(self) -> str:
-        """Return in a sentence what is shared beside a surface that is not."""
-        if n := len(self.unread):
-            return (
-                f"That is not 'safe': gradients of other parameters, {n} in all, do leave the "
-                f"client ({listed(self.unread)}), and none of the attacks that were given reads "
-                "them."
-            )
-        if self.trained:
-            readers = ", ".join(repr(plan.attack.name) for plan in self.exposed)
-            return f"That is not 'safe': every gradient that does leave is read by {readers}."
-        return "No parameter is trained, so that no gradient leaves the client."
 
     def begin(self, step: int) -> None:
         """Training starts at ``step``; a fit that is resumed does not know it before."""

@@ -166,12 +166,17 @@ class Channel(ABC):
         Raises:
             ValueError: says which setting to change.
         """
-        if self.settings.local_steps is not None and not self.reads_updates:
-            name = self.attacks[0].name
-            raise ValueError(
-                f"local_steps attacks a weight change, and '{name}' reads what one step "
-                "sends: give it a monitor of its own, without local_steps"
-            )
+        rounds = self.settings.local_steps is not None
+        for attack in self.attacks if rounds else ():
+            if not self._reads_updates(attack):
+                raise ValueError(
+                    f"local_steps attacks a weight change, and '{attack.name}' reads what one step "
+                    "sends: give it a monitor of its own, without local_steps"
+                )
+
+    def _reads_updates(self, attack: Attack) -> bool:
+        """Return whether an attack can read the weight change of several steps."""
+        return self.reads_updates
 
     # ---- names ------------------------------------------------------------------------------
 

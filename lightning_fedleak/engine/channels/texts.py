@@ -164,12 +164,6 @@ class TextsChannel(Channel):
         super().__init__(attacks, settings)
         check_integer("texts", settings.texts)
         self.inverters = [a for a in attacks if isinstance(a, InversionAttack)]
-        if self.inverters and settings.local_steps is not None:
-            raise ValueError(
-                f"local_steps attacks a weight change, and '{self.inverters[0].name}' reads the "
-                "activations that one step sends: give it a monitor of its own, without "
-                "local_steps"
-            )
         if self.inverters and settings.stages == (Stage.AGGREGATE,):
             raise ValueError(
                 f"'{self.inverters[0].name}' reads the activations that a client sends, which are "
@@ -180,6 +174,9 @@ class TextsChannel(Channel):
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
         self._done = False
+
+    def _reads_updates(self, attack: Attack) -> bool:
+        return not isinstance(attack, InversionAttack)
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series at these stages; no activations are reduced over clients."""

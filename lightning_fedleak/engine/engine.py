@@ -236,7 +236,7 @@ class StepEngine:
         results = self._results(look) or {}
         fit.end_look(look)
         nothing = all(isinstance(result, Waiting) for result in results.values())
-        next_step = fit.scheduler.next_step(look, nothing=nothing)
+        next_step = fit.scheduler.cadence.next_step = fit.scheduler.next_step(look, nothing=nothing)
         if fit.failure is not None:
             scope = fit.series if look.scope is None else look.scope
             results = dict.fromkeys(scope, Unknown(fit.failure))

@@ -203,12 +203,6 @@ class StepEngine:
         if not stepped:
             return True
         fit.truth.check_unread(look)
-        if (local_steps := self.options.local_steps) is not None:
-            failed = fit.failure is not None and fit.run.processes == 1
-            if len(look.learning_rates) < local_steps and not failed:
-                return True
-            self._attack(fit.update(look, local_steps))
-            look.stepped.add(0)
         try:
             outcomes = self._score(look)
         finally:

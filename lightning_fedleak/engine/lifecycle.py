@@ -17,7 +17,7 @@ from lightning_fedleak.engine.channels.weights import Memory, WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
-from lightning_fedleak.engine.options import Options, Selection, check_optimizers, check_rounds
+from lightning_fedleak.engine.options import Options, Selection, check_optimizers
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
@@ -64,8 +64,6 @@ class Engine(StepEngine):
     def __init__(
         self, selection: Selection, options: Options, origin: Engine | None = None
     ) -> None:
-        if origin is None:  # which has been checked; a sum over clients is at another stage
-            check_rounds(options.local_steps, options.stages)
         super().__init__(selection, options, in_rounds=origin is not None)
         self._origin = origin
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
@@ -153,11 +151,6 @@ class Engine(StepEngine):
                 listed does not fit the run.
         """
         attacks, options = self.selection.attacks, self.options
-        if options.local_steps is not None and run.processes > 1 and run.client == "rank":
-            raise ValueError(
-                "local_steps describes one client that trains on its own; DDP averages at every "
-                "step. Use client='world', or run one process."
-            )
         check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
         self._refused = {}
@@ -232,7 +225,6 @@ class Engine(StepEngine):
             None if run.rank and self._origin is None else self.jsonl,
             self.record,
             reveal,
-            self.options.local_steps,
         )
 
     def _line_up(self, run: Run, destination: log.Destination) -> Lineup:

@@ -295,7 +295,6 @@ class Report:
         jsonl: one line for each look, stage and attack; None on processes that write none.
         record: says what the run was; None on processes that write none.
         reveal: recovered words and texts; None writes none.
-        local_steps: optimizer steps of a round; None without rounds.
 
     Attributes:
         record: as above.
@@ -310,12 +309,10 @@ class Report:
         jsonl: JsonLines | None,
         record: RunRecord | None,
         reveal: RevealFiles | None,
-        local_steps: int | None,
     ) -> None:
         self._run = run
         self._watcher = run.watcher
         self._rounds = run.unit == "round"
-        self._steps_in_round = 1 if self._rounds else local_steps
         pooled = "pooled" if run.processes > 1 and run.client == "rank" else 0
         self._client = pooled if destination.client is None else destination.client
         self._series = series
@@ -457,7 +454,7 @@ class Report:
                 attack=series.record_name,
                 step=look.step,
                 stage=str(series.stage),
-                round=self._steps_in_round and look.step // self._steps_in_round,
+                round=look.step if self._rounds else None,
                 n=outcome.n,
                 exposed=outcome.exposed,
                 metrics=metrics | {k: records.MetricValue(_finite(v)) for k, v in extra.items()},
@@ -473,7 +470,7 @@ class Report:
                 attack=row.attack,
                 step=step,
                 stage="shared",
-                round=None if self._steps_in_round is None else 0,
+                round=0 if self._rounds else None,
                 n=0,
                 exposed=row.exposed,
                 metrics={},

@@ -255,8 +255,6 @@ class Look:
         seconds: time spent so far.
         processor_seconds: processor time spent so far, of all threads.
         step_seconds: time that the step itself took so far; 0 until it is known.
-        learning_rates: of what the attacks read, at each local step.
-        fresh: the optimizer had no state of what the attacks read when its round began.
         followed: the attacks have followed the model at this look.
         local: what the round is made again from for its control; None where nothing has one.
         noise_std: of what defences have added to each number of this client's update so far; NaN
@@ -281,8 +279,6 @@ class Look:
     processor_seconds: float = 0.0
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
-    learning_rates: list[set[float]] = field(default_factory=list)
-    fresh: bool = True
     followed: bool = False
     local: LocalRound | None = None
     noise_std: float = 0.0

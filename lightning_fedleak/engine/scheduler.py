@@ -83,7 +83,6 @@ class Scheduler:
         run: the run.
         cadence: when looks are due.
         series: in the order of the logs.
-        local_steps: optimizer steps of a round; None for single gradients.
 
     Attributes:
         cadence: as above.
@@ -98,12 +97,10 @@ class Scheduler:
         run: Run,
         cadence: Cadence,
         series: Collection[Series],
-        local_steps: int | None,
     ) -> None:
         self._run = run
         self.cadence = cadence
         self._series = tuple(series)
-        self._local_steps = local_steps
         self.phase = Phase.CLEAR
         self.waiting: frozenset[Series] = frozenset()
         self.waits: dict[Series, Waiting] = {}
@@ -149,7 +146,7 @@ class Scheduler:
     def still_waits(self, moment: Moment) -> bool:
         """Return whether the gradients that a try waits for are still zero, on all processes."""
         look = moment.look
-        if look.scope is None or self._local_steps is not None:
+        if look.scope is None or moment.optimizer is None:  # of a round
             return False
         zeros = [self.waits[s].zeros if s in self.waits else () for s in look.scope]
         still = all(zeros)
@@ -192,5 +189,5 @@ class Scheduler:
         cost, self._unpaid = self._unpaid, 0.0
         if look.scope is None:
             proposed = self.cadence.after_look(look.step, cost, step_seconds)
-            return max(proposed, look.step + (self._local_steps or 1))
+            return max(proposed, look.step + 1)
         return self.cadence.after_try(cost, step_seconds)

@@ -133,11 +133,13 @@ class RoundObserver:
         settings = settings or RoundSettings()
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
-        unused = ("stages", "reveal", "local_steps", "report", "utility", "client", "scaler")
+        unused = ("stages", "reveal", "report", "utility", "client", "scaler")
         settings.refuse(type(self).__name__, *unused)
         data = settings.data
-        in_rounds = replace(settings, local_steps=local_steps)
-        self.engine = Engine(*parts_of(attacks, in_rounds, games, weights=data is not None))
+        parts = parts_of(
+            attacks, settings, games, weights=data is not None, local_steps=local_steps
+        )
+        self.engine = Engine(*parts)
         at_weights = [a.name for c in self.engine.channels if c.at_weights for a in c.attacks]
         if (data is None and at_weights) or (data is not None and side == "server"):
             raise ValueError(

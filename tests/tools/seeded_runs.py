@@ -480,7 +480,6 @@ RUNS: dict[str, Run] = {
         watched(lambda: [fedleak.FlatChat(public())]),
         model=lambda: gpt2(dropout=0.1),
     ),
-    "local steps": Run(lambda: [monitor(flatchat(), every_n_steps=2, local_steps=2)], model=untied),
     "accumulated": Run(
         watched(lambda: [flatchat(), fedleak.BagOfWords()]),
         model=untied,

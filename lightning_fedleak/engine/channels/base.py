@@ -170,8 +170,7 @@ class Channel(ABC):
         for attack in self.attacks if rounds else ():
             if not self._reads_updates(attack):
                 raise ValueError(
-                    f"local_steps attacks a weight change, and '{attack.name}' reads what one step "
-                    "sends: give it a monitor of its own, without local_steps"
+                    f"a round sends a weight change, and '{attack.name}' reads what one step sends"
                 )
 
     def _reads_updates(self, attack: Attack) -> bool:

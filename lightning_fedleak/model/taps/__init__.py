@@ -18,7 +18,6 @@ from lightning_fedleak.model.taps.gradients import EmbeddingNoise as EmbeddingNo
 from lightning_fedleak.model.taps.gradients import GradientTap as GradientTap
 from lightning_fedleak.model.taps.gradients import StepError as StepError
 from lightning_fedleak.model.taps.gradients import UpdateError as UpdateError
-from lightning_fedleak.model.taps.gradients import UpdateTap as UpdateTap
 from lightning_fedleak.model.taps.gradients import before_real_step as before_real_step
 from lightning_fedleak.model.taps.gradients import check_optimizer as check_optimizer
 from lightning_fedleak.model.taps.gradients import loss_terms as loss_terms

@@ -34,7 +34,6 @@ from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, traine
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, round_settings, train
-from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_llama
 
 F1 = "leakage/bag_of_words/f1"
@@ -74,19 +73,10 @@ def lines(folder, name="leakage.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def loader(data):
-    return torch.utils.data.DataLoader(data, batch_size=None)
-
-
-# ---- the same as a monitor's --------------------------------------------------------------------
+# ---- what is read ------------------------------------------------------------------------------
 
 
 SLOW = partial(torch.optim.SGD, lr=1e-3)
-
-
-class Stepping(CausalLMModule):
-    def configure_optimizers(self):
-        return SLOW(self.parameters())
 
 
 def test_an_attack_on_trained_weights_is_refused(tmp_path):

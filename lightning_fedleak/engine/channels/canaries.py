@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.attacks.memorization import Canaries
-from lightning_fedleak.engine.channels.account import too_few_others
+from lightning_fedleak.engine.channels.account import too_few_non_members
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.pool import CanaryPool, Pool
 from lightning_fedleak.engine.outcomes import AUDIT, Series
@@ -24,10 +24,10 @@ _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 
 
 class CanaryChannel(MemorizationChannel):
-    """Ask the trained weights about the user's own canaries, in the data or left out by a coin.
+    """Ask the trained weights about the user's own canaries, in the data or held out at random.
 
     Each number of repetitions has a series of its own, ``audit/<attack>_x<times>``. Those that were
-    trained on so far are compared with all that were left out.
+    trained on so far are compared with all that were held out.
 
     Raises:
         ValueError: no canaries, or tokens that one of them does not have.
@@ -77,17 +77,17 @@ class CanaryChannel(MemorizationChannel):
         ]
 
     def _never_known(self, metric: str) -> str | None:
-        """Return why a rate cannot become known: few canaries were left out."""
+        """Return why a rate cannot become known: few canaries were held out."""
         alpha = self.settings.memorization.alpha / len(self._canaries.record.times)
-        others = int((~self._canaries.included).sum())
-        counts = [others] * self._planned_looks
-        return too_few_others(counts, alpha) if metric == "shown" else None
+        non_members = int((~self._canaries.included).sum())
+        counts = [non_members] * self._planned_looks
+        return too_few_non_members(counts, alpha) if metric == "shown" else None
 
     def _drawn(self) -> Pool:
         """Return all canaries; they are asked about, or the attack is not played.
 
         Raises:
-            NoOthers: the budget does not pay for them.
+            NoNonMembers: the budget does not pay for them.
         """
         return CanaryPool.of_canaries(
             self._canaries, self.run.training_loader, self.settings.memorization
@@ -97,8 +97,8 @@ class CanaryChannel(MemorizationChannel):
         """Return in words what is compared, for the line-up."""
         if self._pool is None:
             return ""
-        n, n_others = int(self._pool.trains.sum()), int((~self._pool.trains).sum())
-        return f"{n} canaries in the data and {n_others} that were left out"
+        n, n_non_members = int(self._pool.trains.sum()), int((~self._pool.trains).sum())
+        return f"{n} canaries in the data and {n_non_members} that were held out"
 
     def pool_line(self) -> PoolLine | None:
         """Return nothing: each line of results has the numbers of canaries."""

@@ -22,9 +22,15 @@ from lightning_fedleak.attacks.memorization import (
     MemorizationAttack,
     blind_scores,
 )
-from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_others
+from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
 from lightning_fedleak.engine.channels.base import Channel, Requirement
-from lightning_fedleak.engine.channels.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
+from lightning_fedleak.engine.channels.pool import (
+    NO_CONTROLS,
+    NoNonMembers,
+    Pool,
+    collect,
+    forwards_of,
+)
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -139,11 +145,11 @@ class MemorizationChannel(Channel):
         run, refusal = self.run, ""
         try:
             if run.anatomy.kind != "causal":
-                raise NoOthers(
+                raise NoNonMembers(
                     f"a {run.anatomy.kind} model has no head that predicts every next token"
                 )
             self._pool = self._drawn()
-        except NoOthers as error:
+        except NoNonMembers as error:
             refusal = str(error)
         if run.on_any_process(bool(refusal)):
             return refusal or "another process could not read the training data"
@@ -158,7 +164,7 @@ class MemorizationChannel(Channel):
         return ""
 
     def _drawn(self) -> Pool:
-        """Return the texts that the model is asked about; raise NoOthers for none."""
+        """Return the texts that the model is asked about; raise NoNonMembers for none."""
         return collect(
             self.run.training_loader,
             self.settings.memorization,
@@ -183,7 +189,7 @@ class MemorizationChannel(Channel):
         return Requirement(never=self._never_known(metric), never_alone=never_alone)
 
     def _never_known(self, metric: str) -> str | None:
-        """Return why a rate cannot become known: few others, or none after the first epoch."""
+        """Return why a rate cannot become known: few non-members, or none after the first epoch."""
         pool = self._pool
         if pool is None or self._refusal:
             return None
@@ -195,7 +201,7 @@ class MemorizationChannel(Channel):
             alone = int(pool.alone.sum())
             counts = [round((1 - share) * alone) for share in shares]
         alpha = self.settings.memorization.alpha
-        return too_few_others(counts, alpha) if metric == "shown" else None
+        return too_few_non_members(counts, alpha) if metric == "shown" else None
 
     @property
     def _planned_looks(self) -> int:
@@ -318,15 +324,15 @@ class MemorizationChannel(Channel):
         self._looks += 1
         try:
             if unread and pool.way == "not yet seen":
-                raise NoOthers(
+                raise NoNonMembers(
                     f"{unread} batches could not be read, and may have held texts that were to be "
-                    "others: add leave_out"
+                    "non-members: add leave_out"
                 )
             if self._void:
-                raise NoOthers(self._void)
+                raise NoNonMembers(self._void)
             rows, members = pool.compared(epoch, passed, everyone=self._plays)
             answers = self._ask(pool)
-        except (NoOthers, UnusableObservation) as error:
+        except (NoNonMembers, UnusableObservation) as error:
             look.answers |= dict.fromkeys(every, str(error))
             return
         values = self._read_texts(pool, answers, rows, members)
@@ -343,7 +349,7 @@ class MemorizationChannel(Channel):
     ) -> dict[str, _Answer]:
         """Return what each attack reads off some of the texts by its name, and their digest.
 
-        Texts that stand in one row are told from others; all are asked whether they can be
+        Texts that are in one row are compared; all are asked whether they can be
         extracted.
         """
         assert self._base is not None

@@ -20,7 +20,7 @@ from lightning_fedleak.evaluation.metrics import MembershipInference, Rate
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
 
 LEAST_MEMBERS = 16
-"""Texts of a batch, and as many others, that one look needs before it can judge an update.
+"""Texts of a batch, and as many non-members, that one look needs before it can judge an update.
 
 The standard error of an AUC is at most ``sqrt(.25 / members)`` for any distribution of the scores
 (Van Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of
@@ -114,7 +114,7 @@ def too_few(members: int) -> str | None:
     if members >= LEAST_MEMBERS:
         return None
     return (
-        f"{members} texts of the update were asked for, and as many others: fewer than "
+        f"{members} texts of the update were asked for, and as many non-members: fewer than "
         f"{LEAST_MEMBERS}, of which a rate may be low by chance (games=Games(targets=...), and "
         "more texts a round, give more)"
     )
@@ -160,8 +160,8 @@ def played_games(guess: Any, members: Tensor) -> Played | Unknown:
 
 def chances_of(games: Played) -> tuple[float, float]:
     """Return the chance that scores which know nothing do as well (exact), and its least value."""
-    members, others = games.scores[games.members], games.scores[~games.members]
-    if not len(members) or not len(others):
+    members, non_members = games.scores[games.members], games.scores[~games.members]
+    if not len(members) or not len(non_members):
         return 1.0, 1.0
-    chance = float(mannwhitneyu(members, others, alternative="greater").pvalue)
+    chance = float(mannwhitneyu(members, non_members, alternative="greater").pvalue)
     return chance, 1 / math.comb(len(games.scores), len(members))

@@ -73,6 +73,10 @@ def lines(folder, name="leakage.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def loader(data):
+    return torch.utils.data.DataLoader(data, batch_size=None)
+
+
 # ---- what is read ------------------------------------------------------------------------------
 
 

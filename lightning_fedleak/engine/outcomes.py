@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
@@ -81,11 +80,11 @@ class Found:
     """What an attack's guess is worth.
 
     Attributes:
-        score: as its channel pools it.
+        numbers: in the order and number that its channel packs them.
         control: of this look; None where there is none.
     """
 
-    score: Any
+    numbers: Sequence[float]
     control: Control | None = None
 
 

@@ -57,6 +57,7 @@ class CountsChannel(Channel):
         terms={"Right": "The share of looks at which the count was right. 1 is always."},
     )
     metrics = ("right", "wrong")
+    width = 2
     extras = ("off",)
 
     def __init__(self, attacks: Sequence[TextCount], settings: Any) -> None:

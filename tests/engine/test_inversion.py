@@ -329,7 +329,7 @@ def test_clients_are_pooled_by_text(clients, n, length, seed):
         truth, guess = torch.randint(3, (2, n, length), generator=generator)
         real = torch.rand(n, length, generator=generator) < 0.8
         real[:, 0] = True
-        rows[client] = Inverted(TextGuess(guess), truth, real, float(client)).score()
+        rows[client] = Inverted(TextGuess(guess), truth, real, float(client)).pack(5)
         parts.append((guess, truth, real))
     outcome = channel.pooled(series, rows)
     whole = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]

@@ -99,6 +99,7 @@ class Channel(ABC):
         leak: what it measures, and the words in which a report speaks of it.
         family: the leak's name, as in the logs.
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
+        width: numbers in a packed result.
         headline: the leak's metric that stands for the others on a page or in a table.
         extras: names of its values that have no interval.
         ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
@@ -128,6 +129,7 @@ class Channel(ABC):
     family: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
+    width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
     own_threshold: ClassVar[tuple[str, ...]] = ()
@@ -227,8 +229,8 @@ class Channel(ABC):
         return not any(batch.input_ids.numel() for batch in look.batches)
 
     @abstractmethod
-    def score(self, look: Look, series: Series, answer: Any) -> Any:
-        """Return the score of a guess against the truth, without any text, on the CPU.
+    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
+        """Return the score of a guess against the truth, as :attr:`width` packed numbers.
 
         Args:
             look: the look with its batches; ``look.notes`` may get a function that writes what was
@@ -263,12 +265,12 @@ class Channel(ABC):
     # ---- over clients and looks -------------------------------------------------------------
 
     @abstractmethod
-    def pooled(self, series: Series, rows: Mapping[int, Any]) -> Outcome:
-        """Return the outcome of all clients' scores.
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Return the outcome of all clients' packed results.
 
         Args:
             series: the series of the results.
-            rows: scores by number of the client; at least one.
+            rows: by number of the client; at least one.
         """
 
     def state_dict(self) -> dict[str, object]:

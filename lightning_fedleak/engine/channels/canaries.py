@@ -43,6 +43,7 @@ class CanaryChannel(MemorizationChannel):
         *("exposure_cap", "exposure_capped", "extracted_others", "extracted_base"),
         *("members", "others", "alpha"),
     )
+    width = 3 * len(metrics) + len(extras)
     file = "canaries_base.safetensors"
     absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 

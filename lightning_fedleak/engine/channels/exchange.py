@@ -1,19 +1,20 @@
-"""Results of all processes at a look: gathered on the first process, and pooled there."""
+"""Results of all processes at a look: packed, gathered on the first process, and pooled."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from itertools import accumulate, chain
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.outcomes import (
     Control,
     Found,
-    NothingShared,
     Outcome,
     Result,
     Series,
@@ -25,14 +26,16 @@ from lightning_fedleak.engine.outcomes import (
 )
 from lightning_fedleak.engine.run import Run, reason
 
+# The first number of a packed result says what kind of result it is.
+SCORED, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 OTHER_WAITS = "another client waits"
 
 
 class Exchange:
-    """Exchange scores between the processes of one fit after each look.
+    """Exchange counts between the processes of one fit after each look.
 
-    Every process takes part in the same exchanges, whatever failed on it. A client's scores go to
-    process 0 and no further, and its reasons stay on it.
+    Every process takes part in the same exchanges, whatever failed on it. A client's counts go to
+    process 0 and no further.
 
     Args:
         run: the fit.
@@ -50,7 +53,7 @@ class Exchange:
     ) -> tuple[dict[Series, Outcome] | None, int]:
         """Return the results of all processes together.
 
-        Process 0 gets the scores of all clients and pools them. The others get what came out,
+        Process 0 gets the rows of all clients and pools them. The others get what came out,
         without the values of single clients and without the reasons.
 
         Args:
@@ -62,11 +65,17 @@ class Exchange:
             The outcomes, None where nothing was shared; and the next step to look at as process 0
             proposes it.
         """
-        gathered = self._at_first([*results.values()])
+        rows = [_row(result, self._channels[series]) for series, result in results.items()]
+        widths = [len(row) for row in rows]
+        gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
         pooled: dict[Series, Outcome] | None = None
         if gathered is not None:
-            tables = {s: [each[i] for each in gathered] for i, s in enumerate(results)}
-            silent = (_is_nothing(table) for s, table in tables.items() if exposed[s])
+            ends = list(accumulate(widths))
+            tables = {
+                series: gathered[:, end - width : end]
+                for series, end, width in zip(results, ends, widths, strict=True)
+            }
+            silent = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
             if not any(silent):
                 pooled = {
                     series: self._outcome(series, exposed[series], table, results[series])
@@ -79,21 +88,21 @@ class Exchange:
                 pooled = joint and {s: _with_reason(one, results[s]) for s, one in joint.items()}
         return pooled, next_step
 
-    def _at_first(self, local: Sequence[Result]) -> Sequence[Sequence[Result]] | None:
-        """Return the results of all processes on the first of them, None on the others."""
+    def _at_first(self, local: Tensor) -> Tensor | None:
+        """(clients, numbers) of all processes on the first of them, None on the others."""
         if not self._many:
-            return [local]
-        rank = dist.get_rank()
-        gathered = None if rank else [None] * dist.get_world_size()
-        dist.gather_object([_without_reason(result) for result in local], gathered, dst=0)
-        return cast(Sequence[Sequence[Result]] | None, gathered)
+            return local[None]
+        local = local.to(_exchange_device(self._run.device))
+        if dist.get_rank() != 0:
+            dist.gather(local, None, dst=0)
+            return None
+        all_rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.gather(local, all_rows, dst=0)
+        return torch.stack(all_rows).cpu()
 
-    def _outcome(
-        self, series: Series, shared: bool, table: Sequence[Result], local: Result
-    ) -> Outcome:
+    def _outcome(self, series: Series, shared: bool, table: Tensor, local: Result) -> Outcome:
         channel = self._channels[series]
-        failed = any(isinstance(result, Unknown) for result in table)
-        if self._one_client and not channel.parted and not failed:
+        if self._one_client and not channel.parted and not _failed(table):
             table = table[:1]
         outcome = not_shared(channel.metrics)
         if shared:
@@ -101,15 +110,9 @@ class Exchange:
         return replace(outcome, worst={}) if self._one_client else outcome
 
 
-def _is_nothing(table: Sequence[Result]) -> bool:
-    return all(isinstance(result, NothingShared) for result in table)
-
-
-def _without_reason(result: Result) -> Result:
-    """Return what a process sends of its result."""
-    if isinstance(result, Found) and result.control is not None:
-        return replace(result, control=replace(result.control, why=""))
-    return replace(result, why="") if isinstance(result, Unknown | Waiting) else result
+def _exchange_device(device: torch.device) -> torch.device:
+    """Return the device on which the backend gathers: gloo works on the CPU alone."""
+    return torch.device("cpu") if "gloo" in dist.get_backend() else device
 
 
 def _without_clients(outcome: Outcome) -> Outcome:
@@ -134,47 +137,70 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
     return outcome
 
 
-def _control_of(metrics: Sequence[str], results: Sequence[Found], why: str) -> Control | None:
-    """Return the lowest control of the clients that have one."""
-    controls = [result.control for result in results if result.control is not None]
-    if not controls:
+def _row(result: Result, channel: Channel) -> list[float]:
+    """Return a client's result for the exchange between processes.
+
+    Its kind, the channel's packed numbers, and the rates of the control and of a part of it.
+    """
+    control = None
+    if isinstance(result, Found):
+        numbers, control = [SCORED, *result.numbers], result.control
+    elif isinstance(result, Unknown):
+        numbers = [FAILED if result.applies else INAPPLICABLE]
+    elif isinstance(result, Waiting):
+        numbers = [SOON if result.soon else WAITING]
+    else:
+        numbers = [NOTHING]
+    numbers += [0.0] * (1 + channel.width - len(numbers))
+    if control is None:
+        return [*numbers, *[0.0] * (2 + 2 * len(channel.metrics))]
+    numbers += [1.0, float(bool(control.part))]
+    for rates in (control.rates, control.part):
+        numbers += [rates.get(name, math.nan) for name in channel.metrics]
+    return numbers
+
+
+def _control_of(channel: Channel, rows: Sequence[Sequence[float]], why: str) -> Control | None:
+    """Return the lowest control of the clients that have one, from what :func:`_row` added."""
+    added = [row[1 + channel.width :] for row in rows]
+    whole = [row[2:] for row in added if row[0]]
+    if not whole:
         return None
-    parts = [control.part for control in controls]
-    rates = _lowest(metrics, [control.rates for control in controls])
-    return Control(rates, _lowest(metrics, parts) if any(parts) else {}, why)
+    parted = any(row[1] for row in added if row[0])
+    # NaN is lower than any number: that client's control could not be read.
+    lowest = torch.tensor(whole, dtype=torch.float64).amin(0).tolist()
+    n = len(channel.metrics)
+    rates = dict(zip(channel.metrics, lowest[:n], strict=True))
+    part = dict(zip(channel.metrics, lowest[n:], strict=True)) if parted else {}
+    return Control(rates, part, why)
 
 
-def _lowest(metrics: Sequence[str], clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the lowest rate of all clients by metric; NaN where one of them could not be read."""
-    columns = {name: [each.get(name, math.nan) for each in clients] for name in metrics}
-    return {
-        name: math.nan if any(map(math.isnan, rates)) else min(rates)
-        for name, rates in columns.items()
-    }
+def _failed(rows: Tensor) -> list[int]:
+    """Return the clients whose attack failed or does not apply."""
+    return [i for i, state in enumerate(rows[:, 0].tolist()) if state in (FAILED, INAPPLICABLE)]
 
 
-def _combined(channel: Channel, series: Series, table: Sequence[Result], local: Result) -> Outcome:
-    """Return the clients' results together, not all of which are of nothing.
+def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> Outcome:
+    """Pools the clients' rows (clients, width), not all of which are NOTHING.
 
     Unknown where any client's attack failed: what leaks there is not known to be less. Pending
     where every client waits that has anything at all.
     """
-    scored = {i: result for i, result in enumerate(table) if isinstance(result, Found)}
-    failed = {i: result for i, result in enumerate(table) if isinstance(result, Unknown)}
+    scored = {i: row for i, row in enumerate(rows.tolist()) if row[0] == SCORED}
+    rows_of_clients = {i: row[1 : 1 + channel.width] for i, row in scored.items()}
+    failed = _failed(rows)
     if failed:
-        why = f"the attack failed on client {min(failed)}"
-        applies = bool(scored) or any(result.applies for result in failed.values())
-        why = local.why if isinstance(local, Unknown) else why
+        why = (
+            local.why if isinstance(local, Unknown) else f"the attack failed on client {failed[0]}"
+        )
+        applies = bool(rows_of_clients) or bool((rows[:, 0] == FAILED).any())
         return unknown(channel.metrics, why, applies=applies)
-    if not scored:
+    if not rows_of_clients:
         why = local.why if isinstance(local, Waiting) else OTHER_WAITS
-        soon = any(isinstance(result, Waiting) and result.soon for result in table)
-        return pending(why, soon=soon)
+        return pending(why, soon=bool((rows[:, 0] == SOON).any()))
     why = local.control.why if isinstance(local, Found) and local.control else ""
-    why = why or "it failed on another client"
-    control = _control_of(channel.metrics, [*scored.values()], why)
+    control = _control_of(channel, [*scored.values()], why or "it failed on another client")
     try:
-        pooled = channel.pooled(series, {i: result.score for i, result in scored.items()})
-        return replace(pooled, control=control)
+        return replace(channel.pooled(series, rows_of_clients), control=control)
     except Exception as error:
         return unknown(channel.metrics, reason(error))

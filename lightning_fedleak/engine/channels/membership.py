@@ -134,7 +134,8 @@ class MembershipChannel(Channel):
 
     def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self.games = settings.games
+        self.games = games = settings.games
+        self.width = 1 + 3 * 2 * games.targets
         self._windows: dict[str, played.Window] = {}
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
@@ -511,14 +512,14 @@ class MembershipChannel(Channel):
         check_guess(attack, answer, self.guesses)
         return played.played_games(answer, games.targets.members)
 
-    def score(self, look: Look, series: Series, answer: object) -> played.Played:
-        """Return the games of one look."""
+    def score(self, look: Look, series: Series, answer: object) -> list[float]:
+        """Return the packed games of one look."""
         assert isinstance(answer, played.Played)
-        return answer
+        return answer.pack(self.width)
 
     # ---- over clients and looks -------------------------------------------------------------
 
-    def pooled(self, series: Series, rows: Mapping[int, played.Played]) -> Outcome:
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the outcome of the last looks' games, over all clients."""
         return self._window(series).add(rows)
 

@@ -85,6 +85,7 @@ class MemorizationChannel(Channel):
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
+    width = 3 * len(metrics) + len(extras)
     reads_updates = True
     reads_states = True
     at_weights = True
@@ -405,23 +406,30 @@ class MemorizationChannel(Channel):
         }
 
     def results(self, look: Look) -> dict[Series, Result]:
-        """Return the values of each attack by name."""
+        """Return the values of each attack, packed."""
         return {one: self._result(look.answers.get(one)) for one in self._played}
 
     def _result(self, answer: Any) -> Result:
         if isinstance(answer, dict):
-            return Found(answer)
+            return Found([answer.get(name, math.nan) for name in self._names])
         return answer if isinstance(answer, Waiting) else Unknown(str(answer))
 
-    def score(self, look: Look, series: Series, answer: Any) -> Any:
-        """Return nothing: :meth:`results` has the values."""
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the values in the order in which they are packed."""
+        ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
+        return (*ends, *self.extras)
+
+    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
+        """Return nothing: :meth:`results` packs the values itself."""
         raise NotImplementedError
 
     # ---- over processes ---------------------------------------------------------------------
 
-    def pooled(self, series: Series, rows: Mapping[int, Mapping[str, float]]) -> Outcome:
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the values, which are the same on every process."""
-        return self._outcome(next(iter(rows.values())), self._compared)
+        numbers = next(iter(rows.values()))
+        return self._outcome(dict(zip(self._names, numbers, strict=True)), self._compared)
 
     def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
         """Return the outcome of an attack's values on a pool of texts, by its digest."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,13 @@ class Played:
     members: Tensor
     decisions: Tensor
 
+    def pack(self, width: int) -> list[float]:
+        """Return n, scores, bits and decisions in this order, padded with zeros to ``width``."""
+        numbers = [float(len(self.scores))]
+        for column in (self.scores, self.members, self.decisions):
+            numbers += column.double().tolist()
+        return numbers + [0.0] * (width - len(numbers))
+
 
 class Window:
     """Pool the games of one series over the last looks.
@@ -67,14 +74,14 @@ class Window:
         self._looks: deque[Tensor] = deque(maxlen=looks)
         self._next = 0
 
-    def add(self, rows: Mapping[int, Played]) -> Outcome:
-        """Add a look's games, by client, and return the rates over the whole window."""
+    def add(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Add a look's packed games, by client, and return the rates over the whole window."""
         games = []
-        for client, one in rows.items():
-            scores = one.scores.double()
-            when = [torch.full_like(scores, number) for number in (self._next, client)]
-            columns = [*when, scores, one.members.double(), one.decisions.double()]
-            games.append(torch.stack(columns, 1))
+        for client, numbers in rows.items():
+            n = int(numbers[0])
+            columns = [[float(self._next)] * n, [float(client)] * n]
+            columns += [list(numbers[1 + i * n : 1 + (i + 1) * n]) for i in range(3)]
+            games.append(torch.tensor(columns, dtype=torch.float64).T)
         self._next += 1
         self._looks.append(torch.cat(games))
         pooled = torch.cat(list(self._looks))

@@ -51,23 +51,7 @@ from lightning_fedleak.validate import check_integer
 CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
 RESAMPLES = 200
-
-
-@dataclass(frozen=True)
-class Score:
-    """How well an attack has reconstructed texts.
-
-    Attributes:
-        sentences: scores of each text.
-        age: as :class:`Inverted` has it.
-        finished: whether the attack finished, 1 or 0.
-        certified: whether it certified its texts, 1 or 0; NaN where it never does.
-    """
-
-    sentences: SentenceScores
-    age: float
-    finished: float
-    certified: float
+COLUMNS = len(fields(SentenceScores))
 
 
 @dataclass(frozen=True)
@@ -96,8 +80,13 @@ class Inverted:
         some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
         return torch.ones_like(some) if self.guess.finished or self.matched else some
 
-    def score(self) -> Score:
-        """Return the score of the texts that were begun."""
+    def pack(self, texts: int) -> list[float]:
+        """Scores of the texts that were begun, as numbers in a fixed order.
+
+        n; age; whether the attack finished; whether it certified its texts, NaN where it never
+        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
+        to ``texts``.
+        """
         started = self.started
         guessed, truth, real = (
             self.guess.tokens[started],
@@ -105,14 +94,17 @@ class Inverted:
             self.real[started],
         )
         scores = sentence_scores(guessed, truth, real)
-        columns = (getattr(scores, field.name).double().cpu() for field in fields(scores))
         certified = self.guess.certified
-        return Score(
-            SentenceScores(*columns),
+        numbers = [
+            float(len(scores.hits)),
             self.age,
             float(self.guess.finished),
             math.nan if certified is None else float(certified),
-        )
+        ]
+        for field in fields(SentenceScores):
+            column: Tensor = getattr(scores, field.name)
+            numbers += column.double().tolist() + [0.0] * (texts - len(column))
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -170,6 +162,7 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
+        self.width = 4 + COLUMNS * settings.texts
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
@@ -375,14 +368,14 @@ class TextsChannel(Channel):
             position_ids=_stacked(ids) if ids else None,
         )
 
-    def score(self, look: Look, series: Series, answer: object) -> Score:
-        """Return the scores of each text."""
+    def score(self, look: Look, series: Series, answer: object) -> list[float]:
+        """Return the packed scores of each text."""
         if isinstance(answer, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
             answer = self._matched(answer, attack, look.step, look.batches)
         assert isinstance(answer, Inverted)
         look.notes[series] = partial(_reveal, answer)
-        return answer.score()
+        return answer.pack(self.settings.texts)
 
     def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of guessed texts, against those of this process."""
@@ -428,7 +421,7 @@ class TextsChannel(Channel):
     def _alone(self, inverted: Inverted) -> dict[str, float]:
         """Return the rates of some texts alone."""
         metric = self._metric()
-        metric.add(inverted.score().sentences)
+        metric.add(self._scores(inverted.pack(self.settings.texts)))
         return {name: rate.value for name, rate in self._rates(metric).items()}
 
     def _matched(
@@ -460,28 +453,33 @@ class TextsChannel(Channel):
 
     # ---- over clients -----------------------------------------------------------------------
 
-    def pooled(self, series: Series, rows: Mapping[int, Score]) -> Outcome:
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the outcome of all clients' texts together."""
         pooled, each = self._metric(), []
         for row in rows.values():
             alone = self._metric()
             for metric in (alone, pooled):
-                metric.add(row.sentences)
+                metric.add(self._scores(row))
             each.append({name: rate.value for name, rate in self._rates(alone).items()})
-        certified = sum(row.certified for row in rows.values()) / len(rows)
+        certified = sum(row[3] for row in rows.values()) / len(rows)
         return Outcome(
             self._rates(pooled),
-            sum(len(row.sentences.hits) for row in rows.values()),
+            sum(int(row[0]) for row in rows.values()),
             worst=worst_of(each),
             extra={
-                "age": max(row.age for row in rows.values()),
-                "finished": sum(row.finished for row in rows.values()) / len(rows),
+                "age": max(row[1] for row in rows.values()),
+                "finished": sum(row[2] for row in rows.values()) / len(rows),
                 **({} if math.isnan(certified) else {"certified": certified}),
             },
         )
 
     def _metric(self) -> TextReconstruction:
         return TextReconstruction(resamples=RESAMPLES, sync_on_compute=False)
+
+    def _scores(self, row: Sequence[float]) -> SentenceScores:
+        n, texts = int(row[0]), self.settings.texts
+        columns = torch.tensor(list(row)[4 : 4 + COLUMNS * texts], dtype=torch.float64)
+        return SentenceScores(*columns.reshape(COLUMNS, texts)[:, :n])
 
     def _rates(self, metric: TextReconstruction) -> dict[str, Rate]:
         rates = metric.rates()

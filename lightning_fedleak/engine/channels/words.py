@@ -111,6 +111,7 @@ class WordsChannel(Channel):
     reads = Attack
     leak = WORDS
     metrics = ("precision", "recall", "f1")
+    width = WordRecovery.WIDTH
     extras = ("type_count_error", "certified", "capacity")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     reads_updates: ClassVar[bool] = True

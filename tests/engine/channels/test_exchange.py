@@ -1,9 +1,9 @@
 """What a process sends of its results, and from where."""
 
-import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_fedleak.attacks import SubspaceWords
@@ -18,31 +18,35 @@ from lightning_fedleak.engine.outcomes import (
     Unknown,
     Waiting,
 )
-from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.model.snapshots import Stage
 
 SERIES = Series.at(Stage.SHARED, "subspace_words")
 CHANNEL = WordsChannel([SubspaceWords()], Options(texts=1))
-NUMBERS = [1.0] * WordRecovery.WIDTH
+NUMBERS = [1.0] * CHANNEL.width
 RESULTS = {
     "found": Found(NUMBERS),
     "controlled": Found(NUMBERS, Control({"f1": 0.9}, {}, "")),
-    "controlled by part": Found(NUMBERS, Control({"f1": 0.4}, {"f1": 0.9}, "private")),
-    "unknown": Unknown("private"),
-    "waiting": Waiting("private and longer"),
+    "controlled by part": Found(NUMBERS, Control({"f1": 0.4}, {"f1": 0.9}, "why")),
+    "unknown": Unknown("why"),
+    "waiting": Waiting("a longer reason"),
     "nothing": NothingShared(),
 }
 
 
-@pytest.mark.parametrize("kind", RESULTS)
-def test_a_client_sends_scores_to_the_first_process_and_no_reason(monkeypatch, kind):
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_every_result_is_a_row_of_equally_many_numbers_on_the_runs_device(monkeypatch, backend):
+    """Nothing else is sent: no object of a client's, whose size would speak of it too."""
     sent = []
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, "gather_object", lambda *sends, dst: sent.append((*sends, dst)))
-    run = SimpleNamespace(processes=2, client="rank", broadcast=lambda value: (None, 7))
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "gather", lambda row, rows, dst: sent.append((row, rows, dst)))
+    run = SimpleNamespace(
+        processes=2, client="rank", device=torch.device("meta"), broadcast=lambda value: (None, 7)
+    )
     exchange = Exchange(run, {SERIES: CHANNEL})
-    assert exchange.outcomes({SERIES: RESULTS[kind]}, {SERIES: True}, 5) == (None, 7)
-    [([result], destination, first)] = sent
-    assert (destination, first) == (None, 0)
-    assert type(result) is type(RESULTS[kind])
-    assert b"private" not in pickle.dumps(result)
+    for result in RESULTS.values():
+        assert exchange.outcomes({SERIES: result}, {SERIES: True}, 5) == (None, 7)
+    device = {"nccl": "meta", "gloo": "cpu"}[backend]
+    kinds = {(row.shape, row.dtype, row.device.type) for row, *_ in sent}
+    assert kinds == {((1 + CHANNEL.width + 2 + 2 * 3,), torch.float64, device)}
+    assert {(rows, dst) for _, rows, dst in sent} == {(None, 0)}

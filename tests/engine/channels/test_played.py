@@ -17,8 +17,8 @@ from lightning_fedleak.engine.outcomes import Outcome
 SHOWN = ("auc", "advantage", "accuracy", "f1")
 
 
-def packed(scores: torch.Tensor, members: torch.Tensor, cut: float = 0.0) -> Played:
-    return Played(scores, members, scores > cut)
+def packed(scores: torch.Tensor, members: torch.Tensor, cut: float = 0.0) -> list[float]:
+    return Played(scores, members, scores > cut).pack(1 + 3 * len(scores))
 
 
 def right(n: int) -> list[float]:

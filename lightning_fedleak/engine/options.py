@@ -294,8 +294,8 @@ def parts_of(
     given["utility"] = (names,) if isinstance(names, str) else tuple(names)
     given["stages"] = known_stages(settings.stages)
     cadence = cadence_of(every_n_steps, max_overhead, auto=selection.auto)
-    more = {"cadence": cadence, "games": games or Games(), "local_steps": local_steps}
-    return selection, Options(**given, **more)
+    given |= {"cadence": cadence, "games": games or Games(), "local_steps": local_steps}
+    return selection, Options(**given)
 
 
 UNEVEN_SECONDS = 2.0

@@ -69,9 +69,12 @@ class BoardLogger:
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write each number as a scalar."""
+        writer = self._writer
+        if writer is None:
+            return
         try:
-            for name, value in metrics.items() if self._writer is not None else ():
-                self._writer.add_scalar(name, value, step)
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
         except Exception as error:
             self._writer = None
             why = getattr(error, "strerror", None) or type(error).__name__

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -77,21 +75,6 @@ def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
     begin = time.process_time()
     work()
     return (time.process_time() - begin) / torch.get_num_threads()
-
-
-def used_bytes(device: torch.device) -> float:
-    """Return the memory in use: of a GPU by its tensors, else of this process; NaN if unknown."""
-    if device.type == "cuda":
-        return float(torch.cuda.memory_allocated(device))
-    return resident_bytes()
-
-
-def resident_bytes(kind: str = "VmRSS") -> float:
-    """Return the resident memory of this process, now or (VmHWM) at most; NaN but on Linux."""
-    if sys.platform != "linux":
-        return math.nan
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return float(next(int(line.split()[1]) for line in lines if line.startswith(kind)) << 10)
 
 
 def track(

@@ -404,13 +404,6 @@ def test_a_step_without_a_look_waits_for_nothing_that_the_plain_step_does_not(
     assert watched.metrics["monitor/failures"] == 0
 
 
-def test_steps_after_a_round_of_local_steps_wait_for_nothing_more() -> None:
-    plain = fit(None, steps=5, optimizer="sgd")
-    watched = fit(monitor_of("bag_of_words", local_steps=3), steps=5, optimizer="sgd")
-    assert watched.steps[3:] == plain.steps[3:]
-    assert watched.metrics["monitor/failures"] == 0
-
-
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
 def test_the_looks_of_a_fit_on_another_device_find_the_same() -> None:
     def monitor() -> LeakageMonitor:

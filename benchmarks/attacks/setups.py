@@ -39,6 +39,7 @@ the last counts. Cells with NF4 and int8 need bitsandbytes (``make test-quantize
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import math
 import re
@@ -53,7 +54,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
@@ -87,6 +87,7 @@ from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceTe
 from lightning_fedleak.callbacks import Games, LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.sweep.cell import quiet
+from lightning_fedleak.federation import RoundObserver, RoundSettings, trained_state
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
 
@@ -245,18 +246,6 @@ def by_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     return partial(getattr(torch.optim, name), lr=RATES[name])
 
 
-class FreshRounds(Callback):
-    """Every round begins with a fresh optimizer, as a federated client's does."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        if trainer.global_step % self.steps == 0:
-            for optimizer in trainer.optimizers:
-                optimizer.state.clear()
-
-
 def tokens(name: str, tokenizer, options: argparse.Namespace) -> list[list[int]]:
     """Ids of texts in random order."""
     texts = read_texts(name)
@@ -353,23 +342,18 @@ def run_cell(
     long = [ids for ids in public if len(ids) >= length]
     warm(model, long, options.shape, options.warm[0], options.head)
     optimizer, _, count = column.partition(":")
-    steps = int(count or 1)
     inside, outside = private.tensor_split(2)
     if column == "texts":
         reader = SubspaceTexts(budget_seconds=options.texts_seconds)
         monitor = LeakageMonitor(
             reader, every_n_steps=1, folder=folder, settings=WatchSettings(texts=texts)
         )
-    else:
+    elif not count:
         monitor = LeakageMonitor(
-            every_n_steps=steps,
+            every_n_steps=1,
             games=Games(held_out=PublicText(outside), targets=2 * texts),
             folder=folder,
-            settings=WatchSettings(
-                look_seconds=600.0,
-                local_steps=int(count) if count else None,
-                public_text=PublicText(public),
-            ),
+            settings=WatchSettings(look_seconds=600.0, public_text=PublicText(public)),
         )
     arguments = [built for spec in parse_defenses(defense) for built in spec.build()]
     columns = zip(inside, labels_of(inside, options.head), strict=True)
@@ -379,15 +363,39 @@ def run_cell(
         ends = [length - i % 3 * length // 4 for i in range(len(rows))]
         rows = [{n: v[:end] for n, v in row.items()} for row, end in zip(rows, ends, strict=True)]
     loader = DataLoader(rows, batch_size=texts, collate_fn=collate)
+    if count:
+        games = Games(held_out=PublicText(outside), targets=2 * texts)
+        settings = RoundSettings(look_seconds=600.0, public_text=PublicText(public))
+        make = by_optimizer(optimizer)
+        observer = RoundObserver(
+            copy.deepcopy(model), make, int(count), folder=folder, games=games, settings=settings
+        )
+        run_rounds(model, make, observer, iter(loader), options.batches)
+        return read_lines(Path(folder) / "leakage.jsonl")
     fit(
-        FineTuning(model, by_optimizer(optimizer if count else "AdamW")),
+        FineTuning(model, by_optimizer("AdamW")),
         loader,
-        max_steps=options.batches * steps,
+        max_steps=options.batches,
         strategy=DefendedStrategy("auto", defenses=arguments) if arguments else "auto",
-        callbacks=[*([FreshRounds(steps)] if count else []), monitor],
+        callbacks=[monitor],
         default_root_dir=folder,
     )
     return read_lines(Path(folder) / "leakage.jsonl")
+
+
+def run_rounds(
+    model: nn.Module, make: Callable[..., Any], observer: RoundObserver, batches: Any, n: int
+) -> None:
+    """Train and look at n rounds, each from a fresh optimizer, without a defence."""
+    for round_ in range(n):
+        observer.begin(round_, trained_state(model))
+        optimizer, part = make(trained(model)), [next(batches) for _ in range(observer.local_steps)]
+        for batch in part:
+            optimizer.zero_grad()
+            model.train()(**batch).loss.backward()
+            optimizer.step()
+        observer.look(trained_state(model), batches=part)
+    observer.end()
 
 
 def family_of(attack: str) -> str:

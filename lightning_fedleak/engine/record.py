@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, plan_of
 from lightning_fedleak.engine.choice import reads_of
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
@@ -128,7 +128,7 @@ def facts_of(
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):
         if channel.at_weights:  # whom these compare is found out after the line-up
-            plans += [channel.plan(attack) for attack in channel.attacks]
+            plans += [plan_of(channel, attack) for attack in channel.attacks]
     played = {plan.attack.name: plan for plan in plans}
     return records.BeginLine(
         run="",
@@ -265,13 +265,6 @@ def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
             known = {name: getattr(cost, name) for name in LOGGED}
             values |= {f"{root}/{n}": float(v) for n, v in known.items() if v is not None}
     return values
-
-
-def privacy_tags(defenses: Sequence[Defense]) -> list[str]:
-    """Return the logged names of every epsilon of defences that account."""
-    if len(defenses) == 1:
-        return ["privacy/epsilon"]
-    return [f"privacy/{defense.name}/epsilon" for defense in defenses]
 
 
 def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:

@@ -30,9 +30,9 @@ from lightning_fedleak.engine import (
     Memory,
     Unknown,
     announce,
+    cadence_of,
     family_of,
     optimizers_of,
-    overhead_of,
     parts_of,
     reason,
     why_never_judged,
@@ -49,7 +49,7 @@ from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice, check_integer
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    pass
 
 SUM = "sum"
 """The client whose update is that of all clients together."""
@@ -136,11 +136,13 @@ class RoundObserver:
             raise TypeError("RoundObserver(settings=) takes RoundSettings, which has all of theirs")
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
-        unused = ("stages", "reveal", "local_steps", "report", "utility", "client", "scaler")
+        unused = ("stages", "reveal", "report", "utility", "client", "scaler")
         settings.refuse(type(self).__name__, *unused)
         data = settings.data
-        in_rounds = replace(settings, local_steps=local_steps)
-        self.engine = Engine(*parts_of(attacks, in_rounds, games, weights=data is not None))
+        parts = parts_of(
+            attacks, settings, games, weights=data is not None, local_steps=local_steps
+        )
+        self.engine = Engine(*parts)
         at_weights = [a.name for c in self.engine.channels if c.at_weights for a in c.attacks]
         if (data is None and at_weights) or (data is not None and side == "server"):
             raise ValueError(
@@ -153,8 +155,9 @@ class RoundObserver:
         self.folder = Path(folder)
         self.federation = settings.federation
         self.settings = settings
-        self._cadence = None if max_overhead is None else overhead_of(max_overhead)
+        self._cadence = None if max_overhead is None else cadence_of(None, max_overhead, auto=False)
         self.next_look: dict[str | int, int] = {}
+        self._opened: list[BoardLogger] = []
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
         self.run = RoundRun(
@@ -555,7 +558,6 @@ class RoundObserver:
         )
         destination = Destination(
             self.folder,
-            (),
             self._boards(client),
             client=client,
         )
@@ -565,13 +567,15 @@ class RoundObserver:
         self._clients[client, stage] = engine
         return engine
 
-    def _boards(self, client: str | int) -> list[SummaryWriter]:
-        """Return the writer of a client's TensorBoard run: each client has a line of its own."""
+    def _boards(self, client: str | int) -> list[BoardLogger]:
+        """Return the logger of a client's TensorBoard run: each client has a line of its own."""
         if not self.settings.tensorboard or importlib.util.find_spec("tensorboard") is None:
             return []
         name = f"client_{client}" if client != SUM else SUM
         try:
-            return [BoardLogger(self.folder / "tensorboard" / name).writer]
+            board = BoardLogger(self.folder / "tensorboard" / name)
+            self._opened.append(board)
+            return [board]
         except Exception as error:  # a disk that is full must not end a round
             announce(f"RoundObserver: no TensorBoard of client {client}: {reason(error)}")
             return []
@@ -585,15 +589,10 @@ class RoundObserver:
             engine.rounds_end()
         self.engine.end(how)
         for engine in self._clients.values():
-            for channel in engine.channels:
-                channel.close()
-            assert engine.report is not None
-            try:
-                engine.report.cards.close()
-                for board in engine.report.boards:
-                    board.close()
-            except Exception as error:
-                engine.report.leave_boards(error)
+            for remove in (one for channel in engine.channels for one in channel.removers):
+                remove()
+        for board in self._opened:
+            board.close()
 
     # ---- names ------------------------------------------------------------------------------
 

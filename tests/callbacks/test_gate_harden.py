@@ -169,14 +169,3 @@ def test_a_resumed_run_stays_hardened_and_says_so(
 def test_nothing_to_turn_up_is_refused(tmp_path: Path, defenses: list[Defense], found: str) -> None:
     with pytest.raises(ValueError, match=f"nothing to turn up: .*{found}"):
         run(tmp_path, *defenses)
-
-
-def test_the_run_is_judged_anew_with_half_the_error(tmp_path: Path) -> None:
-    noise = GradientNoise(clip=None, sigma=1e-9)
-    with announced("hardened the run"):
-        _, gate, _, _ = run(tmp_path, noise, bound="lower", alpha=0.08, at_most=0.01)
-    assert gate.notches > 1
-    assert gate.fired is not None
-    assert gate.fired.verdict is not None
-    assert gate.fired.verdict.alpha == pytest.approx(0.04)  # before the first notch
-    assert gate._alpha_each == pytest.approx(0.08 / 2 ** (gate.notches + 1))

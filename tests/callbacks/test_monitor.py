@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
 from lightning_fedleak.engine.choice import Row, in_short
@@ -91,7 +91,7 @@ class WeightLooks:
                     if not choosing:
                         raise
                     self.refused[attack.name] = in_short(attack.name, str(error))
-            channel.leave_out(self.refused.keys())
+            exclude(channel, self.refused.keys())
             if channel.attacks:
                 try:
                     channel.ask_base()
@@ -99,7 +99,7 @@ class WeightLooks:
                     if not choosing:
                         raise ValueError(str(error)) from error
                     self.refused |= {attack.name: str(error) for attack in channel.attacks}
-                    channel.leave_out(self.refused.keys())
+                    exclude(channel, self.refused.keys())
         silent = [
             f"not played on the trained weights: {names} ({why})"
             for why in dict.fromkeys(self.refused.values())

@@ -24,8 +24,7 @@ from lightning_fedleak.attacks.words.aligned_updates import (
 from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_parameters
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.model.taps.gradients import UpdateTap
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.words.language import Language
 
 RATE = 1e-3
@@ -56,15 +55,16 @@ def shared(model: Any, round_: RunFacts, batches: list[Tensor]) -> tuple[Observa
     anatomy = find_anatomy(client)
     weight = anatomy.parameter(HEAD_WEIGHT)
     assert weight is not None
-    tap = UpdateTap({HEAD_WEIGHT: weight}, tied=anatomy.tied)
     kind = getattr(torch.optim, str(round_.optimizer))
     optimizer = kind(client.parameters(), **round_.optimizer_settings)
-    tap.begin()
+    before = weight.detach().clone()
     for ids in batches:
         optimizer.zero_grad()
         client(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-    update = tap.end(0, Stage.SHARED, learning_rate=RATE, local_steps=len(batches))
+    change = {HEAD_WEIGHT: (before - weight.detach()) / RATE}
+    steps = {"local_steps": len(batches), "learning_rate": RATE}
+    update = UpdateSnapshot(0, Stage.SHARED, change, anatomy.tied, **steps)
     return Observation((update,)), torch.cat([b[:, 1:].flatten() for b in batches]).unique()
 
 

@@ -174,7 +174,6 @@ class OutgoingUpdates:
 
         def leave(look: RoundLook | None, events: Sequence[GateEvent] = ()) -> Leaving:
             state = self._release(sent, returned, update, shared)
-            observer.leaves(self.client, batches)
             return Leaving(state, False, tuple(events), look)
 
         def look_once() -> RoundLook:
@@ -388,13 +387,11 @@ class OutgoingUpdates:
     def recall(self, memory: Mapping[str, int] | None) -> None:
         """Take up what an earlier process of this client has noted.
 
-        That is how often a gate has let unknown pass, when the next look is due, and that the
-        client took part.
+        That is how often a gate has let unknown pass, and when the next look is due.
 
         Args:
             memory: from :meth:`memory`; None in a client's first process.
         """
-        self.observer.took_part.setdefault(self.client, memory is not None)
         for key, number in (memory or {}).items():
             kind, _, name = key.partition("/")
             counts = {"gate": self.unknown, "unread": self.unread}.get(kind)

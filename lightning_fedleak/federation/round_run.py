@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from lightning_fedleak.engine import AUTOCAST, Memorization, Run, WatchSettings
+from lightning_fedleak.engine import AUTOCAST, Run, WatchSettings
 
 
 @dataclass(frozen=True)
@@ -22,18 +21,12 @@ class RoundSettings(WatchSettings):
 
     Attributes:
         fresh: whether clients begin each round with a fresh optimizer.
-        federation: a name that all observers of one federation have: one run in a report. A client
-            whose rounds run in several processes goes on with its own texts by it; a second
+        federation: a name that all observers of one federation have: one run in a report. A second
             federation needs another name.
-        data: returns the loader of a client's training data, by the client, whose rows are read as
-            it makes them. Only with it the models that are sent are asked about a client's texts.
-        memorization: how the models that are sent are asked about a client's own texts.
     """
 
     fresh: bool = True
     federation: str | None = None
-    data: Callable[[str | int], DataLoader[Any]] | None = None
-    memorization: Memorization = field(default_factory=lambda: Memorization(most_texts=2000))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +37,6 @@ class RoundRun(Run):
         optimizers: the one that the server prescribed.
         local_steps: optimizer steps of a round.
         rounds: holds the number of the round at work.
-        training_loader: of this client's data; None: not known.
-        holds_base: whether the model that was sent is the first that this client got.
     """
 
     watcher: ClassVar[str] = "RoundObserver"
@@ -55,8 +46,6 @@ class RoundRun(Run):
     optimizers: Sequence[Optimizer] = ()
     local_steps: int = 1
     rounds: list[int] = field(default_factory=lambda: [0])
-    training_loader: object = None
-    holds_base: bool = True
 
     @property
     def step(self) -> int:

@@ -91,7 +91,7 @@ class Stepping(CausalLMModule):
 
 
 def test_an_attack_on_trained_weights_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="attacks on trained weights ask the model about texts"):
+    with pytest.raises(ValueError, match="attacks on trained weights read no update of a round"):
         observer(tmp_path, attacks=[Combined()])
 
 

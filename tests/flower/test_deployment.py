@@ -112,10 +112,6 @@ def test_an_example_runs_as_it_is(deployed: Deployed, app: str, config: dict) ->
     assert {x["round"] for x in found} >= {1, 2}
     if app != "secure_aggregation":
         assert "withheld (worst/membership)" in said
-        # Each client has texts to ask the model about. None left in an update: all are withheld.
-        records = [f.read_text() for f in out.rglob("run.jsonl")]
-        assert sum(record.count('"kind": "pool"') for record in records) == 3
-        assert not any(x["stage"] == "released" for x in found)
     else:
         assert said.count("3 clients, 1 model to be seen") == 2
         server = [x for place in out.glob("server_*") for x in lines(place)]

@@ -7,7 +7,6 @@ import errno
 import itertools
 import os
 import tracemalloc
-from functools import partial
 
 import pytest
 import torch
@@ -24,12 +23,9 @@ from flwr.app import (
 )
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
-from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import BagOfWords
-from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
-from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.federation import (
     ClientDP,
     RoundGate,
@@ -43,7 +39,6 @@ from tests.callbacks.runs import Probe
 from tests.federation.rounds import SGD, model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
-from tests.flower import apps
 from tests.flower.apps import F1, ForClient, data_of, faulty, observer, train
 from tests.helpers.models import tiny_gpt2
 from tests.helpers.notices import announced
@@ -101,62 +96,6 @@ def test_without_a_gate_the_reply_is_that_of_the_client(tmp_path):
     assert line["metrics"]["f1"]["value"] > 0.9
     begin, *_ = lines(next(tmp_path.glob("process_*")), "run.jsonl")
     assert begin["fit"] == f"flower-{context().run_id}"
-
-
-def test_what_the_sent_model_gives_away_of_a_client_does_not_travel(tmp_path):
-    rows, _ = leave_out([row for r in range(20) for row in rows_of(r)], 30, seed=0)
-    every = partial(DataLoader, rows, batch_size=2, collate_fn=stacked)
-
-    def trains_on_its_rows(asked, where):
-        with pytest.MonkeyPatch.context() as patch:
-            order = torch.randperm(
-                len(rows),
-                generator=torch.Generator().manual_seed(
-                    int(asked.content["config"]["server-round"])
-                ),
-            )
-            batches = [stacked([rows[i] for i in part]) for part in order.split(25)]
-            patch.setattr(apps, "data_of", lambda client, round_: batches)
-            return train(asked, where)
-
-    watched = {
-        data: FedLeakMod(
-            lambda where, data=data: observer(
-                tmp_path / str(data),
-                attacks=[BagOfWords(), LossRatio()] if data else [BagOfWords()],
-                data=(lambda client: every()) if data else None,
-            )
-        )
-        for data in (True, False)
-    }
-    nodes = {data: context() for data in watched}
-    for round_ in (1, 2, 3):
-        replies = {
-            data: mod(message(round_), nodes[data], trains_on_its_rows)
-            for data, mod in watched.items()
-        }
-        assert same(arrays(replies[True]), arrays(replies[False]))
-        rest = [
-            {name: dict(record) for name, record in reply.content.items() if name != "arrays"}
-            for reply in replies.values()
-        ]
-        assert rest[0] == rest[1]
-    states = [
-        {name: dict(record) for name, record in node.state.items()} for node in nodes.values()
-    ]
-    assert states[0] == states[1]
-    released = [line for line in lines(tmp_path / "True") if line["stage"] == "released"]
-    assert [line["round"] for line in released] == [2, 3]
-    assert all(line["metrics"]["auc"]["value"] == 0.5 for line in released)  # the same model again
-
-
-def test_a_node_that_took_part_before_has_no_base_in_a_new_folder(tmp_path):
-    node, taken = context(), []
-    for round_ in (1, 2):
-        made = observer(tmp_path / str(round_))
-        FedLeakMod(lambda where, made=made: made)(message(round_), node, train)
-        taken.append(made.took_part[0])
-    assert taken == [False, True]
 
 
 def test_a_withheld_update_is_answered_with_an_error_that_holds_no_number(tmp_path):

@@ -172,7 +172,6 @@ class MemorizationChannel(Channel):
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
-            rounds=self.run.unit == "round",
         )
 
     def plan(self, attack: Attack) -> Plan:
@@ -209,10 +208,6 @@ class MemorizationChannel(Channel):
         """Return how many looks the run is to have, or its first epoch where nobody knows."""
         first_epoch = forwards_of(self.settings.memorization, last_step=True) - 1
         return first_epoch + max(0, (self.run.epochs or 1) - 1)
-
-    def never_judged(self, metric: str) -> str | None:
-        """Return that it is of the model that was sent, and of no client's update."""
-        return "it is of the model that was sent, and of no client's update"
 
     def trains_on(self, batch: object) -> None:
         """Note which texts of the pool a batch holds."""
@@ -254,7 +249,7 @@ class MemorizationChannel(Channel):
             self._restore(pool)
             if self.run.on_any_process(self._base is None):  # a file that one of them does not see
                 self._base = None
-        elif self.run.holds_base:  # later weights are no base
+        elif self.run.step == 0:  # later weights are no base
             self._base = self._ask(pool)
         if self._base is not None and pool.way == "given":
             alone = pool.alone.nonzero()[:, 0]
@@ -323,9 +318,6 @@ class MemorizationChannel(Channel):
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-2] > 0
         passed, unread = (int(one) for one in counts[-2:])
-        if self.run.unit == "round" and not passed:
-            waits = Waiting("nothing of this client has left it so far", soon=False)
-            return look.answers.update(dict.fromkeys(every, waits))
         self._looks += 1
         try:
             if unread and pool.way == "not yet seen":

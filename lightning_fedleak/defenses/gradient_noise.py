@@ -34,7 +34,7 @@ class GradientNoise(noise.HardenedNoise):
     1e-5 after a single release), because one sample may fill the whole clipped update; DPSGD
     bounds each sample instead. Without a clip nothing bounds an update: no epsilon holds.
 
-    A gate may turn the noise up (:meth:`harden`): each notch multiplies it by ``harden_factor``.
+    A gate may turn the noise up (:meth:`harden`): each notch doubles it.
     Epsilon does not count the noise beyond the first sigma, because how much was added depended on
     the data.
 
@@ -63,7 +63,6 @@ class GradientNoise(noise.HardenedNoise):
         seed: for tests only. The base is then derived from the seed: whoever knows or guesses it
             can subtract the noise, and a second run replays it on other gradients. A run that
             resumes from a checkpoint without this defence's state ignores the seed.
-        harden_factor: what a notch multiplies the noise by.
         max_hardenings: how often it may be turned up; None for no limit.
 
     Attributes:
@@ -88,7 +87,6 @@ class GradientNoise(noise.HardenedNoise):
         sigma: float,
         seed: int | None = None,
         *,
-        harden_factor: float = 2.0,
         max_hardenings: int | None = None,
     ) -> None:
         hint = "None is for no clipping"
@@ -97,7 +95,7 @@ class GradientNoise(noise.HardenedNoise):
         )
         self.sigma = check_number("GradientNoise: sigma", sigma, at_least=0, error=DefenseError)
         self.seed = seed
-        self._allow_hardening(harden_factor, max_hardenings)
+        self._allow_hardening(max_hardenings)
         self.releases = 0
         self._precision = 0.0  # sum of 1 / sigma^2 over releases
         if clip is None or sigma == 0 or seed is not None:
@@ -111,7 +109,7 @@ class GradientNoise(noise.HardenedNoise):
         return self._sigma_now if self.clip is None else self._sigma_now * self.clip
 
     def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``."""
+        """Double the noise."""
         previous = self.standard_deviation
         if not self._turn_up():
             return None

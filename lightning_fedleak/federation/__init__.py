@@ -1,6 +1,5 @@
 """Federated rounds: what an update gives away, seen by the client or by the server."""
 
-from lightning_fedleak.defenses import QuantileClip as QuantileClip
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
 from lightning_fedleak.federation.client_settings import (
     ClientReleaseSettings as ClientReleaseSettings,

@@ -22,9 +22,7 @@ from lightning_fedleak.defenses.accounting import (
     Accountant,
     AccountantKind,
     Budget,
-    ClipPath,
     SamplingScheme,
-    effective_noise_multiplier,
 )
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.federation import client_settings
@@ -33,7 +31,6 @@ from lightning_fedleak.messages import rank_zero_warn
 
 C = TypeVar("C")
 
-HARDEN_FACTOR = 2.0  # of the noise, each time that a gate turns it up; not tuned
 MAX_HARDENINGS = 10  # so that the noise grows at most 1024 times before an update is withheld
 
 
@@ -70,8 +67,7 @@ class ClientDP(Defense):
     is logged of leakage, and why noise was turned up in sight of data.
 
     Args:
-        clip: largest 2-norm of a client's update, all shared tensors together; the first one where
-            ``release`` has a quantile.
+        clip: largest 2-norm of a client's update, all shared tensors together.
         noise_multiplier: standard deviation of the noise on the sum, over ``clip``; None: found
             from ``target_epsilon`` and ``rounds``.
         clients: of the whole federation.
@@ -88,7 +84,7 @@ class ClientDP(Defense):
         ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
             says what the releases are accounted by. With ``trust="central"`` the server keeps it,
             otherwise each client its own.
-        release: shares of noise that may be missing, and a clip norm that follows a quantile:
+        release: shares of noise that may be missing, and a seed for tests:
             :class:`ClientReleaseSettings`.
 
     Raises:
@@ -124,13 +120,12 @@ class ClientDP(Defense):
         self.per_round = client_settings.expect_per_round(sampling, per_round, clients)
         self.trust: client_settings.Trusted = trust
         self.dropouts = release.dropouts
-        client_settings.check_trust(trust, sampling, accountant, release, self.per_round)
+        client_settings.check_trust(trust, sampling, release, self.per_round)
         amplified = trust == "central" and sampling != "all"
         self.replaces = trust != "central" or sampling == "fixed"
         accounted_as: SamplingScheme = (
             "without_replacement" if amplified and sampling == "fixed" else "poisson"
         )
-        self._path = ClipPath(release.quantile)
         self.rounds = rounds
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -142,7 +137,6 @@ class ClientDP(Defense):
             target_epsilon,
             target_delta,
             seeded=release.seed is not None,
-            harden_factor=HARDEN_FACTOR,
             max_hardenings=MAX_HARDENINGS,
             sampling=accounted_as,
             owner="ClientDP",
@@ -152,7 +146,6 @@ class ClientDP(Defense):
             client_settings.check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
         self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
-        self._share_of_noise()
         self.guarantee = self._describe_guarantee()
         self._entropy = os.urandom(32)
         self._releases = 0
@@ -163,19 +156,6 @@ class ClientDP(Defense):
     def _sensitivity(self) -> float:
         """How far two neighbours' sums may be apart, over the clip norm."""
         return 2.0 if self.replaces else 1.0
-
-    @property
-    def clip_norm(self) -> float:
-        """The norm to which the next release clips."""
-        return self.clip * self._path.factor
-
-    def _share_of_noise(self) -> float:
-        """Return the noise on a sum of updates over what it would be if no clients were counted.
-
-        Raises:
-            DefenseError: the count alone costs more than the noise allows.
-        """
-        return self._path.share_of_noise(self.noise_multiplier, self.per_round)
 
     @property
     def noise_multiplier(self) -> float:
@@ -193,17 +173,13 @@ class ClientDP(Defense):
         std = self.noise_multiplier * self.clip
         if self.trust == "local":
             return std
-        whole = effective_noise_multiplier(
-            1.0, int(self.per_round), "central", colluding=self.dropouts
-        )
-        return std / whole
+        return std / math.sqrt(int(self.per_round) - self.dropouts)
 
     @property
     def mean_noise_std(self) -> float:
         """Standard deviation of the noise on each number of the mean over clients."""
         if self.trust == "central":
-            std = self.noise_multiplier * self._share_of_noise() * self.clip_norm
-            return std / self.per_round
+            return self.noise_multiplier * self.clip / self.per_round
         return self.own_noise_std / math.sqrt(self.per_round)
 
     def relative_noise(self, numbers: int) -> float:
@@ -214,7 +190,7 @@ class ClientDP(Defense):
         Args:
             numbers: that are trained.
         """
-        return self.mean_noise_std * math.sqrt(numbers) / self.clip_norm
+        return self.mean_noise_std * math.sqrt(numbers) / self.clip
 
     @property
     def accountant(self) -> Accountant | RenyiFilter:
@@ -233,12 +209,10 @@ class ClientDP(Defense):
 
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return what it was built with, for the record of a run."""
-        quantile = self._path.quantile
         return {
             **super().settings(),
             "accountant": self._budget.kind,
             "noise_multiplier": self.noise_multiplier,
-            **({} if quantile is None else {"clip_quantile": f"{quantile.quantile:g}"}),
         }
 
     def before_setup(self, context: DefenseContext) -> None:
@@ -262,7 +236,7 @@ class ClientDP(Defense):
         return self.trust != "secure_aggregation" and self._budget.can_harden
 
     def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``, from the next release on."""
+        """Double the noise, from the next release on."""
         return self._budget.harden() if self.can_harden else None
 
     # ---- a round ----------------------------------------------------------------------------
@@ -332,15 +306,12 @@ class ClientDP(Defense):
                 f"ClientDP: {len(clients)} clients took part in a round of at most {most:g}: draw "
                 "them with drawn()"
             )
-        return UpdateSum(clients, like, self.clip_norm, self._release_sum)
+        return UpdateSum(clients, like, self.clip, self._release_sum)
 
     def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
         """Return the noised mean of a sum of clipped updates: one release."""
-        std = self._record_release() * self._share_of_noise() * sums.clip
-        key = self._key(self._releases, 0, "quantile")
-        mean = self._add_noise(sums.total, std, sums.like, 1 / self.per_round)
-        self._path.follow(sums.balance, self.per_round, key)
-        return mean
+        std = self._record_release() * sums.clip
+        return self._add_noise(sums.total, std, sums.like, 1 / self.per_round)
 
     def privatized(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         """Return a client's update, clipped and with its own noise: one release of this client.
@@ -463,12 +434,11 @@ class ClientDP(Defense):
     # ---- what survives ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return the account of the releases, how far the noise is turned up, and the clip norm."""
-        return self._budget.state_dict() | {"log_factor": self._path.log_factor}
+        """Return the account of the releases, and how far the noise is turned up."""
+        return self._budget.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the count of releases; the account never runs backwards."""
-        self._path.log_factor = float(state.get("log_factor", 0.0))
         self._budget.load_state_dict(state, self._budget.accountant.steps)
         self._budget.check_not_overdrawn()
 

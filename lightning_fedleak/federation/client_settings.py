@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
-from lightning_fedleak.defenses import DefenseError, QuantileClip
+from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation.updates import Update
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
@@ -34,14 +34,10 @@ class ClientReleaseSettings:
     Attributes:
         dropouts: with ``trust="secure_aggregation"``, number of clients in a round whose share of
             noise may be missing.
-        quantile: with ``trust="central"``, the clip norm begins at ``clip`` and follows a quantile
-            of the updates' norms. Noise is added to the count of clients below the clip norm too. A
-            client that counts as zero is counted neither as below nor as above.
         seed: for tests only. Whoever knows the seed can remove the noise, so epsilon is infinite.
     """
 
     dropouts: int = 0
-    quantile: QuantileClip | None = None
     seed: int | None = None
 
 
@@ -95,7 +91,7 @@ def expect_per_round(sampling: str, per_round: float | None, clients: int) -> fl
 
 
 def check_trust(
-    trust: str, sampling: str, accountant: str, release: ClientReleaseSettings, per_round: float
+    trust: str, sampling: str, release: ClientReleaseSettings, per_round: float
 ) -> None:
     """Refuse settings under which the noise, or its account, is not that of the whole sum."""
     hint = (
@@ -112,11 +108,6 @@ def check_trust(
     most = math.ceil(per_round) - 1 if shared else 0
     hint = f"fewer than the {per_round:g} clients of a round" if shared else "for shares of noise"
     _integer("ClientDP: dropouts", release.dropouts, at_least=0, at_most=most, hint=hint)
-    if release.quantile is not None and (trust != "central" or accountant == "filter"):
-        raise DefenseError(
-            "ClientDP: quantile= counts clients, which only a trusted server may do, under noise "
-            "that is not increased: use trust='central' and accountant='prv' or 'rdp'"
-        )
 
 
 def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:

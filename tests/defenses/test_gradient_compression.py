@@ -125,17 +125,6 @@ def test_without_error_feedback_nothing_is_added_later() -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_what_would_leave_is_not_remembered() -> None:
-    compression = GradientCompression("low_rank", rank=2)
-    compression.send(updates())
-    before = {name: t.clone() for name, t in compression.memory.items()}
-    would, memory = compression.compressed(updates(1))
-    assert all(torch.equal(compression.memory[name], before[name]) for name in before)
-    sent = compression.send(updates(1))
-    assert all(torch.equal(sent[name], would[name]) for name in sent)
-    assert all(torch.equal(compression.memory[name], memory[name]) for name in memory)
-
-
 def model_with(*gradients: torch.Tensor | None) -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):

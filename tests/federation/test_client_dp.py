@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm as normal
 
-from lightning_fedleak.defenses import BudgetSpent, DefenseError, QuantileClip
+from lightning_fedleak.defenses import BudgetSpent, DefenseError
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.federation import (
@@ -137,8 +137,7 @@ def test_nobody_at_all_is_a_release_of_noise():
 def test_updates_that_arrive_one_by_one_are_released_as_a_mean_of_all():
     """With a seed to the bit: NaN and a client that is silent are zeros there too."""
     updates = {0: update(0), 1: None, 2: update(2, math.nan), 3: update(3, 5.0)}
-    quantile = QuantileClip(0.5)
-    one, other = (dp(0.3, 0.5, clients=4, seed=7, quantile=quantile) for _ in range(2))
+    one, other = (dp(0.3, 0.5, clients=4, seed=7) for _ in range(2))
     expected = one.mean(updates, LIKE)
     sums = other.begin(updates, LIKE)
     for client in (0, 2, 3):
@@ -149,7 +148,6 @@ def test_updates_that_arrive_one_by_one_are_released_as_a_mean_of_all():
     assert all(torch.equal(release.update[n], t) for n, t in expected.update.items())
     assert release.zeros == expected.zeros
     assert release.zeros.keys() == {1, 2}
-    assert one.clip_norm == other.clip_norm != 0.5
 
 
 def test_a_second_update_of_a_client_and_one_that_was_not_drawn_are_refused():
@@ -497,72 +495,6 @@ def test_clients_are_drawn_as_is_accounted():
     assert float((seen - 0.25).abs().max()) < 5 * math.sqrt(0.25 * 0.75 / 2000)
     with pytest.raises(DefenseError, match="19 are there"):
         poisson.drawn(everyone[1:])
-
-
-# ---- a clip norm that follows a quantile --------------------------------------------------------
-
-FIXED = {"sampling": "fixed", "clients": 20, "per_round": 10}
-
-
-def following(noise=1.0, clip=1.0, **more):
-    count = QuantileClip(0.5, rate=0.3, noise=more.pop("count", 2.0))
-    return dp(noise, clip, quantile=count, **more)
-
-
-def test_the_clip_norm_comes_to_the_quantile_of_the_updates():
-    defense = following(1e-6, clip=50.0, seed=3)
-    updates = {client: update(client) for client in range(10)}
-    norms = sorted(map(joint_norm, updates.values()))
-    for _ in range(60):
-        clip = defense.clip_norm
-        release = defense.mean(updates, LIKE)
-        parts = [clipped(one, clip, LIKE) for one in updates.values()]
-        expected = sum(map(long, parts)) / 10
-        torch.testing.assert_close(long(release.update), expected, rtol=1e-4, atol=1e-4)
-    assert norms[2] <= defense.clip_norm <= norms[7]
-    assert defense.settings()["clip_quantile"] == "0.5"
-    assert defense.settings()["clip"] == 50.0
-
-
-@pytest.mark.parametrize("more", [{"clients": 10}, FIXED])
-def test_sum_and_count_together_cost_what_the_noise_multiplier_says(more):
-    """The squares of both sensitivities over their noise add up to that of the account."""
-    noise, count = 1.0, 1.5
-    defense = following(noise, count=count, **more)
-    sensitivity = 2.0 if "sampling" in more else 1.0
-    sums, counts = [], []
-    for _ in range(40):
-        clip = defense.clip_norm
-        sums.append(spread(defense.mean({}, WIDE).update) * 10 / clip)
-        counts.append(-math.log(defense.clip_norm / clip) / 0.3 * 10)
-    assert defense.accountant.steps == 40
-    accounted = defense.privacy.noise_multiplier  # over the sensitivity
-    assert accounted == pytest.approx(noise / sensitivity)
-    cost = (sensitivity / np.mean(sums)) ** 2 + (sensitivity / 2 / count) ** 2
-    assert cost == pytest.approx(accounted**-2, rel=0.01)
-    assert np.std(counts) == pytest.approx(count, rel=0.35)
-    assert defense.mean_noise_std * 10 / defense.clip_norm == pytest.approx(np.mean(sums), rel=0.01)
-
-
-def test_the_clip_norm_goes_on_from_a_checkpoint():
-    defense = following()
-    defense.mean({0: update(0)}, LIKE)
-    again = following()
-    again.load_state_dict(defense.state_dict())
-    assert again.clip_norm == defense.clip_norm != 1.0
-
-
-@pytest.mark.parametrize(
-    ("more", "match"),
-    [
-        ({"trust": "local"}, "only a trusted server may do"),
-        ({"accountant": "filter", "target_epsilon": 9.0}, "noise that is not increased"),
-        ({"count": 0.4}, r"QuantileClip\(noise=\) above 0.5"),
-    ],
-)
-def test_counts_that_hold_no_guarantee_are_refused(more, match):
-    with pytest.raises(DefenseError, match=match):
-        following(**more)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -157,14 +157,6 @@ def test_epsilon_that_is_asked_for_is_spent_in_the_planned_steps() -> None:
     assert NoisePlan(2, 7, 2, N).rounds == 4 == defense.privacy.releases
 
 
-def test_groups_of_rows_pay_k_times_as_they_meet_in_the_noise_of_a_step() -> None:
-    defense = correlated(bands=2, target_delta=1e-6)
-    Steps(defense).step(first(5))
-    own, of_two = defense.privacy, defense.group_privacy(2)
-    assert of_two.epsilon == 2 * own.epsilon
-    assert of_two.delta == pytest.approx(2 * math.exp(own.epsilon) * own.delta)
-
-
 class Turn:
     def __init__(self) -> None:
         self.row = 0

@@ -63,9 +63,8 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
             prediction.
         anatomy: names of parts of the model that are not found, see
             :func:`~lightning_fedleak.model.anatomy.find_anatomy`.
-        harden_factor: what a notch of a gate (:meth:`harden`) multiplies the noise by. Epsilon
-            counts the first sigma: how much was added depended on the data.
-        max_hardenings: how often it may be turned up; None for no limit.
+        max_hardenings: how often a gate may double the noise (:meth:`harden`); None for no limit.
+            Epsilon counts the first sigma: how much was added depended on the data.
 
     Raises:
         DefenseError: a setting out of range; ``relative`` with ``clip``, with a defence that works
@@ -83,7 +82,6 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         inference: bool = True,
         anatomy: Mapping[str, str] | None = None,
         *,
-        harden_factor: float = 2.0,
         max_hardenings: int | None = None,
     ) -> None:
         super().__init__(layer, inference=inference, anatomy=anatomy)
@@ -97,7 +95,7 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
                 "ActivationNoise: noise that is relative to the states guarantees nothing, so that "
                 "a clip would only change them. Give relative=False or clip=None."
             )
-        self._allow_hardening(harden_factor, max_hardenings)
+        self._allow_hardening(max_hardenings)
         self.sigma = sigma
         self.relative = relative
         self.clip = clip
@@ -118,7 +116,7 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
             )
 
     def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``, from the next forward on."""
+        """Double the noise, from the next forward on."""
         if not self._turn_up():
             return None
         return f"{self.name}: noise is {self._sigma_now:g} from now on (sigma)"

@@ -146,7 +146,6 @@ class DPSGD(Defense):
             target_epsilon,
             target_delta,
             seeded=seed is not None,
-            harden_factor=release.harden_factor,
             max_hardenings=release.max_hardenings,
         )
         self._clip = (
@@ -215,21 +214,6 @@ class DPSGD(Defense):
         values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
-    def group_privacy(self, rows: int) -> Privacy:
-        """Return the cost of the releases so far to ``rows`` examples, added or removed together.
-
-        ``unit=Users()`` from the start costs less. With it the group is of users.
-
-        Returns:
-            Epsilon at the delta of :attr:`privacy` (``accounting.group_epsilon``). With
-            ``accountant="filter"`` or correlated noise, k times the epsilon of one example at delta
-            ``k e^((k - 1) epsilon)`` times its; infinite where that is over 1.
-
-        Raises:
-            DefenseError: ``rows`` is below 1, or the training data are not known yet.
-        """
-        return self._budget.group_privacy(rows, independent=not self._noise.correlated)
-
     def curve(self) -> Curve:
         """Return pairs (epsilon, delta); raise an error where users or places are protected."""
         if self.users is not None:
@@ -239,7 +223,7 @@ class DPSGD(Defense):
         return self._budget.curve()
 
     def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``, from the next release on."""
+        """Double the noise, from the next release on."""
         changed = self._budget.harden()
         if changed is not None and self._step is not None:
             self._step.check.unchecked = True

@@ -59,8 +59,8 @@ class ReleaseSettings:
             independent noise.
         on_budget: whether a spent ``target_epsilon`` ends the fit (``"stop"``) or raises
             :class:`BudgetSpent` (``"raise"``). Nothing is released beyond it.
-        harden_factor: by which a gate multiplies the noise, with ``accountant="filter"``.
-        max_hardenings: how often it may; None for no limit.
+        max_hardenings: how often a gate may double the noise, with ``accountant="filter"``; None
+            for no limit.
 
     Raises:
         DefenseError: a value out of range.
@@ -69,7 +69,6 @@ class ReleaseSettings:
     trust: Trust = "local"
     mechanism: NoiseMechanism | None = None
     on_budget: Literal["stop", "raise"] = "stop"
-    harden_factor: float = 2.0
     max_hardenings: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,7 +79,6 @@ class ReleaseSettings:
                 "lightning_fedleak.labs.correlated_noise.CorrelatedNoise(bands=4)"
             )
         _check_choice("on_budget", self.on_budget, ("stop", "raise"))
-        _check_number("harden_factor", self.harden_factor, above=1)
         _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)
 
 

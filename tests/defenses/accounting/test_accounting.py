@@ -32,7 +32,6 @@ from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     LEAST_NOISE,
     curve_of,
-    effective_noise_multiplier,
     epsilon_of,
     noise_multiplier_for,
 )
@@ -340,19 +339,6 @@ def test_without_opacus_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(DefenseError, match=r"pip install .*\[dp\]"):
         Accountant("rdp")
-
-
-# ---- trust ----------------------------------------------------------------------------------
-
-
-@given(st.floats(0.1, 10), st.integers(1, 50))
-def test_the_sum_of_clients_has_more_noise_than_each(sigma: float, clients: int) -> None:
-    assert effective_noise_multiplier(sigma, clients, "local") == sigma
-    central = effective_noise_multiplier(sigma, clients, "central")
-    assert central == pytest.approx(sigma * clients**0.5)
-    for colluding in range(clients):
-        honest = effective_noise_multiplier(sigma, clients, "central", colluding=colluding)
-        assert honest == pytest.approx(sigma * (clients - colluding) ** 0.5)
 
 
 # ---- ledger ---------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ TARGET, DELTA, STEPS = 2.0, 1e-3, 100
 
 
 def budget(kind: Account = "rdp") -> Budget:
-    return Budget(kind, None, TARGET, DELTA, seeded=False, harden_factor=2.0, max_hardenings=None)
+    return Budget(kind, None, TARGET, DELTA, seeded=False, max_hardenings=None)
 
 
 def fixed(noise: float, *, seeded: bool = False) -> Budget:
-    return Budget("rdp", noise, None, DELTA, seeded=seeded, harden_factor=2.0, max_hardenings=None)
+    return Budget("rdp", noise, None, DELTA, seeded=seeded, max_hardenings=None)
 
 
 def spend(budget: Budget, most: int) -> int:

@@ -66,8 +66,6 @@ class DPSGD(Defense):
             tenth of that; ``target_epsilon`` needs one.
         accountant: ``"prv"`` (tight), ``"rdp"`` (fast), or ``"filter"``: a budget that holds at
             whatever step the run ends, also where a gate turns the noise up (:meth:`harden`).
-        poisson_sampling: whether batches are Poisson samples. Without, the loader's batches are
-            taken, and each example is accounted as if it were in all of them.
         max_physical_batch_size: rows that are run at once; a larger batch is run in pieces and
             released once. None for the whole batch.
         ledger: file that remembers every release through a crash.
@@ -101,7 +99,6 @@ class DPSGD(Defense):
         target_delta: float | None = None,
         accountant: Account = "prv",
         *,
-        poisson_sampling: bool = True,
         max_physical_batch_size: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
         unit: Unit = "example",
@@ -112,17 +109,11 @@ class DPSGD(Defense):
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_combination(
-            max_grad_norm,
-            release,
-            unit,
-            accountant,
-            max_physical_batch_size,
-            poisson=poisson_sampling,
+            max_grad_norm, release, unit, accountant, max_physical_batch_size
         )
         self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
-        self.poisson_sampling = poisson_sampling
         self.max_physical_batch_size = max_physical_batch_size
         self.ledger = None if ledger is None else os.path.abspath(ledger)
         self.clip = clip
@@ -133,11 +124,12 @@ class DPSGD(Defense):
         self.releases = 0
         self.measured_noise_multiplier = math.nan
         self._noise = ReleaseNoise() if release.mechanism is None else release.mechanism.noise()
-        # With correlated noise an example's place decides which steps it may be in.
-        independent = poisson_sampling and not self._noise.correlated
-        filtered = accountant == "filter"
         self.guarantee = settings.guarantee_of(
-            release.trust, independent, seed, filtered, self.unit
+            release.trust,
+            seed,
+            self.unit,
+            fixed_places=self._noise.correlated,
+            fixed_budget=accountant == "filter",
         )
         self._checkpointed = 0
         self._budget = accounting.Budget(
@@ -202,7 +194,7 @@ class DPSGD(Defense):
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return the public settings, the accountant and the noise multiplier."""
         values = super().settings() | {"accountant": self._budget.kind, **self._noise.settings()}
-        values["poisson"] = values.pop("poisson_sampling")  # the name in records
+        values["poisson"] = True
         clip, release, users = self.clip, self.release, self.users
         optional = {
             "noise_multiplier": self.noise_multiplier,
@@ -218,7 +210,7 @@ class DPSGD(Defense):
         """Return pairs (epsilon, delta); raise an error where users or places are protected."""
         if self.users is not None:
             raise DefenseError("its unit is a user, and rows were left out: leave out whole users")
-        if not self.poisson_sampling or self._noise.correlated:
+        if self._noise.correlated:
             raise DefenseError("an example that is left out moves others to other batches")
         return self._budget.curve()
 
@@ -239,7 +231,7 @@ class DPSGD(Defense):
         self._noise.begin_fit()
         self._team = team = Team(context)
         with team.together():
-            setup_checks.check_trainer(context, poisson=self.poisson_sampling)
+            setup_checks.check_trainer(context)
             setup_checks.check_model(context.root, self.clip.form)
             setup_checks.check_shards(context.root, context.processes)
         self._read_ledger(context)
@@ -250,7 +242,6 @@ class DPSGD(Defense):
             team,
             clip=self._clip,
             noise=self._noise,
-            poisson=self.poisson_sampling,
             trusted=self.clip.loss == "trusted",
             max_rows=self.max_physical_batch_size,
         )
@@ -279,7 +270,6 @@ class DPSGD(Defense):
                 dataloader,
                 context,
                 draws,
-                by_chance=self.poisson_sampling,
                 noise=self._noise,
                 trust=self.release.trust,
                 users=self.users,
@@ -296,7 +286,7 @@ class DPSGD(Defense):
             self._budget.settle(sampling.rate, delta, planned)
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
-        setup_checks.check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
+        setup_checks.check_same_data(sampling.loader, team)
         self._forget_if_moved()
         # Computed on another machine, it may differ in its last bits.
         self._budget.noise_multiplier = team.broadcast(self.noise_multiplier)

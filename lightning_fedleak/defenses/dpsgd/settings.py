@@ -148,8 +148,6 @@ def check_combination(
     unit: Unit,
     accountant: str,
     max_physical_batch_size: int | None,
-    *,
-    poisson: bool,
 ) -> None:
     """Raise an error for a clip norm or a number of rows out of range, and what contradicts.
 
@@ -166,14 +164,10 @@ def check_combination(
         _check_choice("unit", unit, ("example",), hint="or Users(group_by)")
     correlated = release.mechanism is not None
     refusals = {
-        "users are drawn by chance, and poisson_sampling=False takes the loader's batches as they "
-        "are: leave it out": by_user and not poisson,
         f"max_physical_batch_size={most} runs whole users, and one may have more rows: pass "
         f"Users(..., rows_per_user={most}) or fewer": (
             by_user and most is not None and (rows is None or rows > most)
         ),
-        "mechanism= decides itself how batches are drawn, and poisson_sampling=False takes the "
-        "loader's as they are: leave one out": correlated and not poisson,
         "mechanism= needs noise that is fixed before the run, and accountant='filter' is there to "
         "turn it up. Use accountant='prv' or 'rdp'.": correlated and accountant == "filter",
     }
@@ -201,9 +195,17 @@ def check_continued(state: State, releases: int, trust: Trust, unit: str) -> Non
 
 
 def guarantee_of(
-    trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool, unit: str = "example"
+    trust: Trust, seed: int | None, unit: str, *, fixed_places: bool, fixed_budget: bool
 ) -> str:
-    """Return what DP-SGD with these settings guarantees, and against whom."""
+    """Return what DP-SGD with these settings guarantees, and against whom.
+
+    Args:
+        trust: in the server.
+        seed: of noise that can be guessed; None: none can.
+        unit: of privacy.
+        fixed_places: whether an example's place decides which steps it may be in.
+        fixed_budget: whether the account is a filter's.
+    """
     if seed is not None:
         return "none: with a seed the noise can be guessed and subtracted"
     server = (
@@ -211,7 +213,7 @@ def guarantee_of(
         if trust == "local"
         else "whoever sees only the sum of all clients' updates (secure aggregation)"
     )
-    change = "added or removed" if poisson else "put in the place of nothing"
+    change = "put in the place of nothing" if fixed_places else "added or removed"
     protected = "one example" if unit == "example" else "one user with all of their rows,"
     shared = "an example" if unit == "example" else "a user"
     budget = (

@@ -248,9 +248,6 @@ def test_epsilon_is_that_of_the_releases(accountant: Any) -> None:
     expected = defense.accountant.epsilon(1e-3)
     assert (privacy.delta, privacy.sample_rate, privacy.releases) == (1e-3, 0.2, 10)
     assert expected <= privacy.epsilon <= 1.05 * expected
-    without = DPSGD(CLIP, noise_multiplier=2.0, target_delta=1e-3, poisson_sampling=False)
-    assert Run(without).loader.batch_size == 8
-    assert without.privacy.sample_rate == 1.0
 
 
 def trainer(**settings: Any) -> SimpleNamespace:

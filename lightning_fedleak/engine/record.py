@@ -315,6 +315,5 @@ def _history(defense: Defense) -> tuple[records.Releases, ...]:
 
 
 def _sampling(defense: Defense) -> str | None:
-    """Return how the releases of a defence are drawn, as the record names it."""
-    sampling: str | None = getattr(getattr(defense, "accountant", None), "sampling", None)
-    return sampling
+    """Return how the releases of a defence are accounted, as the record names it."""
+    return "poisson" if hasattr(getattr(defense, "accountant", None), "history") else None

@@ -13,10 +13,6 @@ decisions that depend on the data.
   epsilon, which is an upper bound too. Where delta is so small that float64's rounding matters
   (below ``4e-15`` times the number of releases) RDP's epsilon is reported.
 
-Both also cover batches of a fixed number, drawn without replacement
-(``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``renyi`` says. The number
-of examples is public then, and neighbours differ by one example put in another's place.
-
 Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
 reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
 which grows with ``1 / noise_multiplier ** 2`` (at 1e-3 it needs terabytes), and ``exp`` of a loss
@@ -39,8 +35,6 @@ from scipy.optimize import brentq
 from lightning_fedleak.defenses.accounting import ledger
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
-    SamplingScheme,
-    WithoutReplacementPRV,
     deltas_of_rdp,
     epsilons_of_rdp,
     rdp_of,
@@ -69,7 +63,6 @@ def prv_epsilon(
     delta: float,
     epsilon: float,
     rdp: Floats,
-    sampling: SamplingScheme,
 ) -> float:
     """Return PRV's upper bound with an error below 0.6% of itself, where its mesh allows.
 
@@ -81,7 +74,6 @@ def prv_epsilon(
         delta: as there.
         epsilon: RDP's bound, which is returned where PRV has none that is smaller.
         rdp: as there.
-        sampling: as there.
     """
 
     def read(composed: Any, delta_error: float, error: float) -> Floats:
@@ -89,7 +81,7 @@ def prv_epsilon(
 
     scale = epsilon
     while True:
-        bound = read_prv(history, delta, scale, rdp, read, sampling)
+        bound = read_prv(history, delta, scale, rdp, read)
         if bound is not None and math.isfinite(bound[0]):
             epsilon = min(epsilon, max(float(bound[0]), 0.0))
         if not 0 < epsilon < scale / 3:
@@ -103,7 +95,6 @@ def read_prv(
     epsilon: float,
     rdp: Floats,
     read: Callable[[Any, float, float], Floats],
-    sampling: SamplingScheme = "poisson",
 ) -> Floats | None:
     """Return what is read off the composition of all releases; None where PRV has none.
 
@@ -120,7 +111,6 @@ def read_prv(
         epsilon: about as large as the answer, or larger.
         rdp: of all releases together, at ``ORDERS``.
         read: takes the composition, the error of a delta, and that of an epsilon.
-        sampling: of all releases.
     """
     from opacus.accountants.analysis import prv
 
@@ -132,7 +122,7 @@ def read_prv(
     loss = max(
         float(epsilons_of_rdp(rdp, delta_error / 4).min()),
         *(
-            float(epsilons_of_rdp(rdp_of(sigma, rate, sampling), delta_error / (8 * steps)).min())
+            float(epsilons_of_rdp(rdp_of(sigma, rate), delta_error / (8 * steps)).min())
             for sigma, rate, _ in history
         ),
     )
@@ -141,10 +131,6 @@ def read_prv(
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
     half = max(loss, error) + 3
-
-    def loss_of(sigma: float, rate: float) -> Any:
-        fixed = sampling == "without_replacement"
-        return (WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
 
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -156,7 +142,7 @@ def read_prv(
             releases = [
                 prv.discretize(
                     prv.TruncatedPrivacyRandomVariable(
-                        loss_of(sigma, rate), mesh.t_min, mesh.t_max
+                        prv.PoissonSubsampledGaussianPRV(rate, sigma), mesh.t_min, mesh.t_max
                     ),
                     mesh,
                 )
@@ -187,7 +173,6 @@ def epsilon_of(
     history: Sequence[tuple[float, float, int]],
     delta: float,
     kind: AccountantKind,
-    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the epsilon of releases with fixed noise, at ``delta``: an upper bound.
 
@@ -195,7 +180,6 @@ def epsilon_of(
         history: noise multiplier, sample rate and count of every kind of release, in any order.
         delta: in (0, 1).
         kind: ``"prv"`` or ``"rdp"``.
-        sampling: of all of them.
 
     Returns:
         0 for no releases; ``inf`` as the module's docstring says.
@@ -203,7 +187,7 @@ def epsilon_of(
     Raises:
         DefenseError: a value out of range, or Opacus is missing.
     """
-    check_kind(kind, sampling)
+    check_kind(kind)
     check_probability(delta)
     for row in history:
         ledger.check_release(*row)
@@ -211,23 +195,22 @@ def epsilon_of(
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:
         return math.inf
-    rdp = composed_rdp(history, sampling)
+    rdp = composed_rdp(history)
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = prv_epsilon(history, delta, epsilon, rdp, sampling)
+        epsilon = prv_epsilon(history, delta, epsilon, rdp)
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 
-def composed_rdp(history: Sequence[tuple[float, float, int]], sampling: SamplingScheme) -> Floats:
+def composed_rdp(history: Sequence[tuple[float, float, int]]) -> Floats:
     """Return (len(ORDERS),) Renyi DP of all releases together."""
-    terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
+    terms = (count * rdp_of(sigma, rate) for sigma, rate, count in history)
     return sum(terms, np.zeros(1))
 
 
 def curve_of(
     history: Sequence[tuple[float, float, int]],
     kind: AccountantKind,
-    sampling: SamplingScheme = "poisson",
 ) -> Curve:
     """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
 
@@ -237,7 +220,6 @@ def curve_of(
     Args:
         history: as for ``epsilon_of``.
         kind: ``"prv"`` or ``"rdp"``.
-        sampling: of all releases.
 
     Returns:
         ``(0, 0)`` alone for no releases; no pair where epsilon is infinite.
@@ -245,13 +227,13 @@ def curve_of(
     Raises:
         DefenseError: a value out of range, or Opacus is missing.
     """
-    largest = epsilon_of(history, LEAST_DELTA, kind, sampling)
+    largest = epsilon_of(history, LEAST_DELTA, kind)
     if not history:
         return ((0.0, 0.0),)
     if math.isinf(largest):
         return ()
     epsilons = np.linspace(0.0, largest, CURVE_POINTS)
-    rdp = composed_rdp(history, sampling)
+    rdp = composed_rdp(history)
     deltas = deltas_of_rdp(rdp, epsilons)
     if kind == "prv" and largest > 0:
 
@@ -259,7 +241,7 @@ def curve_of(
             estimates = [composed.compute_delta_estimate(e - error) for e in epsilons]
             return np.maximum(estimates, 0.0) + delta_error
 
-        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read, sampling)
+        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read)
         deltas = deltas if bounds is None else np.fmin(deltas, bounds)
     deltas[-1] = min(deltas[-1], LEAST_DELTA)
     return tuple(zip(epsilons.tolist(), deltas.tolist(), strict=True))
@@ -271,7 +253,6 @@ def noise_multiplier_for(
     sample_rate: float,
     steps: int,
     kind: AccountantKind = "prv",
-    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
 
@@ -283,13 +264,12 @@ def noise_multiplier_for(
         sample_rate: in (0, 1].
         steps: number of releases.
         kind: ``"prv"`` or ``"rdp"``.
-        sampling: of the releases.
 
     Raises:
         DefenseError: a value out of range, or a target that needs more noise than
             :data:`MOST_NOISE` or less than :data:`LEAST_NOISE`.
     """
-    check_kind(kind, sampling)
+    check_kind(kind)
     check_probability(target_delta, "target_delta")
     ledger.check_release(1.0, sample_rate)
     ledger.check_count(steps, "steps")
@@ -305,7 +285,7 @@ def noise_multiplier_for(
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
         events = [(math.exp(log_noise), sample_rate, steps)]
-        epsilon = epsilon_of(events, target_delta, accountant, sampling)
+        epsilon = epsilon_of(events, target_delta, accountant)
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
     lowest, highest = math.log(LEAST_NOISE), math.log(MOST_NOISE)
@@ -360,11 +340,10 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
     return root
 
 
-def check_kind(kind: str, sampling: object = "poisson") -> None:
-    """Raise an error for an unknown accountant or sampling."""
+def check_kind(kind: str) -> None:
+    """Raise an error for an unknown accountant."""
     hint = "'prv' is tight, 'rdp' is fast"
     check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
-    check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
 
 
 def check_probability(delta: float, name: str = "delta") -> None:

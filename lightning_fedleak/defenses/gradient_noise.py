@@ -16,7 +16,7 @@ from lightning_fedleak.defenses.base import (
     State,
     parameter_name,
 )
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_number
 
 
 class GradientNoise(noise.HardenedNoise):
@@ -115,7 +115,7 @@ class GradientNoise(noise.HardenedNoise):
             return None
         return f"gradient_noise: standard deviation {previous:g} -> {self.standard_deviation:g}"
 
-    def epsilon(self, delta: float, *, releases: int | None = None, clients: int = 1) -> float:
+    def epsilon(self, delta: float) -> float:
         """Return epsilon of all of one client's data, replaced by any other, after these releases.
 
         Exact for Gaussian noise, also where later updates depend on earlier ones. The number of
@@ -124,11 +124,6 @@ class GradientNoise(noise.HardenedNoise):
 
         Args:
             delta: in (0, 1).
-            releases: optimizer steps counted, with the noise of now; default those so far, each
-                with its own.
-            clients: 1 in the local model, where the server sees each client's update. In the
-                central model the number of clients that all add their noise, where the server sees
-                nothing but their sum (secure aggregation).
 
         Returns:
             Epsilon; infinite without a clip, without noise, or with a seed, now or in one of these
@@ -137,14 +132,9 @@ class GradientNoise(noise.HardenedNoise):
         Raises:
             ValueError: an argument out of range.
         """
-        check_integer("releases", releases, at_least=0, optional=True)
-        check_integer("clients", clients)
-        if not self._private:
+        if not self._private or math.isinf(self._precision):
             return math.inf
-        precision = self._precision if releases is None else releases / self.sigma**2
-        if math.isinf(precision):
-            return math.inf
-        sigma = math.sqrt(clients / precision) / 2 if precision else math.inf
+        sigma = math.sqrt(1 / self._precision) / 2 if self._precision else math.inf
         return noise.gaussian_epsilon(sigma=sigma, delta=delta)
 
     @property

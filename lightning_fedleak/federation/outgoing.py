@@ -139,7 +139,6 @@ class OutgoingUpdates:
         returned: State,
         batches: Sequence[Any],
         *,
-        learning_rate: float | None = None,
         utility: Mapping[str, float] | None = None,
         seconds: float | None = None,
     ) -> Leaving:
@@ -153,7 +152,6 @@ class OutgoingUpdates:
             sent: what this client got.
             returned: what it has made of it.
             batches: that it was trained on.
-            learning_rate: the mean over the local steps, where a schedule changes it.
             utility: further values of this round for the logs.
             seconds: that the round took to train, for ``max_overhead``.
 
@@ -185,7 +183,6 @@ class OutgoingUpdates:
                 state,
                 self.client,
                 batches=batches,
-                learning_rate=learning_rate,
                 noise_std=noise_std,
                 utility=utility,
                 logged=False,

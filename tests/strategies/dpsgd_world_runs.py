@@ -571,7 +571,7 @@ class Runs:
         )
         return {
             "std": [float(v.std()) * EXPECTED / CLIP for v in look.stages[Stage.SHARED]],
-            "spent": gathered(defense.share_spent),
+            "spent": gathered(defense.accountant.share_spent),
             "history": [list(row) for row in defense.accountant.history],
             "agree": self.agree(module),
         }

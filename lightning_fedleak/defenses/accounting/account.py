@@ -153,8 +153,6 @@ class Accountant(Ledger):
         self._epsilons: dict[tuple[float, History], float] = {}
         self._search: tuple[object, _Search] | None = None
 
-    share_spent: float | None = None
-
     def step(
         self,
         noise_multiplier: float,

@@ -59,8 +59,6 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
             this dimension over the tokens of the forward, padding included, taken as a constant in
             the gradient. It depends on the data, and with it what the noise hides: no guarantee.
         clip: largest 2-norm of one token's state, or None for no clipping.
-        inference: also where no gradient is computed outside of training steps: validation, test,
-            prediction.
         anatomy: names of parts of the model that are not found, see
             :func:`~lightning_fedleak.model.anatomy.find_anatomy`.
         max_hardenings: how often a gate may double the noise (:meth:`harden`); None for no limit.
@@ -79,12 +77,11 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         sigma: float,
         relative: bool = False,
         clip: float | None = None,
-        inference: bool = True,
         anatomy: Mapping[str, str] | None = None,
         *,
         max_hardenings: int | None = None,
     ) -> None:
-        super().__init__(layer, inference=inference, anatomy=anatomy)
+        super().__init__(layer, anatomy=anatomy)
         hint = "None is for no clipping"
         check_number("ActivationNoise: sigma", sigma, at_least=0, error=DefenseError)
         check_number(

@@ -17,7 +17,7 @@ from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.defenses.token_ldp import randomness, words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.words import BatchForm
-from lightning_fedleak.model.batches import write_batch
+from lightning_fedleak.model.batches import BatchError, write_batch
 from lightning_fedleak.validate import check_choice, check_number
 
 Per = Literal["token", "sequence"]
@@ -329,7 +329,10 @@ class TokenLDP(Defense):
         self._agree(context)
         self._earlier = max(self._earlier, self.epsilon_per_sequence)
         randomised = text.written(tokens, replacements)
-        return write_batch(batch, randomised)
+        try:
+            return write_batch(batch, randomised)
+        except BatchError as error:
+            raise words.unreadable(error) from error
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return counts that hold for every process: batches, releases of an example, longest row.

@@ -38,6 +38,14 @@ def refused(reason: str) -> DefenseError:
     return DefenseError(f"TokenLDP: {reason}")
 
 
+def unreadable(error: batches.BatchError) -> DefenseError:
+    """Return the error of a batch that cannot be read or copied."""
+    return refused(
+        f"the batch cannot be read ({str(error).removesuffix(batches.ADAPTER)}) Let the collate "
+        "function return a dict with input_ids and labels"
+    )
+
+
 @dataclass(frozen=True)
 class Words:
     """What counts as a word.
@@ -285,11 +293,7 @@ class BatchForm:
             allowed = {*PUBLIC_FIELDS, *self.public_fields, self.example_ids}
             unknown = [name for name in batches.other_fields(batch) if name not in allowed]
         except batches.BatchError as error:
-            form = str(error).removesuffix(batches.ADAPTER)
-            raise refused(
-                f"the batch cannot be read ({form}) Let the collate function return a dict with "
-                "input_ids and labels"
-            ) from error
+            raise unreadable(error) from error
         if unknown:
             raise refused(
                 f"the batch holds the fields {', '.join(unknown)}, which would reach the model as "

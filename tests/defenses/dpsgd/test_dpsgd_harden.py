@@ -173,7 +173,7 @@ def test_the_account_is_the_sum_of_renyi_divergences_at_one_order(rate: float) -
         sigma = 6.0 * 2 ** sum(step >= notch for notch in (2, 3))
         run.step(first(3))
         spent += rdp(sigma, rate, order)
-        assert defense.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
+        assert defense.accountant.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
     if rate == 1.0:
         by_hand = order / 2 * (2 / 6**2 + 1 / 12**2 + 2 / 24**2)
         assert spent == pytest.approx(by_hand, rel=1e-6)
@@ -202,7 +202,7 @@ def test_no_release_is_made_beyond_the_budget(notches: list[bool], sigma: float)
                 run.release()
             assert torch.equal(before, run.root.below.weight)
             defense._step.released()
-    assert defense.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
+    assert defense.accountant.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
     assert defense.privacy.epsilon == EPSILON
 
 
@@ -220,8 +220,8 @@ def test_a_notch_makes_room_for_more_releases() -> None:
                 break
         with pytest.raises(BudgetSpent):
             run.step(first(0))
-        assert defense.share_spent is not None
-        assert 0 < defense.share_spent <= 1
+        assert defense.accountant.share_spent is not None
+        assert 0 < defense.accountant.share_spent <= 1
         return defense.releases
 
     plain, hardened = releases(None), releases(1)
@@ -265,7 +265,7 @@ def test_a_resumed_run_stays_hardened_and_forgets_nothing() -> None:
     again = Run(resumed)
     assert resumed.notches == 1
     assert resumed.privacy.noise_multiplier == 12.0
-    assert resumed.share_spent == defense.share_spent
+    assert resumed.accountant.share_spent == defense.accountant.share_spent
     assert order_of(resumed) == order_of(defense)
     torch.testing.assert_close(again.step(first(0)), run.step(first(0)), rtol=1e-5, atol=1e-6)
     resumed.load_state_dict({"releases": 0, "notches": 0})
@@ -283,7 +283,7 @@ def test_a_ledger_remembers_each_release_with_its_noise(tmp_path: Path) -> None:
     again = filtered(ledger=ledger)
     again.load_state_dict(checkpoint)
     Run(again)
-    assert again.share_spent == defense.share_spent
+    assert again.accountant.share_spent == defense.accountant.share_spent
     without_checkpoint = filtered(sigma=50.0, ledger=ledger)
     Run(without_checkpoint)
     assert without_checkpoint.accountant.history == ((6.0, 0.2, 1), (12.0, 0.2, 1))

@@ -221,7 +221,8 @@ class GradientNoise(noise.HardenedNoise):
         self, context: DefenseContext, release: int, index: int, stream: str = "gradient"
     ) -> bytes:
         base = noise.base_of(context.entropy, self.seed if self._seeded else None)
-        return noise.noise_key(base, context.client, release, index, self.name, stream)
+        place = base, release, index
+        return noise.noise_key(*place, client=context.client, name=self.name, stream=stream)
 
 
 def _why_none(clip: float | None, sigma: float) -> str:

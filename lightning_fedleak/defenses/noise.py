@@ -36,7 +36,7 @@ def base_of(entropy: bytes, seed: int | None) -> bytes:
 
 
 def noise_key(
-    base: bytes, client: int, release: int, index: int, name: str, stream: str = "gradient"
+    base: bytes, release: int, index: int, *, client: int, name: str, stream: str = "gradient"
 ) -> bytes:
     """Return 256 bits, different for every (stream, base, client, release, index, name)."""
     message = b"".join(value.to_bytes(8, "big") for value in (client, release, index))
@@ -73,25 +73,8 @@ def standard_normal(
 
 
 def add_standard_normal(key: bytes, target: Tensor, scale: float) -> None:
-    """Add ``scale`` times the numbers of :func:`standard_normal`, in place, bit for bit.
-
-    On CPU it does so in blocks, without memory for all of them.
-
-    Args:
-        key: as :func:`standard_normal` takes it.
-        target: float32 or float64.
-        scale: standard deviation.
-    """
-    if target.device.type != "cpu" or not target.is_contiguous():
-        target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=scale)
-        return
-    generator, flat = _philox(key), target.view(-1)
-    buffer = torch.empty(min(len(flat), _BLOCK), dtype=target.dtype)
-    for begin in range(0, len(flat), _BLOCK):
-        block = flat[begin : begin + _BLOCK]
-        noise = buffer[: len(block)]
-        _fill(noise, generator)
-        block.add_(noise, alpha=scale)
+    """Add ``scale`` times the numbers of :func:`standard_normal`, in place."""
+    target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=scale)
 
 
 class ReleaseNoise:

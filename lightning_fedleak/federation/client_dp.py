@@ -425,7 +425,8 @@ class ClientDP(Defense):
         return noised
 
     def _key(self, release: int, index: int, stream: str) -> bytes:
-        return noise_key(base_of(self._entropy, self.seed), 0, release, index, self.name, stream)
+        base = base_of(self._entropy, self.seed)
+        return noise_key(base, release, index, client=0, name=self.name, stream=stream)
 
     # ---- what survives ----------------------------------------------------------------------
 

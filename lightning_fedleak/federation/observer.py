@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -20,13 +21,16 @@ from torch.optim import Optimizer
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import (
+    AUTOCAST,
     WORST,
     BoardLogger,
     Destination,
     Engine,
     Games,
     Look,
+    Run,
     Unknown,
+    WatchSettings,
     announce,
     family_of,
     optimizers_of,
@@ -38,7 +42,6 @@ from lightning_fedleak.engine import (
 from lightning_fedleak.federation import updates
 from lightning_fedleak.federation.hand_over import Recorded
 from lightning_fedleak.federation.round_look import RoundLook, failed_look, read_look
-from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
 from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.compression import AVERAGED
@@ -52,6 +55,56 @@ SUM = "sum"
 """The client whose update is that of all clients together."""
 
 Side = Literal["client", "server"]
+
+
+@dataclass(frozen=True)
+class RoundSettings(WatchSettings):
+    """The rare settings of a :class:`RoundObserver`, beside those that a monitor has too.
+
+    Stages, clients and rounds are its own, and it writes neither texts nor a report.
+
+    Attributes:
+        fresh: whether clients begin each round with a fresh optimizer.
+        federation: a name that all observers of one federation have: one run in a report. A second
+            federation needs another name.
+    """
+
+    fresh: bool = True
+    federation: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRun(Run):
+    """Describe a federation to the engine: one process, in which a client is a number, its rank.
+
+    Attributes:
+        optimizers: the one that the server prescribed.
+        local_steps: optimizer steps of a round.
+        rounds: holds the number of the round at work.
+    """
+
+    watcher: ClassVar[str] = "RoundObserver"
+    unit: ClassVar[Literal["step", "round"]] = "round"
+
+    client: str = "rank"
+    optimizers: Sequence[Optimizer] = ()
+    local_steps: int = 1
+    rounds: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def step(self) -> int:
+        """Return the number of the round at work."""
+        return self.rounds[0]
+
+    @property
+    def optimizer_step(self) -> int:
+        """Return the number of local steps before this round."""
+        return self.rounds[0] * self.local_steps
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return autocast, where clients train in it."""
+        dtype = AUTOCAST.get(self.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
 
 class RoundObserver:

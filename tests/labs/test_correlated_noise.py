@@ -55,7 +55,9 @@ def draws(run: Run, entropy: list[bytes]) -> Tensor:
     """Independent noise of releases 0, 1, ..., the t-th of a run with ``entropy[t]``."""
     rows = []
     for release, base in enumerate(entropy):
-        keys = [noise_key(base, 0, release, i, "dpsgd") for i in range(len(run.parameters))]
+        keys = [
+            noise_key(base, release, i, client=0, name="dpsgd") for i in range(len(run.parameters))
+        ]
         own = [
             standard_normal(key, p.shape, p.device, p.dtype).flatten()
             for key, p in zip(keys, run.parameters, strict=True)

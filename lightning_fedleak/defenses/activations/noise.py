@@ -189,8 +189,8 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         context = self._context
         assert context is not None
         place = self.layer + (context.process << SHARD_BITS)
-        stream = f"activation {kind}"
-        key = noise.noise_key(context.entropy, context.client, number, place, self.name, stream)
+        names = {"name": self.name, "stream": f"activation {kind}"}
+        key = noise.noise_key(context.entropy, number, place, client=context.client, **names)
         standard = noise.standard_normal(key, states.shape, states.device, states.dtype)
         if not self.relative:
             return standard * (self._sigma_now * (self.clip or 1.0))

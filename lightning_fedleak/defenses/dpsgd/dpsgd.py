@@ -379,7 +379,8 @@ class DPSGD(Defense):
                 self._budget.record(self._budget.noise_now)
         self.releases += 1
         gauge = NoiseGauge(std * noise.scale, expected) if checking else None
-        add = functools.partial(noise.add, key=functools.partial(self._key, context))
+        key = functools.partial(noise_key, client=context.client, name=self.name)
+        add = functools.partial(noise.add, key=key)
         clipped.release(parameters, team, std, expected, add, gauge)
         if gauge is not None:
             with team.together():
@@ -402,7 +403,8 @@ class DPSGD(Defense):
         std = self.noise_std(context)
         if std:
             number, step.canaries = step.canaries, step.canaries + 1
-            key = self._key(context, self._base(context), self.releases, number, "canary")
+            place = self._base(context), self.releases, number
+            key = noise_key(*place, client=context.client, name=self.name, stream="canary")
             like = released.samples
             noise = standard_normal(key, like.shape[1:], like.device, like.dtype)
             released = released.noised(noise * std, std)
@@ -495,13 +497,3 @@ class DPSGD(Defense):
 
     def _base(self, context: DefenseContext) -> bytes:
         return base_of(context.entropy, self.seed if self._budget.seeded else None)
-
-    def _key(
-        self,
-        context: DefenseContext,
-        base: bytes,
-        release: int,
-        index: int,
-        stream: str = "gradient",
-    ) -> bytes:
-        return noise_key(base, context.client, release, index, self.name, stream)

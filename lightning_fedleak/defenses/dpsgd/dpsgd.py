@@ -111,7 +111,7 @@ class DPSGD(Defense):
         settings.check_combination(
             max_grad_norm, release, unit, accountant, max_physical_batch_size
         )
-        self.max_grad_norm: MaxGradNorm = max_grad_norm
+        self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
         self.max_physical_batch_size = max_physical_batch_size
@@ -151,6 +151,11 @@ class DPSGD(Defense):
         self._step: WatchedStep | None = None
 
     @property
+    def max_grad_norm(self) -> MaxGradNorm:
+        """Return the clip norm, which stays as it was passed."""
+        return self._max_grad_norm
+
+    @property
     def accountant(self) -> accounting.Accountant | accounting.RenyiFilter:
         """Return what counts the releases."""
         return self._budget.accountant
@@ -188,6 +193,7 @@ class DPSGD(Defense):
         clip, release, users = self.clip, self.release, self.users
         optional = {
             "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
             "rows_per_user": None if users is None else users.rows_per_user,
             "group_by": None if users is None else users.group_by,
         }

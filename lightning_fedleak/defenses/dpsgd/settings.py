@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from lightning_fedleak import validate
@@ -12,6 +13,10 @@ from lightning_fedleak.defenses.base import DefenseError, State, refuse
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.defenses.noise import ReleaseNoise
+
+_check_choice = partial(validate.check_choice, error=DefenseError)
+_check_integer = partial(validate.check_integer, error=DefenseError)
+_check_number = partial(validate.check_number, error=DefenseError)
 
 GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
@@ -36,9 +41,9 @@ class ClipSettings:
     loss: Literal["checked", "trusted"] = "checked"
 
     def __post_init__(self) -> None:
-        _check_choice("form", self.form, ("auto", "per_sample", "ghost"))
-        _check_number("gamma", self.gamma, above=0)
-        _check_choice("loss", self.loss, ("checked", "trusted"))
+        _check_choice("DPSGD: form", self.form, ("auto", "per_sample", "ghost"))
+        _check_number("DPSGD: gamma", self.gamma, above=0)
+        _check_choice("DPSGD: loss", self.loss, ("checked", "trusted"))
 
 
 class NoiseMechanism(Protocol):
@@ -72,14 +77,14 @@ class ReleaseSettings:
     max_hardenings: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("trust", self.trust, ("local", "central"))
+        _check_choice("DPSGD: trust", self.trust, ("local", "central"))
         if self.mechanism is not None and not hasattr(self.mechanism, "noise"):
             raise DefenseError(
                 f"ReleaseSettings: mechanism={self.mechanism!r} must be None, or for example "
                 "lightning_fedleak.labs.correlated_noise.CorrelatedNoise(bands=4)"
             )
-        _check_choice("on_budget", self.on_budget, ("stop", "raise"))
-        _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)
+        _check_choice("DPSGD: on_budget", self.on_budget, ("stop", "raise"))
+        _check_integer("DPSGD: max_hardenings", self.max_hardenings, at_least=0, optional=True)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Users:
 
     def __post_init__(self) -> None:
         hint = "None takes all rows"
-        _check_integer("rows_per_user", self.rows_per_user, optional=True, hint=hint)
+        _check_integer("DPSGD: rows_per_user", self.rows_per_user, optional=True, hint=hint)
 
 
 Unit = Literal["example"] | Users
@@ -121,11 +126,11 @@ def check_budget(
     Raises:
         DefenseError: says which.
     """
-    _check_choice("accountant", accountant, ("prv", "rdp", "filter"))
+    _check_choice("DPSGD: accountant", accountant, ("prv", "rdp", "filter"))
     filtered, targeted = accountant == "filter", target_epsilon is not None
     count = "neither" if noise_multiplier is None else "both"
-    _check_number("noise_multiplier", noise_multiplier, at_least=0, optional=True)
-    _check_number("target_epsilon", target_epsilon, above=0, optional=True)
+    _check_number("DPSGD: noise_multiplier", noise_multiplier, at_least=0, optional=True)
+    _check_number("DPSGD: target_epsilon", target_epsilon, above=0, optional=True)
     refusals: dict[str, object] = {
         "accountant='filter' keeps the run within a budget that is fixed before it. Give "
         "target_epsilon and target_delta.": filtered and not targeted,
@@ -139,7 +144,7 @@ def check_budget(
         "target_epsilon.": targeted and seed is not None,
     }
     refuse("DPSGD: ", refusals)
-    _check_number("target_delta", target_delta, above=0, below=1, optional=True)
+    _check_number("DPSGD: target_delta", target_delta, above=0, below=1, optional=True)
 
 
 def check_combination(
@@ -155,13 +160,14 @@ def check_combination(
         DefenseError: says which.
     """
     if max_grad_norm != "auto":
-        _check_number("max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
+        _check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
     most, rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
-    _check_integer("max_physical_batch_size", most, optional=True, hint="rows that are run at once")
+    hint = "rows that are run at once"
+    _check_integer("DPSGD: max_physical_batch_size", most, optional=True, hint=hint)
     if isinstance(unit, Users):
         rows = unit.rows_per_user
     else:
-        _check_choice("unit", unit, ("example",), hint="or Users(group_by)")
+        _check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
     correlated = release.mechanism is not None
     refusals = {
         f"max_physical_batch_size={most} runs whole users, and one may have more rows: pass "
@@ -228,15 +234,3 @@ def guarantee_of(
         "Give each client separate data. Not covered: what is logged or sent otherwise, and "
         "decisions taken in sight of the data."
     )
-
-
-def _check_choice(name: str, value: object, choices: Sequence[object], hint: str = "") -> None:
-    validate.check_choice(f"DPSGD: {name}", value, choices, hint=hint, error=DefenseError)
-
-
-def _check_integer(name: str, value: object, **limits: Any) -> None:
-    validate.check_integer(f"DPSGD: {name}", value, error=DefenseError, **limits)
-
-
-def _check_number(name: str, value: object, **limits: Any) -> None:
-    validate.check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)

@@ -1,11 +1,11 @@
 """Federated rounds: what an update gives away, seen by the client or by the server."""
 
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
-from lightning_fedleak.federation.client_settings import (
+from lightning_fedleak.federation.client_dp import (
     ClientReleaseSettings as ClientReleaseSettings,
 )
-from lightning_fedleak.federation.client_settings import ClientSampling as ClientSampling
-from lightning_fedleak.federation.client_settings import Trusted as Trusted
+from lightning_fedleak.federation.client_dp import ClientSampling as ClientSampling
+from lightning_fedleak.federation.client_dp import Trusted as Trusted
 from lightning_fedleak.federation.gate import RoundGate as RoundGate
 from lightning_fedleak.federation.hand_over import HandOver as HandOver
 from lightning_fedleak.federation.hand_over import TrainedOn as TrainedOn

@@ -11,8 +11,10 @@ import math
 import os
 import random
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -23,14 +25,37 @@ from lightning_fedleak.defenses.accounting import (
     AccountantKind,
     Budget,
 )
+from lightning_fedleak.defenses.accounting.ledger import check_terms
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
-from lightning_fedleak.federation import client_settings
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
 from lightning_fedleak.messages import rank_zero_warn
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 C = TypeVar("C")
 
 MAX_HARDENINGS = 10  # so that the noise grows at most 1024 times before an update is withheld
+
+
+ClientSampling = Literal["all", "poisson", "fixed"]
+Trusted = Literal["central", "local", "secure_aggregation"]
+
+_number = partial(check_number, error=DefenseError)
+_integer = partial(check_integer, error=DefenseError)
+_choice = partial(check_choice, error=DefenseError)
+
+
+@dataclass(frozen=True)
+class ClientReleaseSettings:
+    """Rarely changed settings of a client's releases.
+
+    Attributes:
+        dropouts: with ``trust="secure_aggregation"``, number of clients in a round whose share of
+            noise may be missing.
+        seed: for tests only. Whoever knows the seed can remove the noise, so epsilon is infinite.
+    """
+
+    dropouts: int = 0
+    seed: int | None = None
 
 
 class ClientDP(Defense):
@@ -101,25 +126,25 @@ class ClientDP(Defense):
         clients: int,
         target_delta: float,
         per_round: float | None = None,
-        sampling: client_settings.ClientSampling = "all",
-        trust: client_settings.Trusted = "central",
+        sampling: ClientSampling = "all",
+        trust: Trusted = "central",
         target_epsilon: float | None = None,
         rounds: int | None = None,
         accountant: AccountantKind | Literal["filter"] = "prv",
         ledger: str | os.PathLike[str] | None = None,
-        release: client_settings.ClientReleaseSettings | None = None,
+        release: ClientReleaseSettings | None = None,
     ) -> None:
-        release = release or client_settings.ClientReleaseSettings()
-        client_settings.check_numbers(
+        release = release or ClientReleaseSettings()
+        _check_numbers(
             clip, noise_multiplier, target_epsilon, rounds, target_delta, clients, accountant
         )
         self.clip = float(clip)
         self.clients = clients
-        self.sampling: client_settings.ClientSampling = sampling
-        self.per_round = client_settings.expect_per_round(sampling, per_round, clients)
-        self.trust: client_settings.Trusted = trust
+        self.sampling: ClientSampling = sampling
+        self.per_round = _expect_per_round(sampling, per_round, clients)
+        self.trust: Trusted = trust
         self.dropouts = release.dropouts
-        client_settings.check_trust(trust, sampling, release, self.per_round)
+        _check_trust(trust, sampling, release, self.per_round)
         amplified = trust == "central" and sampling == "poisson"
         self.replaces = trust != "central" or sampling == "fixed"
         self.rounds = rounds
@@ -138,7 +163,7 @@ class ClientDP(Defense):
         )
         self.ledger = None if ledger is None else str(ledger)
         if ledger is not None:
-            client_settings.check_terms(Path(ledger), self._terms())
+            check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
             self._check_rates()
         self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
@@ -366,14 +391,27 @@ class ClientDP(Defense):
     def check_rounding(self, like: Update) -> None:
         """Refuse a model whose dtype rounds a client's share of noise away.
 
+        Shares add up to the whole noise only before rounding. Rounding to steps of one standard
+        deviation changes the distribution of the sum by ``exp(-2 pi^2)``, 3e-9. With far larger
+        steps a share has no effect.
+
         Args:
             like: what was sent of what is trained.
 
         Raises:
             DefenseError: names the tensor.
         """
-        if self.trust == "secure_aggregation":
-            client_settings.check_rounding(like, self.own_noise_std)
+        std = self.own_noise_std
+        for name, tensor in like.items() if self.trust == "secure_aggregation" else ():
+            eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
+            step = eps * float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+            if not step <= std:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise DefenseError(
+                    f"ClientDP: '{name}' was sent in {dtype} with numbers that are rounded to "
+                    f"steps of {step:.2g}, which rounds a share of noise of {std:.2g} away: send "
+                    "float32, or clip higher"
+                )
 
     def check_server(self, owner: str) -> None:
         """Raise an error where the server's noise, or its account after a restart, does not hold.
@@ -479,3 +517,72 @@ class ClientDP(Defense):
             f"{secret} Not covered: what clients send besides their updates, leakage logs, and "
             "why noise was turned up in sight of data."
         )
+
+
+def _check_numbers(
+    clip: float,
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    rounds: int | None,
+    target_delta: float,
+    clients: int,
+    accountant: str,
+) -> None:
+    """Refuse a clip norm, noise, a budget, rounds, a delta or accountant without a guarantee."""
+    _number("ClientDP: clip", clip, above=0)
+    hint = "an epsilon of 0 allows no release"
+    _number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True, hint=hint)
+    if noise_multiplier is None and (target_epsilon is None or rounds is None):
+        raise DefenseError(
+            "ClientDP: give noise_multiplier, or target_epsilon and rounds, from which it is "
+            "computed"
+        )
+    hint = "without noise no epsilon holds"
+    _number("ClientDP: noise_multiplier", noise_multiplier, above=0, optional=True, hint=hint)
+    _integer("ClientDP: rounds", rounds, optional=True)
+    _integer("ClientDP: clients", clients)
+    hint = "publishing one client's data at random must not count as private"
+    _number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
+    _choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
+    if accountant == "filter" and target_epsilon is None:
+        raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
+
+
+def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
+    """Return the expected number of clients in a round.
+
+    Raises:
+        DefenseError: ``per_round`` does not fit the other settings.
+    """
+    _choice("ClientDP: sampling", sampling, get_args(ClientSampling))
+    if sampling == "all":
+        hint = "with sampling='all' each client takes part"
+        _choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
+        return float(clients)
+    if per_round is None:
+        raise DefenseError(f"ClientDP: sampling={sampling!r} needs per_round=, clients of a round")
+    hint = f"sampling={sampling!r} draws so many of the clients"
+    drawn = _number("ClientDP: per_round", per_round, above=0, at_most=clients, hint=hint)
+    if sampling == "fixed" and drawn % 1:
+        raise DefenseError(f"ClientDP: with sampling='fixed' per_round={drawn!r} must be whole")
+    return float(drawn)
+
+
+def _check_trust(
+    trust: str, sampling: str, release: ClientReleaseSettings, per_round: float
+) -> None:
+    """Refuse settings under which the noise, or its account, is not that of the whole sum."""
+    hint = (
+        "the server sees each update and adds the noise, each client adds its own, or each adds a "
+        "share and the server sees only the sum"
+    )
+    _choice("ClientDP: trust", trust, get_args(Trusted), hint=hint)
+    if trust == "secure_aggregation" and sampling == "poisson":
+        raise DefenseError(
+            "ClientDP: shares of noise add up to the whole only where it is known how many clients "
+            "take part: with trust='secure_aggregation' use sampling='fixed' or 'all'"
+        )
+    shared = trust == "secure_aggregation"
+    most = math.ceil(per_round) - 1 if shared else 0
+    hint = f"fewer than the {per_round:g} clients of a round" if shared else "for shares of noise"
+    _integer("ClientDP: dropouts", release.dropouts, at_least=0, at_most=most, hint=hint)

@@ -34,7 +34,7 @@ _STRENGTH = ("leave", "warn", "harden", "withhold", "raise")
 
 TELLS = (
     "that this client withholds tells the server one bit about its data: the update was above the "
-    "threshold. With ClientDP a withheld update is zero plus noise, which nobody can tell apart"
+    "threshold. With ClientDP a withheld update is zero plus noise, which nobody can distinguish"
 )
 DILUTES = (
     "zero leaves in its place. It counts in the mean over clients with this client's weight, and "

@@ -236,14 +236,14 @@ class Accountant(Ledger):
         check_probability(delta)
         check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
-        others = tuple(row for row in self.history if row[:2] != event)
+        other_rows = tuple(row for row in self.history if row[:2] != event)
         total = count + sum(row[2] for row in self.history if row[:2] == event)
-        question = epsilon, delta, event, others
+        question = epsilon, delta, event, other_rows
         if self._search is None or self._search[0] != question:
             self._search = question, _Search()
 
         def fits(releases: int) -> bool:
-            history = (*others, (*event, releases))
+            history = (*other_rows, (*event, releases))
             return epsilon_of(history, delta, self.kind) <= epsilon
 
         return self._search[1].answer(total, fits)

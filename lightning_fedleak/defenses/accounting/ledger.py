@@ -91,12 +91,12 @@ def client_path(
     ending = f"-of-{clients}"
     client_file = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
     files = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
-    others = [p for p in files if clients == 1 or not p.name.endswith(ending)]
+    other_files = [p for p in files if clients == 1 or not p.name.endswith(ending)]
     if clients > 1 and path.exists():
-        others.append(path)
-    if others:
+        other_files.append(path)
+    if other_files:
         raise DefenseError(
-            f"ledger={str(others[0])!r} was kept with another number of clients than {clients}, so "
+            f"ledger={str(other_files[0])!r} was kept with another number of clients than {clients}, so "
             "an example may have been in another client's releases. Go on with as many clients as "
             "before, or begin a new run from a model that this data did not train, with a new path"
         )

@@ -96,9 +96,10 @@ def client_path(
         other_files.append(path)
     if other_files:
         raise DefenseError(
-            f"ledger={str(other_files[0])!r} was kept with another number of clients than {clients}, "
-            "so an example may have been in another client's releases. Go on with as many clients as "
-            "before, or begin a new run from a model that this data did not train, with a new path"
+            f"ledger={str(other_files[0])!r} was kept with another number of clients than "
+            f"{clients}, so an example may have been in another client's releases. Go on with as "
+            "many clients as before, or begin a new run from a model that this data did not train, "
+            "with a new path"
         )
     return client_file
 

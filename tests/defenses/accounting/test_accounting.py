@@ -255,7 +255,7 @@ def test_counting(kind) -> None:
 def test_with_slack_epsilon_is_an_upper_bound_of_few_calls(monkeypatch) -> None:
     calls = []
 
-    def counted(history, delta, kind, sampling):
+    def counted(history, delta, kind):
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
@@ -279,7 +279,7 @@ def test_with_slack_epsilon_is_an_upper_bound_of_few_calls(monkeypatch) -> None:
 def test_allows_is_exact_in_few_calls(kind, monkeypatch) -> None:
     calls = []
 
-    def counted(history, delta, kind, sampling):
+    def counted(history, delta, kind):
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 

@@ -189,7 +189,7 @@ def test_epsilon_counts_the_releases_and_is_infinite_where_nothing_holds() -> No
         GradientNoise(1.0, 0.0),
         GradientNoise(1.0, 1.0, seed=1),
     ):
-        noise_of(void, context())
+        void.on_gradients([nn.Parameter(torch.zeros(3))], context())
         assert void.epsilon(1e-5) == math.inf
         assert void.guarantee.startswith("none")
     assert not GradientNoise(1.0, 1.0).guarantee.startswith("none")

@@ -25,7 +25,7 @@ from lightning_fedleak.defenses.token_ldp.mechanisms import (
     the_threshold,
     uniform_keep,
 )
-from tests.defenses.token_ldp.ldpy_clients import reference_sample
+from tests.defenses.token_ldp.ldpy_clients import CLIENTS, reference_sample, seeded
 
 RULES = [
     ("grr", "uniform"),
@@ -129,10 +129,12 @@ def test_epsilon_holds_with_sampled_bits(data: st.DataObject, k: int, epsilon: f
 @pytest.mark.parametrize("k", [2, 3, 17, 1000, 50257])
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 5.0, 7.5, 10.0, 30.0])
 def test_the_largest_of_noised_numbers(k: int, epsilon: float) -> None:
-    laplace = scipy.stats.laplace(scale=2 / epsilon)
+    scale = 2 / epsilon
 
     def density(t: float) -> float:
-        return float(laplace.pdf(t - 1) * np.exp((k - 1) * laplace.logcdf(t)))
+        """Return Laplace's density at t - 1, times its chance to be below t to the k - 1."""
+        below = math.log(0.5) + t / scale if t < 0 else math.log1p(-0.5 * math.exp(-t / scale))
+        return math.exp((k - 1) * below - abs(t - 1) / scale) / (2 * scale)
 
     breaks = [-np.inf, 0.0, 0.5, 1.0, *(1 + 2 / epsilon * np.arange(1, 40)), np.inf]
     parts = [
@@ -163,7 +165,11 @@ def test_the_threshold_is_that_of_the_aggregator(epsilon: float) -> None:
     from multi_freq_ldpy.pure_frequency_oracles.HE import find_tresh
 
     found = scipy.optimize.minimize_scalar(
-        find_tresh, bounds=[0.5, 1], method="bounded", args=(epsilon,), options={"xatol": 1e-9}
+        find_tresh.py_func,
+        bounds=[0.5, 1],
+        method="bounded",
+        args=(epsilon,),
+        options={"xatol": 1e-9},
     )
     assert the_threshold(epsilon) == pytest.approx(found.x, abs=1e-5)
     theta = the_threshold(epsilon)
@@ -203,10 +209,9 @@ def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
 
 
 @pytest.mark.parametrize(("mechanism", "decode"), RULES)
-@pytest.mark.parametrize("k", [5, 40])
-def test_the_reference_path_has_the_same_law(mechanism: str, decode: str, k: int) -> None:
-    randomizer = Randomizer.with_defaults(mechanism, k, decode)
-    for x, epsilon in ((1, 1.0), (k - 1, 5.0)):
+def test_the_reference_path_has_the_same_law(mechanism: str, decode: str) -> None:
+    for k, x, epsilon in ((5, 1, 1.0), (20, 19, 5.0)):
+        randomizer = Randomizer.with_defaults(mechanism, k, decode)
         drawn = reference_sample(randomizer, torch.full((6_000,), x), epsilon, seed=11 * k + x)
         assert chi_square(drawn, randomizer.law(epsilon)[x]) > ALIKE
         ours = draws(randomizer, x, epsilon, 6_000)
@@ -224,8 +229,8 @@ def test_the_reference_path_with_sampled_bits(k: int, d: int) -> None:
 
 def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
     """``L_SUE_Client(2 eps, eps)``, what the published code of Vu et al. calls."""
-    longitudinal = pytest.importorskip("multi_freq_ldpy.long_freq_est.L_SUE").L_SUE_Client
+    longitudinal, epsilon = CLIENTS["longitudinal"], 2.0
     randomizer = Randomizer.with_defaults("rappor", 8, "first")
-    epsilon = 2.0
-    drawn = [int(longitudinal(5, 8, 2 * epsilon, epsilon).argmax()) for _ in range(10_000)]
-    assert chi_square(torch.tensor(drawn), randomizer.law(epsilon)[5]) > 1e-9  # not seeded
+    with seeded(0):
+        drawn = [int(longitudinal(5, 8, 2 * epsilon, epsilon).argmax()) for _ in range(10_000)]
+    assert chi_square(torch.tensor(drawn), randomizer.law(epsilon)[5]) > ALIKE

@@ -65,7 +65,7 @@ def test_one_example_moves_the_sum_by_no_more_than_the_norm(name: str) -> None:
     assert float((one - other).norm()) <= 2 * clip + 1e-5  # an example that is replaced
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ["auto", "gamma"])
 def test_noise_is_accounted_as_one_gaussian_of_the_noise_multiplier(name: str) -> None:
     settings, clip, _ = FORMS[name]
     sigma = 1.7

@@ -83,10 +83,16 @@ def spoils(model: nn.Module, sample: int) -> Any:
     return words.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize(
-    "name",
-    ["gpt2 tied", "gpt2 checkpointed", "llama", "bert mlm", "gpt2 lora", "gpt2 prompt tuning"],
+    ("name", "clipping"),
+    [
+        *(("gpt2 tied", clipping) for clipping in CLIPPINGS),
+        *(("gpt2 lora", clipping) for clipping in CLIPPINGS[1:]),
+        ("gpt2 checkpointed", "auto"),
+        ("llama", "ghost"),
+        ("bert mlm", "auto"),
+        ("gpt2 prompt tuning", "ghost"),
+    ],
 )
 def test_nan_in_one_sample_reaches_no_other(name: str, clipping: Any) -> None:
     """Against one backward pass for each of the others, in float64 (Llama's norms are float32)."""

@@ -46,10 +46,10 @@ def nearest(values: np.ndarray, levels: int) -> np.ndarray:
 def largest(values: np.ndarray, share: float) -> np.ndarray:
     """All but the largest entries set to zero, one by one."""
     order = sorted(range(values.size), key=lambda i: -abs(values.flat[i]))
-    kept = np.zeros_like(values)
+    selected = np.zeros_like(values)
     for i in order[: max(1, math.floor(share * values.size))]:
-        kept.flat[i] = values.flat[i]
-    return kept
+        selected.flat[i] = values.flat[i]
+    return selected
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
@@ -138,10 +138,10 @@ def test_it_replaces_gradients_and_flushes_what_has_none() -> None:
     model = model_with(a.clone(), b.clone())
     compression.on_gradients([*model.parameters()], context(root=model))
     assert np.array_equal(model[0].weight.grad.numpy(), largest(a.numpy(), 0.2))
-    left = b - model[1].weight.grad
+    remaining = b - model[1].weight.grad
     model[1].weight.grad = None  # this step's loss does not reach it
     compression.on_gradients([*model.parameters()], context(root=model))
-    assert np.array_equal(model[1].weight.grad.numpy(), largest(left.numpy(), 0.2))
+    assert np.array_equal(model[1].weight.grad.numpy(), largest(remaining.numpy(), 0.2))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -176,8 +176,8 @@ def test_the_residual_behind_noise_holds_noised_values() -> None:
     for defense in (GradientNoise(None, 1.0, seed=4), compression):
         defense.on_gradients([*both.parameters()], where)
     for name, parameter in noised.named_parameters():
-        kept = torch.from_numpy(largest(parameter.grad.numpy(), 0.1))
-        assert torch.equal(compression.memory[f"residual/{name}"], parameter.grad - kept)
+        selected = torch.from_numpy(largest(parameter.grad.numpy(), 0.1))
+        assert torch.equal(compression.memory[f"residual/{name}"], parameter.grad - selected)
 
 
 def run(root: Path, compression: GradientCompression, **settings):

@@ -88,8 +88,8 @@ def test_what_has_no_norm_or_another_form_is_no_update(given, message):
 def test_neighbours_are_no_further_apart_than_is_accounted(seeds, scale, fixed):
     clip, n = 0.7, 5
     more = {"sampling": "fixed", "per_round": n, "clients": 20} if fixed else {"clients": n}
-    first, *others = (update(s, scale) for s in seeds)
-    here = dict(enumerate([first, *others]))
+    first, *rest = (update(s, scale) for s in seeds)
+    here = dict(enumerate([first, *rest]))
     # Replaced by the worst there is, or taken away.
     there = here | {0: {n: -t for n, t in first.items()} if fixed else None}
     a, b = (dp(1.0, clip, seed=3, **more).mean(x, LIKE).update for x in (here, there))
@@ -107,9 +107,9 @@ def test_the_sum_is_divided_by_the_number_expected():
         ({"clients": 10, "sampling": "poisson", "per_round": 2.5}, 2.5),
         ({"clients": 10, "sampling": "fixed", "per_round": 4}, 4),
     ):
-        found = dp(1e-9, 1.0, **more).mean(parts | {9: None}, LIKE)
-        torch.testing.assert_close(long(found.update), want / expected, rtol=1e-4, atol=1e-7)
-        assert found.zeros == {9: "failed or withheld"}
+        result = dp(1e-9, 1.0, **more).mean(parts | {9: None}, LIKE)
+        torch.testing.assert_close(long(result.update), want / expected, rtol=1e-4, atol=1e-7)
+        assert result.zeros == {9: "failed or withheld"}
 
 
 def test_what_cannot_be_read_counts_as_zero():
@@ -121,15 +121,15 @@ def test_what_cannot_be_read_counts_as_zero():
         "gone": None,
     }
     defense = dp(1e-9)
-    found = defense.mean({"good": good, **bad}, LIKE)
-    torch.testing.assert_close(long(found.update), long(good) / 10, rtol=1e-4, atol=1e-8)
-    assert found.zeros.keys() == bad.keys()
+    result = defense.mean({"good": good, **bad}, LIKE)
+    torch.testing.assert_close(long(result.update), long(good) / 10, rtol=1e-4, atol=1e-8)
+    assert result.zeros.keys() == bad.keys()
     assert defense.accountant.steps == 1
 
 
 def test_nobody_at_all_is_a_release_of_noise():
-    found = dp(1.0, sampling="poisson", per_round=1).mean({}, LIKE)
-    assert float(long(found.update).abs().min()) > 0
+    result = dp(1.0, sampling="poisson", per_round=1).mean({}, LIKE)
+    assert float(long(result.update).abs().min()) > 0
 
 
 def test_updates_that_arrive_one_by_one_are_released_as_a_mean_of_all():
@@ -224,13 +224,13 @@ def test_a_planted_client_is_found_as_often_as_the_law_says(sigma):
     canary = torch.zeros(9, dtype=torch.float64)
     canary[7] = 1e6  # clipped to the clip norm
     like = {"w": torch.zeros(9)}
-    others = {c: {"w": torch.randn(9, generator=torch.Generator().manual_seed(c))} for c in (1, 2)}
-    base = float(sum(clipped(u, 0.5, like)["w"][7] for u in others.values()))
+    rest = {c: {"w": torch.randn(9, generator=torch.Generator().manual_seed(c))} for c in (1, 2)}
+    base = float(sum(clipped(u, 0.5, like)["w"][7] for u in rest.values()))
     defense = dp(sigma, 0.5, clients=n, accountant="rdp")
     scores = torch.tensor(
         [
             [
-                float(defense.mean(others | {0: planted}, like).update["w"][7]) * n - base
+                float(defense.mean(rest | {0: planted}, like).update["w"][7]) * n - base
                 for planted in ({"w": canary}, None)
             ]
             for _ in range(games)
@@ -444,8 +444,8 @@ def test_clients_are_drawn_as_is_accounted():
     sizes = torch.tensor([float(len(d)) for d in drawn])
     assert float(sizes.mean()) == pytest.approx(5, abs=5 * math.sqrt(3.75 / 2000))
     assert float(sizes.var()) == pytest.approx(3.75, rel=0.2)
-    seen = torch.bincount(torch.tensor([c for d in drawn for c in d]), minlength=20) / 2000
-    assert float((seen - 0.25).abs().max()) < 5 * math.sqrt(0.25 * 0.75 / 2000)
+    observed = torch.bincount(torch.tensor([c for d in drawn for c in d]), minlength=20) / 2000
+    assert float((observed - 0.25).abs().max()) < 5 * math.sqrt(0.25 * 0.75 / 2000)
     with pytest.raises(DefenseError, match="19 are there"):
         poisson.drawn(everyone[1:])
 
@@ -454,7 +454,7 @@ def test_clients_are_drawn_as_is_accounted():
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "text"),
     [
         ({"noise": 0.0}, "noise_multiplier must be .* got 0.0"),
         ({"noise": None}, "noise_multiplier, or target_epsilon and rounds"),
@@ -479,8 +479,8 @@ def test_clients_are_drawn_as_is_accounted():
         ({"noise": None, "target_epsilon": 1.0, "rounds": 0}, "rounds must be .* got 0"),
     ],
 )
-def test_settings_that_hold_no_guarantee_are_refused(more, said):
-    with pytest.raises(DefenseError, match=said):
+def test_settings_that_hold_no_guarantee_are_refused(more, text):
+    with pytest.raises(DefenseError, match=text):
         dp(**more)
 
 
@@ -500,8 +500,8 @@ def test_it_is_no_defence_of_a_trainers_steps(tmp_path):
 
 
 def test_the_record_of_a_run_says_who_is_trusted():
-    told = dp(trust="local").settings()
-    assert (told["trust"], told["accountant"], told["clip"]) == ("local", "prv", 1.0)
+    report = dp(trust="local").settings()
+    assert (report["trust"], report["accountant"], report["clip"]) == ("local", "prv", 1.0)
     assert "server" in dp(trust="local").guarantee
     assert "added or removed" in dp().guarantee
     assert "must stay secret" in dp(sampling="poisson", per_round=2).guarantee

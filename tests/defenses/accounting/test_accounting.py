@@ -442,15 +442,15 @@ def test_killed_at_ten_random_points_no_release_is_forgotten(tmp_path: Path) -> 
                 os.write(writer, b"r")
         os.close(writer)
         until = int(rng.integers(1, 40))
-        seen = 0
-        while seen < until:
-            seen += len(os.read(reader, until - seen))
+        observed = 0
+        while observed < until:
+            observed += len(os.read(reader, until - observed))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         while more := os.read(reader, 4096):
-            seen += len(more)
+            observed += len(more)
         os.close(reader)
-        released += seen
+        released += observed
         counted = Ledger(path).steps
         assert released <= counted <= released + 1
         released = counted

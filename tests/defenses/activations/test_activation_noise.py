@@ -189,11 +189,11 @@ def test_a_recomputation_of_unknown_states_is_refused() -> None:
 def test_states_that_do_not_repeat_themselves_are_the_nearest_and_never_refused() -> None:
     """What a text holds decides nothing: near twins, numbers that overflow, far rounding."""
     states = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
-    seen = [states, states + 1e-5, 100 * states, torch.full_like(states, math.inf), -states]
+    observed = [states, states + 1e-5, 100 * states, torch.full_like(states, math.inf), -states]
     remembered = _Remembered()
-    for number, tensor in enumerate(seen):
+    for number, tensor in enumerate(observed):
         remembered.add(number, tensor)
-    for number, tensor in [*enumerate(seen)][::-1]:
+    for number, tensor in [*enumerate(observed)][::-1]:
         assert remembered.find(tensor * (1 + 1e-7), 1, exact=False) == number
     assert remembered.find(0.9 * states, 1, exact=False) in (0, 1)
     for tensor, exact in ((0.9 * states, True), (states[:2], False)):
@@ -212,8 +212,10 @@ def test_noise_differs_by_client_process_forward_layer_name_base_and_kind() -> N
     other = ActivationNoise(1, 1.0)
     other.name = "more_noise"
     draws.append(noise_of(other, entropy=b"a" * 32))
-    kept = ActivationNoise(1, 1.0)
-    draws += [noise_of(kept, entropy=b"c" * 32) for _ in range(2)]  # a second fit, the same base
+    refitted = ActivationNoise(1, 1.0)
+    draws += [
+        noise_of(refitted, entropy=b"c" * 32) for _ in range(2)
+    ]  # a second fit, the same base
     model = tiny_gpt2(layers=3, dropout=0.0)
     local, shared = noised(model, ActivationNoise(1, 1.0), entropy=b"a" * 32)
     with torch.no_grad():

@@ -90,16 +90,16 @@ def shuffled(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 def with_others(rows: Sequence[Row]) -> dict[str, Tensor]:
     """The next row of the batch as a negative."""
-    found = padded(rows)
-    return found | {"negative": found["input_ids"].roll(1, 0)}
+    result = padded(rows)
+    return result | {"negative": result["input_ids"].roll(1, 0)}
 
 
 def masked(rows: Sequence[Row]) -> dict[str, Tensor]:
     """As for masked language models: the labels are drawn too."""
-    found = padded(rows)
-    ids = found["input_ids"]
+    result = padded(rows)
+    ids = result["input_ids"]
     hidden = torch.rand(ids.shape) < 0.3
-    return found | {
+    return result | {
         "input_ids": ids.masked_fill(hidden, 99),
         "labels": ids.masked_fill(~hidden, -100),
     }

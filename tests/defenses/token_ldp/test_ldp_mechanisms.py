@@ -52,12 +52,12 @@ def by_enumeration(randomizer: Randomizer, p: float, q: float) -> Tensor:
             for place, bit in zip(subset, bits, strict=True):
                 rate = p if place == x else q
                 probability *= rate if bit else 1 - rate
-            found = [place for place, bit in zip(subset, bits, strict=True) if bit]
+            result = [place for place, bit in zip(subset, bits, strict=True) if bit]
             if randomizer.decode == "first":
-                law[x, min(found, default=0)] += probability
+                law[x, min(result, default=0)] += probability
             else:
-                for place in found or range(b):
-                    law[x, place] += probability / len(found or range(b))
+                for place in result or range(b):
+                    law[x, place] += probability / len(result or range(b))
     return law
 
 
@@ -70,15 +70,15 @@ def draws(randomizer: Randomizer, x: int, epsilon: float, n: int, seed: int = 0)
 def chi_square(drawn: Tensor, law: Tensor) -> float:
     """p-value of the draws under the law; rare outcomes are pooled."""
     n = len(drawn)
-    seen = torch.bincount(drawn, minlength=len(law)).double()
-    assert len(seen) == len(law)
-    assert not bool((seen[law == 0] > 0).any())
+    observed = torch.bincount(drawn, minlength=len(law)).double()
+    assert len(observed) == len(law)
+    assert not bool((observed[law == 0] > 0).any())
     common = law * n >= 5
-    seen = torch.cat([seen[common], seen[~common].sum()[None]])
+    observed = torch.cat([observed[common], observed[~common].sum()[None]])
     expected = torch.cat([law[common], law[~common].sum()[None]]) * n
-    kept = expected > 1e-9
-    distance = ((seen[kept] - expected[kept]) ** 2 / expected[kept]).sum()
-    return float(scipy.stats.chi2.sf(distance, len(expected[kept]) - 1))
+    selected = expected > 1e-9
+    distance = ((observed[selected] - expected[selected]) ** 2 / expected[selected]).sum()
+    return float(scipy.stats.chi2.sf(distance, len(expected[selected]) - 1))
 
 
 @given(
@@ -164,14 +164,14 @@ def test_closed_forms() -> None:
 def test_the_threshold_is_that_of_the_aggregator(epsilon: float) -> None:
     from multi_freq_ldpy.pure_frequency_oracles.HE import find_tresh
 
-    found = scipy.optimize.minimize_scalar(
+    result = scipy.optimize.minimize_scalar(
         find_tresh.py_func,
         bounds=[0.5, 1],
         method="bounded",
         args=(epsilon,),
         options={"xatol": 1e-9},
     )
-    assert the_threshold(epsilon) == pytest.approx(found.x, abs=1e-5)
+    assert the_threshold(epsilon) == pytest.approx(result.x, abs=1e-5)
     theta = the_threshold(epsilon)
     laplace = scipy.stats.laplace(scale=2 / epsilon)
     expected = (laplace.sf(theta - 1), laplace.sf(theta))

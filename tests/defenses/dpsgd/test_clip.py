@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_fedleak.defenses import (
     DPSGD,
     CanaryGradient,
-    DefenseError,
 )
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.defenses.dpsgd.test_logical import Pieces
@@ -78,25 +77,6 @@ def test_noise_is_accounted_as_one_gaussian_of_the_noise_multiplier(name: str) -
     assert defense.accountant.history == ((sigma, 0.2, 250),)
     assert defense.measured_noise_multiplier == pytest.approx(sigma, rel=0.35)
     assert defense.noise_std(run.context) == pytest.approx(sigma * clip / 8, rel=1e-9)
-
-
-def test_too_little_noise_is_seen() -> None:
-    run = Run(DPSGD(0.4, noise_multiplier=1.0))
-    run.backward(first(8))
-    step = run.defense._step
-    assert step is not None
-    clipped = step.clipped(run.parameters, run.context)
-    right = clipped.release
-
-    def weaker(parameters: Any, team: Any, std: float, divisor: float, add: Any, *given: Any):
-        def add_less(number: int, total: Tensor, std: float) -> None:
-            add(number, total, std / 4)
-
-        right(parameters, team, std, divisor, add_less, *given)
-
-    clipped.release = weaker  # type: ignore[method-assign]
-    with pytest.raises(DefenseError, match="noise measured"):
-        run.release()
 
 
 def test_a_canary_is_clipped_automatically_too() -> None:

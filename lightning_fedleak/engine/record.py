@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import Defense, DefenseError, Privacy
+from lightning_fedleak.defenses import Accountant, Defense, DefenseError, Privacy, RenyiFilter
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.choice import reads_of
 from lightning_fedleak.engine.lineup import Lineup
@@ -316,4 +316,5 @@ def _history(defense: Defense) -> tuple[records.Releases, ...]:
 
 def _sampling(defense: Defense) -> str | None:
     """Return how the releases of a defence are accounted, as the record names it."""
-    return "poisson" if hasattr(getattr(defense, "accountant", None), "history") else None
+    accountant = getattr(defense, "accountant", None)
+    return "poisson" if isinstance(accountant, Accountant | RenyiFilter) else None

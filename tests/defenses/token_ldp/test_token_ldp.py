@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -267,7 +267,7 @@ def test_masked_words_have_one_replacement() -> None:
     assert torch.equal(new["labels"] == -100, ~chosen)
     both = chosen & ~masked
     assert torch.equal(new["input_ids"][both], new["labels"][both])
-    # A position that masking has filled with a random word keeps the word as the others do.
+    # A position that masking has filled with a random word keeps the word like every other position.
     expected = Randomizer.with_defaults("grr", VOCAB - 2).keep(4.0)
     for place in (chosen & masked, chosen & (how > 0.9), chosen & (how > 0.8) & (how < 0.9)):
         unchanged = float((new["labels"] == ids)[place].double().mean())
@@ -328,7 +328,7 @@ def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
     assert defense.epsilon_spent == defense.epsilon_per_sequence == 40.0
 
 
-def test_equal_rows_are_told_apart_by_example_ids(gpt2: nn.Module) -> None:
+def test_equal_rows_are_distinguished_by_example_ids(gpt2: nn.Module) -> None:
     ids = rows(1, 40).expand(2, 40)
     assert torch.equal(*defended(TokenLDP("grr", 40.0), gpt2, ids))
     defense = TokenLDP("grr", 40.0, form=BatchForm(example_ids="idx"))
@@ -421,9 +421,16 @@ def test_labels_that_are_shifted_are_refused(gpt2: nn.Module) -> None:
 
 
 def test_a_batch_of_unknown_form_is_refused_with_what_to_do(gpt2: nn.Module) -> None:
-    with pytest.raises(DefenseError, match=r"no 'input_ids'.*Let the collate function") as refused:
-        defended(TokenLDP("grr", 1.0), gpt2, {"ids": rows(2, 4)})
-    assert "batch_adapter" not in str(refused.value)
+    ids = rows(2, 4)
+    far = {"input_ids": ids, "labels": ids.unsqueeze(2)}
+    for batch, message in (
+        ({"ids": ids}, "no 'input_ids'"),
+        (MappingProxyType({"input_ids": ids}), "cannot be copied with other ids"),
+        (far, "cannot be read"),
+    ):
+        with pytest.raises(DefenseError, match=f"{message}.*Let the collate function") as refused:
+            defended(TokenLDP("grr", 1.0), gpt2, batch)
+        assert "batch_adapter" not in str(refused.value)
 
 
 def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:

@@ -25,13 +25,13 @@ from lightning_fedleak.cli.studies.federation import Federation, train_in_proces
 
 SMOKE = (
     "--model {model} --text {text} --log {out}/cells.jsonl --clients 8 --per-round 4 --rounds 2 "
-    "--local-steps 1 --rank 2 --clips 1 q1 --epsilon 50",
+    "--local-steps 1 --rank 2 --clips 1 --epsilon 50",
 )
 NEXT_TO_NONE = 1e-9  # noise multiplier of the runs without privacy
 
 
-def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], float, float]:
-    """Return the validation loss before and after each round, the noise and the last clip norm."""
+def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], float]:
+    """Return the validation loss before and after each round, and the noise."""
     federation = Federation(
         clients=key["clients"],
         rounds=args.rounds,
@@ -45,8 +45,7 @@ def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], 
         attack="none",
         epsilon=key["epsilon"],
         noise_multiplier=None if key["epsilon"] else NEXT_TO_NONE,
-        clip=float(key["clip"].lstrip("q")),
-        clip_quantile=0.5 if key["clip"][0] == "q" else None,
+        clip=float(key["clip"]),
         sampling="poisson" if key["clients"] > args.per_round else "all",
         per_round=args.per_round if key["clients"] > args.per_round else None,
         seed=key["seed"],
@@ -55,8 +54,7 @@ def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], 
 
     with tempfile.TemporaryDirectory() as folder:
         end = train_in_process(federation, Path(folder), lambda round_: values.append(round_.loss))
-    assert end.dp is not None
-    return values, end.noise or 0.0, end.dp.clip_norm
+    return values, end.noise or 0.0
 
 
 def loss_table(lines: list[dict[str, Any]]) -> str:
@@ -68,13 +66,10 @@ def loss_table(lines: list[dict[str, Any]]) -> str:
         groups.setdefault(tuple(line[name] for name in names), []).append(line)
     for (model, clients, per_round, epsilon, clip), cells in groups.items():
         ends = [cell["losses"][-1] for cell in cells]
-        norm = clip
-        if clip.startswith("q"):
-            norm = f"median, {clip[1:]} to {statistics.median(c['norm'] for c in cells):.2g}"
         noise = f"{cells[0]['noise']:.2g} x" if epsilon else "none"
         spread = f" ({min(ends):.3f} to {max(ends):.3f})" if len(ends) > 1 else ""
         loss = f"{cells[0]['losses'][0]:.3f} -> {statistics.median(ends):.3f}{spread}"
-        rows.append([model, f"{clients}, {per_round}", norm, noise, loss])
+        rows.append([model, f"{clients}, {per_round}", clip, noise, loss])
     return table(["model", "clients, in a round", "clip", "noise", "loss"], rows)
 
 
@@ -92,12 +87,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3, help="of the clients' AdamW")
     parser.add_argument("--epsilon", type=float, default=8.0)
-    parser.add_argument(
-        "--clips",
-        nargs="+",
-        default=["0.2", "q0.2"],
-        help="norm; with q it follows the median",
-    )
+    parser.add_argument("--clips", nargs="+", default=["0.2"], help="norms of updates")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -114,8 +104,8 @@ def main() -> None:
         if any(key.items() <= line.items() for line in lines):
             continue
         start = time.process_time()
-        values, noise, norm = losses(args, key)
-        result = {"losses": [round(x, 4) for x in values], "noise": round(noise, 3), "norm": norm}
+        values, noise = losses(args, key)
+        result = {"losses": [round(x, 4) for x in values], "noise": round(noise, 3)}
         result |= {"model": Path(args.model or "embedded").name, "lr": args.lr, "rank": args.rank}
         result |= {"seconds": round(time.process_time() - start), "steps": args.local_steps}
         result |= {"date": str(datetime.date.today()), "machine": platform.machine()}

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, exclude, results_of
-from lightning_fedleak.engine.channels.weights import Memory, WeightLooks
+from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
@@ -244,18 +243,12 @@ class Engine(StepEngine):
         series = {s: c for s, c in self.series.items() if not c.at_weights}
         return [c for c in self.channels if c.attacks and not c.at_weights], series
 
-    def join(
-        self, run: Run, destination: log.Destination, memory: Memory = MappingProxyType({})
-    ) -> None:
+    def join(self, run: Run, destination: log.Destination) -> None:
         """Begin the run of one client, whose attacks the origin has calibrated.
 
         Args:
             run: the origin's run, as this client.
             destination: where this client's results go.
-            memory: what :attr:`weights` knew of this client in an earlier round.
-
-        Raises:
-            ValueError: a listed attack on the trained weights cannot be played.
         """
         assert self._origin is not None
         lineup = self._origin._fit.lineup
@@ -264,17 +257,13 @@ class Engine(StepEngine):
         plans = {plan.attack.name: plan for plan in lineup.plans}
         for channel in (channel for channel in self.channels if channel.attacks):
             channel.open(run)
-            if not channel.at_weights:
-                exclude(channel, {attack.name for attack in channel.attacks} - plans.keys())
-                channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
-        in_steps, series = self._split(run, destination.folder / f"client_{destination.client}")
+            exclude(channel, {attack.name for attack in channel.attacks} - plans.keys())
+            channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
+        in_steps, series = self._split(run, destination.folder)
         self.fit = Fit(run, lineup, self.options, series, in_steps)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
         self.results.begin()
-        if self.weights is not None:
-            self.weights.remember(memory)
-            self._begin_weights(self.weights)
 
     def training_begins(self) -> None:
         """Remember how many looks came before this run, and where it starts."""

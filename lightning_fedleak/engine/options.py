@@ -231,7 +231,7 @@ class WatchSettings:
             ValueError: names the first of them that is set.
         """
         for one in (one for one in fields(self) if one.name in names):
-            if getattr(self, one.name) != one.default:
+            if getattr(self, one.name) != getattr(type(self)(), one.name):
                 raise ValueError(
                     f"{face} takes no settings=WatchSettings({one.name}=...): leave it out"
                 )
@@ -262,7 +262,6 @@ def parts_of(
     max_overhead: float | None = None,
     *,
     utility: Sequence[str] = (),
-    weights: bool | None = None,
     local_steps: int | None = None,
 ) -> tuple[Selection, Options]:
     """Return the attacks and options for an :class:`Engine`, from a face's arguments.
@@ -274,7 +273,6 @@ def parts_of(
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
         utility: metrics that are logged where the settings name none.
-        weights: see :func:`selected`.
         local_steps: of a round of a federation.
 
     Raises:
@@ -287,7 +285,6 @@ def parts_of(
         settings.tokenizer,
         games=games,
         rounds=local_steps is not None,
-        weights=weights,
     )
     given = {one.name: getattr(settings, one.name) for one in fields(WatchSettings)}
     names = utility if settings.utility is None else settings.utility
@@ -328,7 +325,6 @@ def candidates(
     tokenizer: Any,
     *,
     rounds: bool,
-    weights: bool,
 ) -> list[Attack]:
     """Return every attack that may apply; a fit runs those that do.
 
@@ -337,7 +333,6 @@ def candidates(
         public_text: for calibrations; None means text that the model writes itself.
         tokenizer: for strings.
         rounds: whether weight changes are shared, which some attacks do not read.
-        weights: whether the training data are there, to ask the trained weights about.
 
     Raises:
         ValueError: ``public_text`` is one string, or strings without a tokenizer.
@@ -355,9 +350,7 @@ def candidates(
     if Capability.KNOWS_TARGET_TEXT in assumed:
         attacks.append(GradientMembership(text))
         if not rounds:
-            attacks.append(SubspaceMembership(text))
-        if weights:
-            attacks += [Combined(), Extraction()]
+            attacks += [SubspaceMembership(text), Combined(), Extraction()]
     if not rounds and frozenset(assumed) >= DISHONEST_SERVER:
         attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
     return attacks
@@ -371,7 +364,6 @@ def selected(
     *,
     games: Games | None = None,
     rounds: bool = False,
-    weights: bool | None = None,
 ) -> Selection:
     """Return the attacks that a user's arguments ask for.
 
@@ -382,7 +374,6 @@ def selected(
         tokenizer: reads its texts.
         games: whose canaries, if there are any, the trained weights are asked about.
         rounds: what leaves is a round's update.
-        weights: the training data are there, to ask the trained weights about; None: but in rounds.
 
     Raises:
         ValueError: an unknown word, public text beside listed attacks, or attacks that cannot be
@@ -392,9 +383,8 @@ def selected(
     asked = None if assume is None else frozenset(assume)
     if attacks == "auto":
         asked = ASSUMED if asked is None else asked
-        at_weights = not rounds if weights is None else weights
-        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds, weights=at_weights))
-        canaries = None if games is None or rounds or not at_weights else games.canaries
+        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds))
+        canaries = None if games is None or rounds else games.canaries
         if canaries is not None and min(map(len, canaries.token_ids)) > 1:
             played += (Canaries(),)
         check_attacks(played)

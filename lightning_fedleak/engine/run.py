@@ -110,11 +110,6 @@ class Run(ABC):
         return None
 
     @property
-    def holds_base(self) -> bool:
-        """Return whether the weights are now those that the training begins from."""
-        return self.step == 0
-
-    @property
     def progress(self) -> tuple[int, float] | None:
         """Return the epoch, counted from 0, and the share of its batches that is done, up to 1."""
         return None

@@ -19,7 +19,8 @@ class RoundGate(Threshold):
     Every round is judged by its own value, not by one that is pooled over rounds. What is
     *unknown* counts as a breach: an attack that failed, that waits for its first result, that is
     not played, or whose surface is not shared; and a rate at or below the threshold of fewer than
-    16 texts of the round and 16 others. A value that no update here can have is refused beforehand.
+    16 texts of the round and 16 non-members. A value that no update here can have is refused
+    beforehand.
 
     In the first round of a LoRA nothing can be read of its words *yet*, as long as its B is zero:
     one update of a client is let pass by a gate on words for that, and a second one is not.

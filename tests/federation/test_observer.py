@@ -91,7 +91,7 @@ SLOW = partial(torch.optim.SGD, lr=1e-3)
 
 
 def test_an_attack_on_trained_weights_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="attacks on trained weights ask the model about texts"):
+    with pytest.raises(ValueError, match="attacks on trained weights read no update of a round"):
         observer(tmp_path, attacks=[Combined()])
 
 
@@ -198,13 +198,15 @@ def test_each_client_and_round_has_its_lines(tmp_path):
         net.load_state_dict(mean, strict=False)
     rounds.end()
     assert probe.prepared == 1
-    found = [(x["round"], x["step"], x["client"], x["stage"], x["attack"]) for x in lines(tmp_path)]
+    result = [
+        (x["round"], x["step"], x["client"], x["stage"], x["attack"]) for x in lines(tmp_path)
+    ]
     expected = []
     for round_ in range(2):
         for client, stage in ((0, "shared"), (1, "shared"), (SUM, "aggregate")):
             for attack in ("bag_of_words", "probe"):
                 expected.append((round_, round_, client, stage, attack))
-    assert found == expected
+    assert result == expected
     record = lines(tmp_path, "run.jsonl")
     assert [x["kind"] for x in record] == ["begin", *["look"] * 6, "end"]
     assert record[0]["training"]["local_steps"] == 2
@@ -240,12 +242,12 @@ def test_observers_of_one_federation_are_one_run_of_the_report(tmp_path):
         of.begin(0, trained_state(net))
         of.look(train(net, data), client, batches=data)
     of.end()
-    found = findings(read([tmp_path]))
-    [run] = found.runs
+    result = findings(read([tmp_path]))
+    [run] = result.runs
     assert (run.monitors, run.end, run.unit) == (2, "finished", "round")
     [attack] = [one for one in run.attacks if one.name == "probe"]
     assert {point.client for point in attack.points} == {"0", "1"}
-    assert not found.problems
+    assert not result.problems
 
 
 def test_attacks_choose_themselves(tmp_path):
@@ -413,7 +415,7 @@ def test_a_full_disk_ends_no_round_and_is_said(tmp_path, monkeypatch):
     def full(self, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as report:
         warnings.simplefilter("always")
         for round_ in range(3):
             monkeypatch.setattr(RecordWriter, "write", written if round_ == 0 else full)
@@ -423,7 +425,7 @@ def test_a_full_disk_ends_no_round_and_is_said(tmp_path, monkeypatch):
                 look = rounds.look(train(net, data), client, batches=data)
                 assert look.values[F1] > 0.9
         rounds.end()
-    said = [str(w.message) for w in told]
+    said = [str(w.message) for w in report]
     for what in (r"leakage.jsonl cannot be written: No space", "run.jsonl cannot be written",
                  "TensorBoard cannot be written any more \\(No space"):  # fmt: skip
         assert any(re.search(what, one) for one in said), what

@@ -55,7 +55,9 @@ def draws(run: Run, entropy: list[bytes]) -> Tensor:
     """Independent noise of releases 0, 1, ..., the t-th of a run with ``entropy[t]``."""
     rows = []
     for release, base in enumerate(entropy):
-        keys = [noise_key(base, 0, release, i, "dpsgd") for i in range(len(run.parameters))]
+        keys = [
+            noise_key(base, release, i, client=0, name="dpsgd") for i in range(len(run.parameters))
+        ]
         own = [
             standard_normal(key, p.shape, p.device, p.dtype).flatten()
             for key, p in zip(keys, run.parameters, strict=True)
@@ -155,14 +157,6 @@ def test_epsilon_that_is_asked_for_is_spent_in_the_planned_steps() -> None:
         run.step(first(5))
     assert 1.9 < defense.privacy.epsilon <= 2.0
     assert NoisePlan(2, 7, 2, N).rounds == 4 == defense.privacy.releases
-
-
-def test_groups_of_rows_pay_k_times_as_they_meet_in_the_noise_of_a_step() -> None:
-    defense = correlated(bands=2, target_delta=1e-6)
-    Steps(defense).step(first(5))
-    own, of_two = defense.privacy, defense.group_privacy(2)
-    assert of_two.epsilon == 2 * own.epsilon
-    assert of_two.delta == pytest.approx(2 * math.exp(own.epsilon) * own.delta)
 
 
 class Turn:
@@ -426,7 +420,6 @@ def test_a_parameter_that_was_not_trained_in_the_step_before_is_refused() -> Non
     [
         ({"bands": None}, "bands must be .* at least 1, got None"),
         ({"bands": 0}, "bands must be .* at least 1, got 0"),
-        ({"poisson_sampling": False}, "decides itself how batches are drawn"),
         (
             {"accountant": "filter", "target_epsilon": 1.0, "target_delta": 1e-3},
             "accountant='filter' is there to turn it up",

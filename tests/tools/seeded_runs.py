@@ -509,9 +509,8 @@ RUNS: dict[str, Run] = {
         lambda: [fedleak.TokenLDP("grr", 4.0, special_ids=[0, 1, 2], seed=1)],
     ),
     "ghost clipping": Run(watched(signs), lambda: dpsgd(clip=ClipSettings("ghost")), model=bert),
-    "not Poisson": Run(
-        watched(lambda: [flatchat()]),
-        lambda: dpsgd(poisson_sampling=False, clip=ClipSettings("per_sample")),
+    "clipping in full": Run(
+        watched(lambda: [flatchat()]), lambda: dpsgd(clip=ClipSettings("per_sample"))
     ),
     "epsilon by PRV": accounted(),
     "epsilon by RDP": accounted(accountant="rdp"),

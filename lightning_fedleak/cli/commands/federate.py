@@ -106,7 +106,7 @@ def _check_options(options: Namespace) -> None:
         (options.gate, ("watch", "action"), "--gate, such as 0.5"),
         (
             options.epsilon or options.noise_multiplier,
-            ("clip", "clip_quantile", "delta", "trust", "sampling", "per_round"),
+            ("clip", "delta", "trust", "sampling", "per_round"),
             "--epsilon or --noise-multiplier",
         ),
     )

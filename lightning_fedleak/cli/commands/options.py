@@ -46,7 +46,6 @@ def _converter(
 
 
 _SHARE = _converter(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-_QUANTILE = _converter(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _POSITIVE = _converter(float, lambda x: 0 < x < float("inf"), "a positive number")
 _DURATION = _converter(float, lambda x: x > 0, "a positive number")
 _NOISE = _converter(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
@@ -389,7 +388,6 @@ def federate(add: Add) -> None:
         epsilon: client-level differential privacy: what all rounds together may cost.
         noise_multiplier: noise on the sum, over --clip, in place of --epsilon.
         clip: largest norm of a client's update.
-        clip_quantile: --clip is the first norm, which then follows this quantile of the updates'.
         delta: delta of the guarantee.
         trust: who adds the noise: the server; each client all of it; each client its share.
         sampling: which clients take part in a round.
@@ -419,7 +417,6 @@ def federate(add: Add) -> None:
     add("--epsilon", **_number("X", _POSITIVE))
     add("--noise-multiplier", **_number("X", _POSITIVE))
     add("--clip", **_number("C", _POSITIVE, 1.0))
-    add("--clip-quantile", **_number("X", _QUANTILE))
     add("--delta", **_number("X", _POSITIVE, 1e-5))
     add("--trust", choices=("central", "local", "secure_aggregation"), default="central")
     add("--sampling", choices=("all", "poisson", "fixed"), default="all")

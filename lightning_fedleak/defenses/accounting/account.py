@@ -11,23 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting import renyi
 from lightning_fedleak.defenses.accounting.accounting import (
     LEAST_NOISE,
+    ORDERS,
     AccountantKind,
     History,
     check_kind,
+    check_opacus,
     check_probability,
+    conversion,
     epsilon_of,
+    rdp_of,
 )
 from lightning_fedleak.defenses.accounting.ledger import (
     Event,
     LedgerFile,
     check_release,
-)
-from lightning_fedleak.defenses.accounting.renyi import (
-    SamplingScheme,
-    check_opacus,
 )
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
@@ -139,29 +138,22 @@ class Accountant(Ledger):
         ledger: file that remembers every release through a crash, one for each client, see
             :class:`Ledger`. None: what was released
             after the last checkpoint is forgotten in a crash.
-        sampling: how batches are drawn.
 
     Raises:
-        DefenseError: an unknown kind or sampling, Opacus is missing, or the ledger's file cannot be
-            used.
+        DefenseError: an unknown kind, Opacus is missing, or the ledger's file cannot be used.
     """
 
     def __init__(
         self,
         kind: AccountantKind = "prv",
         ledger: str | os.PathLike[str] | None = None,
-        *,
-        sampling: SamplingScheme = "poisson",
     ) -> None:
         super().__init__(ledger)
-        check_kind(kind, sampling)
+        check_kind(kind)
         check_opacus()
         self.kind: AccountantKind = kind
-        self.sampling: SamplingScheme = sampling
         self._epsilons: dict[tuple[float, History], float] = {}
         self._search: tuple[object, _Search] | None = None
-
-    share_spent: float | None = None
 
     def step(
         self,
@@ -214,7 +206,7 @@ class Accountant(Ledger):
         check_number("slack", slack, at_least=0, below=1, error=DefenseError)
         history = self.history
         if self.kind == "rdp" or not history:
-            return epsilon_of(history, delta, self.kind, self.sampling)
+            return epsilon_of(history, delta, self.kind)
         *earlier, (noise_multiplier, sample_rate, count) = history
         coarse = max(1, int(slack * sum(row[2] for row in earlier)))
         most = max(_milestone(count, slack), coarse * math.ceil(count / coarse))
@@ -222,7 +214,7 @@ class Accountant(Ledger):
         if (delta, ahead) not in self._epsilons:
             if len(self._epsilons) >= CACHED:
                 self._epsilons.clear()
-            self._epsilons[delta, ahead] = epsilon_of(ahead, delta, self.kind, self.sampling)
+            self._epsilons[delta, ahead] = epsilon_of(ahead, delta, self.kind)
         return self._epsilons[delta, ahead]
 
     def allows(
@@ -244,15 +236,15 @@ class Accountant(Ledger):
         check_probability(delta)
         check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
-        others = tuple(row for row in self.history if row[:2] != event)
+        other_rows = tuple(row for row in self.history if row[:2] != event)
         total = count + sum(row[2] for row in self.history if row[:2] == event)
-        question = epsilon, delta, event, others
+        question = epsilon, delta, event, other_rows
         if self._search is None or self._search[0] != question:
             self._search = question, _Search()
 
         def fits(releases: int) -> bool:
-            history = (*others, (*event, releases))
-            return epsilon_of(history, delta, self.kind, self.sampling) <= epsilon
+            history = (*other_rows, (*event, releases))
+            return epsilon_of(history, delta, self.kind) <= epsilon
 
         return self._search[1].answer(total, fits)
 
@@ -276,7 +268,6 @@ class RenyiFilter(Ledger):
         delta: of the whole run.
         ledger: as for :class:`Accountant`. It
             stores releases, not the budget: begin again with the same one.
-        sampling: how batches are drawn.
 
     Attributes:
         order: Renyi order of the budget; None until :meth:`begin` or a checkpoint fixes it.
@@ -290,13 +281,10 @@ class RenyiFilter(Ledger):
         epsilon: float,
         delta: float,
         ledger: str | os.PathLike[str] | None = None,
-        *,
-        sampling: SamplingScheme = "poisson",
     ) -> None:
         super().__init__(ledger)
         self.epsilon = check_number("epsilon", epsilon, above=0, error=DefenseError)
         self.delta = check_number("delta", delta, above=0, below=1, error=DefenseError)
-        self.sampling: SamplingScheme = sampling
         self.order: float | None = None
         self._restored = False
 
@@ -312,8 +300,7 @@ class RenyiFilter(Ledger):
         if self.order is None or not (self._restored or self.steps):
             for sigma, rate, _ in self.history[:1]:
                 noise_multiplier, sample_rate = sigma, rate
-            event = noise_multiplier, sample_rate, self.sampling
-            self.order = best_order(self.epsilon, self.delta, *event)
+            self.order = best_order(self.epsilon, self.delta, noise_multiplier, sample_rate)
 
     @property
     def share_spent(self) -> float:
@@ -383,19 +370,19 @@ class RenyiFilter(Ledger):
         """Return the divergence of one release at the order."""
         if noise_multiplier < LEAST_NOISE:
             return math.inf
-        return float(renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._place])
+        return float(rdp_of(noise_multiplier, sample_rate)[self._place])
 
     @property
     def _place(self) -> int:
         if self.order is None:
             raise DefenseError("RenyiFilter: there is no budget yet; call begin first")
-        return renyi.ORDERS.index(self.order)
+        return ORDERS.index(self.order)
 
     def _spent(self) -> float:
         return sum(count * self._rdp(sigma, rate) for sigma, rate, count in self.history)
 
     def _share(self, spent: float) -> float:
-        budget = float(self.epsilon - renyi.conversion(self.delta)[self._place])
+        budget = float(self.epsilon - conversion(self.delta)[self._place])
         return spent / budget if budget > 0 else math.inf
 
 
@@ -405,7 +392,6 @@ def best_order(
     delta: float,
     noise_multiplier: float,
     sample_rate: float,
-    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the order at which the most releases of one kind fit in (epsilon, delta).
 
@@ -415,9 +401,9 @@ def best_order(
         DefenseError: not one release fits at any order.
     """
     check_release(noise_multiplier, sample_rate)
-    budget = epsilon - renyi.conversion(delta)
+    budget = epsilon - conversion(delta)
     with np.errstate(invalid="ignore", divide="ignore"):
-        rdp = renyi.rdp_of(noise_multiplier, sample_rate, sampling)
+        rdp = rdp_of(noise_multiplier, sample_rate)
         releases = np.where(budget > 0, budget / rdp, 0.0)
     best = int(np.nanargmax(releases))
     if not releases[best] >= 1 or noise_multiplier < LEAST_NOISE:
@@ -425,4 +411,4 @@ def best_order(
             f"not one release at noise_multiplier={noise_multiplier!r}, sample_rate="
             f"{sample_rate!r} fits in (epsilon={epsilon:g}, delta={delta:g}): more noise is needed"
         )
-    return renyi.ORDERS[best]
+    return ORDERS[best]

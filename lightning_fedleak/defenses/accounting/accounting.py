@@ -13,10 +13,6 @@ decisions that depend on the data.
   epsilon, which is an upper bound too. Where delta is so small that float64's rounding matters
   (below ``4e-15`` times the number of releases) RDP's epsilon is reported.
 
-Both also cover batches of a fixed number, drawn without replacement
-(``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``renyi`` says. The number
-of examples is public then, and neighbours differ by one example put in another's place.
-
 Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
 reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
 which grows with ``1 / noise_multiplier ** 2`` (at 1e-3 it needs terabytes), and ``exp`` of a loss
@@ -33,20 +29,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 
 from lightning_fedleak.defenses.accounting import ledger
-from lightning_fedleak.defenses.accounting.renyi import (
-    Floats,
-    SamplingScheme,
-    WithoutReplacementPRV,
-    deltas_of_rdp,
-    epsilons_of_rdp,
-    rdp_of,
-)
 from lightning_fedleak.defenses.base import Curve, DefenseError
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.extras import install
+from lightning_fedleak.validate import check_choice, check_number
 
 PRV_POINTS = 2**21  # points of PRV's mesh, about; more take longer and make the error smaller
 PRV_ERROR = 0.002  # error of PRV's answer over the scale that it is called with. Not tuned
@@ -63,13 +53,68 @@ MOST_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. No
 CURVE_POINTS = 64  # pairs of a curve; at 32 the TPR that one allows is .6% larger (sigma 1)
 LEAST_DELTA = 1e-9  # of a curve; larger: events of a smaller chance than it refute nothing
 
+Floats = NDArray[np.float64]
+
+ORDERS: tuple[float, ...] = (
+    *(1 + x / 10 for x in range(1, 100)),
+    *(float(x) for x in (*range(11, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)),
+)
+"""Renyi orders that are tried."""
+
+
+@functools.lru_cache(maxsize=1024)
+def rdp_of(noise_multiplier: float, sample_rate: float) -> Floats:
+    """Return (len(ORDERS),) Renyi DP of one release at :data:`ORDERS`; read-only.
+
+    Args:
+        noise_multiplier: standard deviation of the noise over the largest distance between the sums
+            of two neighbouring datasets.
+        sample_rate: chance of each example to be in a batch.
+    """
+    check_opacus()
+    from opacus.accountants.analysis.rdp import compute_rdp
+
+    computed = compute_rdp(
+        q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS)
+    )
+    rdp: Floats = np.where(computed >= 0, computed, np.inf)
+    rdp.flags.writeable = False
+    return rdp
+
+
+def epsilons_of_rdp(rdp: Floats, delta: float) -> Floats:
+    """Return epsilon by each of :data:`ORDERS` (Balle et al. 2020, Theorem 21), at least 0."""
+    return np.maximum(rdp + conversion(delta), 0.0)
+
+
+def deltas_of_rdp(rdp: Floats, epsilons: Floats) -> Floats:
+    """Return delta at each epsilon by the best of :data:`ORDERS`, at most 1; the same theorem."""
+    orders = np.asarray(ORDERS)
+    logs = (orders - 1) * (rdp + np.log1p(-1 / orders) - epsilons[:, None]) - np.log(orders)
+    deltas: Floats = np.exp(np.minimum(logs.min(1), 0.0))
+    return deltas
+
+
+def conversion(delta: float) -> Floats:
+    """Return what is added to the Renyi DP of :data:`ORDERS` to get epsilon at ``delta``."""
+    orders = np.asarray(ORDERS)
+    terms: Floats = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+    return terms
+
+
+def check_opacus() -> None:
+    """Raise a :class:`DefenseError` where Opacus is missing."""
+    try:
+        import opacus.accountants  # noqa: F401
+    except ImportError as error:
+        raise DefenseError(f"accounting for DP-SGD needs Opacus: {install('dp')}") from error
+
 
 def prv_epsilon(
     history: Sequence[tuple[float, float, int]],
     delta: float,
     epsilon: float,
     rdp: Floats,
-    sampling: SamplingScheme,
 ) -> float:
     """Return PRV's upper bound with an error below 0.6% of itself, where its mesh allows.
 
@@ -81,7 +126,6 @@ def prv_epsilon(
         delta: as there.
         epsilon: RDP's bound, which is returned where PRV has none that is smaller.
         rdp: as there.
-        sampling: as there.
     """
 
     def read(composed: Any, delta_error: float, error: float) -> Floats:
@@ -89,7 +133,7 @@ def prv_epsilon(
 
     scale = epsilon
     while True:
-        bound = read_prv(history, delta, scale, rdp, read, sampling)
+        bound = read_prv(history, delta, scale, rdp, read)
         if bound is not None and math.isfinite(bound[0]):
             epsilon = min(epsilon, max(float(bound[0]), 0.0))
         if not 0 < epsilon < scale / 3:
@@ -103,7 +147,6 @@ def read_prv(
     epsilon: float,
     rdp: Floats,
     read: Callable[[Any, float, float], Floats],
-    sampling: SamplingScheme = "poisson",
 ) -> Floats | None:
     """Return what is read off the composition of all releases; None where PRV has none.
 
@@ -120,7 +163,6 @@ def read_prv(
         epsilon: about as large as the answer, or larger.
         rdp: of all releases together, at ``ORDERS``.
         read: takes the composition, the error of a delta, and that of an epsilon.
-        sampling: of all releases.
     """
     from opacus.accountants.analysis import prv
 
@@ -132,7 +174,7 @@ def read_prv(
     loss = max(
         float(epsilons_of_rdp(rdp, delta_error / 4).min()),
         *(
-            float(epsilons_of_rdp(rdp_of(sigma, rate, sampling), delta_error / (8 * steps)).min())
+            float(epsilons_of_rdp(rdp_of(sigma, rate), delta_error / (8 * steps)).min())
             for sigma, rate, _ in history
         ),
     )
@@ -141,10 +183,6 @@ def read_prv(
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
     half = max(loss, error) + 3
-
-    def loss_of(sigma: float, rate: float) -> Any:
-        fixed = sampling == "without_replacement"
-        return (WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
 
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -156,7 +194,7 @@ def read_prv(
             releases = [
                 prv.discretize(
                     prv.TruncatedPrivacyRandomVariable(
-                        loss_of(sigma, rate), mesh.t_min, mesh.t_max
+                        prv.PoissonSubsampledGaussianPRV(rate, sigma), mesh.t_min, mesh.t_max
                     ),
                     mesh,
                 )
@@ -187,7 +225,6 @@ def epsilon_of(
     history: Sequence[tuple[float, float, int]],
     delta: float,
     kind: AccountantKind,
-    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the epsilon of releases with fixed noise, at ``delta``: an upper bound.
 
@@ -195,7 +232,6 @@ def epsilon_of(
         history: noise multiplier, sample rate and count of every kind of release, in any order.
         delta: in (0, 1).
         kind: ``"prv"`` or ``"rdp"``.
-        sampling: of all of them.
 
     Returns:
         0 for no releases; ``inf`` as the module's docstring says.
@@ -203,7 +239,7 @@ def epsilon_of(
     Raises:
         DefenseError: a value out of range, or Opacus is missing.
     """
-    check_kind(kind, sampling)
+    check_kind(kind)
     check_probability(delta)
     for row in history:
         ledger.check_release(*row)
@@ -211,23 +247,22 @@ def epsilon_of(
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:
         return math.inf
-    rdp = composed_rdp(history, sampling)
+    rdp = composed_rdp(history)
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = prv_epsilon(history, delta, epsilon, rdp, sampling)
+        epsilon = prv_epsilon(history, delta, epsilon, rdp)
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 
-def composed_rdp(history: Sequence[tuple[float, float, int]], sampling: SamplingScheme) -> Floats:
+def composed_rdp(history: Sequence[tuple[float, float, int]]) -> Floats:
     """Return (len(ORDERS),) Renyi DP of all releases together."""
-    terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
+    terms = (count * rdp_of(sigma, rate) for sigma, rate, count in history)
     return sum(terms, np.zeros(1))
 
 
 def curve_of(
     history: Sequence[tuple[float, float, int]],
     kind: AccountantKind,
-    sampling: SamplingScheme = "poisson",
 ) -> Curve:
     """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
 
@@ -237,7 +272,6 @@ def curve_of(
     Args:
         history: as for ``epsilon_of``.
         kind: ``"prv"`` or ``"rdp"``.
-        sampling: of all releases.
 
     Returns:
         ``(0, 0)`` alone for no releases; no pair where epsilon is infinite.
@@ -245,13 +279,13 @@ def curve_of(
     Raises:
         DefenseError: a value out of range, or Opacus is missing.
     """
-    largest = epsilon_of(history, LEAST_DELTA, kind, sampling)
+    largest = epsilon_of(history, LEAST_DELTA, kind)
     if not history:
         return ((0.0, 0.0),)
     if math.isinf(largest):
         return ()
     epsilons = np.linspace(0.0, largest, CURVE_POINTS)
-    rdp = composed_rdp(history, sampling)
+    rdp = composed_rdp(history)
     deltas = deltas_of_rdp(rdp, epsilons)
     if kind == "prv" and largest > 0:
 
@@ -259,7 +293,7 @@ def curve_of(
             estimates = [composed.compute_delta_estimate(e - error) for e in epsilons]
             return np.maximum(estimates, 0.0) + delta_error
 
-        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read, sampling)
+        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read)
         deltas = deltas if bounds is None else np.fmin(deltas, bounds)
     deltas[-1] = min(deltas[-1], LEAST_DELTA)
     return tuple(zip(epsilons.tolist(), deltas.tolist(), strict=True))
@@ -271,7 +305,6 @@ def noise_multiplier_for(
     sample_rate: float,
     steps: int,
     kind: AccountantKind = "prv",
-    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
 
@@ -283,13 +316,12 @@ def noise_multiplier_for(
         sample_rate: in (0, 1].
         steps: number of releases.
         kind: ``"prv"`` or ``"rdp"``.
-        sampling: of the releases.
 
     Raises:
         DefenseError: a value out of range, or a target that needs more noise than
             :data:`MOST_NOISE` or less than :data:`LEAST_NOISE`.
     """
-    check_kind(kind, sampling)
+    check_kind(kind)
     check_probability(target_delta, "target_delta")
     ledger.check_release(1.0, sample_rate)
     ledger.check_count(steps, "steps")
@@ -305,7 +337,7 @@ def noise_multiplier_for(
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
         events = [(math.exp(log_noise), sample_rate, steps)]
-        epsilon = epsilon_of(events, target_delta, accountant, sampling)
+        epsilon = epsilon_of(events, target_delta, accountant)
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
     lowest, highest = math.log(LEAST_NOISE), math.log(MOST_NOISE)
@@ -328,52 +360,6 @@ def noise_multiplier_for(
             low, high = 3 * low - 2 * high, low
         high = _find_root(functools.partial(excess, accountant="prv"), max(lowest, low), high)
     return math.exp(high)
-
-
-def effective_noise_multiplier(
-    noise_multiplier: float, clients: int, trust: Trust, *, colluding: int = 0
-) -> float:
-    """Return the noise multiplier to account, which depends on what the server sees.
-
-    Each of ``clients`` clients clips the gradients of its examples to C, adds noise of standard
-    deviation ``noise_multiplier * C`` to their sum and sends the result.
-
-    - ``"local"``: the server sees each client's update. An example is in one of them, and that
-      client's noise alone hides it: ``noise_multiplier``.
-    - ``"central"``: the server sees *only the sum* of all updates, by secure aggregation or a
-      trusted aggregator. Independent noises add up to a standard deviation of
-      ``noise_multiplier * sqrt(clients) * C`` while one example still changes the sum by C:
-      ``noise_multiplier * sqrt(clients)``. Averaging by the server, as in DDP's all-reduce where a
-      rank or the server can see what each rank sends, is *not* central. Clients that collude with
-      the server know their noise and can subtract it, and clients that drop out send none:
-      ``noise_multiplier * sqrt(clients - colluding)``.
-
-    The sample rate is the same in both: the chance of an example to be in its client's batch.
-
-    Args:
-        noise_multiplier: of each client's noise.
-        clients: how many add noise.
-        trust: ``"local"`` or ``"central"``.
-        colluding: how many of them may collude or drop out; fewer than all.
-
-    Raises:
-        DefenseError: a value out of range.
-    """
-    ledger.check_release(noise_multiplier)
-    ledger.check_count(clients, "clients")
-    hint = "the server sees each client's update, or only their sum by secure aggregation"
-    check_choice("trust", trust, ("local", "central"), hint=hint, error=DefenseError)
-    check_integer(
-        "colluding",
-        colluding,
-        at_least=0,
-        at_most=clients - 1,
-        hint="the clients that may collude with the server or drop out",
-        error=DefenseError,
-    )
-    if trust == "local":
-        return noise_multiplier
-    return noise_multiplier * math.sqrt(clients - colluding)
 
 
 def check_delta_for(delta: float, examples: int) -> None:
@@ -406,11 +392,10 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
     return root
 
 
-def check_kind(kind: str, sampling: object = "poisson") -> None:
-    """Raise an error for an unknown accountant or sampling."""
+def check_kind(kind: str) -> None:
+    """Raise an error for an unknown accountant."""
     hint = "'prv' is tight, 'rdp' is fast"
     check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
-    check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
 
 
 def check_probability(delta: float, name: str = "delta") -> None:

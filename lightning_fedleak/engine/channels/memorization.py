@@ -171,7 +171,6 @@ class MemorizationChannel(Channel):
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
-            rounds=self.run.unit == "round",
         )
 
     def describe(self) -> str:
@@ -250,7 +249,7 @@ class MemorizationChannel(Channel):
             self._restore(pool)
             if self.run.on_any_process(self._base is None):  # a file that one of them does not see
                 self._base = None
-        elif self.run.holds_base:  # later weights are no base
+        elif self.run.step == 0:  # later weights are no base
             self._base = self._ask(pool)
         if self._base is not None and pool.way == "given":
             alone = pool.alone.nonzero()[:, 0]
@@ -319,9 +318,6 @@ class MemorizationChannel(Channel):
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-2] > 0
         passed, unread = (int(one) for one in counts[-2:])
-        if self.run.unit == "round" and not passed:
-            waits = Waiting("nothing of this client has left it so far", soon=False)
-            return look.answers.update(dict.fromkeys(every, waits))
         self._looks += 1
         try:
             if unread and pool.way == "not yet seen":

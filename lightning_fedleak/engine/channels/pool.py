@@ -227,7 +227,6 @@ def collect(
     read: Callable[[Any], TokenBatch],
     *,
     resumed: bool = False,
-    rounds: bool = False,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
@@ -239,7 +238,6 @@ def collect(
         settings: the user's settings.
         read: reads a batch.
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
-        rounds: a client trains in rounds, of which the pool is asked in each.
 
     Raises:
         NoNonMembers: nobody can be compared, with the argument that would change that.
@@ -250,25 +248,19 @@ def collect(
     way: Way = "left out" if settings.others is None else "given"
     if others is None:
         way = "not yet seen"
-        if rounds:
-            raise NoNonMembers(
-                "over the rounds of a federation a client comes to all of its rows: add "
-                "leave_out(...) to its data"
-            )
         check_shuffle(loader)
         if resumed:
             raise NoNonMembers(
                 "a resumed fit may have trained on any row before: add leave_out(...) to the data"
             )
     no_game = _no_game(dataset, way)
-    length, size = len(dataset), settings.most_texts
-    if not rounds:
-        size = affordable(
-            length if no_game else dataset.public_length,
-            settings,
-            LEAST_POOL,
-            forwards_of(settings, last_step=way != "not yet seen"),
-        )
+    length = len(dataset)
+    size = affordable(
+        length if no_game else dataset.public_length,
+        settings,
+        LEAST_POOL,
+        forwards_of(settings, last_step=way != "not yet seen"),
+    )
     generator = torch.Generator().manual_seed(settings.seed)
     sources = [(dataset, row) for row in range(length)]
     held_out = [] if others is None else [(others, row) for row in range(len(others))]

@@ -22,9 +22,7 @@ from lightning_fedleak.cli.studies.models import with_lora
 from lightning_fedleak.engine import Games
 from lightning_fedleak.federation import (
     ClientDP,
-    ClientReleaseSettings,
     ClientSampling,
-    QuantileClip,
     RoundGate,
     RoundObserver,
     RoundSettings,
@@ -80,7 +78,6 @@ class Federation:
         epsilon: what all rounds together may cost; None for no budget.
         noise_multiplier: noise on the sum over ``clip``, in place of ``epsilon``.
         clip: largest norm of a client's update.
-        clip_quantile: of the norms of updates, which the clip norm follows; None: it stays.
         delta: of the guarantee.
         trust: who adds the noise.
         sampling: which clients take part in a round.
@@ -112,7 +109,6 @@ class Federation:
     epsilon: float | None = None
     noise_multiplier: float | None = None
     clip: float = 1.0
-    clip_quantile: float | None = None
     delta: float = 1e-5
     trust: Trusted = "central"
     sampling: ClientSampling = "all"
@@ -344,9 +340,6 @@ class Federation:
             per_round=self.per_round,
             accountant="filter" if self.action == "harden" else "prv",
             ledger=ledger,
-            release=ClientReleaseSettings(
-                quantile=None if self.clip_quantile is None else QuantileClip(self.clip_quantile)
-            ),
         )
 
     def client_account(self, folder: Path, client: int) -> ClientDP | None:

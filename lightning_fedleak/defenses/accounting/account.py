@@ -11,23 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fedleak.defenses.accounting import renyi
 from lightning_fedleak.defenses.accounting.accounting import (
     LEAST_NOISE,
-    ORDERS,
     AccountantKind,
     History,
     check_kind,
-    check_opacus,
     check_probability,
-    conversion,
     epsilon_of,
-    rdp_of,
 )
 from lightning_fedleak.defenses.accounting.ledger import (
     Event,
     LedgerFile,
     check_release,
 )
+from lightning_fedleak.defenses.accounting.renyi import check_opacus
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
 
@@ -370,19 +368,19 @@ class RenyiFilter(Ledger):
         """Return the divergence of one release at the order."""
         if noise_multiplier < LEAST_NOISE:
             return math.inf
-        return float(rdp_of(noise_multiplier, sample_rate)[self._place])
+        return float(renyi.rdp_of(noise_multiplier, sample_rate)[self._place])
 
     @property
     def _place(self) -> int:
         if self.order is None:
             raise DefenseError("RenyiFilter: there is no budget yet; call begin first")
-        return ORDERS.index(self.order)
+        return renyi.ORDERS.index(self.order)
 
     def _spent(self) -> float:
         return sum(count * self._rdp(sigma, rate) for sigma, rate, count in self.history)
 
     def _share(self, spent: float) -> float:
-        budget = float(self.epsilon - conversion(self.delta)[self._place])
+        budget = float(self.epsilon - renyi.conversion(self.delta)[self._place])
         return spent / budget if budget > 0 else math.inf
 
 
@@ -401,9 +399,9 @@ def best_order(
         DefenseError: not one release fits at any order.
     """
     check_release(noise_multiplier, sample_rate)
-    budget = epsilon - conversion(delta)
+    budget = epsilon - renyi.conversion(delta)
     with np.errstate(invalid="ignore", divide="ignore"):
-        rdp = rdp_of(noise_multiplier, sample_rate)
+        rdp = renyi.rdp_of(noise_multiplier, sample_rate)
         releases = np.where(budget > 0, budget / rdp, 0.0)
     best = int(np.nanargmax(releases))
     if not releases[best] >= 1 or noise_multiplier < LEAST_NOISE:
@@ -411,4 +409,4 @@ def best_order(
             f"not one release at noise_multiplier={noise_multiplier!r}, sample_rate="
             f"{sample_rate!r} fits in (epsilon={epsilon:g}, delta={delta:g}): more noise is needed"
         )
-    return ORDERS[best]
+    return renyi.ORDERS[best]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import Accountant, Defense, DefenseError, Privacy, RenyiFilter
+from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.engine.channels.base import Channel, plan_of
 from lightning_fedleak.engine.choice import reads_of
 from lightning_fedleak.engine.lineup import Lineup
@@ -308,6 +308,6 @@ def _history(defense: Defense) -> tuple[records.Releases, ...]:
 
 
 def _sampling(defense: Defense) -> str | None:
-    """Return how the releases of a defence are accounted, as the record names it."""
-    accountant = getattr(defense, "accountant", None)
-    return "poisson" if isinstance(accountant, Accountant | RenyiFilter) else None
+    """Return how the releases of a defence are drawn, as the record names it."""
+    sampling: str | None = getattr(getattr(defense, "accountant", None), "sampling", None)
+    return sampling

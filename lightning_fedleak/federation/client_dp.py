@@ -24,6 +24,7 @@ from lightning_fedleak.defenses.accounting import (
     Accountant,
     AccountantKind,
     Budget,
+    SamplingScheme,
 )
 from lightning_fedleak.defenses.accounting.ledger import check_terms
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
@@ -83,9 +84,9 @@ class ClientDP(Defense):
     ``"fixed"``       a client's data replaced     ``2 * clip``            prv, rdp, filter
     ================  ===========================  ======================  =====================
 
-    Poisson sampling lowers the cost under central trust alone, while nobody but the server knows
-    who took part. Otherwise each round counts in full; and where the server is not trusted,
-    neighbours differ by one client's data replaced by any other (``2 * clip``).
+    Sampling helps under central trust alone, and while nobody but the server knows who took part.
+    Otherwise the server knows, each round counts in full, and neighbours differ by one client's
+    data replaced by any other (``2 * clip``).
 
     Not covered: numbers that clients send besides their update (how many examples, metrics), what
     is logged of leakage, and why noise was turned up in sight of data.
@@ -145,8 +146,11 @@ class ClientDP(Defense):
         self.trust: Trusted = trust
         self.dropouts = release.dropouts
         _check_trust(trust, sampling, release, self.per_round)
-        amplified = trust == "central" and sampling == "poisson"
+        amplified = trust == "central" and sampling != "all"
         self.replaces = trust != "central" or sampling == "fixed"
+        accounted_as: SamplingScheme = (
+            "without_replacement" if amplified and sampling == "fixed" else "poisson"
+        )
         self.rounds = rounds
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -159,13 +163,13 @@ class ClientDP(Defense):
             target_delta,
             seeded=release.seed is not None,
             max_hardenings=MAX_HARDENINGS,
+            sampling=accounted_as,
             owner="ClientDP",
         )
         self.ledger = None if ledger is None else str(ledger)
         if ledger is not None:
             check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
-            self._check_rates()
         self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
         self.guarantee = self._describe_guarantee()
         self._entropy = os.urandom(32)
@@ -475,18 +479,7 @@ class ClientDP(Defense):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the count of releases; the account never runs backwards."""
         self._budget.load_state_dict(state, self._budget.accountant.steps)
-        self._check_rates()
         self._budget.check_not_overdrawn()
-
-    def _check_rates(self) -> None:
-        """Raise an error for releases of earlier runs that were drawn at another rate."""
-        rates = {rate for _, rate, _ in self.accountant.history} - {self._rate}
-        if rates:
-            raise DefenseError(
-                f"ClientDP: earlier releases were accounted at a sample rate of {max(rates):g}, "
-                f"and this run's is {self._rate:g}: begin a new run from a model that these "
-                "clients did not train, with a new ledger"
-            )
 
     def _terms(self) -> dict[str, object]:
         return {

@@ -27,7 +27,7 @@ from lightning_fedleak.report.wording import (
 )
 
 if TYPE_CHECKING:
-    from lightning_fedleak.defenses.accounting import AccountantKind
+    from lightning_fedleak.defenses.accounting import AccountantKind, SamplingScheme
 
 CLIENT, TOKENS = "ClientDP", "TokenLDP"
 """Classes of defences whose account is not one of examples."""
@@ -351,13 +351,13 @@ def composed_epsilon(
     """Return the epsilon of releases, or in words why it is no number; None without noise."""
     if not history or not delta or any(not one.noise_multiplier for one in history):
         return None
-    if sampling != "poisson":
-        return f"not computed: how batches were drawn is {sampling or NOT_RECORDED}"
+    if sampling is None:
+        return f"not computed: how batches were drawn is {NOT_RECORDED}"
     try:
         from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
 
         kind: AccountantKind = "prv" if accountant == "prv" else "rdp"
-        epsilon = epsilon_of(history, delta, kind)
+        epsilon = epsilon_of(history, delta, kind, cast("SamplingScheme", sampling))
     except (ImportError, ValueError) as error:
         return f"not computed: {error}"
     return f"more than {LARGEST_EPSILON:g}" if math.isinf(epsilon) else rounded_up(epsilon)
@@ -391,11 +391,11 @@ def _most_allowed(
 def _curves(account: Account, histories: Sequence[Sequence[records.Releases]]) -> list[Curve]:
     """Return the pairs of each client's releases; none where they are not all that was spent."""
     largest = _largest_histories(histories)
-    composed = account.accountant in ("prv", "rdp") and account.sampling == "poisson"
+    composed = account.accountant in ("prv", "rdp") and account.sampling is not None
     if not composed or not all(largest) or account.is_of_tokens:
         return []
     kind = account.accountant if len(largest) == 1 else "rdp"  # which takes microseconds
-    curves = [_curve(history, kind) for history in largest]
+    curves = [_curve(history, kind, str(account.sampling)) for history in largest]
     epsilon, delta = account.bound
     cost = max((_epsilon_at(delta, curve) for curve in curves), default=0.0)
     return curves if all(curves) and cost >= LEAST_EXPLAINED * epsilon else []
@@ -424,14 +424,15 @@ def _epsilon_at(delta: float, curve: Curve) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _curve(history: tuple[records.Releases, ...], accountant: str) -> Curve:
+def _curve(history: tuple[records.Releases, ...], accountant: str, sampling: str) -> Curve:
     """Return the pairs of releases; none where an accountant cannot compose them."""
     if any(not one.noise_multiplier for one in history):
         return ()
     try:
         from lightning_fedleak.defenses.accounting.accounting import curve_of
 
-        return tuple(curve_of(history, cast("AccountantKind", accountant)))
+        kind, scheme = cast("AccountantKind", accountant), cast("SamplingScheme", sampling)
+        return tuple(curve_of(history, kind, scheme))
     except (ImportError, ValueError):
         return ()
 

@@ -164,14 +164,14 @@ def test_a_gate_of_each_client_leaves_the_round_to_the_others(tmp_path):
 
 
 def test_a_report_says_what_clients_have_spent_and_for_whom_it_holds(tmp_path):
-    """Two fits on the same clients, Poisson samples of them, composed as such."""
+    """Two fits on the same clients, drawn without replacement, composed as such."""
     from lightning_fedleak.defenses.accounting.accounting import epsilon_of
     from lightning_fedleak.report import write
 
     net = model()
     for fit in range(2):
         dp = ClientDP(
-            0.5, 4.0, clients=30, sampling="poisson", per_round=3, target_delta=1e-5,
+            0.5, 4.0, clients=30, sampling="fixed", per_round=3, target_delta=1e-5,
             ledger=tmp_path / f"ledger{fit}",
         )  # fmt: skip
         server = watched(tmp_path / f"{fit}", defenses=[dp])
@@ -185,9 +185,9 @@ def test_a_report_says_what_clients_have_spent_and_for_whom_it_holds(tmp_path):
     report = json.loads(result.read_text())
     [spent] = report["runs"][1]["privacy"]
     assert spent["epsilon"] == math.ceil(dp.privacy.epsilon * 1e3) / 1e3  # three digits, up
-    assert "one client, all of its data, added or removed" in spent["statement"]
-    assert "rounds are Poisson samples at rate 0.1" in spent["statement"]
+    assert "one client, all of its data, replaced" in spent["statement"]
+    assert "rounds are a fixed share of 0.1, drawn again each time" in spent["statement"]
     [together] = report["privacy_together"]
-    expected = epsilon_of([(4.0, 0.1, 4)], 1e-5, "prv")
+    expected = epsilon_of([(2.0, 0.1, 4)], 1e-5, "prv", "without_replacement")
     assert 0 <= together["epsilon"] / expected - 1 < 1e-2  # three digits, up
     assert "client_dp" in page.read_text()

@@ -11,3 +11,4 @@ from lightning_fedleak.defenses.accounting.accounting import (
 from lightning_fedleak.defenses.accounting.budget import Account as Account
 from lightning_fedleak.defenses.accounting.budget import Budget as Budget
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme as SamplingScheme

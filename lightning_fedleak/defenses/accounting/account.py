@@ -25,7 +25,10 @@ from lightning_fedleak.defenses.accounting.ledger import (
     LedgerFile,
     check_release,
 )
-from lightning_fedleak.defenses.accounting.renyi import check_opacus
+from lightning_fedleak.defenses.accounting.renyi import (
+    SamplingScheme,
+    check_opacus,
+)
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
 
@@ -136,20 +139,25 @@ class Accountant(Ledger):
         ledger: file that remembers every release through a crash, one for each client, see
             :class:`Ledger`. None: what was released
             after the last checkpoint is forgotten in a crash.
+        sampling: how batches are drawn.
 
     Raises:
-        DefenseError: an unknown kind, Opacus is missing, or the ledger's file cannot be used.
+        DefenseError: an unknown kind or sampling, Opacus is missing, or the ledger's file cannot be
+            used.
     """
 
     def __init__(
         self,
         kind: AccountantKind = "prv",
         ledger: str | os.PathLike[str] | None = None,
+        *,
+        sampling: SamplingScheme = "poisson",
     ) -> None:
         super().__init__(ledger)
-        check_kind(kind)
+        check_kind(kind, sampling)
         check_opacus()
         self.kind: AccountantKind = kind
+        self.sampling: SamplingScheme = sampling
         self._epsilons: dict[tuple[float, History], float] = {}
         self._search: tuple[object, _Search] | None = None
 
@@ -204,7 +212,7 @@ class Accountant(Ledger):
         check_number("slack", slack, at_least=0, below=1, error=DefenseError)
         history = self.history
         if self.kind == "rdp" or not history:
-            return epsilon_of(history, delta, self.kind)
+            return epsilon_of(history, delta, self.kind, self.sampling)
         *earlier, (noise_multiplier, sample_rate, count) = history
         coarse = max(1, int(slack * sum(row[2] for row in earlier)))
         most = max(_milestone(count, slack), coarse * math.ceil(count / coarse))
@@ -212,7 +220,7 @@ class Accountant(Ledger):
         if (delta, ahead) not in self._epsilons:
             if len(self._epsilons) >= CACHED:
                 self._epsilons.clear()
-            self._epsilons[delta, ahead] = epsilon_of(ahead, delta, self.kind)
+            self._epsilons[delta, ahead] = epsilon_of(ahead, delta, self.kind, self.sampling)
         return self._epsilons[delta, ahead]
 
     def allows(
@@ -242,7 +250,7 @@ class Accountant(Ledger):
 
         def fits(releases: int) -> bool:
             history = (*other_rows, (*event, releases))
-            return epsilon_of(history, delta, self.kind) <= epsilon
+            return epsilon_of(history, delta, self.kind, self.sampling) <= epsilon
 
         return self._search[1].answer(total, fits)
 
@@ -266,6 +274,7 @@ class RenyiFilter(Ledger):
         delta: of the whole run.
         ledger: as for :class:`Accountant`. It
             stores releases, not the budget: begin again with the same one.
+        sampling: how batches are drawn.
 
     Attributes:
         order: Renyi order of the budget; None until :meth:`begin` or a checkpoint fixes it.
@@ -279,10 +288,13 @@ class RenyiFilter(Ledger):
         epsilon: float,
         delta: float,
         ledger: str | os.PathLike[str] | None = None,
+        *,
+        sampling: SamplingScheme = "poisson",
     ) -> None:
         super().__init__(ledger)
         self.epsilon = check_number("epsilon", epsilon, above=0, error=DefenseError)
         self.delta = check_number("delta", delta, above=0, below=1, error=DefenseError)
+        self.sampling: SamplingScheme = sampling
         self.order: float | None = None
         self._restored = False
 
@@ -298,7 +310,8 @@ class RenyiFilter(Ledger):
         if self.order is None or not (self._restored or self.steps):
             for sigma, rate, _ in self.history[:1]:
                 noise_multiplier, sample_rate = sigma, rate
-            self.order = best_order(self.epsilon, self.delta, noise_multiplier, sample_rate)
+            event = noise_multiplier, sample_rate, self.sampling
+            self.order = best_order(self.epsilon, self.delta, *event)
 
     @property
     def share_spent(self) -> float:
@@ -368,7 +381,7 @@ class RenyiFilter(Ledger):
         """Return the divergence of one release at the order."""
         if noise_multiplier < LEAST_NOISE:
             return math.inf
-        return float(renyi.rdp_of(noise_multiplier, sample_rate)[self._place])
+        return float(renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._place])
 
     @property
     def _place(self) -> int:
@@ -390,6 +403,7 @@ def best_order(
     delta: float,
     noise_multiplier: float,
     sample_rate: float,
+    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the order at which the most releases of one kind fit in (epsilon, delta).
 
@@ -401,7 +415,7 @@ def best_order(
     check_release(noise_multiplier, sample_rate)
     budget = epsilon - renyi.conversion(delta)
     with np.errstate(invalid="ignore", divide="ignore"):
-        rdp = renyi.rdp_of(noise_multiplier, sample_rate)
+        rdp = renyi.rdp_of(noise_multiplier, sample_rate, sampling)
         releases = np.where(budget > 0, budget / rdp, 0.0)
     best = int(np.nanargmax(releases))
     if not releases[best] >= 1 or noise_multiplier < LEAST_NOISE:

@@ -13,6 +13,10 @@ decisions that depend on the data.
   epsilon, which is an upper bound too. Where delta is so small that float64's rounding matters
   (below ``4e-15`` times the number of releases) RDP's epsilon is reported.
 
+Both also cover batches of a fixed number, drawn without replacement
+(``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``renyi`` says. The number
+of examples is public then, and neighbours differ by one example put in another's place.
+
 Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
 reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
 which grows with ``1 / noise_multiplier ** 2`` (at 1e-3 it needs terabytes), and ``exp`` of a loss
@@ -35,6 +39,8 @@ from scipy.optimize import brentq
 from lightning_fedleak.defenses.accounting import ledger
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
+    SamplingScheme,
+    WithoutReplacementPRV,
     deltas_of_rdp,
     epsilons_of_rdp,
     rdp_of,
@@ -63,6 +69,7 @@ def prv_epsilon(
     delta: float,
     epsilon: float,
     rdp: Floats,
+    sampling: SamplingScheme,
 ) -> float:
     """Return PRV's upper bound with an error below 0.6% of itself, where its mesh allows.
 
@@ -74,6 +81,7 @@ def prv_epsilon(
         delta: as there.
         epsilon: RDP's bound, which is returned where PRV has none that is smaller.
         rdp: as there.
+        sampling: as there.
     """
 
     def read(composed: Any, delta_error: float, error: float) -> Floats:
@@ -81,7 +89,7 @@ def prv_epsilon(
 
     scale = epsilon
     while True:
-        bound = read_prv(history, delta, scale, rdp, read)
+        bound = read_prv(history, delta, scale, rdp, read, sampling)
         if bound is not None and math.isfinite(bound[0]):
             epsilon = min(epsilon, max(float(bound[0]), 0.0))
         if not 0 < epsilon < scale / 3:
@@ -95,6 +103,7 @@ def read_prv(
     epsilon: float,
     rdp: Floats,
     read: Callable[[Any, float, float], Floats],
+    sampling: SamplingScheme = "poisson",
 ) -> Floats | None:
     """Return what is read off the composition of all releases; None where PRV has none.
 
@@ -111,6 +120,7 @@ def read_prv(
         epsilon: about as large as the answer, or larger.
         rdp: of all releases together, at ``ORDERS``.
         read: takes the composition, the error of a delta, and that of an epsilon.
+        sampling: of all releases.
     """
     from opacus.accountants.analysis import prv
 
@@ -122,7 +132,7 @@ def read_prv(
     loss = max(
         float(epsilons_of_rdp(rdp, delta_error / 4).min()),
         *(
-            float(epsilons_of_rdp(rdp_of(sigma, rate), delta_error / (8 * steps)).min())
+            float(epsilons_of_rdp(rdp_of(sigma, rate, sampling), delta_error / (8 * steps)).min())
             for sigma, rate, _ in history
         ),
     )
@@ -131,6 +141,10 @@ def read_prv(
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
     half = max(loss, error) + 3
+
+    def loss_of(sigma: float, rate: float) -> Any:
+        fixed = sampling == "without_replacement"
+        return (WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
 
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -142,7 +156,7 @@ def read_prv(
             releases = [
                 prv.discretize(
                     prv.TruncatedPrivacyRandomVariable(
-                        prv.PoissonSubsampledGaussianPRV(rate, sigma), mesh.t_min, mesh.t_max
+                        loss_of(sigma, rate), mesh.t_min, mesh.t_max
                     ),
                     mesh,
                 )
@@ -173,6 +187,7 @@ def epsilon_of(
     history: Sequence[tuple[float, float, int]],
     delta: float,
     kind: AccountantKind,
+    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the epsilon of releases with fixed noise, at ``delta``: an upper bound.
 
@@ -180,6 +195,7 @@ def epsilon_of(
         history: noise multiplier, sample rate and count of every kind of release, in any order.
         delta: in (0, 1).
         kind: ``"prv"`` or ``"rdp"``.
+        sampling: of all of them.
 
     Returns:
         0 for no releases; ``inf`` as the module's docstring says.
@@ -187,7 +203,7 @@ def epsilon_of(
     Raises:
         DefenseError: a value out of range, or Opacus is missing.
     """
-    check_kind(kind)
+    check_kind(kind, sampling)
     check_probability(delta)
     for row in history:
         ledger.check_release(*row)
@@ -195,22 +211,23 @@ def epsilon_of(
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:
         return math.inf
-    rdp = composed_rdp(history)
+    rdp = composed_rdp(history, sampling)
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = prv_epsilon(history, delta, epsilon, rdp)
+        epsilon = prv_epsilon(history, delta, epsilon, rdp, sampling)
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 
-def composed_rdp(history: Sequence[tuple[float, float, int]]) -> Floats:
+def composed_rdp(history: Sequence[tuple[float, float, int]], sampling: SamplingScheme) -> Floats:
     """Return (len(ORDERS),) Renyi DP of all releases together."""
-    terms = (count * rdp_of(sigma, rate) for sigma, rate, count in history)
+    terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
     return sum(terms, np.zeros(1))
 
 
 def curve_of(
     history: Sequence[tuple[float, float, int]],
     kind: AccountantKind,
+    sampling: SamplingScheme = "poisson",
 ) -> Curve:
     """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
 
@@ -220,6 +237,7 @@ def curve_of(
     Args:
         history: as for ``epsilon_of``.
         kind: ``"prv"`` or ``"rdp"``.
+        sampling: of all releases.
 
     Returns:
         ``(0, 0)`` alone for no releases; no pair where epsilon is infinite.
@@ -227,13 +245,13 @@ def curve_of(
     Raises:
         DefenseError: a value out of range, or Opacus is missing.
     """
-    largest = epsilon_of(history, LEAST_DELTA, kind)
+    largest = epsilon_of(history, LEAST_DELTA, kind, sampling)
     if not history:
         return ((0.0, 0.0),)
     if math.isinf(largest):
         return ()
     epsilons = np.linspace(0.0, largest, CURVE_POINTS)
-    rdp = composed_rdp(history)
+    rdp = composed_rdp(history, sampling)
     deltas = deltas_of_rdp(rdp, epsilons)
     if kind == "prv" and largest > 0:
 
@@ -241,7 +259,7 @@ def curve_of(
             estimates = [composed.compute_delta_estimate(e - error) for e in epsilons]
             return np.maximum(estimates, 0.0) + delta_error
 
-        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read)
+        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read, sampling)
         deltas = deltas if bounds is None else np.fmin(deltas, bounds)
     deltas[-1] = min(deltas[-1], LEAST_DELTA)
     return tuple(zip(epsilons.tolist(), deltas.tolist(), strict=True))
@@ -253,6 +271,7 @@ def noise_multiplier_for(
     sample_rate: float,
     steps: int,
     kind: AccountantKind = "prv",
+    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
 
@@ -264,12 +283,13 @@ def noise_multiplier_for(
         sample_rate: in (0, 1].
         steps: number of releases.
         kind: ``"prv"`` or ``"rdp"``.
+        sampling: of the releases.
 
     Raises:
         DefenseError: a value out of range, or a target that needs more noise than
             :data:`MOST_NOISE` or less than :data:`LEAST_NOISE`.
     """
-    check_kind(kind)
+    check_kind(kind, sampling)
     check_probability(target_delta, "target_delta")
     ledger.check_release(1.0, sample_rate)
     ledger.check_count(steps, "steps")
@@ -285,7 +305,7 @@ def noise_multiplier_for(
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
         events = [(math.exp(log_noise), sample_rate, steps)]
-        epsilon = epsilon_of(events, target_delta, accountant)
+        epsilon = epsilon_of(events, target_delta, accountant, sampling)
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
     lowest, highest = math.log(LEAST_NOISE), math.log(MOST_NOISE)
@@ -340,10 +360,11 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
     return root
 
 
-def check_kind(kind: str) -> None:
-    """Raise an error for an unknown accountant."""
+def check_kind(kind: str, sampling: object = "poisson") -> None:
+    """Raise an error for an unknown accountant or sampling."""
     hint = "'prv' is tight, 'rdp' is fast"
     check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
+    check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
 
 
 def check_probability(delta: float, name: str = "delta") -> None:

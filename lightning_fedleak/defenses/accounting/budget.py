@@ -19,6 +19,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.ledger import client_path
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
 from lightning_fedleak.defenses.noise import HARDEN_FACTOR
 
@@ -44,6 +45,7 @@ class Budget:
         target_delta: delta of the guarantee; None for a tenth of one over the examples.
         seeded: whether the noise can be guessed, so that epsilon is infinite.
         max_hardenings: hardenings that are allowed; None for no limit.
+        sampling: how batches are drawn.
         owner: class of the defence, for messages.
         accountant: counts releases.
         notches: how often the noise was turned up.
@@ -58,6 +60,7 @@ class Budget:
     _: KW_ONLY
     seeded: bool
     max_hardenings: int | None
+    sampling: SamplingScheme = "poisson"
     owner: str = "DPSGD"
 
     def __post_init__(self) -> None:
@@ -98,7 +101,7 @@ class Budget:
             return ((self.accountant.epsilon, delta),)
         if self.seeded:
             return ()
-        return curve_of(self.accountant.history, self.accountant.kind)
+        return curve_of(self.accountant.history, self.accountant.kind, self.sampling)
 
     @property
     def noise_now(self) -> float:
@@ -176,7 +179,7 @@ class Budget:
             steps = planned_steps()
             kind: AccountantKind = "prv" if self.kind == "prv" else "rdp"
             self.noise_multiplier = noise_multiplier_for(
-                self.target_epsilon, delta, rate, steps, kind
+                self.target_epsilon, delta, rate, steps, kind, self.sampling
             )
             self._covered = steps if self.accountant.steps == 0 else 0
             self._calibrated = True
@@ -320,5 +323,7 @@ class Budget:
         if self.kind == "filter":
             assert self.target_epsilon is not None
             assert self.target_delta is not None
-            return RenyiFilter(self.target_epsilon, self.target_delta, ledger)
-        return Accountant(self.kind, ledger)
+            return RenyiFilter(
+                self.target_epsilon, self.target_delta, ledger, sampling=self.sampling
+            )
+        return Accountant(self.kind, ledger, sampling=self.sampling)

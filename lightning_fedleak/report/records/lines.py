@@ -365,8 +365,8 @@ class Spending(Record):
         noise_multiplier, sample_rate: of its last release.
         releases: how many there were.
         history: all of them, where they were recorded.
-        sampling: how they were drawn: ``"poisson"``, or in records of earlier versions
-            ``"without_replacement"`` and ``"at-most-N-of-n"``; None where that was not recorded.
+        sampling: how they were drawn: ``"poisson"``, ``"without_replacement"``, or
+            ``"at-most-N-of-n"`` for truncated batches; None where that was not recorded.
     """
 
     defense: str

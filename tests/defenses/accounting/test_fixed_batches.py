@@ -1,0 +1,182 @@
+"""Batches of a fixed number: pairs of laws, and their composition, against computations of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.fft import irfft, rfft
+from scipy.special import logsumexp
+from scipy.stats import norm
+
+from lightning_fedleak.defenses.accounting import Accountant, RenyiFilter
+from lightning_fedleak.defenses.accounting.accounting import (
+    curve_of,
+    epsilon_of,
+    noise_multiplier_for,
+)
+from lightning_fedleak.defenses.accounting.renyi import (
+    ORDERS,
+    WithoutReplacementPRV,
+    rdp_of,
+)
+
+pytest.importorskip("opacus")
+
+FIXED = "without_replacement"
+DELTA = 1e-5
+CELLS = [(3.0, 0.01, 25), (1.0, 0.1, 100)]
+
+
+def hockey_stick(sigma: float, rate: float, epsilon: float) -> float:
+    """Return the curve by its definition: the first pair from 0 on, and the second below."""
+    x = np.linspace(-12 * sigma, 1 + 12 * sigma, 400_001)
+    p, q = norm.pdf(x, 1, sigma), norm.pdf(x, 0, sigma)
+    if epsilon >= 0:
+        excess = (1 - rate) * q + rate * p - math.exp(epsilon) * q
+    else:
+        excess = p - math.exp(epsilon) * ((1 - rate) * p + rate * q)
+    return float(np.trapezoid(np.maximum(excess, 0.0), x))
+
+
+@pytest.mark.parametrize(("sigma", "rate"), [(1.0, 0.1), (3.0, 0.01), (0.5, 0.5)])
+def test_the_pair_has_the_joined_curve(sigma: float, rate: float) -> None:
+    loss = WithoutReplacementPRV(rate, sigma)
+    for epsilon in (-1.0, -0.05, -0.004, 0.0, 0.004, 0.05, 1.0):
+        delta = 0.0
+        for low, high in ((epsilon, max(epsilon, 0.0)), (max(epsilon, 0.0), 40.0)):
+            t = low + (high - low) * np.linspace(0, 1, 400_001) ** 2  # finest at the kink
+            inside = np.nextafter(t, t[200_000])  # the chance jumps at 0
+            delta += float(np.trapezoid(np.exp(epsilon - t) * (1 - loss.cdf(inside)), t))
+        assert delta == pytest.approx(hockey_stick(sigma, rate, epsilon), rel=1e-4, abs=1e-9)
+
+
+def composed(
+    sigma: float, rate: float, rounds: int, *, up: bool, width: float = 2e-4
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return losses and masses of all rounds, by FFT of a mesh of one pair made of two.
+
+    Losses are rounded up, so that every delta is an upper bound, or down. They are read off
+    cells of the outcome, whose masses are differences of normal distribution functions.
+    """
+    ends = np.linspace(-10 * sigma, 1 + 10 * sigma, 400_001)
+    p, q = np.diff(norm.cdf(ends, 1, sigma)), np.diff(norm.cdf(ends, 0, sigma))
+    first, second = (1 - rate) * q + rate * p, (1 - rate) * p + rate * q
+    seen = (p > 0) & (q > 0)
+    p, q, first, second = p[seen], q[seen], first[seen], second[seen]
+    above = first > q
+    masses = np.concatenate([first[above], p[~above]])
+    losses = np.log(np.concatenate([(first / q)[above], (p / second)[~above]]))
+    return summed(masses, losses, rounds, up=up, width=width)
+
+
+def summed(
+    masses: NDArray[np.float64],
+    losses: NDArray[np.float64],
+    rounds: int,
+    *,
+    up: bool,
+    width: float,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    rounded = np.ceil if up else np.floor
+    places = rounded(losses / width).astype(int)
+    size = 1 << 19
+    mesh = np.bincount(places % size, masses, size)
+    mesh[0] += max(1 - mesh.sum(), 0.0)  # the rest is of loss 0
+    sums = np.maximum(irfft(rfft(mesh) ** rounds, size), 0.0)
+    steps = np.arange(size)
+    return width * np.where(steps < size // 2, steps, steps - size), sums
+
+
+def epsilon_at(losses: NDArray[np.float64], masses: NDArray[np.float64]) -> float:
+    low, high = 0.0, 50.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        above = losses > middle
+        delta = -(masses[above] * np.expm1(middle - losses[above])).sum()
+        low, high = (middle, high) if delta > DELTA else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize(("sigma", "rate", "rounds"), CELLS)
+def test_epsilon_is_that_of_a_mesh_of_the_pair(sigma: float, rate: float, rounds: int) -> None:
+    low, high = (epsilon_at(*composed(sigma, rate, rounds, up=up)) for up in (False, True))
+    found = epsilon_of([(sigma, rate, rounds)], DELTA, "prv", FIXED)
+    assert low <= found <= 1.006 * high
+    assert (low + high) / 2 == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("cell", "tight", "floor", "theorem_27"),
+    [(CELLS[0], 0.058, 0.0554, 0.131), (CELLS[1], 7.80, 7.05, 14.05)],
+)
+def test_epsilon_lies_between_one_direction_and_renyi(
+    cell: tuple[float, float, int], tight: float, floor: float, theorem_27: float
+) -> None:
+    found = epsilon_of([cell], DELTA, "prv", FIXED)
+    assert found == pytest.approx(tight, rel=0.01)
+    assert floor < found < epsilon_of([cell], DELTA, "rdp", FIXED) < theorem_27
+    assert epsilon_of([cell], DELTA, "prv") == pytest.approx(floor, rel=0.01)  # of one direction
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 0.5])
+def test_no_rounds_on_real_data_tell_neighbours_apart_by_more(scale: float) -> None:
+    """A batch of 2 of 20 numbers, summed with noise, in 20 rounds; all but one are ``scale``."""
+    rounds, sigma, rate, runs = 20, 1.0, 0.1, 40_000
+    generator = np.random.default_rng(0)
+
+    def density(sums: NDArray[np.float64], number: float) -> NDArray[np.float64]:
+        parts = [norm.logpdf(sums, 2 * scale, sigma), norm.logpdf(sums, scale + number, sigma)]
+        weights = np.log([1 - rate, rate])[:, None, None]
+        return np.asarray(logsumexp(np.stack(parts) + weights, 0)).sum(1)
+
+    allowed = dict(curve_of([(sigma, rate, rounds)], "prv", FIXED))
+    share = 0.0
+    for number in (-0.5, 0.5):
+        inside = generator.random((runs, rounds)) < rate
+        sums = np.where(inside, scale + number, 2 * scale) + sigma * generator.normal(
+            size=(runs, rounds)
+        )
+        losses = density(sums, number) - density(sums, -number)
+        for epsilon, most in allowed.items():
+            lost = np.maximum(-np.expm1(epsilon - losses), 0.0)
+            error = 4 * float(lost.std()) / math.sqrt(runs)
+            assert float(lost.mean()) <= most + error
+            if most > 0.01:
+                share = max(share, float(lost.mean()) / most)
+    assert share > (0.3 if scale == 0 else 0.7)  # the bound is not far above
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "order"), [(1.0, 0.1, 2.0), (0.6, 0.3, 5.5), (8, 0.01, 32)]
+)
+def test_renyi_divergence_is_the_pairs(sigma: float, rate: float, order: float) -> None:
+    mp = pytest.importorskip("mpmath")
+    with mp.workdps(40):
+
+        def terms(x: float) -> float:
+            p, q = (mp.npdf(x, mean, sigma) for mean in (1, 0))
+            first, second = (1 - rate) * q + rate * p, (1 - rate) * p + rate * q
+            return first**order * q ** (1 - order) if p > q else p**order * second ** (1 - order)
+
+        rest = (1 - mp.mpf(rate)) * (2 * mp.ncdf(0.5 / sigma) - 1)
+        places = [*mp.linspace(0.5 - 12 * sigma, 0.5, 9), *mp.linspace(0.5, order + 12 * sigma, 33)]
+        moment = mp.quad(terms, places) + rest
+        expected = float(mp.log(moment) / (order - 1))
+    assert rdp_of(sigma, rate, FIXED)[ORDERS.index(order)] == pytest.approx(expected, rel=1e-9)
+
+
+def test_accountants_targets_and_filters_use_the_same_account() -> None:
+    sigma, rate, rounds = CELLS[1]
+    account = Accountant("prv", sampling=FIXED)
+    account.step(sigma, rate, rounds)
+    assert account.epsilon(DELTA) == epsilon_of([CELLS[1]], DELTA, "prv", FIXED)
+    for kind in ("prv", "rdp"):
+        noise = noise_multiplier_for(3.0, DELTA, rate, rounds, kind, FIXED)
+        assert epsilon_of([(noise, rate, rounds)], DELTA, kind, FIXED) == pytest.approx(3, abs=1e-3)
+    budget = RenyiFilter(3.0, DELTA, sampling=FIXED)
+    budget.begin(noise, rate)
+    assert budget.allows(noise, rate, rounds - 1)
+    assert not budget.allows(noise, rate, rounds + 1)

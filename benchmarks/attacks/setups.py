@@ -86,7 +86,7 @@ from benchmarks.shared import (
 from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceTexts, SubspaceWords
 from lightning_fedleak.callbacks import Games, LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
-from lightning_fedleak.cli.studies.sweep.cell import quiet
+from lightning_fedleak.cli.studies.sweep import quiet
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
 

@@ -450,16 +450,14 @@ def report(add: Add) -> None:
 
 
 def compare(add: Add) -> None:
-    """Print what changed between two runs.
+    """Print what changed between runs.
 
-    Prints utility, leakage with 95% intervals, and epsilon of two runs side by side.
+    Prints utility, leakage with 95% intervals, and epsilon of runs side by side.
 
     Options:
-        before: log folder of the first run.
-        after: log folder of the second.
+        runs: folder of logs, with all runs in it.
     """
-    add("before", metavar="RUN_A", type=Path)
-    add("after", metavar="RUN_B", type=Path)
+    add("runs", nargs="+", metavar="RUN", type=Path)
 
 
 def fit(add: Add) -> None:

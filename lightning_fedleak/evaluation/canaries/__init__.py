@@ -8,7 +8,4 @@ from lightning_fedleak.evaluation.canaries.left_out import TrainingRows as Train
 from lightning_fedleak.evaluation.canaries.left_out import leave_out as leave_out
 from lightning_fedleak.evaluation.canaries.record import InclusionMismatch as InclusionMismatch
 from lightning_fedleak.evaluation.canaries.record import InclusionRecord as InclusionRecord
-from lightning_fedleak.evaluation.canaries.texts import (
-    high_temperature_canaries as high_temperature_canaries,
-)
 from lightning_fedleak.evaluation.canaries.texts import new_token_canaries as new_token_canaries

@@ -73,8 +73,8 @@ def test_the_column_is_named_or_the_only_one_of_strings(tmp_path: Path) -> None:
     assert read_texts(path) == ["hello", "there"]
     path.write_text('{"body": "hello", "tweet.text": "x"}\n')
     assert read_texts(path, column="tweet.text") == ["x"]
-    with pytest.raises(SourceError, match=r"\['body', 'tweet\.text'\]; name one with --column\."):
-        read_texts(path, option="--column")
+    with pytest.raises(SourceError, match=r"\['body', 'tweet\.text'\]; name one with column="):
+        read_texts(path)
     with pytest.raises(SourceError, match="no column 'test'"):
         read_texts(path, column="test")
 
@@ -108,8 +108,8 @@ def test_a_folder_has_a_text_in_each_file(tmp_path: Path) -> None:
     (tmp_path / "0.txt").write_text("zero")
     (tmp_path / "notes.csv").write_text("not,read")
     assert read_texts(tmp_path) == ["zero", "one\ntwo"]
-    with pytest.raises(SourceError, match="has no columns: leave --column out"):
-        read_texts(tmp_path, "text", option="--column")
+    with pytest.raises(SourceError, match="plain text, which has no column 'text'"):
+        read_texts(tmp_path, "text")
 
 
 @pytest.mark.parametrize(

@@ -57,21 +57,6 @@ def make_folder(folder: Path, out: Path) -> None:
         ) from error
 
 
-def make_file(path: Path, option: str) -> None:
-    """Make a file of results, empty where it is new, before anything is computed.
-
-    Raises:
-        SourceError: it cannot be made.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise SourceError(
-            f"'{path}' cannot be written to ({error.strerror}): name another file with {option}."
-        ) from error
-
-
 def explain_run(folder: Path) -> str:
     """Return the report's sentences about a run: what was recovered, and of which looks.
 

@@ -1,39 +1,25 @@
-"""What DP-SGD leaves of what training gains: batches, clipping, optimizer, unit and noise.
+"""What DP-SGD leaves of what training gains: a LoRA, or a head alone, on a task of classes.
 
     # once; FEDLEAK_ASSETS
-    python -m benchmarks.defenses.dp_utility features --model DIR --features FILE
-    python -m benchmarks.defenses.dp_utility run --features FILE --out RUNS
-    python -m benchmarks.defenses.dp_utility table --out RUNS
-
     python -m benchmarks.defenses.dp_utility features --model DIR --task banking77 --features FILE
     python -m benchmarks.defenses.dp_utility run --model DIR --task banking77 --features FILE \
         --out RUNS
+    python -m benchmarks.defenses.dp_utility table --task banking77 --out RUNS
 
-Without ``--task`` a linear head of 77 intents (banking77) is trained on frozen states of a BERT
-(all-MiniLM-L6-v2 in the docs), their mean over a text's tokens. ``features`` computes these once.
-``run`` trains the head under ``DPSGD`` in Lightning's Trainer: every method at every epsilon, with
-every seed, the same texts and epochs; it appends a line for each run to RUNS and leaves out what is
-there. ``plain`` has no defence. Validation is banking77's test set. Learning rates, clip norms and
-bands were tried out on it with seed 0, which in a run of one's own costs privacy unless the data
-are public.
-
-Canaries: ``CANARIES`` training texts get a wrong intent at random, and half of these are trained
-on, each by its own draw. A canary's score is minus its loss after training. ``AUC`` is that of its
-draw.
-
-With ``--task`` a LoRA is trained in the last block of a Llama, on states of the frozen ones,
-without a defence and under ``DPSGD`` at each epsilon (``inf``: clipped, without noise). ``--sets``
-are changes of the recipe, a run each: ``alpha=0`` trains the head alone. The head reads the state
-of a text's last token, the only one that is computed in the last block, and the mean of the frozen
-states; both standardised by public sentences (Yelp, or IMDB for sentiments), and of norm ``scale``.
-A gain is over naming the most frequent class.
+``features`` computes the states of a text's frozen blocks once. ``run`` trains a LoRA in the last
+block of a Llama on them, without a defence and under ``DPSGD`` at each epsilon (``inf``: clipped,
+without noise), with every seed; it appends a line for each run to RUNS and leaves out what is
+there. ``--sets`` are changes of the recipe, a run each: ``alpha=0`` trains the head alone. The head
+reads the state of a text's last token, the only one that is computed in the last block, and the
+mean of the frozen states; both standardised by public sentences (Yelp, or IMDB for sentiments), and
+of norm ``scale``. A gain is over naming the most frequent class. Learning rates were tried out on
+the test set with seed 0, which in a run of one's own costs privacy unless the data are public.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import functools
 import io
 import json
 import logging
@@ -45,7 +31,7 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -58,7 +44,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.shared import (
     add_line,
@@ -70,50 +56,15 @@ from benchmarks.shared import (
     trained,
 )
 from benchmarks.shared import table as markdown
-from lightning_fedleak.defenses import DPSGD, DPAdamBC, ReleaseSettings, Users, noise_multiplier_for
-from lightning_fedleak.evaluation.auditing import audit_one_run
-from lightning_fedleak.evaluation.metrics import membership_rates
-from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
+from lightning_fedleak.defenses import DPSGD, DPAdamBC
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
-    "features run table --model {model} --text {text} --features {out}/features.safetensors "
-    "--methods large user banded --epsilons 8 --seeds 1 --epochs 1 --canaries 40 --out {out}/runs",
     "features run table --model {model} --text {text} --task banking77 --features {out}/a "
     "--epsilons 8 --seeds 1 --sets epochs=1,batch=16 --out {out}/runs",
 )
 
-EPSILONS = (1.0, 2.0, 4.0, 8.0, math.inf)
-DELTA, EPOCHS, CANARIES = 1e-5, 30, 300
-SCALE, LARGE, ROWS = 4.0, 1000, 5
-"""Norm of a text's features; rows of a large batch; rows of a user."""
-RATES = {1.0: 2.25, 2.0: 4.0, 4.0: 7.0, 8.0: 11.0, math.inf: 19.0}
-"""Learning rate of SGD by epsilon, with batches of LARGE and gradients clipped to CLIP."""
-CLIP = 2.0
-FASTER = 1.4
-"""Times the learning rate, which correlated noise allows; beside it independent noise with it."""
-METHODS: dict[str, dict[str, Any]] = {
-    "plain": {"adam": 0.02},
-    "small": {"batch": 64, "rate": 64 / LARGE},
-    "large": {},
-    "auto": {"clip": "auto", "rate": 2.0},
-    "layers": {"clip": {"head.weight": 1.94, "head.bias": 0.49}},
-    "adam": {"adam": {1.0: 0.02, 2.0: 0.02, 4.0: 0.025, 8.0: 0.025, math.inf: 0.025}},
-    "user": {"batch": LARGE // ROWS, "user": True},
-    "fast": {"rate": FASTER},
-    "banded": {"rate": FASTER, "bands": 4},
-}
-NAMES = {
-    "plain": "AdamW, no defence",
-    "small": "batches of 64",
-    "large": f"batches of {LARGE:,}",
-    "auto": 'the same, `"auto"`',
-    "layers": "the same, each layer clipped",
-    "adam": "the same, `DPAdamBC`",
-    "user": f"the same, users of {ROWS} texts",
-    "fast": f"the same, {FASTER} times the learning rate",
-    "banded": f"{FASTER} times, `CorrelatedNoise`, 4 bands",
-}
+DELTA = 1e-5
 
 
 class Places(Dataset[int]):
@@ -127,32 +78,6 @@ class Places(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return self.places[index]
-
-
-class Head(L.LightningModule):
-    """A linear classifier of features that it does not train."""
-
-    def __init__(self, data: dict[str, Tensor], labels: Tensor, adam: float, rate: float) -> None:
-        super().__init__()
-        self.data, self.labels, self.adam, self.rate = data, labels, adam, rate
-        self.head = nn.Linear(data["train"].shape[1], int(data["labels"].max()) + 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-        self.private = True
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.head(self.data["train"][batch]), self.labels[batch])
-
-    def configure_optimizers(self) -> Any:
-        steps = self.trainer.estimated_stepping_batches
-        optimizer: torch.optim.Optimizer
-        if self.adam:
-            kind: Any = DPAdamBC if self.private else torch.optim.AdamW
-            more = {"floor": 0.5} if self.private else {}
-            optimizer = kind(self.parameters(), lr=self.adam, weight_decay=0.0, **more)
-        else:
-            optimizer = torch.optim.SGD(self.parameters(), lr=self.rate)
-        return falling(optimizer, int(steps))
 
 
 def falling(optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -173,148 +98,6 @@ def banking77() -> tuple[list[Any], list[Any]]:
     return rows_of(folder / "train.csv.gz"), rows_of(folder / "test.csv")
 
 
-@torch.no_grad()
-def states(model: nn.Module, ids: Sequence[list[int]]) -> Tensor:
-    """(n, d) mean over each text's last hidden states; texts of one length at once, unpadded."""
-    results = torch.zeros(len(ids), model.config.hidden_size)  # type: ignore[union-attr, arg-type]
-    by_length = defaultdict(list)
-    for place, local in enumerate(ids):
-        by_length[len(local)].append(place)
-    for places in by_length.values():
-        for start in range(0, len(places), 64):
-            some = places[start : start + 64]
-            settings = torch.tensor([ids[i] for i in some])
-            results[some] = model(input_ids=settings).last_hidden_state.mean(1)
-    return results
-
-
-def compute(options: argparse.Namespace) -> None:
-    """Writes features and labels of both sets."""
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModel.from_pretrained(options.model, dtype=torch.float32).eval()
-    if options.text:
-        lines = Path(options.text).read_text("utf-8").splitlines() * 2
-        sets = {"train": [(line, str(len(line) % 5)) for line in lines]}
-        sets["test"] = sets["train"][: len(lines) // 2]
-    else:
-        sets = dict(zip(("train", "test"), banking77(), strict=True))
-    classes = sorted({intent for _, intent in sets["train"]})
-    results = {}
-    for name, rows in sets.items():
-        ids = [tokenizer(text, truncation=True, max_length=64).input_ids for text, _ in rows]
-        results[name] = SCALE * F.normalize(states(model, ids))
-        labels = torch.tensor([classes.index(intent) for _, intent in rows])
-        results["labels" if name == "train" else "test_labels"] = labels
-    save_file(results, options.features)
-    print(f"{options.features}: {len(results['train'])} and {len(results['test'])} texts")
-
-
-def planted(data: dict[str, Tensor], canaries: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels with the canaries' wrong ones, which texts are canaries, and which of them are in."""
-    generator = torch.Generator().manual_seed(seed)
-    labels, classes = data["labels"].clone(), int(data["labels"].max()) + 1
-    chosen = torch.randperm(len(labels), generator=generator)[:canaries]
-    shift = torch.randint(1, classes, (canaries,), generator=generator)
-    labels[chosen] = (labels[chosen] + shift) % classes
-    return labels, chosen, torch.rand(canaries, generator=generator) < 0.5
-
-
-@functools.cache
-def multiplier(epsilon: float, rate: float, steps: int, bands: int | None) -> float:
-    """Noise at which ``steps`` cost epsilon, by what the noise is accounted as."""
-    bands = bands or 1
-    return noise_multiplier_for(epsilon, DELTA, bands * rate, math.ceil(steps / bands))
-
-
-def one_run(
-    data: dict[str, Tensor], method: str, epsilon: float, seed: int, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Trains a head; what it is worth, and what its canaries tell."""
-    local, epochs = METHODS[method], options.epochs
-    labels, chosen, inside = planted(data, options.canaries, seed)
-    output = set(chosen[~inside].tolist())
-    places = [i for i in range(len(labels)) if i not in output]
-    users = local.get("user", False)
-    units = math.ceil(len(places) / ROWS) if users else len(places)
-    batch = min(local.get("batch", LARGE), units // 4)
-    adam = local.get("adam", 0.0)
-    adam = adam[epsilon] if isinstance(adam, dict) else adam
-    # A user's mean is under the noise of five times as many rows: as a row at a smaller epsilon.
-    like = {8.0: 2.0, 4.0: 1.0, 2.0: 1.0}.get(epsilon, epsilon) if users else epsilon
-    module = Head(data, labels, adam, RATES[like] * local.get("rate", 1.0))
-    loader = DataLoader(Places(places), batch, shuffle=True)
-    strategy: Any = "auto"
-    sigma = 0.0
-    if method == "plain":
-        module.private = False
-        L.seed_everything(seed, verbose=False)
-    else:
-        bands = local.get("bands")
-        if epsilon < math.inf:
-            per_epoch = max(1, round(units / batch))
-            sigma = multiplier(epsilon, batch / units, epochs * per_epoch, bands)
-        unit: Any = "example"
-        if users:
-            mixed = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
-            unit = Users((mixed % units).tolist(), rows_per_user=ROWS)
-        mechanism = None if bands is None else CorrelatedNoise(bands)
-        defense = DPSGD(
-            local.get("clip", CLIP),
-            sigma,
-            target_delta=DELTA,
-            max_physical_batch_size=LARGE * 2,
-            unit=unit,
-            release=ReleaseSettings(mechanism=mechanism),
-        )
-        strategy = DefendedStrategy("auto", [defense])
-    start = time.process_time()
-    fit(module, loader, strategy=strategy, max_epochs=epochs)
-    seconds = time.process_time() - start
-    if method != "plain":
-        display = defense.accountant.epsilon(DELTA)
-        assert display <= epsilon, (display, epsilon)
-    with torch.no_grad():
-        logits = module.head(data["test"])
-        truth = data["test_labels"]
-        canaries = module.head(data["train"][chosen])
-        queried = F.cross_entropy(canaries, labels[chosen], reduction="none")
-        loss = float(F.cross_entropy(logits, truth))
-    return {
-        "method": method,
-        "epsilon": None if math.isinf(epsilon) else epsilon,
-        "seed": seed,
-        "sigma": sigma,
-        "loss": loss,
-        "accuracy": float((logits.argmax(1) == truth).float().mean()),
-        "start": math.log(module.head.out_features),
-        "chance": 1 / module.head.out_features,
-        "auc": membership_rates(-queried, inside)["auc"].value,
-        "audit": audit_one_run(-queried, inside, delta=DELTA).epsilon,
-        "seconds": seconds,
-        "epochs": epochs,
-    }
-
-
-def wanted(options: argparse.Namespace) -> Iterator[tuple[str, float, int]]:
-    for seed in range(options.seeds):
-        for method in dict.fromkeys(["plain", *options.methods]):
-            for epsilon in [math.inf] if method == "plain" else options.epsilons:
-                if "bands" not in METHODS[method] or epsilon < math.inf:
-                    yield method, epsilon, seed
-
-
-def train(options: argparse.Namespace) -> None:
-    data, path = load_file(options.features), Path(options.out)
-    finished = {(r["method"], r["epsilon"] or math.inf, r["seed"]) for r in read_lines(path)}
-    for method, epsilon, seed in wanted(options):
-        if (method, epsilon, seed) in finished:
-            continue
-        row = one_run(data, method, epsilon, seed, options)
-        add_line(path, row)
-        results = " ".join(f"{key} {row[key]:.4f}" for key in ("loss", "accuracy", "auc"))
-        print(f"{method} epsilon {epsilon:g} seed {seed}: {results}", flush=True)
-
-
 def spread(values: Sequence[float], form: str) -> str:
     """Mean, and half of what lies between the least and the most."""
     middle = format(statistics.mean(values), form)
@@ -329,57 +112,19 @@ def print_tables(
     columns: Mapping[str, Callable[[list[dict[str, Any]]], str]],
     names: Mapping[str, str],
 ) -> None:
-    """A table for each of ``columns``: the methods of ``names`` by epsilon, but for ``plain``."""
-    epsilons = sorted({epsilon for method, epsilon in results if method != "plain"})
+    """A table for each of ``columns``: the runs of ``names`` by epsilon."""
+    epsilons = sorted({epsilon for _, epsilon in results})
     heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
     for title, display in columns.items():
         rows = []
         for method, name in names.items():
             local = [results.get((method, epsilon), []) for epsilon in epsilons]
-            if method != "plain" and any(local):
+            if any(local):
                 rows.append([name, *(display(runs) if runs else "" for runs in local)])
         print(f"\n{markdown([title, *heads], rows)}")
 
 
-def table(options: argparse.Namespace) -> None:
-    """Methods by epsilon: means over seeds, and half of what lies between the least and the most.
-
-    A gain is what a run gains over chance, of what the plain one gains. The audit is the largest
-    one-run bound over seeds, at 95% for each.
-    """
-    rows = read_lines(Path(options.out))
-    results: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        results[row["method"], row["epsilon"] or math.inf].append(row)
-    plain = results["plain", math.inf]
-    best = {key: statistics.mean(row[key] for row in plain) for key in ("loss", "accuracy")}
-
-    def gain(row: dict[str, Any]) -> float:
-        return float((row["start"] - row["loss"]) / (row["start"] - best["loss"]))
-
-    def hits(row: dict[str, Any]) -> float:
-        return float((row["accuracy"] - row["chance"]) / (best["accuracy"] - row["chance"]))
-
-    columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-        "gain in validation loss": lambda local: spread([*map(gain, local)], ".1%"),
-        "gain in accuracy": lambda local: spread([*map(hits, local)], ".1%"),
-        "accuracy": lambda local: spread([row["accuracy"] for row in local], ".3f"),
-        "canaries' AUC": lambda local: spread([row["auc"] for row in local], ".2f"),
-        "audit": lambda local: f"{max(row['audit'] for row in local):.2f}",
-        "noise": lambda local: f"{local[0]['sigma']:.2f}",
-        "seconds": lambda local: f"{statistics.median(row['seconds'] for row in local):.0f}",
-        "seeds": lambda local: f"{len(local)}",
-    }
-    print(
-        f"{len(rows)} runs; without a defence: "
-        + ", ".join(f"{k} {display(plain)}" for k, display in columns.items())
-    )
-    print_tables(results, columns, NAMES)
-
-
-# ---- a LoRA on a task of classes ---------------------------------------------------------------
-
-LORA_EPSILONS = (2.0, 4.0, 8.0, math.inf)
+EPSILONS = (2.0, 4.0, 8.0, math.inf)
 TOKENS, PUBLIC, CHUNK = 32, 1000, 4096
 """Most tokens of a text; public texts for the mean; texts whose states are computed at
 once."""
@@ -511,7 +256,7 @@ def last_token(model: Any, states: Tensor, lengths: Tensor) -> dict[str, Tensor]
     return results | {"last": last, "lengths": lengths}
 
 
-def compute_states(options: argparse.Namespace) -> None:
+def compute(options: argparse.Namespace) -> None:
     """Writes states and what is to be predicted from them."""
     tokenizer, model = loaded(options)
     data: dict[str, Tensor] = {}
@@ -690,7 +435,7 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["task"], row["model"], epsilon, row["seed"], row["changes"]
 
 
-def train_loras(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace) -> None:
     data, path = load_file(options.features), Path(options.out)
     finished = {key_of(row) for row in read_lines(path)}
     for seed, changes, epsilon in product(
@@ -730,7 +475,7 @@ def kept_gain(results: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> 
     return (row["score"] - row["before"]) / (best_of(results, row) - row["before"])
 
 
-def table_of_loras(options: argparse.Namespace) -> None:
+def table(options: argparse.Namespace) -> None:
     """Tasks by epsilon: means over seeds, and half of what lies between the least and the most."""
     results = runs_by_name(options)
     columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
@@ -756,29 +501,23 @@ def table_of_loras(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", nargs="+", choices=("features", "run", "table"))
-    parser.add_argument("--task", choices=[*TASKS], help="of a LoRA; default a head on banking77")
-    parser.add_argument("--model", help="folder of a BERT, of a LoRA of a Llama")
+    parser.add_argument("--task", choices=[*TASKS], required=True)
+    parser.add_argument("--model", help="folder of a Llama")
     parser.add_argument("--text", help="a text a line, in place of the data (to try the script)")
     parser.add_argument("--features", help="safetensors file")
     parser.add_argument("--out", help="file of runs, a line each")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
-    parser.add_argument("--epsilons", nargs="*", type=float)
+    parser.add_argument("--epsilons", nargs="*", type=float, default=[*EPSILONS])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--canaries", type=int, default=CANARIES)
     parser.add_argument("--sets", nargs="+", default=[""], help="changes of the recipe, a run each")
     parser.add_argument("--texts", type=int, default=10**6, help="of a task to train on, at most")
     parser.add_argument("--half", action="store_true", help="frozen blocks of a task in bf16")
     options = parser.parse_args()
-    if options.epsilons is None:
-        options.epsilons = LORA_EPSILONS if options.task else EPSILONS
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print_place()
-    head = {"features": compute, "run": train, "table": table}
-    lora = {"features": compute_states, "run": train_loras, "table": table_of_loras}
+    steps = {"features": compute, "run": train, "table": table}
     for quantity in options.what:
-        (lora if options.task else head)[quantity](options)
+        steps[quantity](options)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_fc_is_perfect_where_the_lemmas_assumption_holds_and_not_at_layer_0(name
         assert rates["accuracy"].value == rates["auc"].value == 1
         assert len(clean) + int(result.collides.sum()) == len(result) == 80
         # Where the target's state is in D outside the target the guess is always yes.
-        assert bool(result.only(result.collides).guesses.all())
+        assert bool(result.guesses[result.collides].all())
     word = by_name["token0"]
     assert 0 < int(word.collides.sum()) < 80
     rates = word.summary()

@@ -124,11 +124,7 @@ class GameResult:
 
     def without_collisions(self) -> GameResult:
         """Return only the games in which the assumption of Lemma 1 holds."""
-        return self.only(~self.collides)
-
-    def only(self, selection: Tensor) -> GameResult:
-        """Return the games that ``selection``, (n,) bool, holds; ``seconds`` stays that of all."""
-        return replace(self, **{name: getattr(self, name)[selection] for name in _COLUMNS})
+        return replace(self, **{name: getattr(self, name)[~self.collides] for name in _COLUMNS})
 
     def summary(self, confidence: float = 0.95, *, fitted: bool = False) -> dict[str, Rate]:
         """Return accuracy, F1, AUC, advantage and TPR at small FPRs, each with its interval.

@@ -1,37 +1,33 @@
-"""What DP-SGD leaves of what training gains: a LoRA, or a head alone, on a task of classes.
+"""What DP-SGD leaves of what training gains: a LoRA, or a head alone, on the sentiment of texts.
 
     # once; FEDLEAK_ASSETS
-    python -m benchmarks.defenses.dp_utility features --model DIR --task banking77 --features FILE
-    python -m benchmarks.defenses.dp_utility run --model DIR --task banking77 --features FILE \
-        --out RUNS
-    python -m benchmarks.defenses.dp_utility table --task banking77 --out RUNS
+    python -m benchmarks.defenses.dp_utility features --model DIR --features FILE
+    python -m benchmarks.defenses.dp_utility run --model DIR --features FILE --out RUNS
+    python -m benchmarks.defenses.dp_utility table --out RUNS
 
 ``features`` computes the states of a text's frozen blocks once. ``run`` trains a LoRA in the last
 block of a Llama on them, without a defence and under ``DPSGD`` at each epsilon (``inf``: clipped,
 without noise), with every seed; it appends a line for each run to RUNS and leaves out what is
 there. ``--sets`` are changes of the recipe, a run each: ``alpha=0`` trains the head alone. The head
 reads the state of a text's last token, the only one that is computed in the last block, and the
-mean of the frozen states; both standardised by public sentences (Yelp, or IMDB for sentiments), and
-of norm ``scale``. A gain is over naming the most frequent class. Learning rates were tried out on
-the test set with seed 0, which in a run of one's own costs privacy unless the data are public.
+mean of the frozen states; both standardised by public sentences (IMDB), and of norm ``scale``. A
+gain is over naming the most frequent class. Learning rates were tried out on the test set with
+seed 0, which in a run of one's own costs privacy unless the data are public.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import logging
 import math
 import random
 import re
-import resource
 import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -53,14 +49,14 @@ from benchmarks.shared import (
     fit,
     print_place,
     read_lines,
+    table,
     trained,
 )
-from benchmarks.shared import table as markdown
 from lightning_fedleak.defenses import DPSGD, DPAdamBC
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
-    "features run table --model {model} --text {text} --task banking77 --features {out}/a "
+    "features run table --model {model} --text {text} --features {out}/a "
     "--epsilons 8 --seeds 1 --sets epochs=1,batch=16 --out {out}/runs",
 )
 
@@ -86,18 +82,6 @@ def falling(optimizer: torch.optim.Optimizer, steps: int) -> Any:
     return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def rows_of(path: Path) -> list[tuple[str, str]]:
-    """Texts and intents of one of banking77's files."""
-    rows = csv.DictReader(io.StringIO(content_of(path), newline=""))
-    return [(row["text"], row["category"]) for row in rows]
-
-
-def banking77() -> tuple[list[Any], list[Any]]:
-    """Return what is trained on, and what is tested on."""
-    folder = data_folder() / "banking77"
-    return rows_of(folder / "train.csv.gz"), rows_of(folder / "test.csv")
-
-
 def spread(values: Sequence[float], form: str) -> str:
     """Mean, and half of what lies between the least and the most."""
     middle = format(statistics.mean(values), form)
@@ -107,28 +91,10 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{middle} ± {100 * half:.1f}" if form.endswith("%") else f"{middle} ± {half:{form}}"
 
 
-def print_tables(
-    results: Mapping[tuple[str, float], list[dict[str, Any]]],
-    columns: Mapping[str, Callable[[list[dict[str, Any]]], str]],
-    names: Mapping[str, str],
-) -> None:
-    """A table for each of ``columns``: the runs of ``names`` by epsilon."""
-    epsilons = sorted({epsilon for _, epsilon in results})
-    heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
-    for title, display in columns.items():
-        rows = []
-        for method, name in names.items():
-            local = [results.get((method, epsilon), []) for epsilon in epsilons]
-            if any(local):
-                rows.append([name, *(display(runs) if runs else "" for runs in local)])
-        print(f"\n{markdown([title, *heads], rows)}")
-
-
 EPSILONS = (2.0, 4.0, 8.0, math.inf)
 TOKENS, PUBLIC, CHUNK = 32, 1000, 4096
 """Most tokens of a text; public texts for the mean; texts whose states are computed at
 once."""
-TASKS = {"banking77": "intents (banking77)", "sentiment": "sentiment (Yelp)"}
 PROJECTIONS = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -136,8 +102,8 @@ PROJECTIONS = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 class Recipe:
     """How a LoRA is trained; ``alpha`` scales B, ``scale`` the parts that a head reads."""
 
-    batch: int = 1024
-    epochs: int = 20
+    batch: int = 6000
+    epochs: int = 6
     rate: float = 0.001
     head_rate: float = 0.025
     clip: float = 1.0
@@ -147,35 +113,14 @@ class Recipe:
     piece: int = 1024
 
 
-RECIPES = {
-    ("banking77", True): Recipe(),
-    ("banking77", False): Recipe(batch=32, epochs=10, rate=3e-3, head_rate=0.01),
-    ("sentiment", True): Recipe(batch=6000, epochs=6),
-    ("sentiment", False): Recipe(batch=64, epochs=3, rate=3e-3, head_rate=0.01),
-}
+PLAIN = Recipe(batch=64, epochs=3, rate=3e-3, head_rate=0.01)
+"""Without a defence."""
 
 
 def shuffled(rows: Sequence[Any]) -> list[Any]:
     results = [*rows]
     random.Random(0).shuffle(results)
     return results
-
-
-def words(text: str) -> str:
-    return " ".join(re.findall(r"[a-z]+", text.lower()))
-
-
-def public_sentences(options: argparse.Namespace) -> list[str]:
-    if options.text:
-        return [words(line) for line in content_of(Path(options.text)).splitlines()]
-    if options.task == "sentiment":
-        return movie_sentences()
-    texts = [
-        t
-        for p in sorted((data_folder() / "yelp_sentences").glob("*.gz"))
-        for t in content_of(p).splitlines()
-    ]
-    return shuffled([local for t in texts if 6 <= len((local := words(t)).split()) <= 16])
 
 
 def movie_sentences() -> list[str]:
@@ -195,19 +140,6 @@ def review_sentences() -> list[tuple[str, str]]:
         shuffled(sorted({t for p in local for t in content_of(p).splitlines()})) for local in files
     ]
     return shuffled([row for a, b in zip(*texts, strict=False) for row in ((a, "0"), (b, "1"))])
-
-
-def rows_to_classify(options: argparse.Namespace) -> tuple[list[Any], list[Any]]:
-    """(text, class) to train on, and to test on."""
-    if options.text:
-        rows: list[Any] = [
-            (t, str(len(t) % 3)) for t in content_of(Path(options.text)).splitlines()
-        ]
-        return rows, rows[:20]
-    if options.task == "sentiment":
-        rows = review_sentences()
-        return rows[4000:], rows[:4000]
-    return banking77()
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -260,9 +192,13 @@ def compute(options: argparse.Namespace) -> None:
     """Writes states and what is to be predicted from them."""
     tokenizer, model = loaded(options)
     data: dict[str, Tensor] = {}
-    train, test = rows_to_classify(options)
-    names = sorted({local for _, local in train})
-    public = [(text, names[0]) for text in public_sentences(options)[:PUBLIC]]
+    if options.text:
+        rows = [(t, "01"[len(t) % 2]) for t in content_of(Path(options.text)).splitlines()]
+        train, test, public = rows, rows[:20], rows
+    else:
+        rows = review_sentences()
+        train, test = rows[4000:], rows[:4000]
+        public = [(text, "0") for text in movie_sentences()[:PUBLIC]]
     for name, rows in {"": train, "test_": test, "public_": public}.items():
         ids = [encode(tokenizer, text)[:TOKENS] for text, _ in rows[: options.texts]]
         for start in range(0, len(ids), CHUNK):
@@ -277,8 +213,7 @@ def compute(options: argparse.Namespace) -> None:
                     whole[start : start + len(value), :, : value.shape[2]] = value
                 else:
                     whole[start : start + len(value)] = value
-        results = [names.index(local) for _, local in rows[: options.texts]]
-        data[name + "classes"] = torch.tensor(results)
+        data[name + "classes"] = torch.tensor([int(local) for _, local in rows[: options.texts]])
     save_file(data, options.features)
     print(f"{options.features}: {len(data['lengths'])} texts, {data['lengths'].sum()} tokens")
 
@@ -362,8 +297,8 @@ def score(module: Tuned) -> float:
     return float((logits.argmax(1) == module.data["test_classes"]).float().mean())
 
 
-def recipe_of(options: argparse.Namespace, private: bool, changes: str) -> Recipe:
-    recipe = RECIPES[options.task, private]
+def recipe_of(private: bool, changes: str) -> Recipe:
+    recipe = Recipe() if private else PLAIN
     pairs = [pair.split("=", 1) for pair in changes.split(",") if pair]
     kinds = {name: type(value) for name, value in asdict(recipe).items()}
     return replace(recipe, **{name: kinds[name](value) for name, value in pairs})
@@ -383,7 +318,7 @@ def one_lora(
 ) -> dict[str, Any]:
     """Trains a LoRA, and returns what it is worth. Epsilon None: no defence."""
     private = epsilon is not None
-    recipe = recipe_of(options, private, changes)
+    recipe = recipe_of(private, changes)
     L.seed_everything(seed, verbose=False)
     module = Tuned(loaded(options)[1], data, recipe, private)
     classes, count = data["test_classes"], len(data["lengths"])
@@ -413,7 +348,6 @@ def one_lora(
         display = defense.accountant.epsilon(DELTA)
         assert display <= epsilon, (display, epsilon)
     return {
-        "task": options.task,
         "model": Path(options.model).name,
         "epsilon": epsilon if private and epsilon < math.inf else None,
         "private": private,
@@ -423,16 +357,14 @@ def one_lora(
         "sigma": defense.noise_multiplier if private else 0.0,
         "before": before,
         "score": score(module),
-        "trained": sum(weight.numel() for weight in module.weights),
         "texts": count,
         "seconds": seconds,
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     epsilon = (row["epsilon"] or math.inf) if row["private"] else None
-    return row["task"], row["model"], epsilon, row["seed"], row["changes"]
+    return row["model"], epsilon, row["seed"], row["changes"]
 
 
 def train(options: argparse.Namespace) -> None:
@@ -441,67 +373,37 @@ def train(options: argparse.Namespace) -> None:
     for seed, changes, epsilon in product(
         range(options.seeds), options.sets, [None, *options.epsilons]
     ):
-        key = (options.task, Path(options.model).name, epsilon, seed, changes)
-        if key in finished:
+        if (Path(options.model).name, epsilon, seed, changes) in finished:
             continue
         row = one_lora(data, epsilon, seed, changes, options)
         add_line(path, row)
         results = " ".join(f"{n} {row[n]:.4g}" for n in ("before", "score", "sigma", "seconds"))
-        print(f"{options.task} epsilon {epsilon} seed {seed} {changes}: {results}", flush=True)
+        print(f"epsilon {epsilon} seed {seed} {changes}: {results}", flush=True)
 
 
-def runs_by_name(
-    options: argparse.Namespace,
-) -> dict[tuple[str, float | None], list[dict[str, Any]]]:
-    """Runs by name and epsilon; None: no defence."""
-    results: dict[tuple[str, float | None], list[dict[str, Any]]] = defaultdict(list)
+def print_table(options: argparse.Namespace) -> None:
+    """A model's runs by epsilon: means over seeds, and half of what lies between least and most."""
+    runs: dict[tuple[str, str], dict[float | None, list[dict[str, Any]]]] = {}
     for row in read_lines(Path(options.out)):
-        name = f"{TASKS[row['task']]}, {row['model']}"
-        changes = row["changes"].replace("alpha=0", "head alone")
-        results[name + (f", {changes}" if changes else ""), key_of(row)[2]].append(row)
-    return results
-
-
-def best_of(results: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> float:
-    """Mean score without a defence, of the row's task and model."""
-    plain = [local for runs in results.values() for local in runs if not local["private"]]
-    plain = [r for r in plain if (r["task"], r["model"]) == (row["task"], row["model"])]
-    same = [r["score"] for r in plain if not r["changes"]] or [r["score"] for r in plain]
-    return statistics.mean(same) if same else math.nan
-
-
-def kept_gain(results: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> float:
-    """The share of the task gain that a run keeps."""
-    return (row["score"] - row["before"]) / (best_of(results, row) - row["before"])
-
-
-def table(options: argparse.Namespace) -> None:
-    """Tasks by epsilon: means over seeds, and half of what lies between the least and the most."""
-    results = runs_by_name(options)
-    columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-        "task gain that is kept": lambda local: spread(
-            [kept_gain(results, row) for row in local], ".1%"
-        ),
-        "accuracy": lambda local: spread([row["score"] for row in local], ".3f"),
-        "noise": lambda local: f"{local[0]['sigma']:.2f}",
-        "seconds": lambda local: f"{statistics.median(row['seconds'] for row in local):.0f}",
-        "MiB": lambda local: f"{max(row['memory'] for row in local):.0f}",
-        "seeds": lambda local: f"{len(local)}",
-    }
-    for (name, epsilon), local in results.items():
-        if epsilon is None:
-            display = ", ".join(f"{key} {column(local)}" for key, column in columns.items())
-            print(f"{name}, no defence: before {local[0]['before']:.3f}, {display}")
-    private = {
-        (name, epsilon): local for (name, epsilon), local in results.items() if epsilon is not None
-    }
-    print_tables(private, columns, {name: name for name, _ in private})
+        model, epsilon, _, changes = key_of(row)
+        by_epsilon = runs.setdefault((model, changes.replace("alpha=0", "head alone")), {})
+        by_epsilon.setdefault(epsilon, []).append(row)
+    lines = []
+    for (model, changes), by_epsilon in runs.items():
+        plain = runs.get((model, ""), by_epsilon).get(None) or by_epsilon.get(None, [])
+        best = statistics.mean(row["score"] for row in plain) if plain else math.nan
+        for epsilon, rows in by_epsilon.items():
+            kept = [(row["score"] - row["before"]) / (best - row["before"]) for row in rows]
+            scores, name = [row["score"] for row in rows], f"{model} {changes}".strip()
+            shown = "no defence" if epsilon is None else f"{epsilon:g}"
+            cells = [spread(kept, ".1%"), spread(scores, ".3f"), f"{rows[0]['sigma']:.2f}"]
+            lines.append([name, shown, *cells, str(len(rows))])
+    print(table(["trained", "epsilon", "gain that is kept", "accuracy", "noise", "seeds"], lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", nargs="+", choices=("features", "run", "table"))
-    parser.add_argument("--task", choices=[*TASKS], required=True)
     parser.add_argument("--model", help="folder of a Llama")
     parser.add_argument("--text", help="a text a line, in place of the data (to try the script)")
     parser.add_argument("--features", help="safetensors file")
@@ -509,13 +411,13 @@ def main() -> None:
     parser.add_argument("--epsilons", nargs="*", type=float, default=[*EPSILONS])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sets", nargs="+", default=[""], help="changes of the recipe, a run each")
-    parser.add_argument("--texts", type=int, default=10**6, help="of a task to train on, at most")
-    parser.add_argument("--half", action="store_true", help="frozen blocks of a task in bf16")
+    parser.add_argument("--texts", type=int, default=10**6, help="to train on, at most")
+    parser.add_argument("--half", action="store_true", help="frozen blocks in bf16")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print_place()
-    steps = {"features": compute, "run": train, "table": table}
+    steps = {"features": compute, "run": train, "table": print_table}
     for quantity in options.what:
         steps[quantity](options)
 

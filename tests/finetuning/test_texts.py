@@ -248,12 +248,12 @@ def test_labelled_texts(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("who,text\nann, one \nbob,two\nann,\n")
     assert read_labelled(path, "who") == (["one", "two"], ["ann", "bob"])
-    with pytest.raises(SourceError, match=r"no column 'whom' \(label=\); it has \['who', 'text'\]"):
+    with pytest.raises(SourceError, match=r"no column 'whom' \(--partition-by\); it has"):
         read_labelled(path, "whom")
     path.write_text("who,text\nann,one\n,two\n")
     with pytest.raises(SourceError, match=r"column 'who' of .* is empty for 1 of 2 texts"):
         read_labelled(path, "who")
     plain = tmp_path / "a.txt"
     plain.write_text("one\ntwo\n")
-    with pytest.raises(SourceError, match="plain text, which has no columns: leave label= out"):
+    with pytest.raises(SourceError, match="plain text, which has no column 'who'"):
         read_labelled(plain, "who")

@@ -81,14 +81,12 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
-    "--setups whole adapters --columns SGD:2 --out {out}/cells.jsonl",
-    "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
-    "--setups 'lora 4 q,v' --columns gradient --defenses gradient_noise:clip=1,sigma=0.01 "
+    "--setups adapters --columns SGD:2 --defenses gradient_noise:clip=1,sigma=0.01 "
     "--out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--head tokens --bert --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
-    "--model {model} --private {text} --public {text} --shape 1x8 --batches 2 --warm 1 "
-    "--setups whole norms --columns texts --texts-seconds 5 --out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 1x8 --batches 1 --warm 1 "
+    "--setups norms --columns texts --texts-seconds 1 --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--rows packed --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
 )

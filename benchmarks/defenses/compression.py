@@ -51,7 +51,7 @@ from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Sta
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --others 2 "
-    "--budget 1 --public-rows 4 --methods none,topk:.1,int8 "
+    "--budget 1 --public-rows 4 --methods topk:.1,int8 "
     "--attacks subspace_words,subspace_membership,gradient_membership,subspace_texts",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --others 2 "
     "--attacks aligned_flatchat --head-rows 16 --methods int4",

@@ -49,8 +49,8 @@ from lightning_fedleak.evaluation.canaries import new_token_canaries, with_canar
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
-    "--audits 2 --canaries 60 --rows 1 3",
-    "--texts --audits 2 --canaries 42 --rows 1 --data 4",
+    "--audits 2 --canaries 60 --rows 3",
+    "--texts --audits 1 --canaries 42 --rows 1 --data 4 --kinds small_row held_out",
     "--texts --audits 1 --canaries 42 --rows 1 --data 4 --lora --kinds new_token",
 )
 

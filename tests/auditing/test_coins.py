@@ -1,13 +1,23 @@
 """Canaries of a record, audited: randomised response, and what is refused."""
 
+import functools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from lightning_fedleak.evaluation.auditing import audit_canaries, audit_one_run
+from lightning_fedleak.evaluation.auditing import audit_canaries, audit_one_run, one_run
 from lightning_fedleak.evaluation.canaries import InclusionRecord
 from lightning_fedleak.evaluation.canaries.record import seed_key
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_count_is_asked_once() -> Iterator[None]:
+    """Runs are many and counts few, and a bound follows from its counts alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_run, "_epsilon_of_counts", functools.cache(one_run._epsilon_of_counts))
+        yield
 
 
 def record_of(m, seed=0, **settings):

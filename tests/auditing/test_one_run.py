@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +18,7 @@ from lightning_fedleak.evaluation.auditing import (
     dp_tpr,
     gaussian_epsilon,
     gaussian_tpr,
+    one_run,
     one_run_epsilon,
     one_run_p_value,
     refutes,
@@ -27,6 +29,15 @@ from tests.helpers.gaussian import gaussian_delta
 
 RUNS, ALPHA = 200, 0.05
 TOLERATED = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_count_is_asked_once() -> Iterator[None]:
+    """Runs are many and counts few, and a bound follows from its counts alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_epsilon_of_counts", "one_run_p_value"):
+            patch.setattr(one_run, name, functools.cache(getattr(one_run, name)))
+        yield
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ WORDS = ["one, two", 'a "quoted" word', "zwölf Äpfel"]
 def test_json_lines_keep_any_text(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str]
 ) -> None:
-    path = tmp_path_factory.mktemp("texts") / "a.jsonl"
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_text("\n".join(json.dumps({"text": t}) for t in texts), encoding="utf-8")
     assert read_texts(path) == [t.strip() for t in texts]
 

@@ -105,18 +105,18 @@ def test_fc_is_perfect_where_the_lemmas_assumption_holds_and_not_at_layer_0(name
         anatomy,
         [FCMembership(k, g, tokens=7, name=f"{g}{k}") for k in (0, 2) for g in ("token", "full")],
         pool,
-        GameConfig(games=80, batch=10, forwards="pooled"),
+        GameConfig(games=24, batch=10, forwards="pooled"),
     )
     by_name = {r.attack: r for r in results}
     for result in results:
         clean = result.without_collisions()
         rates = clean.summary()
         assert rates["accuracy"].value == rates["auc"].value == 1
-        assert len(clean) + int(result.collides.sum()) == len(result) == 80
+        assert len(clean) + int(result.collides.sum()) == len(result) == 24
         # Where the target's state is in D outside the target the guess is always yes.
         assert bool(result.guesses[result.collides].all())
     word = by_name["token0"]
-    assert 0 < int(word.collides.sum()) < 80
+    assert 0 < int(word.collides.sum()) < 24
     rates = word.summary()
     assert rates["accuracy"].value < 1
     assert rates["auc"].value < 1
@@ -359,7 +359,7 @@ def test_servers_without_layers_of_their_own_play_the_same_games(relation: str) 
     anatomy = find_anatomy(MODELS["llama"]())
     public = pool_of(12, words=60).rows
     attacks = [GradientMembership(public), SubspaceMembership(public), FCMembership(1, name="fc")]
-    config = GameConfig(games=30, batch=4, relation=relation)
+    config = GameConfig(games=20, batch=4, relation=relation)
     gradient, subspace, fc = play(anatomy, attacks, pool_of(), config)
     assert torch.equal(gradient.bits, fc.bits)
     assert torch.equal(gradient.batches, fc.batches)
@@ -367,9 +367,10 @@ def test_servers_without_layers_of_their_own_play_the_same_games(relation: str) 
     assert not gradient.collides.any()
     assert gradient.summary()["auc"].value > 0.95
     assert subspace.summary()["auc"].value > 0.8
-    (alone,) = play(anatomy, attacks[:1], pool_of(), config)
-    assert torch.equal(alone.scores, gradient.scores)
-    assert alone.dtype == "float32"
+    assert gradient.dtype == "float32"
+    if relation == "replace_one":
+        (alone,) = play(anatomy, attacks[:1], pool_of(), config)
+        assert torch.equal(alone.scores, gradient.scores)
 
 
 def test_a_game_without_a_loss_is_refused_to_servers_without_layers() -> None:

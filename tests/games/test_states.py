@@ -89,6 +89,7 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
     anatomy, (_, positional, ahead) = anatomy_of(name), MODELS[name]
     rows = [list(w) for n in (2, 3) for w in itertools.product((11, 12, 13), repeat=n)]
     pool = SentencePool(rows)
+    states = [hidden_states(anatomy, layer, row[None])[0] for row in pool.rows]
     generator = torch.Generator().manual_seed(layer)
     found, wanted = [], []
     for _ in range(40):
@@ -111,10 +112,9 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
                 positional=positional,
             ).item()
         )
-        mine = hidden_states(anatomy, layer, target[None])[0, position]
-        ids, mask = pad([pool.rows[i] for k, i in enumerate(data) if k != place], pool.pad_id)
-        theirs = hidden_states(anatomy, layer, ids, mask)[mask.bool()]
-        wanted.append(bool(((theirs - mine).abs().sum(1) < 1e-8).any()))
+        state = states[data[2] if inside else order[4]][position]
+        batch = torch.cat([states[i] for k, i in enumerate(data) if k != place])
+        wanted.append(bool(((batch - state).abs().sum(1) < 1e-8).any()))
     assert found == wanted
     assert any(found) is (layer == 0 or not ahead)
 

@@ -186,7 +186,7 @@ def planted(sigma: float, **settings) -> PlantedNeuron:
     return PlantedNeuron(tiny_gpt2(dropout=0.0).train(), ids, defense, sample_rate=rate, seed=1)
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("sigma", [0.5, 2.0])
 def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) -> None:
     neuron = planted(sigma)
     assert abs(neuron.gradient) > 100 * 1e-3
@@ -198,9 +198,9 @@ def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) ->
     low, high = interval(games.scores, games.members, 0.05)
     assert low <= sampled_gaussian_auc(sigma) <= high
     assert sum(d.accountant.steps for d in neuron.defenses) == 150
-    held, others = residues[games.members], residues[~games.members]
-    n = min(len(held), len(others))
-    assert scipy.stats.pearsonr(held[:n].numpy(), others[:n].numpy()).pvalue > 1e-4
+    members, non_members = residues[games.members], residues[~games.members]
+    n = min(len(members), len(non_members))
+    assert scipy.stats.pearsonr(members[:n].numpy(), non_members[:n].numpy()).pvalue > 1e-4
     bound = audit_scores(games.scores, games.members, delta=1e-5, claim="gaussian")
     one = neuron.defenses[0].accountant.history[0][:2]
     assert (

@@ -52,8 +52,8 @@ class Client:
         texts = read_texts(args.text or str(EMBEDDED_MESSAGES))[: args.texts]
         rows = [r for t in texts if len(r := tokenizer(t)["input_ids"]) >= 4]
         half = len(rows) // 2
-        aside = [torch.tensor(r[: args.length]) for r in rows[half:]]
-        outside, reference = aside[: len(aside) // 2], aside[len(aside) // 2 :]
+        held_out = [torch.tensor(r[: args.length]) for r in rows[half:]]
+        outside, reference = held_out[: len(held_out) // 2], held_out[len(held_out) // 2 :]
         self.optimizer = optimizer_of(args.optimizer, args.rank)
         self.steps = args.steps
         self.model = model_of(args.model, args.rank).float()

@@ -3,7 +3,7 @@
 A cell is a federation of clients that train a causal model for a round of local steps. Attacked are
 the update of one client and the mean of all: by the attacks that choose themselves on updates of a
 causal model with a tied head, and by :class:`~lightning_fedleak.attacks.SubspaceTexts` within
-``--budget`` seconds of wall time. A round of ``--before`` steps comes before and is left out: a
+``--budget`` seconds of wall time. A round of ``--before`` steps comes before and is excluded: a
 LoRA's B is zero in its first step, and how much an update says depends on how far it is trained::
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_table --model DIR --text FILE \
@@ -160,8 +160,8 @@ def cell(
         )
         for client in range(args.clients)
     ]  # fmt: skip
-    aside = [torch.tensor(r[: args.length]) for r in rows[half:]]
-    outside, reference = aside[: len(aside) // 2], aside[len(aside) // 2 :]
+    held_out = [torch.tensor(r[: args.length]) for r in rows[half:]]
+    outside, reference = held_out[: len(held_out) // 2], held_out[len(held_out) // 2 :]
     make = optimizer_of(optimizer, rank)
     model = model_of(args.model, rank)
     results: dict[str, Found] = {row: Found() for row in ROWS}
@@ -392,7 +392,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32, help="tokens of a text, at most")
     parser.add_argument("--rounds", type=int, default=3, help="besides the first")
     parser.add_argument(
-        "--before", nargs="+", type=int, default=[1], help="steps of the round that is left out"
+        "--before", nargs="+", type=int, default=[1], help="steps of the round that is excluded"
     )
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--targets", type=int, default=16)

@@ -83,7 +83,7 @@ def test_gaussian_roc_is_that_of_two_normal_laws(sigma: float) -> None:
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.0), (1.0, 0.0), (0.5, 0.1), (3.0, 1e-3)])
 def test_what_dp_allows_is_what_its_worst_mechanism_gives(epsilon: float, delta: float) -> None:
-    """With chance delta the bit is told outright, else by randomised response."""
+    """With chance delta the bit is revealed, else by randomised response."""
     keep = 1 / (1 + math.exp(-epsilon))
     one = np.array([0.0, (1 - delta) * (1 - keep), (1 - delta) * keep, delta])
     roc = np.cumsum(one[::-1]), np.cumsum(one)  # TPR, FPR of "score at least"

@@ -50,13 +50,13 @@ def of_gradients() -> Table:
 
 def of_games() -> Table:
     n = 400
-    coins = torch.arange(n) % 2 == 0
-    nowhere, zeros = coins & (torch.arange(n) % 7 == 0), torch.zeros(n, dtype=torch.long)
-    scores = torch.linspace(-1, 1, n).double() + coins
+    members = torch.arange(n) % 2 == 0
+    nowhere, zeros = members & (torch.arange(n) % 7 == 0), torch.zeros(n, dtype=torch.long)
+    scores = torch.linspace(-1, 1, n).double() + members
     return game.game_table(
         [
             GameResult(
-                f"{name}@{layer}", layer, "token", coins, scores > 0.3, scores, nowhere, zeros,
+                f"{name}@{layer}", layer, "token", members, scores > 0.3, scores, nowhere, zeros,
                 zeros, "game", "float32",
             )
             for name, layer in (("attention-full", 11), ("trained", 4))

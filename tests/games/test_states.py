@@ -136,7 +136,7 @@ def test_whole_sentences_collide_where_what_is_read_of_them_is_the_same() -> Non
         assert flags.tolist() == wanted
 
 
-def test_who_attends_to_a_sentence_or_its_beginning_collides_where_that_occurs() -> None:
+def test_who_attends_to_a_sentence_or_its_prefix_collides_where_that_occurs() -> None:
     pool = SentencePool([[1, 2, 3], [1, 2, 4], [2, 2, 3]])
 
     def flags(layer, reads, position=1, ahead=False):
@@ -146,16 +146,16 @@ def test_who_attends_to_a_sentence_or_its_beginning_collides_where_that_occurs()
             layer=layer, reads=reads, ahead=ahead, positional=True,
         ).tolist()  # fmt: skip
 
-    def beginning(position):
+    def prefix(position):
         return slice(0, position + 1)
 
     for layer in (0, 1):
         assert flags(layer, lambda p: slice(0, None)) == [False] * 3
-        assert flags(layer, beginning) == [True, True, False]
-        assert flags(layer, beginning, 2) == [True, False, False]
+        assert flags(layer, prefix) == [True, True, False]
+        assert flags(layer, prefix, 2) == [True, False, False]
     assert flags(0, lambda p: None) == [True, True, True]
     assert flags(1, lambda p: None) == [True, True, False]
-    assert flags(1, beginning, ahead=True) == [False] * 3
+    assert flags(1, prefix, ahead=True) == [False] * 3
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,10 +5,10 @@
         --targets q_proj,k_proj,v_proj
 
 The gradient of a batch of real texts is compressed, tensor by tensor, without error feedback, and
-the attacks are told by which method. Prints for each method, the gradient as it is first: F1 of the
+the attacks know the method. Prints for each method, the gradient as it is first: F1 of the
 words that SubspaceWords names, the AUC of SubspaceMembership and of GradientMembership (of each
-batch the share of pairs of a member and another text that are in order, mean over batches; the
-others are texts of the same source), F1 of AlignedFlatChat on the head (not of a LoRA, which has
+batch the share of pairs of a member and a non-member that are in order, mean over batches; the
+latter are texts of the same source), F1 of AlignedFlatChat on the head (not of a LoRA, which has
 none), whose readout is fitted anew for each method, and of SubspaceTexts the share of tokens in
 place and of texts that are exact (the last token of each text, which is not in these gradients,
 does not count).

@@ -45,11 +45,11 @@ def test_names_of_runs_attacks_and_settings_are_text(tmp_path):
 def test_names_of_clients_and_mechanisms_are_text(tmp_path):
     settings = {"mechanism": HOSTILE, "domain": HOSTILE, "labels": HOSTILE, "epsilon": 1.0}
     defense = {"name": HOSTILE, "class": "TokenLDP", "guarantee": HOSTILE, "settings": settings}
-    spending = {"defense": HOSTILE, "epsilon": 1.0, "delta": 0.0, "releases": 1, "history": []}
+    cost = {"defense": HOSTILE, "epsilon": 1.0, "delta": 0.0, "releases": 1, "history": []}
     record = [
         begin(attacks=[about(HOSTILE, "words")], defenses=[defense], fit=HOSTILE,
               training={"strategy": "federation"}),
-        *(look(r, client=f"{HOSTILE}{r}", utility={"loss": 1.0}, privacy=[spending]) for r in (0, 1)),
+        *(look(r, client=f"{HOSTILE}{r}", utility={"loss": 1.0}, privacy=[cost]) for r in (0, 1)),
         decision("withheld", 1, f"{HOSTILE}1"),
         decision(HOSTILE, 0, f"{HOSTILE}0"),
     ]  # fmt: skip

@@ -237,7 +237,7 @@ def _introduction(options: Namespace, pool: SentencePool) -> str:
         f"A client trains {trained} (fp32) on a batch of {options.batch} out of "
         f"{len(pool)} different sentences of {text_name(options.text)}, each of at most "
         f"{options.tokens} tokens ({pool.duplicates} repeats and {pool.short} too short "
-        f"ones left out). {servers}"
+        f"ones excluded). {servers}"
     )
 
 

@@ -273,8 +273,8 @@ def memorization(add: Add) -> None:
     """What a trained model gives away of its training texts, before it is released.
 
     Asks the trained model and its base about texts that were trained on and texts that were not,
-    and shows how far they can be told apart and which of them the model would write. Each text
-    costs two forwards; nothing is generated.
+    and shows how far they can be distinguished and which of them the model would write. Each
+    text costs two forwards; nothing is generated.
 
     Options:
         model: the trained model: a folder, or one with adapters of PEFT.
@@ -283,8 +283,8 @@ def memorization(add: Add) -> None:
         others: texts like them that were not trained on, in one of the same forms.
         column: the column of --members and --others that holds the text.
         length: tokens of a text, at most.
-        drawn: a coin chose the others among the same rows (leave_out), so that they follow one
-            law.
+        drawn: the others were drawn at random from the same rows (leave_out), so that they follow
+            one law.
         metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, or
             the excess of members that are extracted in samples or greedily.
         at_most: exit with status 3 where its interval reaches above, or it is unknown.

@@ -1,4 +1,4 @@
-"""A user's own canary texts, in the training data or not by the flip of a coin."""
+"""A user's own canary texts, in the training data or not by a fair draw."""
 
 from lightning_fedleak.evaluation.canaries.dataset import CanaryDataset as CanaryDataset
 from lightning_fedleak.evaluation.canaries.dataset import CanarySet as CanarySet

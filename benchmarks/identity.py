@@ -61,7 +61,7 @@ from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
 
-SMOKE = ("--runs 10",)
+SMOKE = ("--runs 4",)
 
 VOCABULARY, WIDTH, TEXTS, LENGTH, STEPS = 97, 16, 24, 9, 6
 PUBLIC = PublicText([[(7 * i + 3 * j) % 94 + 3 for j in range(12)] for i in range(48)])

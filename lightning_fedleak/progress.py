@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -17,31 +15,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Item = TypeVar("Item")
 
-_display: ContextVar[Progress | Console | None] = ContextVar("_display", default=None)
+_display: ContextVar[Progress | None] = ContextVar("_display", default=None)
 
 
 @contextmanager
 def bars(show: bool) -> Iterator[None]:
     """Show a bar for each :func:`track` within, unless another live display is running.
 
-    A notebook without ipywidgets cannot draw bars and gets lines of text.
-
     Args:
         show: whether to show anything.
     """
-    console = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=console,
+        console=Console(stderr=True),
         transient=True,
     )
-    display: Progress | Console | None = None
-    if show and console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-        display = console
-    elif show:
+    display: Progress | None = None
+    if show:
         with suppress(LiveError):
             progress.start()
             display = progress
@@ -90,14 +83,6 @@ def track(
     progress = _display.get()
     if progress is None:
         yield from items
-        return
-    if not isinstance(progress, Progress):
-        if describe is None:
-            print(f"{task_name} ...", file=sys.stderr, flush=True)
-        for item in items:
-            if describe is not None:
-                print(f"{task_name} {describe(item)} ...", file=sys.stderr, flush=True)
-            yield item
         return
     task = progress.add_task(task_name, total=len(items))
     try:

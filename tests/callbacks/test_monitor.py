@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace

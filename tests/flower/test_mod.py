@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import tracemalloc
+from functools import partial
 
 import pytest
 import torch

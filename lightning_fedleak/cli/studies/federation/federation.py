@@ -76,7 +76,6 @@ class Federation:
         watch: what the gate watches; None for the worst of the families that can be known.
         action: what the gate does.
         epsilon: what all rounds together may cost; None for no budget.
-        noise_multiplier: noise on the sum over ``clip``, in place of ``epsilon``.
         clip: largest norm of a client's update.
         delta: of the guarantee.
         trust: who adds the noise.
@@ -107,7 +106,6 @@ class Federation:
     watch: str | None = None
     action: Literal["withhold", "harden", "raise", "warn"] = "withhold"
     epsilon: float | None = None
-    noise_multiplier: float | None = None
     clip: float = 1.0
     delta: float = 1e-5
     trust: Trusted = "central"
@@ -118,7 +116,7 @@ class Federation:
     @property
     def is_private(self) -> bool:
         """Return whether there is client-level differential privacy."""
-        return self.epsilon is not None or self.noise_multiplier is not None
+        return self.epsilon is not None
 
     # ---- model ------------------------------------------------------------------------------
 
@@ -152,9 +150,7 @@ class Federation:
     def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
         """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
         source = self.text or finetuning.EMBEDDED_MESSAGES
-        texts, labels = finetuning.read_labelled(
-            source, self.partition_by, self.column, option="--column", label_option="--partition-by"
-        )
+        texts, labels = finetuning.read_labelled(source, self.partition_by, self.column)
         if len(texts) < _LEAST_TEXTS:
             raise finetuning.SourceError(
                 f"'{source}' holds {len(texts)} texts; at least {_LEAST_TEXTS} are needed, of "
@@ -330,7 +326,6 @@ class Federation:
             return None
         return ClientDP(
             self.clip,
-            self.noise_multiplier,
             clients=self.clients,
             target_delta=self.delta,
             target_epsilon=self.epsilon,

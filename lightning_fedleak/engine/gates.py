@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,32 @@ log = logging.getLogger(__name__)
 
 
 def announce(text: str) -> None:
-    """Log what a gate did, on the first process; a log without handlers is on stderr."""
-    if is_first_process():
-        log.warning(text)
+    """Log what a gate did, and show it once on stderr, whatever filters of warnings are set.
+
+    It is not on stderr where the level of this module's own logger is above ``WARNING``.
+    """
+    if not is_first_process():
+        return
+    log.warning(text)
+    if log.level <= logging.WARNING and not _log_is_on_stderr():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _log_is_on_stderr() -> bool:
+    """Return whether a warning in the log is on stderr, by a handler of the user's or Python's."""
+    if not log.isEnabledFor(logging.WARNING):
+        return False
+    handlers: list[logging.Handler | None] = []
+    logger: logging.Logger | None = log
+    while logger is not None:
+        handlers += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream is sys.stderr
+        and handler.level <= logging.WARNING
+        for handler in handlers or [logging.lastResort]
+    )
 
 
 class LeakageLimitExceeded(RuntimeError):
@@ -78,6 +102,20 @@ def check_threshold(gate: str, metric: str, at_most: float) -> None:
         raise ValueError(
             f"{gate} watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
             f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
+        )
+
+
+def check_value(gate: str, metric: str) -> None:
+    """Refuse the lower end of an interval: it is low where little was asked too.
+
+    Raises:
+        ValueError: names the value to watch.
+    """
+    if metric.endswith("_low"):
+        raise ValueError(
+            f"{gate} watches '{metric}', the lower end of an interval, which is low where few "
+            f"texts were asked about too: watch '{metric.removesuffix('_low')}', with patience= "
+            "where single looks scatter"
         )
 
 

@@ -76,7 +76,6 @@ class Lineup:
         self.held = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
         self._ever_exposed: set[str] = set()
         self.plans: list[Plan] = []
-        self._followed: tuple[object, ...] | None = None
         self.prepared: set[str] = set()
         self.rows: list[Row] = []
         self.calibrating_seconds = 0.0
@@ -168,10 +167,6 @@ class Lineup:
         Returns:
             Whether the plans are others than before.
         """
-        key = self._what_is_trained()
-        if key == self._followed:
-            return False
-        self._followed = key
         by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._choosing:  # of what was never shared nothing is logged
@@ -186,12 +181,6 @@ class Lineup:
             channel.plans = tuple(by_name[a.name] for a in channel.attacks if a.name in by_name)
         self._meet()
         return True
-
-    def _what_is_trained(self) -> tuple[object, ...]:
-        """Return what the plans follow from: trained parameters, their optimizers, the attacks."""
-        trained = [id(p) for p in self._run.anatomy.root.parameters() if p.requires_grad]
-        groups = [[*map(id, g["params"])] for o in self._run.optimizers for g in o.param_groups]
-        return trained, groups, [a.name for c in self._channels for a in c.attacks], {*self.held}
 
     def _warn_of_untested(self) -> None:
         """Says once which attacks have nothing to read, and which surfaces no attack reads."""

@@ -16,6 +16,7 @@ from lightning_fedleak.engine.gates import (
     LeakageLimitExceeded,
     announce,
     check_threshold,
+    check_value,
     defenses_to_harden,
     is_worst,
     judge_worst,
@@ -177,6 +178,8 @@ class Threshold:
         self.on_weights = engine.results.is_looks_dependent(self.metric)
         is_end = self.metric.endswith(("_low", "_high"))
         self.bound = "lower" if self.on_weights and not is_end else "value"
+        if not self.on_weights:
+            check_value(self._kind, self.metric)
         self._check_looks(engine, actions.processes)
         self._has_result = self._stopped = False
         engine.subscribe(

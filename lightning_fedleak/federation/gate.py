@@ -6,6 +6,7 @@ import math
 from typing import Literal
 
 from lightning_fedleak.engine import GateEvent, Threshold, is_worst, names_there_are
+from lightning_fedleak.engine.gates import judge_worst
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.validate import check_choice
@@ -114,11 +115,15 @@ class RoundGate(Threshold):
         roots = [name.rpartition("/")[0] for name in self._watched]
         if not is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
             return math.nan, "what the attack reads is not shared, and something else is"
-        values = [look.now.get(name, math.nan) for name in self._watched]
+        known = {name: look.now.get(name, math.nan) for name in self._watched}
+        known = {name: value for name, value in known.items() if not math.isnan(value)}
+        judged = judge_worst(look.engine, known, self.at_most)
+        values = [one.value for one in judged.values()]
         if breaches := [value for value in values if value > self.at_most]:
             return max(breaches), ""  # whatever else of the worst is unknown
         value = look.now.get(self.metric, math.nan)
         few = [look.too_few[root] for root in roots if root in look.too_few]
+        few += [one.why for one in judged.values() if math.isnan(one.value)]  # a control is low
         if not math.isnan(value) and not few:
             return value, ""
         failures = [look.unknown[root] for root in roots if root in look.unknown]

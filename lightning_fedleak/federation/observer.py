@@ -6,6 +6,7 @@ a Trainer. The x axis is the round.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from lightning_fedleak.engine import (
     AUTOCAST,
     WORST,
     BoardLogger,
+    Channel,
     Destination,
     Engine,
     Games,
@@ -314,7 +316,7 @@ class RoundObserver:
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         engine = self._engine_of(client, stage)
         look, utility = Look(self.round_), utility or {}
-        before: Mapping[str, object] = {}
+        before: Mapping[str, Any] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
 
@@ -345,7 +347,7 @@ class RoundObserver:
             )
 
         try:
-            before = engine.results.state_dict()
+            before = _state_of(engine)
             self._refresh(look, engine)
             outcomes = engine.read_update(look, batches, take)
             round_look = read_look(
@@ -449,7 +451,10 @@ class RoundObserver:
         One at an update that did not leave, say, which is to count in no rate.
         """
         if look.before:  # empty where a look failed that was not added
-            look.engine.results.load_state_dict(look.before)
+            look.engine.results.load_state_dict(look.before["results"])
+            states = look.before["channels"]
+            for channel, state in zip(_in_rounds(look.engine), states, strict=True):
+                channel.load_state_dict(state)
 
     def _keys(self) -> dict[str, str]:
         """Return the name that was sent for every role that an attack reads."""
@@ -531,3 +536,14 @@ def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
             f"local_steps={local_steps}: give it {steps}, or report each batch of each step "
             "(trained_on(batch, step=False) of one whose gradient is accumulated)"
         )
+
+
+def _in_rounds(engine: Engine) -> list[Channel]:
+    """Return the channels that read updates of rounds."""
+    return [channel for channel in engine.channels if not channel.at_weights]
+
+
+def _state_of(engine: Engine) -> dict[str, Any]:
+    """Return what one look adds to: results, and the games that rates are pooled over."""
+    states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
+    return {"results": engine.results.state_dict(), "channels": states}

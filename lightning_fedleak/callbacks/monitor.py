@@ -229,9 +229,11 @@ class LeakageMonitor(EitherCallback):
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = self._find_anatomy(pl_module)
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
+        boards = trainer_facts.boards_of(trainer)
         destination = Destination(
             self.folder or Path(trainer.log_dir or trainer.default_root_dir),
-            trainer.loggers,
+            [one for one in trainer.loggers if one not in boards],
+            [board.experiment for board in boards] if trainer.is_global_zero else [],
             trainer_facts.training_of(trainer),
             _FITS.setdefault(trainer, uuid.uuid4().hex),
         )

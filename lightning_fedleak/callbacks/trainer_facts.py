@@ -29,6 +29,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
+    from lightning.pytorch.loggers import TensorBoardLogger
 
 T = TypeVar("T")
 
@@ -200,6 +201,11 @@ def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
         f"LeakageMonitor does not know what {type(strategy).__name__} shares when. It works with a "
         "single device, with DDP, and with ModelParallelStrategy under client='world'."
     )
+
+
+def boards_of(trainer: L.Trainer) -> list[TensorBoardLogger]:
+    """Return the TensorBoard loggers of a Trainer."""
+    return [one for one in trainer.loggers if isinstance(one, both("loggers.TensorBoardLogger"))]
 
 
 def training_of(trainer: L.Trainer) -> dict[str, object]:

@@ -13,7 +13,6 @@ from lightning_fedleak.engine.gates import is_worst as is_worst
 from lightning_fedleak.engine.gates import names_there_are as names_there_are
 from lightning_fedleak.engine.gates import why_never_judged as why_never_judged
 from lightning_fedleak.engine.lifecycle import Engine as Engine
-from lightning_fedleak.engine.log import BoardLogger as BoardLogger
 from lightning_fedleak.engine.log import Destination as Destination
 from lightning_fedleak.engine.log import to_dataframe as to_dataframe
 from lightning_fedleak.engine.options import Games as Games
@@ -36,6 +35,7 @@ from lightning_fedleak.engine.run import Run as Run
 from lightning_fedleak.engine.run import StageReached as StageReached
 from lightning_fedleak.engine.run import contained as contained
 from lightning_fedleak.engine.run import reason as reason
+from lightning_fedleak.engine.tensorboard import BoardLogger as BoardLogger
 from lightning_fedleak.engine.threshold import GateActions as GateActions
 from lightning_fedleak.engine.threshold import Threshold as Threshold
 from lightning_fedleak.engine.threshold import decision_of as decision_of

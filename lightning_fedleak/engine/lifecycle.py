@@ -20,6 +20,7 @@ from lightning_fedleak.engine.options import Options, Selection, check_optimizer
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
+from lightning_fedleak.engine.tensorboard import Cards
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
 from lightning_fedleak.report import records
@@ -264,6 +265,21 @@ class Engine(StepEngine):
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
         self.results.begin()
+        try:
+            self._show(self.report, run)
+        except Exception as error:  # a disk that is full must not end a round
+            self.report.leave_boards(error)
+
+    def _show(self, report: log.Report, run: Run) -> None:
+        """Lay out what TensorBoard shows, as far as it is known."""
+        series = {s: c for s, c in self.series.items() if s in self.results.playing}
+        families = {channel.family for channel in series.values()}
+        worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
+        privacy = record.privacy_tags(record.accounting(run.defenses))
+        gates = (self._origin or self)._gates
+        limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in gates}
+        report.cards = Cards(series, privacy, worst, self.options.utility, limits)
+        report.cards.add_page(report.boards)
 
     def training_begins(self) -> None:
         """Remember how many looks came before this run, and where it starts."""
@@ -280,6 +296,8 @@ class Engine(StepEngine):
         self._fit.controls.needs = self._needs
         if self.weights is not None:
             self._begin_weights(self.weights)
+        if self.report is not None:
+            self._show(self.report, run)
 
     def _begin_weights(self, weights: WeightLooks) -> None:
         """Find out whom the attacks on the weights compare, and ask the base model."""

@@ -10,11 +10,10 @@ import math
 import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
@@ -23,6 +22,7 @@ from lightning_fedleak.engine.choice import Row
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
+from lightning_fedleak.engine.tensorboard import Cards, Logger
 from lightning_fedleak.extras import install
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report import records
@@ -48,55 +48,14 @@ Larger: a line of fewer points. Smaller: a longer ``run.jsonl``, and on a card a
 """
 
 
-class Logger(Protocol):
-    """Takes numbers by name, as the loggers of a Trainer do."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write each number under its name."""
-
-
-class BoardLogger:
-    """A logger that writes to a TensorBoard run, and ends no training where that fails.
-
-    Args:
-        folder: of the run.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: SummaryWriter | None = SummaryWriter(str(folder))
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write each number as a scalar."""
-        writer = self._writer
-        if writer is None:
-            return
-        try:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-        except Exception as error:
-            self._writer = None
-            why = getattr(error, "strerror", None) or type(error).__name__
-            rank_zero_warn(
-                f"lightning-fedleak: TensorBoard cannot be written any more ({why}): what is found "
-                "goes to leakage.jsonl alone"
-            )
-
-    def close(self) -> None:
-        """Write what is left, if it can be written."""
-        with suppress(Exception):
-            if self._writer is not None:
-                self._writer.close()
-
-
 @dataclass(frozen=True)
 class Destination:
     """Say where the results of a run go.
 
     Attributes:
         folder: of ``leakage.jsonl``, ``run.jsonl`` and what is revealed.
-        loggers: take every finite value.
+        loggers: take every finite value; those of TensorBoard are not among them.
+        boards: TensorBoard's writers, on the process that writes.
         training: how the model is trained, for the record.
         fit: an id that all that watch this run share; None makes one.
         client: whose results they are, as the lines name it; None: of the run's process, or pooled
@@ -106,6 +65,7 @@ class Destination:
 
     folder: Path
     loggers: Sequence[Logger] = ()
+    boards: Sequence[SummaryWriter] = ()
     training: Mapping[str, object] = field(default_factory=dict)
     fit: str | None = None
     client: str | int | None = None
@@ -300,6 +260,8 @@ class Report:
         reveal: recovered words and texts; None writes none.
 
     Attributes:
+        boards: TensorBoard's writers on the process that writes; empty elsewhere.
+        cards: what TensorBoard shows first.
         record: as above.
     """
 
@@ -324,6 +286,8 @@ class Report:
         self.record = record
         self._reveal = reveal
         self._loggers = destination.loggers
+        self.boards = destination.boards
+        self.cards = Cards({}, (), (), (), {})
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
         self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
@@ -423,15 +387,34 @@ class Report:
                 )
         self._write_lines(look, outcomes)
         self.log(values, look.step)
+        try:
+            self.cards.add_summary(self.boards, outcomes, look.step)
+        except Exception as error:
+            self.leave_boards(error)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write the finite ones of these values to the loggers."""
+        """Write the finite ones of these values to the loggers and to TensorBoard."""
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._loggers:
             try:
                 logger.log_metrics(finite, step=step)
             except Exception as error:  # the user's own, and so is the error
                 raise Refusal(error) from error
+        try:
+            for board in self.boards:
+                self.cards.add(board, finite, step)
+        except Exception as error:
+            self.leave_boards(error)
+
+    def leave_boards(self, error: Exception) -> None:
+        """Go on without TensorBoard, and say why."""
+        self.boards = []
+        first = error.__cause__ or error  # Lightning says in its place that a number is no number
+        why = getattr(first, "strerror", None) or type(first).__name__
+        self.warn_once(
+            f"TensorBoard cannot be written any more ({why}): what is found goes to leakage.jsonl "
+            "alone"
+        )
 
     def warn_once(self, text: str, key: str | None = None) -> None:
         """Warns, but not twice of the same (by default: in the same words)."""

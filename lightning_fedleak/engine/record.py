@@ -267,6 +267,13 @@ def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
     return values
 
 
+def privacy_tags(defenses: Sequence[Defense]) -> list[str]:
+    """Return the logged names of every epsilon of defences that account."""
+    if len(defenses) == 1:
+        return ["privacy/epsilon"]
+    return [f"privacy/{defense.name}/epsilon" for defense in defenses]
+
+
 def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
     """Return what each defence that accounts has spent, and on which releases."""
     costs = [(defense, _cost(defense)) for defense in defenses]

@@ -51,7 +51,7 @@ from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.validate import check_choice, check_integer
 
 if TYPE_CHECKING:
-    pass
+    from torch.utils.tensorboard import SummaryWriter
 
 SUM = "sum"
 """The client whose update is that of all clients together."""
@@ -198,7 +198,6 @@ class RoundObserver:
         self.settings = settings
         self._cadence = None if max_overhead is None else cadence_of(None, max_overhead, auto=False)
         self.next_look: dict[str | int, int] = {}
-        self._opened: list[BoardLogger] = []
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
         self.run = RoundRun(
@@ -476,22 +475,20 @@ class RoundObserver:
             replace(self.engine.options, stages=(stage,)),
             self.engine,
         )
-        destination = Destination(self.folder, self._boards(client), client=client)
+        destination = Destination(self.folder, (), self._boards(client), client=client)
         # Games are drawn by it: the same whoever was looked at before, and in which process.
         run = replace(self.run, rank=zlib.crc32(str(client).encode()))
         engine.join(run, destination)
         self._clients[client, stage] = engine
         return engine
 
-    def _boards(self, client: str | int) -> list[BoardLogger]:
-        """Return the logger of a client's TensorBoard run: each client has a line of its own."""
+    def _boards(self, client: str | int) -> list[SummaryWriter]:
+        """Return the writer of a client's TensorBoard run: each client has a line of its own."""
         if not self.settings.tensorboard or importlib.util.find_spec("tensorboard") is None:
             return []
         name = f"client_{client}" if client != SUM else SUM
         try:
-            board = BoardLogger(self.folder / "tensorboard" / name)
-            self._opened.append(board)
-            return [board]
+            return [BoardLogger(self.folder / "tensorboard" / name).writer]
         except Exception as error:  # a disk that is full must not end a round
             announce(f"RoundObserver: no TensorBoard of client {client}: {reason(error)}")
             return []
@@ -507,8 +504,12 @@ class RoundObserver:
         for engine in self._clients.values():
             for remove in (one for channel in engine.channels for one in channel.removers):
                 remove()
-        for board in self._opened:
-            board.close()
+            assert engine.report is not None
+            try:
+                for board in engine.report.boards:
+                    board.close()
+            except Exception as error:
+                engine.report.leave_boards(error)
 
     # ---- names ------------------------------------------------------------------------------
 

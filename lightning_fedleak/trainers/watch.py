@@ -222,8 +222,11 @@ class Watch:
         engine.open(run)
         self._hook_optimizers()
         self._loggers = self._log_to(run)
+        boards = [one.writer for one in self._loggers if isinstance(one, BoardLogger)]
         training = {"optimizers": optimizers_of(loop.optimizers), **self._facts(run)}
-        engine.begin(run, Destination(self.folder, self._loggers, training))
+        loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
+        place = Destination(self.folder, loggers, boards, training)
+        engine.begin(run, place)
         self._first_batch = loop.batches
         engine.training_begins()
 
@@ -278,8 +281,13 @@ class Watch:
             raise ValueError(f"two gates are named '{name}': give one of them name=...")
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        for logger in self._loggers:
-            logger.log_metrics(values, step=step)
+        for logger in [*self._loggers]:
+            try:
+                logger.log_metrics(values, step=step)
+            except Exception as error:
+                self._loggers.remove(logger)
+                if self.engine.report is not None:
+                    self.engine.report.leave_boards(error)
 
     def fail(self, error: Exception) -> None:
         """Let the look at work, or the next one, have no result, because of an error of ours."""
@@ -295,7 +303,7 @@ class Watch:
         if run.rank or not self.settings.tensorboard or find_spec("tensorboard") is None:
             return []
         board = BoardLogger(self.folder / "tensorboard")
-        self._removers.append(board.close)
+        self._removers.append(board.writer.close)
         return [board]
 
     def _facts(self, run: LoopRun) -> dict[str, object]:

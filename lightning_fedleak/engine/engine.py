@@ -230,12 +230,17 @@ class StepEngine:
         results = self._results(look) or {}
         fit.end_look(look)
         nothing = all(isinstance(result, Waiting) for result in results.values())
-        next_step = fit.scheduler.cadence.next_step = fit.scheduler.next_step(look, nothing=nothing)
+        next_step = self._next_step(look, nothing) or look.step + 1
+        fit.scheduler.cadence.next_step = next_step
         if fit.failure is not None:
             scope = fit.series if look.scope is None else look.scope
             results = dict.fromkeys(scope, Unknown(fit.failure))
         outcomes, fit.scheduler.cadence.next_step = self._pool(results, next_step)
         return outcomes
+
+    @contained
+    def _next_step(self, look: Look, nothing: bool) -> int:
+        return self._fit.scheduler.next_step(look, nothing=nothing)
 
     @contained
     def _results(self, look: Look) -> dict[Series, Result]:

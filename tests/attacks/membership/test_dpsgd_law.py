@@ -101,7 +101,7 @@ def bound(sigma: float, game: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("game", [ADD, REPLACE])
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("sigma", [1.0, 2.0])
 @pytest.mark.parametrize("kind", ATTACKS)
 def test_no_more_than_the_noise_lets_through(
     victims: dict[str, Victim], kind: str, sigma: float, game: str

@@ -220,8 +220,8 @@ def test_a_lora_with_as_many_rows_as_tokens() -> None:
 
 
 def test_below_the_rank_more_blocks_tell_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two directions a block, 7 tokens: block 2 alone does not do."""
-    model, ids = deep_llama(6, seed=3), texts(1, 8)
+    """Two directions a block, 9 tokens: block 2 alone does not do."""
+    model, ids = deep_llama(6, seed=3), texts(1, 10)
     model = with_lora(ready(model), 1, ["q_proj", "v_proj"])
     guesses = []
     for blocks in (1, 3):
@@ -289,7 +289,7 @@ def test_dropout_takes_the_certificate(of: str) -> None:
 
 def test_other_weights_than_the_clients_are_no_certificate() -> None:
     """Dropout, or a stale copy: the states are not those that the client had."""
-    model, ids = ready(llama()), texts(2, 9)
+    model, ids = ready(llama()), texts(2, 7)
     attack, anatomy = SubspaceTexts(), find_anatomy(model)
     attack.prepare(anatomy)
     with torch.no_grad():
@@ -466,7 +466,7 @@ def test_rounds_of_steps_of_sgd_are_read(
 def test_a_round_of_several_steps_on_batches_of_their_own(momentum: float) -> None:
     torch.manual_seed(0)
     rate, model = 1e-3, ready(llama())
-    ids = [texts(1, 6) for _ in range(2)]
+    ids = [texts(1, 9) for _ in range(2)]
     attack, anatomy = SubspaceTexts(), find_anatomy(model)
     settings = {"lr": rate, "momentum": momentum}
     attack.meet(RunFacts(optimizer="SGD", optimizer_settings=settings, local_steps=2))

@@ -430,7 +430,7 @@ def test_a_real_model_on_text_unlike_the_public_text(assets):
         public = ids([t for t in lines if len(t) > 200][:120])
     with gzip.open(assets / "data/imdb/test.jsonl.gz", "rt") as lines:
         reviews = ids([json.loads(next(lines))["text"] for _ in range(8)])
-    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=1200)
+    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=600)
     attack.prepare(anatomy)
     batch = reviews.batch(8, 25, generator())
     truth = batch.target_ids().unique()

@@ -44,7 +44,7 @@ def _few_updates() -> Iterator[None]:
 
 
 def attack(public: PublicText, round_: RunFacts, **settings: Any) -> AlignedFlatChat:
-    given = {"calibration_tokens": 4000, "lengths": (8, 16, 24)}
+    given = {"calibration_tokens": 2000, "lengths": (8, 16, 24)}
     made = AlignedFlatChat(public, **(given | settings))
     made.meet(round_)
     return made

@@ -97,14 +97,14 @@ def f1(found: Tensor, truth: set[int]) -> float:
 @pytest.fixture(scope="module")
 def learned(embedded: Any) -> AlignedFlatChat:
     model, public, _ = embedded
-    attack = AlignedFlatChat(public, calibration_tokens=3_000)
+    attack = AlignedFlatChat(public, calibration_tokens=1_500)
     attack.prepare(find_anatomy(model))
     return attack
 
 
 def test_its_words_are_read(embedded: Any, learned: AlignedFlatChat) -> None:
     model, public, private = embedded
-    by_sign = AlignedFlatChat(public, readout="sign", calibration_tokens=3_000)
+    by_sign = AlignedFlatChat(public, readout="sign", calibration_tokens=1_500)
     anatomy, view, truth = shared(model, private[:8])
     by_sign.prepare(anatomy)
     for attack, least in ((learned, 0.85), (by_sign, 0.5)):
@@ -129,7 +129,7 @@ def test_updates_of_adam_are_unknown_and_of_sgd_are_read(
     anatomy, view, truth = shared(model, private[:8])
     gradient = view.gradient(NAME)
     update = UpdateSnapshot(0, Stage.SHARED, {NAME: gradient}, local_steps=1, learning_rate=0.1)
-    attack = AlignedFlatChat(public, calibration_tokens=3_000)
+    attack = AlignedFlatChat(public, calibration_tokens=1_500)
     for optimizer in ("AdamW", "SGD"):
         attack.meet(RunFacts(optimizer=optimizer, optimizer_settings={"lr": 0.1}, local_steps=1))
         if optimizer == "SGD":  # as fitted on gradients

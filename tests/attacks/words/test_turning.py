@@ -142,7 +142,7 @@ def tuned():
 def test_text_and_model_that_calibration_has_not_seen(tuned, readout):
     """Calibrated on the model's own text before training, without a start token and after it."""
     start, public, cases = tuned
-    attack = AlignedFlatChat(public, readout=readout, lengths=(24, 48), calibration_tokens=2500)
+    attack = AlignedFlatChat(public, readout=readout, lengths=(24, 48), calibration_tokens=1200)
     attack.prepare(start)
     for gradient, truth in cases:
         types = attack.run(seen(gradient)).types

@@ -311,7 +311,7 @@ def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch)
     model, sent = crowded_llama()
     hidden = hidden_states(find_anatomy(model), 3, sent)
     ends = set()
-    for milliseconds in (36, 44, 47, 50, 10_000):
+    for milliseconds in (36, 47, 10_000):
         with monkeypatch.context() as same:  # and the same rounding in every run
             careless(same)
             attack = prepared(model, 3, budget_seconds=(milliseconds + 0.5) / 1000)

@@ -220,13 +220,13 @@ def test_a_lora_with_as_many_rows_as_tokens() -> None:
 
 
 def test_below_the_rank_more_blocks_tell_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two directions a block, 9 tokens: block 2 alone does not do."""
-    model, ids = deep_llama(6, seed=3), texts(1, 10)
+    """Two directions a block, 11 tokens: block 2 alone does not do."""
+    model, ids = deep_llama(6, seed=3), texts(1, 12)
     model = with_lora(ready(model), 1, ["q_proj", "v_proj"])
     guesses = []
-    for blocks in (1, 3):
+    for blocks, seconds in ((1, 3.0), (3, None)):
         monkeypatch.setattr("lightning_fedleak.attacks.texts.subspace.BLOCKS", blocks)
-        guesses.append(read(model, ids))
+        guesses.append(read(model, ids, settings={"budget_seconds": seconds}))
     alone, together = guesses
     assert said(together) == visible(ids)
     assert together.certified

@@ -58,6 +58,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.engine.channels.control import Controls
+from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
 
 SMOKE = ("--runs 10",)
@@ -73,6 +74,7 @@ ATTACKS: dict[str, Any] = {
     "crafted": lambda: [FCMembership(1)],
     "split": lambda: [PrefixInversion(1, budget_seconds=5)],
     "texts": lambda: [SubspaceTexts(budget_seconds=None)],
+    "rehearsed": lambda: [RehearsedLabels(PUBLIC, shapes=[(2, 8)], rehearsals=12)],
 }
 
 
@@ -103,7 +105,7 @@ class Configuration:
         if model != "bert":
             attacks += ["members", "crafted", "texts", "split"]
         if model in ("gpt2", "llama") and part == "whole":
-            attacks += ["head"]
+            attacks += ["head", "rehearsed"]
         face = draw.choices(faces, [1 if face == "ddp" else 5 for face in faces])[0]
         chosen = cls(
             seed,
@@ -276,7 +278,7 @@ def loop(c: Configuration, folder: Path, watched: bool, ddp: bool = False) -> li
     for part in parts:
         watch, gate = None, Threshold("leakage/worst/words", at_most=1.0, strict=False)
         if watched:
-            gates = [gate] if c.attacks == "head" else []
+            gates = [gate] if c.attacks in ("head", "rehearsed") else []
             settings = c.settings(precision=c.precision, tensorboard=False)
             watch = Watch(called, optimizer, ATTACKS[c.attacks](), gates, folder=folder, **settings)
             if saved is not None:

@@ -62,6 +62,7 @@ from lightning_fedleak.evaluation.games.client import generic_upstream
 from lightning_fedleak.labs.beam_from_words import BeamFromWords
 from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
 from lightning_fedleak.labs.gradient_matching import GradientMatching
+from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
@@ -89,11 +90,20 @@ def ids_of(rows: int, length: int, seed: int) -> Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+class SureLabels(RehearsedLabels):
+    """Names labels although the rehearsals of a random model show nothing."""
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        super().prepare(anatomy)
+        self._reads_gradients = True
+
+
 PUBLIC = PublicText(ids_of(24, 12, seed=1))
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "flatchat": lambda: FlatChat(PUBLIC, shapes=((2, 4), (3, 6))),
     "aligned, sign": lambda: AlignedFlatChat(PUBLIC, readout="sign", calibration_tokens=200),
     "aligned, learned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100),
+    "rehearsed_labels": lambda: SureLabels(PUBLIC, shapes=((2, 6),), rehearsals=12),
     "reveal_labels": RevealLabels,
     "bag_of_words": BagOfWords,
     "bias_sign": BiasSign,
@@ -200,7 +210,7 @@ def concrete(kind: type) -> set[type]:
 
 
 def test_every_attack_is_among_those_that_are_tried() -> None:
-    tried = {type(make()) for make in ATTACKS.values()}
+    tried = {type(make()) for make in ATTACKS.values()} - {SureLabels} | {SureLabels.__base__}
     # Those on the trained weights compute on the CPU, on what the model says of each token.
     assert tried == concrete(Attack) - concrete(MemorizationAttack)
 

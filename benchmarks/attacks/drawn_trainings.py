@@ -51,6 +51,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
+from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.trainers import Threshold, Watch, WatchSettings
@@ -68,6 +69,7 @@ PARTS: dict[str, Mapping[str, Any] | None] = {
     "whole": None,
     "LoRA q/v": {"target_modules": ["q_proj", "v_proj"]},
     "LoRA all linear": {"target_modules": "all-linear"},
+    "LoRA o+down": {"target_modules": ["o_proj", "down_proj"]},
     "layers_to_transform": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1, 2]},
     "trainable_token_indices": {
         "target_modules": ["q_proj", "v_proj"],
@@ -117,7 +119,8 @@ class Training:
         """Return a training of large batches whose gradients nothing hides."""
         shape = random.Random(seed).choice([(8, 24), (8, 32), (16, 32)])
         open_ = replace(cls.drawn(seed), dropout=0.0, noise=0.0, precision="32-true")
-        return replace(open_, rows=shape[0], length=shape[1])
+        part = "LoRA q/v" if open_.part == "LoRA o+down" else open_.part
+        return replace(open_, part=part, rows=shape[0], length=shape[1])
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -225,6 +228,7 @@ def true_words(ids: Tensor, counted: Tensor) -> dict[str, set[int]]:
 
 def family(training: Training) -> list[Attack]:
     """Return the attacks on words, fresh; those that apply are asked."""
+    shapes = [(training.rows, training.length)]
     return [
         AlignedFlatChat("sampled"),
         AlignedFlatChat("sampled", readout="sign", name="aligned_sign"),
@@ -232,6 +236,7 @@ def family(training: Training) -> list[Attack]:
         BagOfWords(),
         BiasSign(),
         RevealLabels(max_seconds=20),
+        RehearsedLabels("sampled", shapes=shapes),
     ]
 
 
@@ -319,12 +324,18 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], training.rate)
     fired: list[Any] = []
     gate = Threshold("leakage/worst/words", at_most=at_most, action=fired.append)
+    shapes = [(training.rows, training.length)]
+    read: Any = "auto"
+    if training.part == "LoRA o+down":
+        read = [RehearsedLabels("sampled", shapes=shapes)]
     settings = WatchSettings(
-        precision=training.precision, tensorboard=False, assume=HONEST_BUT_CURIOUS
+        precision=training.precision,
+        tensorboard=False,
+        assume=HONEST_BUT_CURIOUS if read == "auto" else None,
     )
     looks = {"folder": folder, "every_n_steps": max(1, training.step)}
     truths: dict[int, Seen] = {}
-    with Watch(model, optimizer, "auto", [gate], settings=settings, **looks) as watch:
+    with Watch(model, optimizer, read, [gate], settings=settings, **looks) as watch:
         for step in range(max(training.step, 2) + 1):
             ids, looks = training.ids(step), watch.engine.results.looks
             counted = torch.ones_like(ids)

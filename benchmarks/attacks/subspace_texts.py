@@ -5,14 +5,16 @@
         --targets q_proj,k_proj,v_proj --shapes 1x48
     python -m benchmarks.attacks.subspace_texts --model DIR --rank 8 --targets q_proj,v_proj \
         --shapes 1x32
+    python -m benchmarks.attacks.subspace_texts --model DIR --classes 2 --rank 0 --shapes 1x32,2x32
     python -m benchmarks.attacks.subspace_texts --model DIR --rank 0 --shapes 8x32 \
         --defenses none,noise:.001,dpsgd:.01,bf16,int8,topk:.1,sgd:1,sgd:4
 
-Settings as in subspace_words.py, whose functions this uses. Prints for each shape and defence: the
-share of tokens that are at the correct position (the last token of each text, which is not in these
-gradients, does not count) and of texts that are exact, with 95% intervals over texts; how often the
-attack certified its texts, and how often that was wrong; and the median of a look's processor
-seconds.
+Settings as in subspace_words.py, whose functions this uses. ``--classes`` makes it a classifier,
+which an encoder has to be, of two classes that alternate over the batch. Prints for each shape and
+defence: the share of tokens that are in their place (the last token of each causal text, which is
+not in these gradients, does not count) and of texts that are exact, with 95% intervals over texts;
+how often the attack certified its texts, and how often that was wrong; and the median of a look's
+processor seconds.
 
 ``--config gpt2`` is that shape (two blocks of it) with random weights and Zipf-distributed tokens.
 
@@ -33,9 +35,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.attacks.subspace_words import Source, built
-from benchmarks.shared import print_place, trained
+from benchmarks.shared import print_place, trained, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
 from lightning_fedleak.evaluation.metrics import TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import in_true_order
@@ -49,10 +52,34 @@ SMOKE = (
 )
 
 
-def backward(model: nn.Module, ids: Tensor) -> None:
+def classifier(options: argparse.Namespace) -> nn.Module:
+    """A model with a head for classes, as :func:`built` otherwise."""
+    torch.manual_seed(options.seed)
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+        options.model, num_labels=options.classes, dtype=torch.float32
+    )
+    if options.rank:
+        model = with_lora(model, options.rank, options.targets.split(","))
+        for name, parameter in model.named_parameters():
+            if ".classifier." in name:
+                parameter.requires_grad_(True)
+    return model.to(options.device).eval()
+
+
+def texts_of(source: Source, rows: int, length: int, options: argparse.Namespace) -> Tensor:
+    """(rows, length) token ids; a classifier's end as its tokenizer ends them."""
+    ids = source.batch(rows, length).input_ids
+    if options.classes:
+        end = AutoTokenizer.from_pretrained(options.model).sep_token_id
+        ids[:, -1] = ids[:, -1] if end is None else end
+    return ids.to(options.device)
+
+
+def backward(model: nn.Module, ids: Tensor, options: argparse.Namespace) -> None:
     """The gradient of the mean loss of texts (B, L)."""
     model.zero_grad()
-    model(input_ids=ids, labels=ids).loss.backward()
+    labels = torch.arange(len(ids), device=ids.device) % options.classes if options.classes else ids
+    model(input_ids=ids, labels=labels).loss.backward()
 
 
 def shared(
@@ -72,7 +99,7 @@ def shared(
         before = {r: anatomy.parameter(r).detach().clone() for r in roles}
         optimizer = torch.optim.SGD(trained(model), lr=options.lr)
         for part in parts:
-            backward(model, part)
+            backward(model, part, options)
             optimizer.step()
         shifted = {r: (before[r] - anatomy.parameter(r).detach()) / options.lr for r in roles}
         with torch.no_grad():
@@ -86,13 +113,13 @@ def shared(
     if kind == "dpsgd":
         results = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
         for row in ids:
-            backward(model, row[None])
+            backward(model, row[None], options)
             norm = torch.stack([p.grad.norm() for p in trained(model) if p.grad is not None]).norm()
             for role in roles:
                 results[role] += anatomy.parameter(role).grad / norm.clamp_min(1.0)
         std = float(value)
     else:
-        backward(model, ids)
+        backward(model, ids, options)
         results = {r: anatomy.parameter(r).grad.clone() for r in roles}
     if kind == "noise":
         flat = torch.cat([g.flatten() for g in results.values()])
@@ -122,6 +149,7 @@ def main() -> None:
     parser.add_argument("--config", choices=("gpt2",))
     parser.add_argument("--private", default="imdb")
     parser.add_argument("--public", default="wikitext2")
+    parser.add_argument("--classes", type=int, default=0)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--targets", default="q_proj,v_proj")
     parser.add_argument("--shapes", default="1x32")
@@ -143,13 +171,13 @@ def main() -> None:
         kind, _, value = defense.partition(":")
         steps = int(value) if kind == "sgd" else 1
         rows, length = map(int, shape.split("x"))
-        model = built(options)
+        model = classifier(options) if options.classes else built(options)
         anatomy = find_anatomy(model)
         private = Source(options.private, options, anatomy.vocab_size)
         public = Source(options.public, options, anatomy.vocab_size)
         if options.rank:
             optimizer = torch.optim.AdamW(trained(model), lr=2e-4)
-            backward(model, public.batch(rows, length).input_ids.to(options.device))
+            backward(model, texts_of(public, rows, length, options), options)
             optimizer.step()
         attack = SubspaceTexts(budget_seconds=options.budget)
         if kind == "sgd":
@@ -162,11 +190,11 @@ def main() -> None:
         certified = wrong = unknown = 0
         seconds: list[float] = []
         for number in range(options.batches):
-            ids = private.batch(rows * steps, length).input_ids.to(options.device)
+            ids = texts_of(private, rows * steps, length, options)
             attack.refresh(anatomy, number)
             view = shared(anatomy, roles, ids, defense, number, options)
             start = time.process_time()
-            truth = ids[:, :-1].cpu()
+            truth = (ids if options.classes else ids[:, :-1]).cpu()
             message = torch.full_like(truth, -1)
             sure, extra = False, False
             try:

@@ -558,6 +558,7 @@ class Engine(StepEngine):
     def close(self) -> None:
         """Remove every tap, whatever one of them raises; may be called twice."""
         closers = [] if self.fit is None else [self.fit.close]
+        closers += [] if self.report is None else [self.report.cards.close]
         failure = None
         for close in [*closers, *(channel.close for channel in self.channels)]:
             try:

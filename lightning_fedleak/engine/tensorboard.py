@@ -107,11 +107,18 @@ class Cards:
             if (card := self._tags.get(name)) is None:
                 continue
             board.add_scalar(card, value, step)
-            if card in self._limits:
+            folder = getattr(board, "log_dir", None)  # tensorboardX has another name for it
+            if card in self._limits and folder is not None:
                 if board not in self._gates:
-                    self._gates[board] = type(board)(str(Path(board.log_dir) / GATE_RUN))
+                    self._gates[board] = type(board)(str(Path(folder) / GATE_RUN))
                 self._gates[board].add_scalar(card, self._limits[card], step)
                 self._gates[board].flush()
+
+    def close(self) -> None:
+        """Close the runs of limits; the writers that were passed are the user's."""
+        for writer in self._gates.values():
+            writer.close()
+        self._gates.clear()
 
     def add_page(self, boards: Sequence[SummaryWriter]) -> None:
         """Lay out Custom Scalars: the cards, each attack with its interval, controls and gates.
@@ -176,8 +183,10 @@ class Cards:
                 continue
             rate = outcome.rates.get(channel.headline) if outcome.unknown is None else None
             value = f"{rate.value:.3f} | {rate.low:.3f} to {rate.high:.3f}" if rate else "unknown |"
+            value = value if outcome.exposed else "not shared |"
             rows.append(f"| {one.log_name} | {channel.headline} | {value} | {outcome.n} |")
-        families = {channel.family for channel in self._series.values()}
+        unread = {one for one, outcome in outcomes.items() if not outcome.exposed}
+        families = {c.family for one, c in self._series.items() if one not in unread}
         untested = ", ".join(family for family in CARDS if family not in families) or "none"
         head = "| attack | metric | value | 95% interval | n |\n|-|-|-|-|-|"
         text = "\n".join([head, *rows, "", f"Kinds of leakage that nobody tested: {untested}."])

@@ -293,7 +293,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         leaving = outgoing.answer(round_, sent, train, start)
         if leaving.state is None:
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
-        if not (leaving.withheld or outgoing.dp):
+        if not (leaving.withheld or outgoing.dp or outgoing.compression):
             return shareable
         return self._reply(shareable, leaving, sent, meta, fl_ctx)
 

@@ -98,7 +98,8 @@ class RoundObserver:
         folder: where the files go.
         side: where the looks are made, for the record: ``"client"`` or ``"server"``.
         defenses: that act on what is returned, so that attacks know of them and the record has
-            what they spend. They are not applied here.
+            what they spend. A :class:`~lightning_fedleak.GradientCompression` is applied by
+            :class:`OutgoingUpdates`, in Flower's mod and NVFlare's filter too.
         games: how membership games are played.
         max_overhead: the largest share of the time of rounds that looks may take (:meth:`due`).
             None looks at every round, as a gate always does. Calibration is not counted.
@@ -131,6 +132,8 @@ class RoundObserver:
         settings: RoundSettings | None = None,
     ) -> None:
         settings = settings or RoundSettings()
+        if not isinstance(settings, RoundSettings):
+            raise TypeError("RoundObserver(settings=) takes RoundSettings, which has all of theirs")
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
         unused = ("stages", "reveal", "local_steps", "report", "utility", "client", "scaler")
@@ -242,6 +245,7 @@ class RoundObserver:
         batches: Sequence[Any] | None = None,
         learning_rate: float | None = None,
         noise_std: float = 0.0,
+        compression: str | None = None,
         utility: Mapping[str, float] | None = None,
         logged: bool = True,
     ) -> RoundLook:
@@ -256,6 +260,7 @@ class RoundObserver:
             learning_rate: the mean over the local steps, where a schedule changes it within a round
                 or over rounds; by default what ``recording`` recorded, or the optimizer's.
             noise_std: of the noise that is known to be on each number of ``returned``.
+            compression: method of what is in ``returned``; None: as the ``defenses`` say.
             utility: further values of this round, logged as ``utility/<name>``.
             logged: write it down at once, as of an update that leaves; else by :meth:`log`, or not
                 at all (:meth:`forget`), and :meth:`leaves` says that it leaves.
@@ -296,7 +301,9 @@ class RoundObserver:
                 snapshot,
                 tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},
                 tied=self.run.anatomy.tied,
-                compression=self._declared_compression(client),
+                compression=self._declared_compression(client)
+                if compression is None
+                else compression,
                 client=zlib.crc32(str(client).encode()),
             )
 
@@ -582,6 +589,7 @@ class RoundObserver:
                 channel.close()
             assert engine.report is not None
             try:
+                engine.report.cards.close()
                 for board in engine.report.boards:
                     board.close()
             except Exception as error:

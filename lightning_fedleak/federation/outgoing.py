@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_fedleak.defenses import DefenseError, GradientCompression
 from lightning_fedleak.engine import (
     GateDecision,
     GateEvent,
@@ -71,6 +73,10 @@ class OutgoingUpdates:
     noise that nobody sees. It does not cover why noise was turned up (``action="harden"``), nor the
     logs.
 
+    A :class:`~lightning_fedleak.GradientCompression` among the observer's ``defenses`` acts last,
+    with a memory of this client's own. With error feedback a look is at the update before it, all
+    of which leaves in time. What is withheld is not remembered.
+
     Under a secure aggregation the server sees nothing but the sum. So a withheld update, or one
     that cannot be read, leaves as zero, masked like every other: nobody is told which client
     withheld, and the aggregation loses none.
@@ -88,12 +94,14 @@ class OutgoingUpdates:
 
     Attributes:
         dp: adds this client's own noise; None where it adds none.
+        compression: of what leaves; None without one.
         unknown: by gate, how many values in a row were unknown so far.
         unread: by gate, the round whose update left while nothing could be read yet.
 
     Raises:
         ValueError: gates that watch what is not logged, two of one name, or one that hardens
             without noise that can be turned up.
+        DefenseError: a compression whose noise would come after it, or be of a sum.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class OutgoingUpdates:
         self.gates = tuple(gates)
         self.zero, self.secure_aggregation = zero, secure_aggregation
         self.dp: ClientDP | None = None if dp is None or dp.trust == "central" else dp
+        self.compression = _copy_compression(observer, dp)
         self.unknown: dict[str, int] = {}
         self.unread: dict[str, int] = {}
         names = [gate.name for gate in self.gates]
@@ -178,16 +187,21 @@ class OutgoingUpdates:
             return Leaving(state, False, tuple(events), look)
 
         def look_once() -> RoundLook:
-            state, noise_std = returned, 0.0
+            state, noise_std, method = returned, 0.0, ""
             if self.dp is not None:
                 state = moved(sent, self.dp.rehearsed(update, shared))
                 noise_std = self.dp.own_noise_std
+            if self.compression is not None and not self.compression.defers:
+                change = difference(sent, state, trained=shared)
+                state = moved(sent, self.compression.compressed(change)[0])
+                method = self.compression.method
             return observer.look(
                 state,
                 self.client,
                 batches=batches,
                 learning_rate=learning_rate,
                 noise_std=noise_std,
+                compression=method,
                 utility=utility,
                 logged=False,
             )
@@ -344,9 +358,12 @@ class OutgoingUpdates:
     def _release(
         self, sent: State, returned: State, update: Mapping[str, Tensor] | None, shared: State
     ) -> dict[str, Tensor]:
-        """Return what leaves where no gate withholds it: noised, if at all."""
+        """Return what leaves where no gate withholds it: noised, then compressed, if at all."""
         if self.dp is not None:
-            return moved(sent, self.dp.privatized(update, shared))
+            returned = moved(sent, self.dp.privatized(update, shared))
+        if self.compression is not None:
+            update = difference(sent, returned, trained=shared)
+            return moved(sent, self.compression.send(update))
         return {n: t.detach().clone() for n, t in returned.items()}
 
     def _zero(self, sent: State, shared: State) -> dict[str, Tensor] | None:
@@ -402,3 +419,23 @@ class OutgoingUpdates:
                 counts[name] = int(number)
             elif key == _NEXT:
                 self.observer.next_look[self.client] = int(number)
+
+
+def _copy_compression(observer: RoundObserver, dp: ClientDP | None) -> GradientCompression | None:
+    """Return a copy of the compression among an observer's defences, with a memory of its own.
+
+    Raises:
+        DefenseError: the noise would come after the compression, or be of a sum.
+    """
+    defenses = observer.run.defenses
+    compression = next((d for d in defenses if isinstance(d, GradientCompression)), None)
+    if compression is None:
+        return None
+    if dp is not None and dp.trust != "local":
+        raise DefenseError(
+            f"GradientCompression beside ClientDP(trust='{dp.trust}') would carry what is not "
+            "noised into later rounds, which no account covers: use ClientDP(trust='local')"
+        )
+    fresh = copy.copy(compression)
+    fresh.memory = {}
+    return fresh

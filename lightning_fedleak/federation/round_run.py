@@ -35,6 +35,16 @@ class RoundSettings(WatchSettings):
     data: Callable[[str | int], DataLoader[Any]] | None = None
     memorization: Memorization = field(default_factory=lambda: Memorization(most_texts=2000))
 
+    def refuse(self, face: str, *names: str) -> None:
+        """Refuse settings that a face does not have, and all faces but that of rounds.
+
+        Raises:
+            ValueError: the face watches no rounds, or names the first setting that is set.
+        """
+        if face != "RoundObserver":
+            raise ValueError(f"{face} watches no rounds: pass settings=WatchSettings(...)")
+        super().refuse(face, *names)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRun(Run):

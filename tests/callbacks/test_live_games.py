@@ -209,7 +209,7 @@ def test_the_client_reads_what_a_defence_has_written_in_place_of_its_batch(tmp_p
     assert defended(tmp_path, Recording(), Writes(first=99)).latest[AUC] == 1
 
 
-def test_where_a_defence_replaces_the_batch_attention_plays_wider_bands(tmp_path):
+def test_where_a_defence_acts_attention_plays_wider_bands_and_one_under_noise(tmp_path):
     attacks = [attention("default", public()), attention("given", public(), widths=WIDTHS)]
     ldp = TokenLDP("grr", epsilon=5, per="token", special_ids=[0, 1, 2])
     cases = [

@@ -30,7 +30,9 @@ from lightning_fedleak.callbacks import (
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError, GradientNoise
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.log import COLUMNS
+from lightning_fedleak.engine.outcomes import not_shared
 from lightning_fedleak.engine.run import reason
+from lightning_fedleak.engine.tensorboard import Cards
 from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
@@ -314,6 +316,14 @@ def test_the_first_cards_are_leakage_and_the_limit_of_a_gate(tmp_path: Path) -> 
     assert len(texts) == monitor.looks
     assert f"| leakage/probe | f1 | {monitor.latest[F1]:.3f} |" in newest.decode()
     assert "nobody tested: membership, texts, memorization." in newest.decode()
+
+
+def test_a_surface_that_is_not_shared_is_no_number_in_the_text() -> None:
+    series, texts = LeakageMonitor(Probe()).engine.series, []
+    board = SimpleNamespace(add_text=lambda _, text, __: texts.append(text))
+    Cards(series, (), (), (), {}).add_summary([board], dict.fromkeys(series, not_shared(["f1"])), 0)
+    assert "| leakage/probe | f1 | not shared | | 0 |" in texts[0]
+    assert "nobody tested: words, membership, texts, memorization." in texts[0]
 
 
 def test_lightnings_own_callbacks_can_watch_what_is_logged(tmp_path: Path) -> None:

@@ -154,10 +154,13 @@ def test_a_step_of_adamw_is_read_where_rounds_begin_without_a_state(
     assert watch.failures == (0 if fresh else 3), "the first look waits: B is zero"
 
 
-@pytest.mark.parametrize("case", ["whole", "lora"])
+@pytest.mark.parametrize("case", ["whole", "lora", "encoder"])
 def test_whole_texts_are_read_while_training(tmp_path: Path, case: str) -> None:
     lora = {**LORA, "target_modules": ["q_proj", "k_proj", "v_proj"]} if case == "lora" else None
-    watch = look(tmp_path, SubspaceTexts(), model_of(llama, lora, dropout=False))
+    rows = {"n": 4, "batch_size": 1} if case == "encoder" else {}
+    batches = random_token_loader(**LOADER | rows)
+    model = model_of(bert if case == "encoder" else llama, lora, dropout=False)
+    watch = look(tmp_path, SubspaceTexts(), model, batches=batches)
     for metric in ("token_accuracy", "exact_sentences", "certified", "finished", "exposed"):
         assert watch.latest[f"{TEXTS}/{metric}"] == 1, metric
 

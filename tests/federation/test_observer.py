@@ -31,7 +31,13 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.defenses import GradientNoise, Privacy
 from lightning_fedleak.engine import WatchSettings
-from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
+from lightning_fedleak.federation import (
+    SUM,
+    RoundObserver,
+    RoundSettings,
+    UpdateError,
+    trained_state,
+)
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe, fit
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, round_settings, train
@@ -400,6 +406,10 @@ def test_settings_that_cannot_be_meant_are_refused(tmp_path):
     frozen = model().requires_grad_(False)
     with pytest.raises(ValueError, match="empty parameter list"):
         observer(tmp_path, frozen)
+    with pytest.raises(TypeError, match="takes RoundSettings"):
+        RoundObserver(model(), ADAMW, 1, settings=WatchSettings())
+    with pytest.raises(ValueError, match="LeakageMonitor watches no rounds"):
+        LeakageMonitor(settings=RoundSettings())
 
 
 # ---- what people look at ------------------------------------------------------------------------

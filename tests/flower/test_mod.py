@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.attacks.memorization import LossRatio
-from lightning_fedleak.defenses import BudgetSpent, DefenseError
+from lightning_fedleak.defenses import BudgetSpent, DefenseError, GradientCompression
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.federation import (
     ClientDP,
@@ -196,6 +196,28 @@ def test_patience_is_kept_where_each_round_has_a_process_of_its_own(tmp_path):
         )
         refused.append(mod(message(round_), node, silent).has_error())
     assert refused == [False, True]
+
+
+@pytest.mark.parametrize("method", ["topk", "low_rank"])
+def test_residuals_are_kept_where_each_round_has_a_process_of_its_own(tmp_path, method):
+    sent = trained_state(model())
+    nodes, missing, replies = {name: context() for name in ("one", "many")}, {}, {}
+    compression = partial(GradientCompression, method, share=0.05, rank=2)
+    lasting = FedLeakMod(lambda where: observer(tmp_path, defenses=[compression()]))
+    for round_ in (1, 2, 3):
+        made = observer(tmp_path / str(round_), defenses=[compression()])
+        mods = {"one": lasting, "many": FedLeakMod(lambda where, made=made: made)}
+        for name, mod in mods.items():
+            replies[name] = arrays(mod(message(round_), nodes[name], train))
+        assert same(replies["one"], replies["many"])
+        update = difference(sent, arrays(train(message(round_), context())))
+        left = difference(sent, replies["many"])
+        missing = {n: missing.get(n, 0) + t.double() - left[n] for n, t in update.items()}
+    stored = nodes["many"].state.array_records["lightning-fedleak-compression"]
+    memory = stored.to_torch_state_dict()
+    for name, residual in missing.items():
+        torch.testing.assert_close(memory[f"residual/{name}"].double(), residual, rtol=0, atol=1e-6)
+    assert max(float(t.abs().max()) for t in missing.values()) > 1e-4
 
 
 def test_copies_of_a_mod_calibrate_once_in_a_process(tmp_path):

@@ -13,13 +13,13 @@ pytest.importorskip("nvflare")
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.fl_constant import ReturnCode
 
-from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.defenses import DefenseError, GradientCompression
 from lightning_fedleak.federation import trained_state
 from lightning_fedleak.federation.nvflare import FedLeakFilter
 from tests.federation.rounds import model
 from tests.federation.test_observer import lines
 from tests.nvflare import jobs
-from tests.nvflare.jobs import PATH, Site, task_of
+from tests.nvflare.jobs import PATH, Site, make_observer, task_of
 
 OBSERVER = f"{PATH}make_observer"
 GATE = {"metric": "leakage/bag_of_words/f1", "at_most": 0.3}
@@ -126,9 +126,30 @@ def test_what_gates_remember_survives_the_process(site, tmp_path, monkeypatch):
         one.end()
 
 
-# ---- a start that looks crafted ------------------------------------------------------------------
+def compress(site, **settings):
+    defenses = [GradientCompression("topk", share=0.1)]
+    return make_observer(site, defenses=defenses, **settings)
 
-DOWN = "model.embed_tokens.adapter.down.weight"
+
+@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
+def test_a_compression_of_the_observer_is_applied_and_what_it_leaves_out_leaves_later(
+    site, monkeypatch, kind
+):
+    monkeypatch.setattr(jobs, "make_observer", compress)
+    compressed = site([OPEN])
+    compressed.kind = kind
+    sent, missing = trained_state(model()), {}
+    for round_ in range(3):
+        task = task_of(round_)
+        whole, reply = values(compressed.train(task)), values(compressed.answer(task))
+        for name, before in sent.items():
+            start = 0.0 if kind == DataKind.WEIGHT_DIFF else before.numpy()
+            moved = (reply[name] - start).astype(np.float64)
+            assert np.count_nonzero(np.abs(moved) > 1e-9) <= max(1, int(0.1 * moved.size))
+            missing[name] = missing.get(name, 0) + (whole[name] - start).astype(np.float64) - moved
+    memory = compressed.filter._outgoing.compression.memory
+    for name, residual in missing.items():
+        np.testing.assert_allclose(memory[f"residual/{name}"].numpy(), residual, atol=1e-6)
 
 
 # ---- other tasks --------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ and states, and the rest is whitened: it is what a prefix adds to its next token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import (
     BlockInputs,
     RecoveredText,
@@ -53,8 +55,8 @@ class SubspaceTexts(TextAttack):
     as the next one of a text, after the prefixes that fit best. It reads gradients, and rounds
     of SGD, with momentum where a round begins with a fresh optimizer.
 
-    A text's last token has no part in these gradients and is left open. Encoders, whose states
-    depend on later tokens too, are not read. A text that is one token several times looks like
+    A causal text's last token has no part in these gradients and is left open. An encoder is read
+    where positions are added to its embeddings. A text that is one token several times looks like
     that token alone where positions are relative.
 
     Certified means that no text is missing whose part lies above rounding, and that none is wrong,
@@ -66,7 +68,7 @@ class SubspaceTexts(TextAttack):
         beam: prefixes that are continued side by side where none is exact.
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
             so far are returned, and the guess says that it is not finished.
-        seed: of the contexts in which tokens are tried.
+        seed: of the contexts in which tokens are tried, and of encoders' descents.
         name: in the logs.
 
     Raises:
@@ -117,26 +119,23 @@ class SubspaceTexts(TextAttack):
         """Return what names the words, and the trained projections of some blocks after the first.
 
         Raises:
-            ThreatModelError: an encoder or encoder-decoder, or a model without a second block of
-                linear maps.
+            ThreatModelError: an encoder-decoder, an encoder whose positions are not added to its
+                embeddings, or a model without a second block of linear maps.
         """
+        if anatomy.kind == "seq2seq":
+            raise ThreatModelError(
+                f"attack '{self.name}' reads causal models and encoders, not encoder-decoders: "
+                "remove the attack"
+            )
         words = self._words.needs(anatomy).gradients
         blocks = self._trained(anatomy)
         deeper = [m.name for block in blocks for m in block.trained_readers(anatomy)]
         if not deeper:  # a surface that could be shared, so that it reads as not exposed
-            last = self._readable.get(anatomy)[-1]
-            deeper = [m.name for m in last.maps if m.factor != "B"]
+            second = self._readable.get(anatomy).inputs[-1]
+            deeper = [m.name for m in second.maps if m.factor != "B"]
         return Surfaces(gradients=tuple(dict.fromkeys([*words, *deeper])))
 
-    def _find_blocks(
-        self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
-    ) -> tuple[row_space.SharedInput, ...]:
-        """Return the inputs of the blocks after the first one."""
-        if anatomy.kind == "seq2seq" or not sees_no_later(anatomy):
-            raise ThreatModelError(
-                f"attack '{self.name}' reads causal models, whose states depend on no later token, "
-                "not encoders or encoder-decoders: remove the attack"
-            )
+    def _find_blocks(self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]) -> _Blocks:
         maps = [m for m in maps if m.factor != "B"]
         blocks: dict[str, row_space.SharedInput] = {}
         for shared_input in row_space.find_shared_inputs(anatomy, maps):
@@ -149,16 +148,26 @@ class SubspaceTexts(TextAttack):
                 f"attack '{self.name}' orders words by the second block's projections, and this "
                 "model has no second block with linear maps that are called once: remove the attack"
             )
-        return tuple(inputs[1:])
+        if sees_no_later(anatomy):
+            return _Blocks(None, tuple(inputs[1:]))
+        first = next((k for k in self._words.inputs(anatomy) if k.positional), None)
+        if first is None or first.reader is not inputs[0].reader:
+            raise ThreatModelError(
+                f"attack '{self.name}' reads an encoder's texts where positions are added to the "
+                "embeddings that the first block's projections read, which they are not in this "
+                "model: remove the attack"
+            )
+        return _Blocks(first, tuple(inputs))
 
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
-        """Return the trained inputs that are read; each block more distinguishes more words."""
-        inputs = self._readable.get(anatomy)
+        """Return the inputs of the blocks that are trained and read; none where too few are."""
+        first, inputs = self._readable.get(anatomy)
         trained = [block for block in inputs if block.trained_readers(anatomy)]
-        if not trained:
+        if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
         rows = sum(m.rows for m in trained[0].trained_readers(anatomy))
-        return trained[: 1 if rows >= trained[0].width else BLOCKS]
+        most = 1 if rows >= trained[0].width else BLOCKS
+        return trained[: most + bool(first)]
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Copy the model up to the blocks that are read, and run it on random tokens.
@@ -218,7 +227,12 @@ class SubspaceTexts(TextAttack):
         words = self._words.run(view)
         autocast = self._facts.autocast
         bottom.kept, whitenings = (), self._whitenings
+        first = self._readable.get(bottom.anatomy).first
         if view.gradients[-1].compression == "topk":
+            if first is not None:
+                raise Inapplicable(
+                    "of an encoder's gradients whole rows are read, not parts of them"
+                )
             bottom.kept, shared = kept_rows(bottom, view)
             whitenings = bottom.whitenings(self.seed)
         else:
@@ -231,7 +245,11 @@ class SubspaceTexts(TextAttack):
             alike = self._words.similar_tokens(bag, ALIKE, words.silent)
             distinguished = len(alike) <= MAX_ALIKE
             bag = torch.cat([bag, alike]).sort().values if distinguished else bag
-        search = SubspaceSearch(bottom, whitenings, shared, bag, self.beam, self.seed)
+        search: SubspaceSearch | EncoderSearch
+        if first is None:
+            search = SubspaceSearch(bottom, whitenings, shared, bag, self.beam, self.seed)
+        else:
+            search = EncoderSearch(bottom, first, whitenings, shared, bag, self.seed)
         with bottom.session():
             texts, finished, certain = search.run(deadline)
         certain = certain and bool(words.certified) and distinguished and self._shows_all(view)
@@ -246,6 +264,19 @@ class SubspaceTexts(TextAttack):
         maps = self._copy.inputs[0].trained_readers(self._copy.anatomy)
         names = {m.name for m in maps if bool(view.gradient(m.name).any())}
         return bool(names & self._complete_maps)
+
+
+class _Blocks(NamedTuple):
+    """The inputs of a model that can be read.
+
+    Attributes:
+        first: what an encoder's first block reads; None for a causal model.
+        inputs: what the projections of each block read, from the first block on for an encoder,
+            from the second on for a causal model.
+    """
+
+    first: row_space.KnownInput | None
+    inputs: tuple[row_space.SharedInput, ...]
 
 
 def _padded(texts: Sequence[RecoveredText]) -> tuple[Tensor, Tensor]:

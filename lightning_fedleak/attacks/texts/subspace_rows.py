@@ -61,7 +61,7 @@ SAMPLE = (16, 64)  # random texts and their tokens, for the states' whitening; n
 
 RecoveredText = tuple[tuple[int, ...], tuple[float, ...]]
 """A text that the search has read: its tokens, -1 where none was recovered, and the share of each
-one's state that the rows explain, in the block that explains least."""
+one's state that the rows explain, in the block that explains least (for encoders the mean)."""
 
 
 class BlockInputs(BottomModel):

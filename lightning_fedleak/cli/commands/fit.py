@@ -16,7 +16,7 @@ import lightning_fedleak.strategies  # noqa: F401  (all four: their names work i
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, SourceError, TextDataModule
 
 _LONGEST = 300  # characters of a message of LightningCLI that are shown
-_HELP = "'fedleak fit --help' lists the settings"
+_HELP = "'fedleak fit --print_config' shows all settings, '--trainer.callbacks.help CLASS' of one"
 
 
 class _FitCLI(LightningCLI):

@@ -99,7 +99,7 @@ class LinesTable:
     def print_headers(self) -> None:
         """Print the title and the headers."""
         if self._title:
-            self._console.print(self._title, soft_wrap=True)
+            self._console.print(self._title, soft_wrap=True, highlight=False)
         lines = [header.split("\n") for header in self._headers]
         height = max(map(len, lines))
         for number in range(height):
@@ -108,7 +108,7 @@ class LinesTable:
     def add(self, cells: Sequence[str]) -> None:
         """Print a row."""
         line = "".join(f"{c:>{w}}" for c, w in zip(cells, self._widths, strict=True))
-        self._console.print(line.rstrip(), soft_wrap=True)
+        self._console.print(line.rstrip(), soft_wrap=True, highlight=False)
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -116,9 +116,11 @@ def print_table(console: Console, table: Table) -> None:
 
     Cells wrap in columns with ``overflow="fold"`` alone.
     """
-    for column in table.columns:
-        column.no_wrap = column.overflow != "fold"
     options = console.options.update(max_width=_ANY_WIDTH)
+    for column in (one for one in table.columns if one.overflow != "fold"):
+        cells = [column.header, *column.cells]
+        column.no_wrap = True
+        column.min_width = max(Measurement.get(console, options, cell).maximum for cell in cells)
     needed = Measurement.get(console, options, table).minimum
     table.width = needed if needed > console.width else None
     console.print(table, soft_wrap=True)

@@ -152,6 +152,11 @@ class TextDataModule(L.LightningDataModule):
             )
         source = assets.EMBEDDED_MESSAGES if self.text is None else self.text
         texts = read_texts(source, self.column)
+        if len(texts) < 2:
+            raise assets.SourceError(
+                f"'{source}' holds one text only, and training and validation need one each. A "
+                "plain text file has one text a line."
+            )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
         n_val = max(1, round(len(texts) * self.val_fraction))
         train = TokenRows.tokenize([texts[i] for i in order[n_val:]], self.tokenizer, self.length)
@@ -160,8 +165,7 @@ class TextDataModule(L.LightningDataModule):
             raise assets.SourceError(
                 f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
                 f"and {len(val)} for validation; at least {self.batch_size} (batch_size) and 1 are "
-                "needed. Give more text (a text a line in a plain text file), or make batch_size "
-                "or length smaller."
+                "needed. Give more text, or make batch_size or length smaller."
             )
         self._train, self._val = train, val
 

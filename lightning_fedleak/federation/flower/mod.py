@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
-from flwr.app import ConfigRecord, Context, Error, Message, MessageType
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 
 from lightning_fedleak.federation import (
@@ -24,6 +24,7 @@ _Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
 _WATCHES: dict[str, tuple[int, _Watch]] = {}
 """The newest run of each mod, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
+_MEMORY = f"{_STATE}-compression"
 
 
 class FedLeakMod:
@@ -129,12 +130,11 @@ class FedLeakMod:
             names = parameter_names(observer.model)
             trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
             check_masks(protocol, dp, [t for n, t in codec.sent.items() if names.get(n) in trained])
-        outgoing.recall(context.state.config_records.get(_STATE))
+        _recall(outgoing, context)
         try:
             return self._answer(outgoing, codec, message, lambda: call_next(message, context))
         finally:
-            # The next round may run in another process.
-            context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
+            _remember(outgoing, context)
 
     def _watch_run(self, context: Context) -> _Watch:
         """Return the observer of a run and its gates; each round may build this mod again."""
@@ -173,6 +173,21 @@ class FedLeakMod:
             return Message(codec.alone(leaving.state, self._weight), reply_to=message)
         codec.put(leaving.state, replies[0])
         return replies[0]
+
+
+def _recall(outgoing: OutgoingUpdates, context: Context) -> None:
+    """Take up what the node's state keeps: the next round may run in another process."""
+    outgoing.recall(context.state.config_records.get(_STATE))
+    if outgoing.compression is not None and _MEMORY in context.state.array_records:
+        tensors = context.state.array_records[_MEMORY].to_torch_state_dict()
+        outgoing.compression.memory = dict(tensors)
+
+
+def _remember(outgoing: OutgoingUpdates, context: Context) -> None:
+    """Keep in the node's state what the client's next round needs."""
+    if outgoing.compression is not None and outgoing.compression.memory:
+        context.state.array_records[_MEMORY] = ArrayRecord(outgoing.compression.memory)
+    context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
 
 
 def _refuse(message: Message, why: str) -> Message:

@@ -27,17 +27,14 @@ from lightning_fedleak.model.snapshots import (
     Stage,
     UpdateSnapshot,
 )
-from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     backward,
-    bert,
     gemma,
     gpt2,
     llama,
     neox,
     opt,
     ready,
-    t5,
     texts,
     with_lora,
 )
@@ -533,9 +530,3 @@ def test_no_certificate_where_a_text_may_go_on_with_its_last_token() -> None:
         ids = batch(1)
         guess = read(model, ids)
         assert not guess.certified or said(guess) == visible(ids)
-
-
-@pytest.mark.parametrize("family", [bert, t5])
-def test_models_whose_states_depend_on_later_tokens_are_refused(family: Any) -> None:
-    with pytest.raises(ThreatModelError, match="reads causal models"):
-        SubspaceTexts().needs(find_anatomy(ready(family())))

@@ -47,6 +47,7 @@ _HELD_OUT = 5  # one text in 5 calibrates the attacks, one in 5 is in no batch; 
 _MOST_PUBLIC = 200  # texts that the attacks calibrate on; not tuned, more take longer
 _MOST_VALIDATED = 64  # texts of the validation loss; not tuned, more take longer
 _LEAST_TEXTS = 10  # below it a fifth would be one text
+_ANY_PRICE = 1e9  # seconds of a look, more than any takes: no attack is dropped for it
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ class Federation:
             folder=folder,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),
             settings=RoundSettings(
-                look_seconds=math.inf,
+                look_seconds=_ANY_PRICE,
                 public_text=PublicText(self._rows(self._texts[2])),
                 tokenizer=self.tokenizer,
             ),

@@ -1,0 +1,302 @@
+"""Whole texts off an encoder's gradients, which are exact for one text, and a certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
+from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
+from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
+from lightning_fedleak.attacks.texts.subspace_rows import shared_rows
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observation, Stage
+from lightning_fedleak.threats import ThreatModelError
+from tests.attacks.row_space.models import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    backward,
+    bert,
+    ready,
+    roberta,
+    texts,
+    with_lora,
+)
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
+RANKS = [None, 12]
+
+
+def classifier() -> nn.Module:
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**SIZES, max_position_embeddings=LENGTH)
+    )
+
+
+def made(family: Callable[[], nn.Module], rank: int | None) -> nn.Module:
+    torch.manual_seed(0)
+    model = ready(family())
+    return model if rank is None else with_lora(model, rank, ["query", "key", "value"])
+
+
+def view_of(anatomy: Anatomy, attack: SubspaceTexts) -> Observation:
+    tensors = {n: anatomy.parameter(n).grad.clone() for n in attack.needs(anatomy).gradients}
+    return Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+
+
+def prepared(model: nn.Module, ids: Tensor, **more: Tensor) -> tuple[SubspaceTexts, Observation]:
+    attack, anatomy = SubspaceTexts(), find_anatomy(model)
+    attack.prepare(anatomy)
+    backward(model, ids, **more)
+    return attack, view_of(anatomy, attack)
+
+
+def read(model: nn.Module, ids: Tensor, **more: Tensor) -> TextGuess:
+    attack, view = prepared(model, ids, **more)
+    return attack.run(view)
+
+
+def said(guess: TextGuess) -> list[list[int]]:
+    return sorted(row[row >= 0].tolist() for row in guess.tokens)
+
+
+# ---- what is read ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("family", [bert, roberta])
+def test_one_text_is_given_away_whole(family: Any, rank: int | None) -> None:
+    model = made(family, rank)
+    attack, anatomy = SubspaceTexts(), find_anatomy(model)
+    attack.prepare(anatomy)
+    for _ in range(4):
+        ids = texts(1, 12)
+        backward(model, ids)
+        guess = attack.run(view_of(anatomy, attack))
+        assert said(guess) == ids.tolist(), "the last token too: all places are attended to"
+        assert guess.certified
+        assert guess.finished
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_one_label_of_a_classifier_gives_the_text_away(rank: int | None) -> None:
+    model = made(classifier, rank)
+    for label in range(2):
+        ids = texts(1, 12, kinds=6)
+        guess = read(model, ids, labels=torch.tensor([label]))
+        assert said(guess) == ids.tolist()
+        assert guess.certified
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("family", [bert, classifier])
+def test_two_texts_are_told_apart(family: Any, rank: int | None) -> None:
+    model, ids = made(family, rank), texts(2, 6)
+    labels = torch.tensor([0, 1]) if family is classifier else ids
+    guess = read(model, ids, labels=labels)
+    assert said(guess) == sorted(ids.tolist())
+    assert guess.certified
+
+
+def test_padded_texts_of_two_lengths() -> None:
+    """They end alike, as behind a tokenizer with an end of its own."""
+    model, ids = made(bert, None), texts(2, 8)
+    mask = torch.ones_like(ids)
+    ids[0, 7] = ids[1, 4] = 3
+    mask[1, 5:] = 0
+    guess = read(model, ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    assert said(guess) == sorted([ids[0].tolist(), ids[1, :5].tolist()])
+    assert guess.certified
+
+
+# ---- what takes the certificate -------------------------------------------------------------
+
+
+def bfloat16(g: Tensor) -> Tensor:
+    return g.bfloat16()
+
+
+def noised(share: float) -> Callable[[Tensor], Tensor]:
+    return lambda g: g + share * g.square().mean().sqrt() * torch.randn_like(g)
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def shared(request: pytest.FixtureRequest) -> list[tuple[SubspaceTexts, GradientSnapshot]]:
+    """What a client with one text, and with two, shared, and an attack that can read it."""
+    model = made(bert, request.param)
+    both = (prepared(model, texts(rows, 6)) for rows in (1, 2))
+    return [(attack, view.gradients[0]) for attack, view in both]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (noised(1e-3), True),
+        (noised(1e-3), False),
+        (noised(1e-1), False),
+        (bfloat16, False),
+        (lambda g: bfloat16(g).float(), False),
+    ],
+    ids=["noise", "small noise, not told", "noise, not told", "bf16", "bf16 as fp32"],
+)
+def test_noise_and_rounding_take_the_certificate(
+    shared: list[tuple[SubspaceTexts, GradientSnapshot]], change: Any, told: bool
+) -> None:
+    for attack, snapshot in shared:
+        tensors = {n: change(g) for n, g in snapshot.tensors.items()}
+        std = 1e-3 * float(torch.cat([g.flatten() for g in tensors.values()]).float().std())
+        spoilt = replace(snapshot, tensors=tensors, noise_std=std if told else 0.0)
+        try:
+            assert not attack.run(Observation((spoilt,))).certified
+        except UnusableObservation:
+            continue
+
+
+@pytest.mark.parametrize("family", [bert, classifier])
+def test_dropout_takes_the_certificate(family: Any) -> None:
+    model = made(family, None)
+    attack, anatomy = SubspaceTexts(budget_seconds=1), find_anatomy(model)
+    attack.prepare(anatomy)
+    model.train()
+    for _ in range(4):
+        ids = texts(1, 8)
+        backward(model, ids, **({"labels": torch.tensor([1])} if family is classifier else {}))
+        try:
+            assert not attack.run(view_of(anatomy, attack)).certified
+        except UnusableObservation:
+            continue
+
+
+def test_the_first_step_of_a_lora_is_not_known_yet() -> None:
+    model = made(bert, 8)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    with pytest.raises(NotYet, match="until B"):
+        read(model, texts(1, 8))
+
+
+@torch.no_grad()
+def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list[int]], list[int]]:
+    """The check alone, of any texts; the true ones; and the tokens of the batch."""
+    model = made(bert, None)
+    ids = texts(rows, 7)
+    with torch.enable_grad():
+        attack, view = prepared(model, ids)
+    anatomy, bottom = find_anatomy(model), attack._copy
+    assert bottom is not None
+    first = attack._readable.get(anatomy).first
+    assert first is not None
+    shared = [shared_rows(known, anatomy, view, None) for known in bottom.inputs]
+    bag = ids.unique()
+    search = EncoderSearch(bottom, first, attack._whitenings, shared, bag, 0)
+    pairs = search._pairs(Deadline())
+
+    def certain(said: list[list[int]]) -> bool:
+        found = [(tuple(text), (1.0,) * len(text)) for text in said]
+        with torch.no_grad(), bottom.session():
+            return search._certain(found, pairs)
+
+    return certain, ids.tolist(), bag.tolist()
+
+
+CERTIFICATES = {rows: certificate(rows) for rows in (1, 3)}
+
+
+@pytest.mark.parametrize("rows", CERTIFICATES)
+def test_the_true_texts_are_certified(rows: int) -> None:
+    certain, true, _ = CERTIFICATES[rows]
+    assert certain(true)
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+@pytest.mark.parametrize("rows", CERTIFICATES)
+def test_no_other_texts_are(rows: int, data: st.DataObject) -> None:
+    certain, true, bag = CERTIFICATES[rows]
+    tampered = [list(row) for row in true]
+    row = data.draw(st.sampled_from(tampered))
+    place = data.draw(st.integers(0, len(row) - 1))
+    kind = data.draw(st.sampled_from(["exchanged", "removed", "doubled", "crossed"]))
+    if kind == "exchanged":
+        row[place] = data.draw(st.sampled_from([t for t in bag if t != row[place]]))
+    elif kind == "removed":
+        del row[place]
+    elif kind == "doubled":
+        row.insert(place, row[place])
+    else:  # of two texts, all that follows
+        other = data.draw(st.sampled_from(tampered))
+        row[place:], other[place:] = other[place:], row[place:]
+    assert sorted(tampered) == sorted(true) or not certain(tampered)
+
+
+# ---- what is refused ------------------------------------------------------------------------
+
+
+def modernbert() -> nn.Module:
+    """Positions turn queries and keys."""
+    special = {f"{which}_token_id": 0 for which in ("pad", "bos", "eos", "cls", "sep")}
+    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES, **special))
+
+
+def deberta() -> nn.Module:
+    """Positions are relative, and added to none of the embeddings."""
+    config = transformers.DebertaV2Config(
+        **SIZES,
+        relative_attention=True,
+        position_biased_input=False,
+        pos_att_type=["p2c", "c2p"],
+        max_position_embeddings=LENGTH,
+    )
+    return transformers.DebertaV2ForMaskedLM(config)
+
+
+@pytest.mark.parametrize("family", [modernbert, deberta])
+def test_encoders_whose_positions_are_not_added_are_refused(family: Any) -> None:
+    with pytest.raises(ThreatModelError, match="added to the embeddings"):
+        SubspaceTexts().needs(find_anatomy(ready(family())))
+
+
+def test_an_encoder_without_its_first_block_is_not_exposed() -> None:
+    model = ready(bert())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layer.1." in name)
+    anatomy = find_anatomy(model)
+    needs = SubspaceTexts().needs(anatomy)
+    assert needs.gradients
+    assert not all(anatomy.trainable(name) for name in needs.gradients)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = made(bert, None).train()
+    anatomy = find_anatomy(model)
+    attack = SubspaceTexts(budget_seconds=1)
+    attack.prepare(anatomy)
+    backward(model, texts(2, 6))
+    before = {n: (p.clone(), p.grad.clone()) for n, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    attack.refresh(anatomy, 1)
+    attack.run(view_of(anatomy, attack))
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name][0])
+        assert torch.equal(parameter.grad, before[name][1])
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

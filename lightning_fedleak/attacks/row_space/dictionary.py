@@ -183,7 +183,7 @@ def _positions(
     device = anatomy.device
     words = torch.arange(4, device=device) * max(1, rows // 7) + min(5, rows - 1)
     probe = torch.stack([words % rows, words.flip(0) % rows])
-    norm = _norm_before(anatomy, known_input, probe)
+    norm = norm_before(anatomy, known_input, probe)
 
     def states(ids: Tensor) -> Tensor:
         if norm is None:
@@ -256,7 +256,7 @@ def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
     return x.reshape(*ids.shape, -1).double()
 
 
-def _norm_before(
+def norm_before(
     anatomy: Anatomy, known_input: linear_maps.SharedInput, ids: Tensor
 ) -> nn.Module | None:
     """Return the norm whose output an input is for (B, L) texts; None if it has none."""

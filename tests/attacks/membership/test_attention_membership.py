@@ -137,15 +137,15 @@ def test_closed_form_is_what_backward_gives(game):
 
 
 def test_the_games_of_the_test_above_have_rungs_that_fire_and_others():
-    seen = []
+    observed = []
 
     @given(games())
     def collect(game):
         attack, *given = game
-        seen.append((attack.gradient(*given) != 0).double().mean().item())
+        observed.append((attack.gradient(*given) != 0).double().mean().item())
 
     collect()
-    assert sum(0 < s < 1 for s in seen) > 20
+    assert sum(0 < s < 1 for s in observed) > 20
 
 
 def softmax(values):
@@ -191,16 +191,16 @@ def test_the_expected_response_is_the_one_in_the_targets_sentence(length, d, see
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.floats(0.0, 3.0), st.integers(0, 99))
-def test_tokens_that_are_left_out_exceed_no_gamma(length, d, gamma, seed):
+def test_tokens_that_are_excluded_exceed_no_gamma(length, d, gamma, seed):
     x = normal(1, length, d, seed=seed)
     (attention_of_targets,) = attentions(x, None, normal(3, d, seed=seed + 1), 2.0)
     target, token, z = attention_of_targets.coordinates()
-    kept, kept_token, kept_z = attention_of_targets.coordinates(gamma)
+    retained, kept_token, kept_z = attention_of_targets.coordinates(gamma)
     assert len(target) == 3 * length
     dense = torch.zeros(3, length, d, dtype=torch.float64)
     dense[target, token] = z
-    torch.testing.assert_close(kept_z, dense[kept, kept_token])
-    dense[kept, kept_token] = 0.0
+    torch.testing.assert_close(kept_z, dense[retained, kept_token])
+    dense[retained, kept_token] = 0.0
     assert bool((dense.abs() <= gamma).all())
 
 
@@ -307,8 +307,8 @@ def test_a_band_is_the_difference_of_its_edges():
     assert guess.members.tolist() == [True, False, False]
 
 
-def test_targets_are_told_from_others_and_ranked_by_rungs():
-    """32 sentences of random tokens: members reach the narrowest band, others hardly any."""
+def test_members_are_distinguished_from_non_members_and_ranked_by_rungs():
+    """32 sentences of random tokens: members reach the narrowest band, non-members hardly any."""
     x, other = normal(32, 10, 48), normal(32, 10, 48, seed=1)
     attack = built(gamma=0.7)
     query = Query(torch.zeros(32, 10))
@@ -357,13 +357,13 @@ def test_a_gamma_that_overflows_never_fires():
 
 @given(st.integers(1, 4), st.integers(3, 7), st.integers(1, 3), st.integers(0, 99))
 def test_the_public_rate_is_that_of_all_batches(targets, sentences, batch, seed):
-    others = torch.rand(targets, sentences, generator=generator(seed))
-    others[0, :2] = -torch.inf
-    scores = PublicScores(others, torch.ones(targets))
+    without = torch.rand(targets, sentences, generator=generator(seed))
+    without[0, :2] = -torch.inf
+    scores = PublicScores(without, torch.ones(targets))
     hits = []
-    for row in others:
-        kept = row[row > -torch.inf].tolist()
-        batches = list(itertools.combinations(kept, min(batch, len(kept))))
+    for row in without:
+        retained = row[row > -torch.inf].tolist()
+        batches = list(itertools.combinations(retained, min(batch, len(retained))))
         hits.append(sum(max(b) > 0.6 for b in batches) / len(batches))
     exact = sum(hits) / len(hits)
     assert scores.false_positive_rate(0.6, batch) == pytest.approx(exact, abs=1e-9)
@@ -533,7 +533,7 @@ def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
     """A third of each hidden state is left: at the widths for exact copies nothing fires."""
     rows = normal(160, 8, 256)
     client = 0.35 * rows[:80] + 0.94 * normal(80, 8, 256, seed=1)
-    found = []
+    result = []
     for replaced in (False, True):
         attack = attention(1, [[1, 2]], beta=0.01)
         expect(attack, defended=False, replaced=replaced)
@@ -544,9 +544,9 @@ def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
             gradient = attack.gradient(targets, client[batch], None, torch.ones(10, 8))
             scores.append(attack.guess(gradient.sum(0)).scores)
             members.append(torch.isin(torch.arange(160), batch))
-        found.append(roc_auc_score(torch.cat(members), torch.cat(scores)))
-    assert found[0] == 0.5
-    assert found[1] > 0.95
+        result.append(roc_auc_score(torch.cat(members), torch.cat(scores)))
+    assert result[0] == 0.5
+    assert result[1] > 0.95
 
 
 def test_refresh_waits_and_follows(public):

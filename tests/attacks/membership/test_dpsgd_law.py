@@ -29,14 +29,14 @@ ATTACKS = {"gradient": GradientMembership, "subspace": SubspaceMembership}
 
 def clipped(model: nn.Module, anatomy: Any, names: tuple[str, ...], ids: Tensor) -> list[Tensor]:
     """Of each text's gradient, clipped to 1 over all that is trained, the part that is read."""
-    found = []
+    result = []
     for row in ids:
         backward(model, row[None])
         trained = [p.grad for p in model.parameters() if p.requires_grad]
         size = torch.cat([g.flatten() for g in trained]).norm()
         own = torch.cat([anatomy.parameter(name).grad.flatten() for name in names])
-        found.append(own / size.clamp_min(1.0))
-    return found
+        result.append(own / size.clamp_min(1.0))
+    return result
 
 
 @dataclass(frozen=True)

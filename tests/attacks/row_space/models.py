@@ -190,6 +190,6 @@ def prepared(model: nn.Module) -> tuple[SubspaceWords, Anatomy]:
     return attack, anatomy
 
 
-def seen(ids: Tensor, *, causal: bool) -> set[int]:
+def exposed_types(ids: Tensor, *, causal: bool) -> set[int]:
     """Types with a part in the first block's gradients: not a causal text's last."""
     return set((ids[:, :-1] if causal else ids).flatten().tolist())

@@ -72,7 +72,7 @@ def read(model: nn.Module, ids: Tensor, **more: Tensor) -> TextGuess:
     return attack.run(view)
 
 
-def said(guess: TextGuess) -> list[list[int]]:
+def answer(guess: TextGuess) -> list[list[int]]:
     return sorted(row[row >= 0].tolist() for row in guess.tokens)
 
 
@@ -88,7 +88,7 @@ def test_one_text_is_given_away_whole(family: Any, rank: int | None) -> None:
         ids = texts(1, 12)
         backward(model, ids)
         guess = attack.run(view_of(anatomy, attack))
-        assert said(guess) == ids.tolist(), "the last token too: all places are attended to"
+        assert answer(guess) == ids.tolist(), "the last token too: all places are attended to"
         assert guess.certified
         assert guess.finished
 
@@ -99,7 +99,7 @@ def test_one_label_of_a_classifier_gives_the_text_away(rank: int | None) -> None
     for label in range(2):
         ids = texts(1, 12, kinds=6)
         guess = read(model, ids, labels=torch.tensor([label]))
-        assert said(guess) == ids.tolist()
+        assert answer(guess) == ids.tolist()
         assert guess.certified
 
 
@@ -108,7 +108,7 @@ def test_two_texts_are_distinguished(family: Any, rank: int | None) -> None:
     model, ids = made(family, rank), texts(2, 6)
     labels = torch.tensor([0, 1]) if family is classifier else ids
     guess = read(model, ids, labels=labels)
-    assert said(guess) == sorted(ids.tolist())
+    assert answer(guess) == sorted(ids.tolist())
     assert guess.certified
 
 
@@ -119,7 +119,7 @@ def test_padded_texts_of_two_lengths() -> None:
     ids[0, 7] = ids[1, 4] = 3
     mask[1, 5:] = 0
     guess = read(model, ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
-    assert said(guess) == sorted([ids[0].tolist(), ids[1, :5].tolist()])
+    assert answer(guess) == sorted([ids[0].tolist(), ids[1, :5].tolist()])
     assert guess.certified
 
 
@@ -207,10 +207,10 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
     search = EncoderSearch(bottom, first, attack._whitenings, shared, bag, 0)
     pairs = search._pairs(Deadline())
 
-    def certain(said: list[list[int]]) -> bool:
-        found = [(tuple(text), (1.0,) * len(text)) for text in said]
+    def certain(answer: list[list[int]]) -> bool:
+        result = [(tuple(text), (1.0,) * len(text)) for text in answer]
         with torch.no_grad(), bottom.session():
-            return search._certain(found, pairs)
+            return search._certain(result, pairs)
 
     return certain, ids.tolist(), bag.tolist()
 

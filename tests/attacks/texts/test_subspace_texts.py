@@ -74,7 +74,7 @@ def read(model: nn.Module, ids: Tensor, noise: float = 0.0, **more: Any) -> Text
     return attack.run(shared(anatomy, attack, noise, told))
 
 
-def said(guess: TextGuess) -> list[list[int]]:
+def answer(guess: TextGuess) -> list[list[int]]:
     return sorted(row[row >= 0].tolist() for row in guess.tokens)
 
 
@@ -91,7 +91,7 @@ def visible(ids: Tensor, mask: Tensor | None = None) -> list[list[int]]:
 def test_whole_projections_give_every_text_away(family: Any, rows: int, length: int) -> None:
     model, ids = ready(family()), texts(rows, length)
     guess = read(model, ids)
-    assert said(guess) == visible(ids)
+    assert answer(guess) == visible(ids)
     assert guess.finished
     assert guess.certified
     assert guess.confidence is not None
@@ -103,7 +103,7 @@ def test_whole_projections_give_every_text_away(family: Any, rows: int, length: 
 def test_tied_and_untied_heads(family: Any, tied: bool) -> None:
     model, ids = ready(family(tie_word_embeddings=tied)), texts(2, 9)
     guess = read(model, ids)
-    assert said(guess) == visible(ids)
+    assert answer(guess) == visible(ids)
     assert guess.certified
 
 
@@ -115,7 +115,7 @@ def test_a_token_without_an_input_is_read_from_the_blocks_behind(rank: int | Non
         model = with_lora(model, rank, QKV)
     ids[0, 4] = ids[1, 7] = 9
     guess = read(model, ids)
-    assert said(guess) == visible(ids)
+    assert answer(guess) == visible(ids)
     assert not guess.certified
 
 
@@ -125,20 +125,20 @@ def test_a_token_that_equals_a_word_is_not_tried_in_its_place() -> None:
         table = model.get_input_embeddings().weight
         table[0] = table[ids[0, 2]]
     guess = read(model, ids)
-    assert said(TextGuess(guess.tokens.masked_fill(guess.tokens == 0, int(ids[0, 2])))) == (
+    assert answer(TextGuess(guess.tokens.masked_fill(guess.tokens == 0, int(ids[0, 2])))) == (
         visible(ids)
     )
     assert len(guess.tokens) == len(ids)
     assert not guess.certified
 
 
-def test_texts_with_a_common_beginning_are_told_apart() -> None:
+def test_texts_with_a_common_prefix_are_distinguished() -> None:
     model, ids = ready(llama()), texts(4, 9)
     ids[:, 0] = 7
     ids[1, :4] = ids[0, :4]
     ids[3, :7] = ids[2, :7]
     guess = read(model, ids)
-    assert said(guess) == visible(ids)
+    assert answer(guess) == visible(ids)
     assert guess.certified
 
 
@@ -152,7 +152,7 @@ def test_a_token_that_nearly_equals_another_is_tried_too() -> None:
     ids[:, 0] = torch.randperm(190)[:12] + 7
     ids[0, 0], ids[1, 2] = 200, 6
     guess = read(model, ids)
-    assert not guess.certified or said(guess) == visible(ids)
+    assert not guess.certified or answer(guess) == visible(ids)
 
 
 @pytest.mark.parametrize("second", [["q_proj", "k_proj"], ["k_proj"]])
@@ -166,7 +166,7 @@ def test_no_certificate_of_the_second_block_s_queries_and_keys(second: list[str]
     mask = torch.ones_like(ids)
     mask[1, 2:] = 0
     guess = read(model, ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
-    assert [33] not in said(guess)
+    assert [33] not in answer(guess)
     assert not guess.certified
 
 
@@ -180,7 +180,7 @@ def test_padded_texts_of_several_lengths(side: str) -> None:
     labels = ids.masked_fill(mask == 0, -100)
     places = (mask.cumsum(1) - 1).clamp_min(0)
     guess = read(model, ids, attention_mask=mask, labels=labels, position_ids=places)
-    assert said(guess) == visible(ids, mask)
+    assert answer(guess) == visible(ids, mask)
     assert guess.certified
 
 
@@ -188,12 +188,12 @@ def test_prompts_that_the_loss_looks_away_from_are_read() -> None:
     model, ids = ready(llama()), texts(2, 10)
     labels = ids.clone()
     labels[:, :6] = -100
-    assert said(read(model, ids, labels=labels)) == visible(ids)
+    assert answer(read(model, ids, labels=labels)) == visible(ids)
 
 
 def test_repeated_tokens_stand_where_they_stood() -> None:
     model, ids = ready(llama()), texts(1, 12, kinds=4)
-    assert said(read(model, ids)) == visible(ids)
+    assert answer(read(model, ids)) == visible(ids)
 
 
 @pytest.mark.parametrize("family", [llama, gemma, gpt2])
@@ -205,14 +205,14 @@ def test_texts_that_begin_with_one_token_several_times(family: Any) -> None:
     ids[2, 0] = 7
     ids[3, :3] = 8
     guess = read(model, ids)
-    assert said(guess) == visible(ids)
+    assert answer(guess) == visible(ids)
     assert guess.certified
 
 
 def test_a_lora_with_as_many_rows_as_tokens() -> None:
     model, ids = with_lora(ready(llama()), 8, QKV), texts(2, 9)
     guess = read(model, ids)
-    assert said(guess) == visible(ids)
+    assert answer(guess) == visible(ids)
     assert guess.certified
 
 
@@ -225,13 +225,13 @@ def test_below_the_rank_more_blocks_tell_the_order(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("lightning_fedleak.attacks.texts.subspace.BLOCKS", blocks)
         guesses.append(read(model, ids, settings={"budget_seconds": seconds}))
     alone, together = guesses
-    assert said(together) == visible(ids)
+    assert answer(together) == visible(ids)
     assert together.certified
-    assert said(alone) != visible(ids)
+    assert answer(alone) != visible(ids)
     assert not alone.certified
 
 
-def test_beginnings_of_which_a_block_makes_nothing_are_no_measure() -> None:
+def test_prefixes_of_which_a_block_makes_nothing_are_no_measure() -> None:
     """With few rows, and a first block whose attention writes nothing."""
     model = deep_llama(4, seed=1)
     with torch.no_grad():
@@ -336,9 +336,9 @@ def recovered_texts(rows: list[tuple[int, ...]]) -> list[PartialText]:
 
 
 def test_the_true_texts_are_certified() -> None:
-    found, certain = CERTIFICATE.check(recovered_texts(TRUE))
+    result, certain = CERTIFICATE.check(recovered_texts(TRUE))
     assert certain
-    assert [text.tokens for text in found] == TRUE
+    assert [text.tokens for text in result] == TRUE
 
 
 @settings(max_examples=100)
@@ -360,8 +360,8 @@ def test_no_other_texts_are(data: st.DataObject) -> None:
     else:
         del rows[which]
     tampered = [tuple(row) for row in rows]
-    found, certain = CERTIFICATE.check(recovered_texts(tampered))
-    assert not certain or [text.tokens for text in found] == TRUE
+    result, certain = CERTIFICATE.check(recovered_texts(tampered))
+    assert not certain or [text.tokens for text in result] == TRUE
 
 
 def test_a_first_token_that_another_could_stand_for_is_not_certain() -> None:
@@ -374,7 +374,7 @@ def test_a_first_token_that_another_could_stand_for_is_not_certain() -> None:
     ids = texts(2, 6)
     ids[0, 0], ids[1, 0] = 200, 6
     guess = read(model, ids)
-    assert not guess.certified or said(guess) == visible(ids)
+    assert not guess.certified or answer(guess) == visible(ids)
 
 
 def test_states_that_hang_on_each_other_are_not_certain() -> None:
@@ -384,8 +384,8 @@ def test_states_that_hang_on_each_other_are_not_certain() -> None:
 
 def test_ends_that_explain_nothing_are_cut_off() -> None:
     longer = [(*row, int(BAG[i]), int(BAG[i + 1])) for i, row in enumerate(TRUE)]
-    kept, certain = CERTIFICATE.check(recovered_texts(longer))
-    assert [text.tokens for text in kept] == TRUE
+    retained, certain = CERTIFICATE.check(recovered_texts(longer))
+    assert [text.tokens for text in retained] == TRUE
     assert certain
 
 
@@ -453,7 +453,7 @@ def test_rounds_of_steps_of_sgd_are_read(
         0, Stage.SHARED, tensors, local_steps=steps, learning_rate=0.1, fresh=fresh
     )
     if known:
-        assert said(attack.run(Observation((update,)))) == visible(ids)
+        assert answer(attack.run(Observation((update,)))) == visible(ids)
     else:
         with pytest.raises(UnusableObservation, match="steps of SGD without weight decay"):
             attack.run(Observation((update,)))
@@ -478,7 +478,7 @@ def test_a_round_of_several_steps_on_batches_of_their_own(momentum: float) -> No
     moved = {role: (before[role] - anatomy.parameter(role).detach()) / rate for role in roles}
     update = UpdateSnapshot(0, Stage.SHARED, moved, local_steps=2, learning_rate=rate)
     guess = attack.run(Observation((update,)))
-    assert all(text in said(guess) for text in visible(torch.cat(ids)))
+    assert all(text in answer(guess) for text in visible(torch.cat(ids)))
     assert not guess.certified
 
 
@@ -529,4 +529,4 @@ def test_no_certificate_where_a_text_may_go_on_with_its_last_token() -> None:
     for _ in range(6):
         ids = batch(1)
         guess = read(model, ids)
-        assert not guess.certified or said(guess) == visible(ids)
+        assert not guess.certified or answer(guess) == visible(ids)

@@ -110,9 +110,9 @@ def test_what_was_fitted_on_such_updates_reads_them(
     anatomy = trained
     made.prepare(anatomy)
     observations = cases(trained.model, language, round_)
-    found = f1(made, observations)
-    assert found > least
-    assert found > f1(learned, observations), "fitted on gradients"
+    result = f1(made, observations)
+    assert result > least
+    assert result > f1(learned, observations), "fitted on gradients"
     again = attack(public, round_)
     again.load_state_dict({k: v.clone() for k, v in made.state_dict().items()})
     again.refresh(anatomy, 0)

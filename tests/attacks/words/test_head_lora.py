@@ -42,10 +42,10 @@ def test_the_parts_of_public_text_add_up_to_bs_gradient(*, tied: bool, scaled: b
     ids = texts(3, 8)
     backward(model, ids)
     parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
-    found = parts.gradient(*head_parameters(anatomy))
-    torch.testing.assert_close(found, anatomy.parameter(NAME).grad, rtol=1e-4, atol=1e-7)
+    result = parts.gradient(*head_parameters(anatomy))
+    torch.testing.assert_close(result, anatomy.parameter(NAME).grad, rtol=1e-4, atol=1e-7)
     some = torch.tensor([7, 5, 100])
-    torch.testing.assert_close(parts.gradient(*head_parameters(anatomy), some), found[some])
+    torch.testing.assert_close(parts.gradient(*head_parameters(anatomy), some), result[some])
     logits = model(input_ids=ids).logits
     mine = F.linear(parts.hidden.view(3, 7, -1), *head_parameters(anatomy))
     torch.testing.assert_close(mine, logits[:, :-1], rtol=1e-4, atol=1e-5)
@@ -89,9 +89,9 @@ def shared(model: nn.Module, rows: list[Tensor]) -> tuple[Any, Observation, set[
     return anatomy, view, set(truth[truth >= 0].tolist())
 
 
-def f1(found: Tensor, truth: set[int]) -> float:
-    said = set(found.tolist())
-    return 2 * len(said & truth) / (len(said) + len(truth))
+def f1(result: Tensor, truth: set[int]) -> float:
+    guess = set(result.tolist())
+    return 2 * len(guess & truth) / (len(guess) + len(truth))
 
 
 @pytest.fixture(scope="module")

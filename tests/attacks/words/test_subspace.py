@@ -32,12 +32,12 @@ from tests.attacks.row_space.models import (
     VOCABULARY,
     backward,
     bert,
+    exposed_types,
     gpt2,
     llama,
     observed,
     prepared,
     ready,
-    seen,
     t5,
     texts,
     with_lora,
@@ -64,7 +64,7 @@ def check_exact(model: nn.Module, ids: Tensor, *, certified: bool = True, **more
     attack, anatomy = prepared(model)
     backward(model, ids, **more)
     guess = attack.run(observed(attack, anatomy))
-    truth = seen(ids, causal=is_causal(model))
+    truth = exposed_types(ids, causal=is_causal(model))
     assert set(guess.types.tolist()) == truth
     assert guess.certified or not certified
     assert guess.surface == "input"
@@ -135,7 +135,7 @@ def test_adalora_as_peft_trains_it(family, task: str, targets: list[str]) -> Non
         backward(model, ids, labels=labels)
         if step:
             guess = attack.run(observed(attack, anatomy))
-            assert set(guess.types.tolist()) == seen(ids, causal=task == "CAUSAL_LM")
+            assert set(guess.types.tolist()) == exposed_types(ids, causal=task == "CAUSAL_LM")
             assert guess.certified
         else:  # nothing but AdaLoRA's own term is there
             with pytest.raises(NotYet, match="no gradient until B"):
@@ -159,7 +159,7 @@ def test_a_penalty_on_a_lora_hides_nothing(weight: float) -> None:
         parameter.grad += weight * parameter.detach()
     view = observed(attack, anatomy)
     guess = attack.run(with_terms(view, frozenset(roles)))
-    assert set(guess.types.tolist()) == seen(ids, causal=True)
+    assert set(guess.types.tolist()) == exposed_types(ids, causal=True)
     assert guess.certified
 
 
@@ -314,7 +314,7 @@ def test_half_precision_gradients_are_ranked_and_not_certified() -> None:
     attack, anatomy = prepared(model)
     ids = texts(2, 7)
     backward(model, ids)
-    truth = seen(ids, causal=True)
+    truth = exposed_types(ids, causal=True)
     for dtype in (torch.bfloat16, torch.float16):
         guess = attack.run(observed(attack, anatomy, lambda g, dtype=dtype: g.to(dtype)))
         assert len(set(guess.types.tolist()) & truth) >= 0.8 * len(truth)
@@ -332,7 +332,7 @@ def test_a_client_under_autocast_is_followed() -> None:
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     guess = attack.run(observed(attack, anatomy))
-    truth = seen(ids, causal=True)
+    truth = exposed_types(ids, causal=True)
     assert len(set(guess.types.tolist()) & truth) >= 0.8 * len(truth)
     assert not guess.certified
 
@@ -471,7 +471,7 @@ def test_known_noise_takes_the_certificate_away() -> None:
     noisy = {r: g + std * torch.randn_like(g) for r, g in clean.tensors.items()}
     guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, noisy, noise_std=std),)))
     assert not guess.certified
-    assert len(set(guess.types.tolist()) & seen(ids, causal=True)) >= 6
+    assert len(set(guess.types.tolist()) & exposed_types(ids, causal=True)) >= 6
 
 
 @pytest.mark.parametrize("spoilt", ["nan", "zero"])
@@ -566,11 +566,11 @@ def test_one_step_of_adam_hides_nothing(kind: type, lora: bool) -> None:
     attack, anatomy = prepared(model)
     ids = texts(2, 10)
     # Gradients of a model this small are a hundred times a real one's, and so is eps.
-    said = attack.run(step_of(kind, model, attack, anatomy, ids, eps=1e-6))
+    answer = attack.run(step_of(kind, model, attack, anatomy, ids, eps=1e-6))
     truth = set(ids[:, :-1].flatten().tolist())
-    right = len(truth & set(said.types.tolist()))
-    assert 2 * right / (len(truth) + len(said.types)) > 0.95
-    assert not said.certified
+    right = len(truth & set(answer.types.tolist()))
+    assert 2 * right / (len(truth) + len(answer.types)) > 0.95
+    assert not answer.certified
 
 
 @pytest.mark.parametrize(
@@ -634,7 +634,7 @@ def test_rounds_of_sgd_on_lora_add_up() -> None:
         ids = texts(2, 7)
         backward(model, ids)
         optimizer.step()
-        truth |= seen(ids, causal=True)
+        truth |= exposed_types(ids, causal=True)
     tensors = {r: (before[r] - anatomy.parameter(r).detach()) / 0.5 for r in roles}
     view = UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=2, learning_rate=0.5)
     guess = attack.run(Observation((view,)))
@@ -652,7 +652,7 @@ def test_a_model_that_moves_is_followed() -> None:
     backward(model, ids)
     attack.refresh(anatomy, 5)
     guess = attack.run(observed(attack, anatomy))
-    assert set(guess.types.tolist()) == seen(ids, causal=True)
+    assert set(guess.types.tolist()) == exposed_types(ids, causal=True)
 
 
 def test_a_norm_alone_that_moves_is_followed() -> None:
@@ -666,7 +666,7 @@ def test_a_norm_alone_that_moves_is_followed() -> None:
     backward(model, ids)
     attack.refresh(anatomy, 5)
     guess = attack.run(observed(attack, anatomy))
-    assert set(guess.types.tolist()) == seen(ids, causal=True)
+    assert set(guess.types.tolist()) == exposed_types(ids, causal=True)
 
 
 def test_nothing_trained_that_it_reads_is_not_exposed() -> None:
@@ -745,17 +745,21 @@ def test_equations_of_the_specification(family, place: str) -> None:
 
     def whole(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         """Of a map the gradient (out, in), what it reads (n, in), and its outputs' gradient."""
-        seen: list[Tensor] = []
+        exposed_types: list[Tensor] = []
         linear = model.get_submodule(place)
         handles = [
-            linear.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach())),
-            linear.register_full_backward_hook(lambda m, gi, go: seen.append(go[0].detach())),
+            linear.register_forward_pre_hook(
+                lambda _, args: exposed_types.append(args[0].detach())
+            ),
+            linear.register_full_backward_hook(
+                lambda m, gi, go: exposed_types.append(go[0].detach())
+            ),
         ]
         backward(model, ids)
         for handle in handles:
             handle.remove()
         gradient = linear.weight.grad.T if transposed else linear.weight.grad
-        x, d = (states.flatten(0, 1) for states in seen)
+        x, d = (states.flatten(0, 1) for states in exposed_types)
         return gradient.clone(), x, d
 
     gradient, x, d = whole(plain)
@@ -804,5 +808,5 @@ def test_words_behind_an_adapter_at_the_embeddings_are_read() -> None:
         names = attack.needs(anatomy).gradients
         gradients = {name: anatomy.parameter(name).grad.clone() for name in names}
         guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, gradients),)))
-        truth, found = set(ids[:, :-1].flatten().tolist()), set(guess.types.tolist())
-        assert 2 * len(truth & found) / (len(truth) + len(found)) >= 0.95
+        truth, result = set(ids[:, :-1].flatten().tolist()), set(guess.types.tolist())
+        assert 2 * len(truth & result) / (len(truth) + len(result)) >= 0.95

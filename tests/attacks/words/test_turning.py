@@ -23,7 +23,7 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def seen(gradient):
+def observed(gradient):
     return Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
 
 
@@ -145,7 +145,7 @@ def test_text_and_model_that_calibration_has_not_seen(tuned, readout):
     attack = AlignedFlatChat(public, readout=readout, lengths=(24, 48), calibration_tokens=1200)
     attack.prepare(start)
     for gradient, truth in cases:
-        types = attack.run(seen(gradient)).types
+        types = attack.run(observed(gradient)).types
         right = torch.isin(types, truth).sum().item()
         assert right / len(types) > 0.94
         assert right / len(truth) > 0.85

@@ -149,15 +149,16 @@ def test_true_texts_have_no_loss(family: Any, system: Any) -> None:
 )
 def test_short_texts_are_recovered(attack: GradientMatching, seeds: tuple[int, ...]) -> None:
     """A guess of one token is right in 1 of 290 cases by chance."""
-    correct = []
-    for seed in seeds:
+
+    def correct(seed: int) -> bool:
         torch.manual_seed(seed)
         model, ids = ready(llama()), texts(1, attack.length)
         guess = guess_of(attack, model, ids)
         assert guess.finished
         assert guess.certified is None
-        correct.append(bool((guess.tokens == ids)[:, :-1].all()))
-    assert any(correct)
+        return bool((guess.tokens == ids)[:, :-1].all())
+
+    assert any(correct(seed) for seed in seeds)
 
 
 @pytest.mark.parametrize("learned", [False, True])

@@ -297,7 +297,9 @@ def test_other_weights_than_the_clients_are_no_certificate() -> None:
     assert not certified(lambda: attack.run(shared(anatomy, attack)))
 
 
-def prepared() -> tuple[SubspaceSearch, Tensor, list[tuple[int, ...]]]:
+@cache
+def searched() -> tuple[SubspaceSearch, list[int], list[tuple[int, ...]]]:
+    """Return the search of a batch of three texts, the batch's tokens, and the texts."""
     torch.manual_seed(0)
     model, ids = ready(llama()), texts(3, 10)
     attack = SubspaceTexts()
@@ -310,46 +312,47 @@ def prepared() -> tuple[SubspaceSearch, Tensor, list[tuple[int, ...]]]:
     rows = [shared_rows(known, anatomy, view, None) for known in bottom.inputs]
     bag = ids[:, :-1].unique()
     search = SubspaceSearch(bottom, attack._whitenings, rows, bag, 3, 0)
-    return search, bag, [tuple(row[:-1].tolist()) for row in ids]
-
-
-SEARCH, BAG, TRUE = prepared()
-CERTIFICATE = _Certificate(SEARCH.candidates, SEARCH.shared, SEARCH.measure)
+    return search, bag.tolist(), [tuple(row[:-1].tolist()) for row in ids]
 
 
 @cache
 def recovered(row: tuple[int, ...]) -> PartialText:
     """Return a text as the search would return it, with the states that its tokens have."""
-    bottom = SEARCH.candidates.bottom
+    search, _, _ = searched()
+    bottom = search.candidates.bottom
     with torch.no_grad(), bottom.session():
-        parts = SEARCH.measure.whiten(bottom.parts(bottom.hidden(torch.tensor([row]))))
+        parts = search.measure.whiten(bottom.parts(bottom.hidden(torch.tensor([row]))))
     states = tuple(tuple(x[0, i] for x in parts) for i in range(len(row)))
     remainders = tuple(
         Remainder.from_rows(r.principal[:0], w)
-        for r, w in zip(SEARCH.shared, SEARCH.measure.whitening, strict=True)
+        for r, w in zip(search.shared, search.measure.whitening, strict=True)
     )
     return PartialText(row, (1.0,) * len(row), 0.0, remainders, (), (), states)
 
 
-def recovered_texts(rows: list[tuple[int, ...]]) -> list[PartialText]:
-    return [recovered(row) for row in rows]
+def checked(rows: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], bool]:
+    """Return the texts that the certificate's check leaves of these, and whether it is given."""
+    search, _, _ = searched()
+    certificate = _Certificate(search.candidates, search.shared, search.measure)
+    result, certain = certificate.check([recovered(row) for row in rows])
+    return [text.tokens for text in result], certain
 
 
 def test_the_true_texts_are_certified() -> None:
-    result, certain = CERTIFICATE.check(recovered_texts(TRUE))
-    assert certain
-    assert [text.tokens for text in result] == TRUE
+    true = searched()[2]
+    assert checked(true) == (true, True)
 
 
 @settings(max_examples=100)
 @given(data=st.data())
 def test_no_other_texts_are(data: st.DataObject) -> None:
-    rows = [list(row) for row in TRUE]
+    _, bag, true = searched()
+    rows = [list(row) for row in true]
     which = data.draw(st.integers(0, len(rows) - 1))
     place = data.draw(st.integers(0, len(rows[which]) - 1))
     kind = data.draw(st.sampled_from(["exchanged", "removed", "doubled", "swapped", "text"]))
     if kind == "exchanged":
-        rows[which][place] = data.draw(st.sampled_from(BAG.tolist()))
+        rows[which][place] = data.draw(st.sampled_from(bag))
     elif kind == "removed":
         del rows[which][place]
     elif kind == "doubled":
@@ -359,9 +362,8 @@ def test_no_other_texts_are(data: st.DataObject) -> None:
         rows[which][place], rows[which][other] = rows[which][other], rows[which][place]
     else:
         del rows[which]
-    tampered = [tuple(row) for row in rows]
-    result, certain = CERTIFICATE.check(recovered_texts(tampered))
-    assert not certain or [text.tokens for text in result] == TRUE
+    result, certain = checked([tuple(row) for row in rows])
+    assert not certain or result == true
 
 
 def test_a_first_token_that_another_could_stand_for_is_not_certain() -> None:
@@ -378,15 +380,14 @@ def test_a_first_token_that_another_could_stand_for_is_not_certain() -> None:
 
 
 def test_states_that_hang_on_each_other_are_not_certain() -> None:
-    twice = recovered_texts([TRUE[0], TRUE[0], *TRUE[1:]])
-    assert not CERTIFICATE.check(twice)[1]
+    true = searched()[2]
+    assert not checked([true[0], *true])[1]
 
 
 def test_ends_that_explain_nothing_are_cut_off() -> None:
-    longer = [(*row, int(BAG[i]), int(BAG[i + 1])) for i, row in enumerate(TRUE)]
-    retained, certain = CERTIFICATE.check(recovered_texts(longer))
-    assert [text.tokens for text in retained] == TRUE
-    assert certain
+    _, bag, true = searched()
+    longer = [(*row, bag[i], bag[i + 1]) for i, row in enumerate(true)]
+    assert checked(longer) == (true, True)
 
 
 @settings(max_examples=40)

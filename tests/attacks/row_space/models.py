@@ -182,9 +182,12 @@ def observed(
     return Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
 
 
-def prepared(model: nn.Module) -> tuple[SubspaceWords, Anatomy]:
+def prepared(
+    model: nn.Module, attack: SubspaceWords | None = None
+) -> tuple[SubspaceWords, Anatomy]:
+    """Return the attack, by default one that measures no capacity, on a model."""
     anatomy = find_anatomy(model)
-    attack = SubspaceWords()
+    attack = attack or SubspaceWords(capacity_seconds=0)
     attack.needs(anatomy)
     attack.prepare(anatomy)
     return attack, anatomy

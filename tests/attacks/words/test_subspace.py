@@ -323,10 +323,9 @@ def test_half_precision_gradients_are_ranked_and_not_certified() -> None:
 
 def test_a_client_under_autocast_is_followed() -> None:
     model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
-    anatomy = find_anatomy(model)
-    attack = SubspaceWords()
+    attack = SubspaceWords(capacity_seconds=0)
     attack.meet(RunFacts(autocast=torch.bfloat16))
-    attack.prepare(anatomy)
+    _, anatomy = prepared(model, attack)
     ids = texts(2, 7)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=ids, labels=ids).loss
@@ -697,9 +696,7 @@ def test_a_model_without_such_maps_is_refused() -> None:
 @pytest.mark.parametrize(("seconds", "known"), [(10.0, True), (1e-9, False), (0.0, False)])
 def test_capacity_is_measured_where_there_is_time(seconds: float, known: bool) -> None:
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
-    anatomy = find_anatomy(model)
-    attack = SubspaceWords(capacity_seconds=seconds)
-    attack.prepare(anatomy)
+    attack, anatomy = prepared(model, SubspaceWords(capacity_seconds=seconds))
     backward(model, texts(2, 6))
     capacity = attack.run(observed(attack, anatomy)).capacity
     assert (capacity is not None) == known
@@ -713,7 +710,7 @@ def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(
         explanation, "measure_capacity", lambda *_, **__: explanation.Capacity(0, 4, 20.0)
     )
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
-    attack, anatomy = prepared(model)
+    attack, anatomy = prepared(model, SubspaceWords())
     backward(model, texts(2, 6))
     guess, metric = attack.run(observed(attack, anatomy)), WordRecovery(anatomy.vocab_size)
     metric.update(guess, torch.arange(4))
@@ -723,9 +720,7 @@ def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(
 
 def test_public_text_makes_frequent_tokens_likelier() -> None:
     model = with_lora(ready(llama()), 4, ["q_proj", "v_proj"])
-    anatomy = find_anatomy(model)
-    attack = SubspaceWords([[7, 8, 7, 9] * 20])
-    attack.prepare(anatomy)
+    attack, _ = prepared(model, SubspaceWords([[7, 8, 7, 9] * 20], capacity_seconds=0))
     odds = attack._readable[0].log_odds
     assert float(odds[7]) >= float(odds[9]) > float(odds[100])
     assert attack.config()["public_text"] != SubspaceWords().config()["public_text"]
@@ -745,21 +740,17 @@ def test_equations_of_the_specification(family, place: str) -> None:
 
     def whole(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         """Of a map the gradient (out, in), what it reads (n, in), and its outputs' gradient."""
-        exposed_types: list[Tensor] = []
+        states: list[Tensor] = []
         linear = model.get_submodule(place)
         handles = [
-            linear.register_forward_pre_hook(
-                lambda _, args: exposed_types.append(args[0].detach())
-            ),
-            linear.register_full_backward_hook(
-                lambda m, gi, go: exposed_types.append(go[0].detach())
-            ),
+            linear.register_forward_pre_hook(lambda _, args: states.append(args[0].detach())),
+            linear.register_full_backward_hook(lambda m, gi, go: states.append(go[0].detach())),
         ]
         backward(model, ids)
         for handle in handles:
             handle.remove()
         gradient = linear.weight.grad.T if transposed else linear.weight.grad
-        x, d = (states.flatten(0, 1) for states in exposed_types)
+        x, d = (part.flatten(0, 1) for part in states)
         return gradient.clone(), x, d
 
     gradient, x, d = whole(plain)
@@ -799,14 +790,11 @@ def test_words_behind_an_adapter_at_the_embeddings_are_read() -> None:
     for name, p in model.named_parameters():
         if ".up." in name:  # after some steps
             nn.init.normal_(p, std=0.02)
-    anatomy, attack = find_anatomy(model), SubspaceWords(capacity_seconds=0)
-    attack.prepare(anatomy)
+    attack, anatomy = prepared(model)
     for seed in range(3):
         torch.manual_seed(seed)
         ids = texts(2, 16)
         backward(model, ids)
-        names = attack.needs(anatomy).gradients
-        gradients = {name: anatomy.parameter(name).grad.clone() for name in names}
-        guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, gradients),)))
+        guess = attack.run(observed(attack, anatomy))
         truth, result = set(ids[:, :-1].flatten().tolist()), set(guess.types.tolist())
         assert 2 * len(truth & result) / (len(truth) + len(result)) >= 0.95

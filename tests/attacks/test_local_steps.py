@@ -50,10 +50,10 @@ def test_without_decay_an_update_of_sgd_is_a_combination_of_its_gradients(
     gradients = [torch.randn(4, 9, generator=generator, dtype=torch.float64) for _ in range(steps)]
     made = {"lr": rate, "weight_decay": decay, "momentum": momentum, "dampening": dampening}
     after = trained(torch.optim.SGD, before, gradients, **made)
-    left = known("SGD", steps, **made).without_decay((before - after) / rate, before, rate)
+    gradient = known("SGD", steps, **made).without_decay((before - after) / rate, before, rate)
     basis = torch.stack([g.flatten() for g in gradients], 1)
-    weights = torch.linalg.lstsq(basis, left.flatten()[:, None]).solution
-    assert torch.allclose(basis @ weights, left.flatten()[:, None], atol=1e-8)
+    weights = torch.linalg.lstsq(basis, gradient.flatten()[:, None]).solution
+    assert torch.allclose(basis @ weights, gradient.flatten()[:, None], atol=1e-8)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -64,8 +64,8 @@ def test_decay_that_is_decoupled_is_undone(steps: int) -> None:
     plain = trained(torch.optim.AdamW, before, gradients, lr=1e-3, weight_decay=0.0)
     decayed = trained(torch.optim.AdamW, before, gradients, lr=1e-3, weight_decay=0.3)
     made = known("AdamW", steps, lr=1e-3, weight_decay=0.3)
-    left = made.without_decay((before - decayed) / 1e-3, before, 1e-3)
-    assert torch.allclose(left, (before - plain) / 1e-3, atol=4e-3)
+    gradient = made.without_decay((before - decayed) / 1e-3, before, 1e-3)
+    assert torch.allclose(gradient, (before - plain) / 1e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize(

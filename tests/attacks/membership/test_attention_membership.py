@@ -136,7 +136,7 @@ def test_closed_form_is_what_backward_gives(game):
     assert torch.equal(one.scores, two.scores)
 
 
-def test_the_games_of_the_test_above_have_rungs_that_fire_and_others():
+def test_the_games_of_the_test_above_have_rungs_that_fire_and_that_do_not():
     observed = []
 
     @given(games())
@@ -378,7 +378,7 @@ def test_noise_alone_is_taken_for_a_member_at_the_stated_rate():
         assert rate == pytest.approx(0.05, abs=0.006), score
 
 
-def test_under_noise_members_still_rank_above_others():
+def test_under_noise_members_still_rank_above_non_members():
     """Rungs of the band average: the statistic follows from that of one rung."""
     attack = built(widths=(0.3,))
     signal = torch.cat([torch.full((4000, 1), 3.0), torch.zeros(4000, 1)], 1)
@@ -482,12 +482,12 @@ def test_no_wider_band_decides_than_a_member_needs(public):
 
 
 def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response(public):
-    for own, plain, replaced in (
+    for options, plain, replaced in (
         ({}, 0.7, 0.999),
         ({"widths": WIDTHS}, 0.7, 0.7),
         ({"widths": (0.3,)}, 0.3, 0.3),
     ):
-        attack = attention(1, public, batch=20, **own)
+        attack = attention(1, public, batch=20, **options)
         before = attack.config()
         assert attack.widths[-1] == plain
         expect(attack, defended=False, replaced=True)
@@ -517,8 +517,8 @@ def test_against_defended_gradients_one_band_is_crafted(public, given, width):
 
 
 def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
-    for own, plain, replaced in (({}, 0.3, 0.01), ({"beta": 0.3}, 0.3, 0.3)):
-        attack = attention(1, public, batch=20, **own)
+    for options, plain, replaced in (({}, 0.3, 0.01), ({"beta": 0.3}, 0.3, 0.3)):
+        attack = attention(1, public, batch=20, **options)
         for defended in (False, True):
             expect(attack, defended=defended, replaced=True)
             assert attack.beta == replaced

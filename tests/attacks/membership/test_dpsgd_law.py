@@ -34,8 +34,8 @@ def clipped(model: nn.Module, anatomy: Any, names: tuple[str, ...], ids: Tensor)
         backward(model, row[None])
         trained = [p.grad for p in model.parameters() if p.requires_grad]
         size = torch.cat([g.flatten() for g in trained]).norm()
-        own = torch.cat([anatomy.parameter(name).grad.flatten() for name in names])
-        result.append(own / size.clamp_min(1.0))
+        read = torch.cat([anatomy.parameter(name).grad.flatten() for name in names])
+        result.append(read / size.clamp_min(1.0))
     return result
 
 

@@ -86,7 +86,7 @@ def test_closed_form_is_what_backward_gives(game):
     assert torch.equal(one.scores, two.scores)
 
 
-def test_the_games_of_the_test_above_have_members_and_others():
+def test_the_games_of_the_test_above_have_members_and_non_members():
     """What hypothesis draws covers rungs that fire and rungs that do not."""
     observed = []
 
@@ -423,7 +423,7 @@ def states(request, assets):
 
 @pytest.fixture(scope="module")
 def asked_alone(states, sentences):
-    """20 sentences of a batch of 40 and 20 others, each with its hidden states alone, unpadded."""
+    """20 sentences of a batch of 40 and 20 of none, each with its hidden states alone, unpadded."""
     _, run = states
     return [
         (padded([s], len(s)), run(*padded([s], len(s))))

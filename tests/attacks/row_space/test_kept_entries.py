@@ -27,13 +27,13 @@ def sparse(gradient: Tensor, share: float) -> Tensor:
 
 def misfit(rows: Tensor, atoms: Tensor) -> float:
     """What least squares leave of the kept entries, row by row, as a share of the rows' norm."""
-    left = 0.0
+    residual = 0.0
     for row in rows.double().numpy():
         places = row.nonzero()[0]
         columns = atoms.double().numpy().T[places]
         fit = np.linalg.lstsq(columns, row[places], rcond=None)[0]
-        left += float(((row[places] - columns @ fit) ** 2).sum())
-    return math.sqrt(left) / float(rows.double().norm())
+        residual += float(((row[places] - columns @ fit) ** 2).sum())
+    return math.sqrt(residual) / float(rows.double().norm())
 
 
 def test_the_rows_that_keep_most_entries_are_read() -> None:

@@ -144,7 +144,7 @@ def shared(request: pytest.FixtureRequest) -> list[tuple[SubspaceTexts, Gradient
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "declared"),
     [
         (noised(1e-3), True),
         (noised(1e-3), False),
@@ -152,15 +152,15 @@ def shared(request: pytest.FixtureRequest) -> list[tuple[SubspaceTexts, Gradient
         (bfloat16, False),
         (lambda g: bfloat16(g).float(), False),
     ],
-    ids=["noise", "small noise, not told", "noise, not told", "bf16", "bf16 as fp32"],
+    ids=["noise", "small noise, not declared", "noise, not declared", "bf16", "bf16 as fp32"],
 )
 def test_noise_and_rounding_take_the_certificate(
-    shared: list[tuple[SubspaceTexts, GradientSnapshot]], change: Any, told: bool
+    shared: list[tuple[SubspaceTexts, GradientSnapshot]], change: Any, declared: bool
 ) -> None:
     for attack, snapshot in shared:
         tensors = {n: change(g) for n, g in snapshot.tensors.items()}
         std = 1e-3 * float(torch.cat([g.flatten() for g in tensors.values()]).float().std())
-        spoilt = replace(snapshot, tensors=tensors, noise_std=std if told else 0.0)
+        spoilt = replace(snapshot, tensors=tensors, noise_std=std if declared else 0.0)
         try:
             assert not attack.run(Observation((spoilt,))).certified
         except UnusableObservation:

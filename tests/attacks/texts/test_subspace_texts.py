@@ -57,21 +57,24 @@ def wide_llama() -> nn.Module:
 
 
 def shared(
-    anatomy: Anatomy, attack: SubspaceTexts, noise: float = 0.0, told: bool = True
+    anatomy: Anatomy, attack: SubspaceTexts, noise: float = 0.0, declared: bool = True
 ) -> Observation:
     tensors = {n: anatomy.parameter(n).grad.clone() for n in attack.needs(anatomy).gradients}
     for g in tensors.values():
         g += noise * torch.randn_like(g)
-    std = noise if told else 0.0
+    std = noise if declared else 0.0
     return Observation((GradientSnapshot(0, Stage.SHARED, tensors, noise_std=std),))
 
 
 def read(model: nn.Module, ids: Tensor, noise: float = 0.0, **more: Any) -> TextGuess:
-    told, settings = more.pop("told", True), {"budget_seconds": None} | more.pop("settings", {})
+    declared, settings = (
+        more.pop("declared", True),
+        {"budget_seconds": None} | more.pop("settings", {}),
+    )
     attack, anatomy = SubspaceTexts(**settings), find_anatomy(model)
     attack.prepare(anatomy)
     backward(model, ids, **more)
-    return attack.run(shared(anatomy, attack, noise, told))
+    return attack.run(shared(anatomy, attack, noise, declared))
 
 
 def answer(guess: TextGuess) -> list[list[int]]:
@@ -248,15 +251,15 @@ def certified(say: Callable[[], TextGuess]) -> bool:
         return False
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("noise", [1e-4, 1e-2])
-def test_noise_takes_the_certificate(noise: float, told: bool) -> None:
+def test_noise_takes_the_certificate(noise: float, declared: bool) -> None:
     model, ids = ready(llama()), texts(2, 9)
-    assert not certified(lambda: read(model, ids, noise, told=told))
+    assert not certified(lambda: read(model, ids, noise, declared=declared))
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_half_precision_takes_the_certificate(told: bool) -> None:
+@pytest.mark.parametrize("declared", [True, False])
+def test_half_precision_takes_the_certificate(declared: bool) -> None:
     model, ids = ready(llama()), texts(2, 9)
     attack, anatomy = SubspaceTexts(budget_seconds=2), find_anatomy(model)
     attack.prepare(anatomy)
@@ -264,7 +267,7 @@ def test_half_precision_takes_the_certificate(told: bool) -> None:
     view = shared(anatomy, attack)
     [snapshot] = view.gradients
     rounded = {n: g.bfloat16() for n, g in snapshot.tensors.items()}
-    if not told:
+    if not declared:
         rounded = {n: g.float() for n, g in rounded.items()}
     rough = Observation((replace(snapshot, tensors=rounded),))
     assert not certified(lambda: attack.run(rough))
@@ -403,14 +406,14 @@ def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, insid
     share, _, new = Remainder.from_rows(rows, plain).fits(state[None])
     basis = torch.linalg.svd(rows, full_matrices=False)[2]
     assert float(share) == pytest.approx(float((basis @ state).square().sum()), abs=1e-9)
-    left = Remainder.from_rows(rows, plain).explain(new[0])
+    remaining = Remainder.from_rows(rows, plain).explain(new[0])
     projected = rows - torch.outer(rows @ state, state)
     _, sizes, expected = torch.linalg.svd(projected, full_matrices=False)
     expected = expected[sizes > 1e-6 * sizes[0].clamp_min(1e-9)] if not (inside and k == 1) else []
-    assert len(left.directions) == len(expected)
+    assert len(remaining.directions) == len(expected)
     if len(expected):
         torch.testing.assert_close(
-            left.directions.T @ left.directions, expected.T @ expected, atol=1e-6, rtol=0
+            remaining.directions.T @ remaining.directions, expected.T @ expected, atol=1e-6, rtol=0
         )
 
 

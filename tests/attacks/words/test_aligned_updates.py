@@ -151,10 +151,10 @@ def test_public_updates_are_those_a_client_would_share(
         parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
         public = next(one_step_updates(parts, weight, bias, known, generator))
     else:
-        left = iter(batches)
+        remaining = iter(batches)
 
         def batch(texts: int) -> TokenBatch:
-            ids = next(left)
+            ids = next(remaining)
             return TokenBatch(ids, ids, None, "causal")
 
         before = {n: p.detach().clone() for n, p in trained.model.named_parameters()}

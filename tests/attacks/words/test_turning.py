@@ -41,13 +41,13 @@ def away():
 
 def test_unused_rows_are_positive_afterwards(away):
     gradient, hidden, labels, u = away
-    summary, own = turn(gradient, RowSummary.read(gradient, u), u)
-    assert (hidden @ own > 0).all()
-    torch.testing.assert_close(summary.projection, gradient @ own)
+    summary, turned = turn(gradient, RowSummary.read(gradient, u), u)
+    assert (hidden @ turned > 0).all()
+    torch.testing.assert_close(summary.projection, gradient @ turned)
     unused = torch.ones(VOCAB, dtype=torch.bool)
     unused[labels] = False
     assert (summary.projection[unused] > 0).all()
-    assert own.norm() == pytest.approx(1.0)
+    assert turned.norm() == pytest.approx(1.0)
 
 
 def test_only_the_given_rows_are_looked_at(away):
@@ -66,8 +66,8 @@ def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
         gradient.shape, generator=generator(2)
     )
     summary = RowSummary.read(noised, u)
-    after, own = turn(noised, summary, u)
-    assert own is u
+    after, turned = turn(noised, summary, u)
+    assert turned is u
     assert after is summary
 
 

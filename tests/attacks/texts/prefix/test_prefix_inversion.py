@@ -225,8 +225,8 @@ def test_noised_states_are_explained_about_as_well_as_by_the_true_text(noised, s
     clean = hidden_states(anatomy, 2, sent)
     hidden = noisy(clean, 0.5, seed)
     guess = prepared(model, 2, noised=noised).reconstruct(hidden, None, None)
-    left = (hidden_states(anatomy, 2, guess.tokens) - hidden).square().sum((1, 2))
-    assert bool((left <= 1.1 * (clean - hidden).square().sum((1, 2))).all())
+    remaining = (hidden_states(anatomy, 2, guess.tokens) - hidden).square().sum((1, 2))
+    assert bool((remaining <= 1.1 * (clean - hidden).square().sum((1, 2))).all())
     assert guess.finished
     assert float(guess.confidence.max()) < 0.9
 

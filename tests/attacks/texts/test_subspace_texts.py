@@ -29,6 +29,7 @@ from lightning_fedleak.model.snapshots import (
 )
 from tests.attacks.row_space.models import (
     backward,
+    bert,
     gemma,
     gpt2,
     llama,
@@ -494,12 +495,13 @@ def test_time_ends_it_and_it_says_so() -> None:
     assert len(guess.tokens) == 1
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model = ready(llama()).train()
+@pytest.mark.parametrize("family", [llama, bert])
+def test_the_model_is_left_as_it_was(family: Any) -> None:
+    model = ready(family()).train()
     anatomy = find_anatomy(model)
-    attack = SubspaceTexts()
+    attack = SubspaceTexts(budget_seconds=1)
     attack.prepare(anatomy)
-    backward(model, texts(2, 9))
+    backward(model, texts(2, 6))
     before = {n: (p.clone(), p.grad.clone()) for n, p in model.named_parameters()}
     view = shared(anatomy, attack)
     state = torch.get_rng_state()

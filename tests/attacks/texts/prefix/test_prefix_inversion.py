@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.texts import base as sent_module
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.texts.prefix import inversion, search, verification
@@ -23,6 +19,7 @@ from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
+from tests.attacks.texts.test_embedding_descent import slow_clock
 from tests.helpers import models
 
 STORIES = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
@@ -229,13 +226,6 @@ def test_noised_states_are_explained_about_as_well_as_by_the_true_text(noised, s
     assert bool((remaining <= 1.1 * (clean - hidden).square().sum((1, 2))).all())
     assert guess.finished
     assert float(guess.confidence.max()) < 0.9
-
-
-def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """Budgets run by a clock that goes on by a millisecond each time it is read."""
-    clock = (i / 1000 for i in itertools.count())
-    monkeypatch.setattr(sent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    return clock
 
 
 def sure(guess: TextGuess) -> torch.Tensor:

@@ -59,7 +59,7 @@ def separable_by_hand(gradient: torch.Tensor) -> set[int]:
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 8), spread=st.floats(0.1, 3))
 def test_same_types_as_a_program_for_every_row(seed: int, tokens: int, spread: float) -> None:
-    gradient, labels = softmax_model(40, 10, tokens, seed, spread=spread)
+    gradient, labels = softmax_model(24, 10, tokens, seed, spread=spread)
     guess = reveal_labels(gradient)
     assert set(guess.types.tolist()) == separable_by_hand(gradient)
     assert set(labels.tolist()) <= set(guess.types.tolist())
@@ -69,7 +69,7 @@ def test_same_types_as_a_program_for_every_row(seed: int, tokens: int, spread: f
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(10, 30))
 def test_same_types_as_a_program_for_every_row_at_full_rank(seed: int, tokens: int) -> None:
-    gradient, _ = softmax_model(40, 8, tokens, seed)
+    gradient, _ = softmax_model(24, 8, tokens, seed)
     guess = reveal_labels(gradient, allow_full_rank=True)
     assert set(guess.types.tolist()) == separable_by_hand(gradient)
 

@@ -243,9 +243,7 @@ def test_an_attack_on_a_model_of_another_device_says_what_it_says_of_one_here(na
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-@pytest.mark.parametrize(
-    "name", ["flatchat", "aligned, learned", "fc, token", "attention", "trained"]
-)
+@pytest.mark.parametrize("name", ["flatchat", "aligned, learned", "attention", "trained"])
 def test_a_calibration_that_comes_from_a_file_goes_to_the_model(name: str) -> None:
     """A checkpoint gives tensors of the host."""
     made = ATTACKS[name]()

@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from benchmarks.attacks.subspace_texts import backward
+from benchmarks.attacks.subspace_texts import backward, texts_of
 from benchmarks.attacks.subspace_words import Source, built, f1_of
 from benchmarks.shared import print_place, trained
 from lightning_fedleak.attacks import (
@@ -108,22 +108,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.config, options.device = None, "cpu"
+    options.config, options.classes, options.device = None, 0, "cpu"
     options.dropout, options.chat = 0.0, False
     rows, length = map(int, options.shape.split("x"))
     anatomy = find_anatomy(model := built(options))
     private = Source(options.private, options, anatomy.vocab_size)
     public = Source(options.public, options, anatomy.vocab_size)
     if options.rank:  # whose A has no gradient while B is zero
-        backward(model, public.batch(rows, length).input_ids)
+        backward(model, texts_of(public, rows, length, options), options)
         torch.optim.AdamW(trained(model), lr=2e-4).step()
-    reference = PublicText(list(public.batch(options.public_rows, length).input_ids))
+    reference = PublicText(list(texts_of(public, options.public_rows, length, options)))
     games = [
         kind(reference, public_rows=options.public_rows // 2, tokens=length)
         for kind in (SubspaceMembership, GradientMembership)
     ]
     words, texts = SubspaceWords(capacity_seconds=0), SubspaceTexts(budget_seconds=options.budget)
-    head = AlignedFlatChat(PublicText(list(public.batch(options.head_rows, 64).input_ids)))
+    head = AlignedFlatChat(PublicText(list(texts_of(public, options.head_rows, 64, options))))
     attacks = [words, *games, texts] if options.rank else [words, head, *games, texts]
     queried = options.attacks.split(",") if options.attacks else [a.name for a in attacks]
     attacks = [attack for attack in attacks if attack.name in queried]
@@ -147,7 +147,7 @@ def main() -> None:
         reconstruction = TextReconstruction()
         start = time.process_time()
         for number, ids in enumerate(batches):
-            backward(model, ids[:rows])
+            backward(model, ids[:rows], options)
             gradients = {name: anatomy.parameter(name).grad.clone() for name in names}
             if how is not None:
                 gradients = how.send(gradients)

@@ -104,7 +104,7 @@ class PublicText:
 
     @property
     def digest(self) -> str:
-        """Return the beginning of the SHA-256 of all token ids of the texts."""
+        """Return the first digits of the SHA-256 of all token ids of the texts."""
         rows = ",".join(" ".join(map(str, row.tolist())) for row in self.sentences)
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 

@@ -506,6 +506,7 @@ class RoundObserver:
                 remove()
             assert engine.report is not None
             try:
+                engine.report.cards.close()
                 for board in engine.report.boards:
                     board.close()
             except Exception as error:

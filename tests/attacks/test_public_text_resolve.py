@@ -53,12 +53,12 @@ def test_second_tokens_follow_the_models_distribution() -> None:
     law = logits.double().softmax(0)
     n = 20_000
     texts = PublicText.sampled_from(anatomy, n, 2).sentences
-    seen = torch.bincount(torch.stack(texts)[:, 1], minlength=VOCAB).double()
+    observed = torch.bincount(torch.stack(texts)[:, 1], minlength=VOCAB).double()
     counted = law * n >= 5
     assert 3 < int(counted.sum()) < VOCAB
     expected = torch.cat([law[counted], law[~counted].sum()[None]]) * n
-    found = torch.cat([seen[counted], seen[~counted].sum()[None]])
-    assert chisquare(found.numpy(), expected.numpy()).pvalue > 1e-3
+    result = torch.cat([observed[counted], observed[~counted].sum()[None]])
+    assert chisquare(result.numpy(), expected.numpy()).pvalue > 1e-3
 
 
 def test_fewer_texts_than_were_written_are_not_written_again(

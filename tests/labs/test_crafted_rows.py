@@ -45,11 +45,11 @@ def fired(model: nn.Module, values: CraftedValues, ids: Tensor) -> Tensor:
     """Positions (n, L) and rows (r,) behind the ReLU of a copy that holds the values."""
     twin = copy.deepcopy(model)
     twin.load_state_dict(values.tensors, strict=False)
-    seen = []
+    observed = []
     up = twin.get_submodule(values.adapter).up
-    up.register_forward_pre_hook(lambda _, args: seen.append(args[0] > 0))
+    up.register_forward_pre_hook(lambda _, args: observed.append(args[0] > 0))
     twin(input_ids=ids)
-    return seen[0]
+    return observed[0]
 
 
 def test_rows_fire_for_the_types_that_they_say(model, crafted) -> None:
@@ -88,13 +88,13 @@ def test_behind_a_block_rows_are_made_for_mean_inputs(model, public) -> None:
     values = craft(find_anatomy(model), "model.layers.0.mlp.adapter", public, TOKENS)
     rows, ids = values.rows, torch.stack(public.sentences)
     assert not rows.exact
-    seen = []
+    observed = []
     handle = model.get_submodule(values.adapter).down.register_forward_pre_hook(
-        lambda _, args: seen.append(args[0].detach())
+        lambda _, args: observed.append(args[0].detach())
     )
     model(input_ids=ids)
     handle.remove()
-    states = seen[0]
+    states = observed[0]
     token = int(ids[3, 5])
     torch.testing.assert_close(rows.inputs[token], states[ids == token].mean(0))
     assert rows.readable.nonzero()[:, 0].tolist() == ids.unique().tolist()

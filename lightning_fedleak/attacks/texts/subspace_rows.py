@@ -99,7 +99,7 @@ class BlockInputs(BottomModel):
     def next_tokens(self, texts: Sequence[Sequence[int]], tokens: Tensor) -> Tensor:
         """Return the model's log probabilities (B, n) of tokens (n,) as the next ones of texts.
 
-        Scales and caps that a model puts on its head's logits are left out.
+        Scales and caps that a model puts on its head's logits are excluded.
         """
         head = unwrap(self.anatomy.head) if self.anatomy.head is not None else None
         if head is None:

@@ -362,7 +362,7 @@ class _Certificate:
         """Return texts without ends that explain nothing, and whether they are certain.
 
         They are where all rows of every block are explained up to rounding, and where in the first
-        block no token can be left out, nor exchanged for another that was likely at its place.
+        block no token can be excluded, nor exchanged for another that was likely at its place.
         """
         if not all(rows.exact for rows in self.shared):
             return list(texts), False
@@ -413,7 +413,7 @@ class _Certificate:
         return True
 
     def _unique(self, texts: Sequence[PartialText], first: Explained) -> bool:
-        """Return whether no token could be left out, or another stand in its place."""
+        """Return whether no token could be excluded, or another stand in its place."""
         share = len(first.losses) / first.basis.shape[1]
         necessary = float(first.losses.min()) >= CERTIFICATE.necessary
         if not necessary or share > CERTIFICATE.largest_share:

@@ -349,8 +349,8 @@ class SubspaceWords(Attack):
                 alone = alone[~torch.isin(alone, tokens[(distance == 0).to(types.device)])]
                 apart = (distance > 0) & (distance < share)
                 similar.append(tokens[apart.to(types.device)])
-        tokens = set(torch.cat([alone, *similar]).tolist()) - set(types.tolist())
-        return torch.tensor(sorted(tokens), dtype=types.dtype, device=types.device)
+        further = set(torch.cat([alone, *similar]).tolist()) - set(types.tolist())
+        return torch.tensor(sorted(further), dtype=types.dtype, device=types.device)
 
     def check_updates(self, facts: RunFacts) -> None:
         """Raise an error for rounds whose rows are no combinations of inputs, nor can become so.

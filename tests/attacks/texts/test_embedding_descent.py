@@ -216,7 +216,7 @@ def test_sweeps_find_what_descent_left() -> None:
 
 
 def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """Budgets of the descents run by a clock that goes on by a millisecond each time it is read."""
+    """Budgets run by a clock that goes on by a millisecond each time it is read."""
     clock = (i / 1000 for i in itertools.count())
     monkeypatch.setattr(sent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     return clock

@@ -312,7 +312,7 @@ def test_parts_make_up_the_gradient_of_any_choice_of_sentences(name):
         labels=batch.labels[chosen],
         attention_mask=batch.attention_mask[chosen],
     )
-    for wanted, found, at in (
+    for wanted, result, at in (
         (batch, parts, None),
         (some, parts.select(chosen), rows),
         (some, parts.concatenate([parts, parts]).select(chosen + 5), None),
@@ -320,7 +320,7 @@ def test_parts_make_up_the_gradient_of_any_choice_of_sentences(name):
         exact = gradient_of(anatomy, wanted, ["head.weight"])["head.weight"]
         exact = exact if at is None else exact[at]
         torch.testing.assert_close(
-            found.gradient(*head_parameters(anatomy), at), exact, atol=1e-6, rtol=1e-4
+            result.gradient(*head_parameters(anatomy), at), exact, atol=1e-6, rtol=1e-4
         )
 
 
@@ -430,7 +430,7 @@ def test_a_real_model_on_text_unlike_the_public_text(assets):
         public = ids([t for t in lines if len(t) > 200][:120])
     with gzip.open(assets / "data/imdb/test.jsonl.gz", "rt") as lines:
         reviews = ids([json.loads(next(lines))["text"] for _ in range(8)])
-    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=1200)
+    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=600)
     attack.prepare(anatomy)
     batch = reviews.batch(8, 25, generator())
     truth = batch.target_ids().unique()
@@ -460,5 +460,5 @@ def test_rehearsed_batches_are_of_like_lengths_half_the_time():
         assert len(some) in (20, 60)
         assert torch.equal(some, torch.arange(int(some[0]), int(some[0]) + len(some)))
         alike += len(some) == 20
-    assert 120 < alike < 280  # of 400 fair coins: further off once in 10^15
+    assert 120 < alike < 280  # of 400 fair draws: further off once in 10^15
     assert all(len(_draw_pool(by_length, 21, draw)) == 60 for _ in range(20))

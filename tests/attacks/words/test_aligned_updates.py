@@ -43,7 +43,7 @@ def _few_updates() -> Iterator[None]:
 
 
 def attack(public: PublicText, round_: RunFacts, **settings: Any) -> AlignedFlatChat:
-    given = {"calibration_tokens": 4000, "lengths": (8, 16, 24)}
+    given = {"calibration_tokens": 2000, "lengths": (8, 16, 24)}
     made = AlignedFlatChat(public, **(given | settings))
     made.meet(round_)
     return made
@@ -110,9 +110,9 @@ def test_what_was_fitted_on_such_updates_reads_them(
     anatomy = trained
     made.prepare(anatomy)
     observations = cases(trained.model, language, round_)
-    found = f1(made, observations)
-    assert found > least
-    assert found > f1(learned, observations), "fitted on gradients"
+    result = f1(made, observations)
+    assert result > least
+    assert result > f1(learned, observations), "fitted on gradients"
     again = attack(public, round_)
     again.load_state_dict({k: v.clone() for k, v in made.state_dict().items()})
     again.refresh(anatomy, 0)
@@ -151,10 +151,10 @@ def test_public_updates_are_those_a_client_would_share(
         parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
         public = next(one_step_updates(parts, weight, bias, known, generator))
     else:
-        left = iter(batches)
+        remaining = iter(batches)
 
         def batch(texts: int) -> TokenBatch:
-            ids = next(left)
+            ids = next(remaining)
             return TokenBatch(ids, ids, None, "causal")
 
         before = {n: p.detach().clone() for n, p in trained.model.named_parameters()}

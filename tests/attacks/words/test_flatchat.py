@@ -156,16 +156,16 @@ def test_the_regression_is_exact_where_all_weights_are_small() -> None:
     counts = np.round(20_000 * weights + rng.normal(0, 5, 40))
     powers = np.vander(weights, 2, increasing=True) / [1, weights.max()]
     exact = powers @ np.linalg.lstsq(powers, counts, rcond=None)[0]
-    found = TypeCountRegressor.fit(weights.tolist(), counts.tolist())
+    result = TypeCountRegressor.fit(weights.tolist(), counts.tolist())
     for weight, expected in zip(weights, exact, strict=True):
         weights_of_both = torch.tensor([1 - weight, weight], dtype=torch.float64)
         mixture = Mixture(weights_of_both, torch.zeros(2), torch.ones(2))
-        assert found(mixture) == pytest.approx(expected, abs=1e-6)
+        assert result(mixture) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_regression_has_all_its_coefficients_where_some_are_zero() -> None:
-    found = TypeCountRegressor.fit([0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.0, 0.0])
-    assert found.coefficients.tolist() == [0.0, 0.0]
+    result = TypeCountRegressor.fit([0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.0, 0.0])
+    assert result.coefficients.tolist() == [0.0, 0.0]
 
 
 def test_the_regression_is_least_squares() -> None:

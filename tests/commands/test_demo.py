@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.text import Text
 
 from lightning_fedleak.cli.commands import demo as run_module
 from lightning_fedleak.cli.commands.printing import INTERRUPTED
@@ -81,6 +82,7 @@ def test_two_runs_with_one_seed_are_one_run_that_the_gate_lets_pass(
         [path] = (tmp_path / name).rglob("watched/leakage.jsonl")
         rows.append([json.loads(line)["metrics"] for line in path.read_text().splitlines()])
     assert rows[0] == rows[1]
+    printed = Text.from_ansi(printed).plain
     assert "Run 1: watched" in printed
     assert "aligned_flatchat" in printed
     assert "The gate let all 2 steps pass" in printed

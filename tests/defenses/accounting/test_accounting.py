@@ -32,12 +32,11 @@ from lightning_fedleak.defenses.accounting.account import (
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     LEAST_NOISE,
-    ORDERS,
     curve_of,
     epsilon_of,
     noise_multiplier_for,
-    rdp_of,
 )
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.evaluation.auditing import (
     curve_tpr,
     gaussian_epsilon,

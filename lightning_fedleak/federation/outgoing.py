@@ -190,8 +190,9 @@ class OutgoingUpdates:
                 noise_std = self.dp.own_noise_std
             if self.compression is not None and not self.compression.defers:
                 change = difference(sent, state, trained=shared)
-                state = moved(sent, self.compression.compressed(change)[0])
-                method = self.compression.method
+                trial = copy.copy(self.compression)
+                trial.memory = dict(trial.memory)
+                state, method = moved(sent, trial.send(change)), trial.method
             return observer.look(
                 state,
                 self.client,

@@ -22,7 +22,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
 
-SMOKE = ("--runs 10",)
+SMOKE = ("--runs 4",)
 
 VOCABULARY, WIDTH, TEXTS, LENGTH, STEPS = 97, 16, 24, 9, 6
 PUBLIC = PublicText([[(7 * i + 3 * j) % 94 + 3 for j in range(12)] for i in range(48)])
@@ -94,7 +94,6 @@ class Configuration:
     attacks: str
     every: int
     controlled: bool
-    rounds: bool
 
     @classmethod
     def drawn(cls, seed: int, faces: tuple[str, ...]) -> Configuration:
@@ -107,7 +106,7 @@ class Configuration:
         if model in ("gpt2", "llama") and part == "whole":
             attacks += ["head", "rehearsed"]
         face = draw.choices(faces, [1 if face == "ddp" else 5 for face in faces])[0]
-        chosen = cls(
+        return cls(
             seed,
             face,
             model,
@@ -122,10 +121,7 @@ class Configuration:
             draw.choice(attacks),
             draw.choice([1, 2, 3]),
             seed % 2 == 0,
-            rounds=False,
         )
-        in_rounds = face != "ddp" and chosen.attacks in ("maps", "members")
-        return replace(chosen, rounds=in_rounds and draw.random() < 0.4)
 
     def module(self) -> nn.Module:
         """Return the model; the same for the same configuration."""
@@ -173,7 +169,7 @@ class Configuration:
         return torch.Generator().manual_seed(self.seed)
 
     def settings(self, **rare: Any) -> dict[str, Any]:
-        settings = WatchSettings(local_steps=2 if self.rounds else None, **rare)
+        settings = WatchSettings(**rare)
         return {"every_n_steps": self.every, "settings": settings}
 
 
@@ -361,7 +357,7 @@ def main() -> int:
         c = Configuration.drawn(seed, tuple(options.faces))
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             difference = differ(c)
-        kinds = {"resumed": c.resumed, "rounds": c.rounds, "control forced": c.controlled}
+        kinds = {"resumed": c.resumed, "control forced": c.controlled}
         count[", ".join([c.face, *(name for name, is_so in kinds.items() if is_so)])] += 1
         if difference is not None:
             wrong += 1

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import math
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -19,31 +15,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Item = TypeVar("Item")
 
-_display: ContextVar[Progress | Console | None] = ContextVar("_display", default=None)
+_display: ContextVar[Progress | None] = ContextVar("_display", default=None)
 
 
 @contextmanager
 def bars(show: bool) -> Iterator[None]:
     """Show a bar for each :func:`track` within, unless another live display is running.
 
-    A notebook without ipywidgets cannot draw bars and gets lines of text.
-
     Args:
         show: whether to show anything.
     """
-    console = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=console,
+        console=Console(stderr=True),
         transient=True,
     )
-    display: Progress | Console | None = None
-    if show and console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-        display = console
-    elif show:
+    display: Progress | None = None
+    if show:
         with suppress(LiveError):
             progress.start()
             display = progress
@@ -79,21 +70,6 @@ def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
     return (time.process_time() - begin) / torch.get_num_threads()
 
 
-def used_bytes(device: torch.device) -> float:
-    """Return the memory in use: of a GPU by its tensors, else of this process; NaN if unknown."""
-    if device.type == "cuda":
-        return float(torch.cuda.memory_allocated(device))
-    return resident_bytes()
-
-
-def resident_bytes(kind: str = "VmRSS") -> float:
-    """Return the resident memory of this process, now or (VmHWM) at most; NaN but on Linux."""
-    if sys.platform != "linux":
-        return math.nan
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return float(next(int(line.split()[1]) for line in lines if line.startswith(kind)) << 10)
-
-
 def track(
     items: Collection[Item], task_name: str, describe: Callable[[Item], str] | None = None
 ) -> Iterator[Item]:
@@ -107,14 +83,6 @@ def track(
     progress = _display.get()
     if progress is None:
         yield from items
-        return
-    if not isinstance(progress, Progress):
-        if describe is None:
-            print(f"{task_name} ...", file=sys.stderr, flush=True)
-        for item in items:
-            if describe is not None:
-                print(f"{task_name} {describe(item)} ...", file=sys.stderr, flush=True)
-            yield item
         return
     task = progress.add_task(task_name, total=len(items))
     try:

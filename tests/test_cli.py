@@ -97,8 +97,8 @@ def test_an_unusable_text_or_model_is_one_line(
     ("arguments", "message"),
     [
         (["demo", "--text", "nofile.txt"], "there is no file 'nofile.txt'"),
-        (["game", "--public", "./letters"], "there is no file './letters'"),
-        (["game", "--text", "t.csv"], "name one with --column"),
+        (["game", "--text", "./letters"], "there is no file './letters'"),
+        (["game", "--text", "t.csv"], "name one with column= (--column)"),
         (["game", "--column", "review"], "has no column 'review'"),
         (["sweep", "--model", "./nomodel"], "there is no folder './nomodel'"),
         (["invert", "--model", "."], "holds no model (no config.json), but 'inside' does"),

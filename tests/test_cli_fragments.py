@@ -52,6 +52,9 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         original(self, *args, **kwargs)
 
     monkeypatch.setattr(L.Trainer, "fit", keep)
+    defaults = AlignedFlatChat.__init__.__kwdefaults__
+    assert defaults["calibration_tokens"] > 2_000
+    monkeypatch.setitem(defaults, "calibration_tokens", 2_000)
 
     def run(*fragments: str, more: tuple[str, ...] = ()) -> L.Trainer:
         configs = [ROOT / "examples" / "finetune.yaml", config]
@@ -124,8 +127,7 @@ def test_membership_and_its_gate(fitted) -> None:
     assert monitor.failures == 0
     for metric in ("auc", "accuracy", "advantage"):
         assert float(trainer.callback_metrics[f"leakage/fc_membership/{metric}"]) == 1
-    assert (gate.metric, gate.at_most, gate.bound) == ("leakage/fc_membership/auc", 0.6, "lower")
-    assert gate.verdict is not None
+    assert (gate.metric, gate.at_most) == ("leakage/fc_membership/auc_low", 0.6)
 
 
 def test_inversion_and_its_gate(fitted) -> None:
@@ -161,7 +163,7 @@ def test_memorization_needs_enough_texts(fitted) -> None:
 
 def test_dp_sgd(fitted) -> None:
     pytest.importorskip("opacus")
-    trainer = fitted("word_leakage", "dp_sgd", more=("--model.loss=sample_mean",))
+    trainer = fitted("membership", "dp_sgd", more=("--model.loss=sample_mean",))
     still_has_the_users_own(trainer)
     [defense] = trainer.strategy.defenses
     assert isinstance(defense, DPSGD)

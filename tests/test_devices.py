@@ -243,13 +243,10 @@ def test_an_attack_on_a_model_of_another_device_says_what_it_says_of_one_here(na
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-@pytest.mark.parametrize(
-    "name", ["flatchat", "aligned, learned", "fc, token", "attention", "trained"]
-)
+@pytest.mark.parametrize("name", ["flatchat", "aligned, learned", "attention", "trained"])
 def test_a_calibration_that_comes_from_a_file_goes_to_the_model(name: str) -> None:
-    """A checkpoint and the cache give tensors of the host."""
+    """A checkpoint gives tensors of the host."""
     made = ATTACKS[name]()
-    assert made.restores_fully
     here = look(made, model_for(name), unchanged)
     state = {key: value.cpu().clone() for key, value in made.state_dict().items()}
     with PretendedDevice() as device:
@@ -344,7 +341,8 @@ def fit(
     optimizer: Literal["sgd", "adamw"] = "adamw",
     **device_settings: Any,
 ) -> Fitted:
-    module = OfSamples if any(isinstance(d, DPSGD) for d in defenses) else CausalLMModule
+    private = any(isinstance(d, DPSGD) for d in defenses)
+    module = OfSamples if private else CausalLMModule
     model = tiny_llama().train()
     with PretendedDevice(**device_settings) as device:
         inner = single_device() if there else SingleDeviceStrategy("cpu")
@@ -362,7 +360,8 @@ def fit(
         )
         trainer.fit(
             module(device.model(model) if there else model, optimizer=optimizer),
-            random_token_loader(padded=not any(isinstance(d, DPSGD) for d in defenses)),
+            # Poisson batches of 20 of 160 are never empty.
+            random_token_loader(160, 20) if private else random_token_loader(padded=True),
         )
     return Fitted(counted.steps, {k: float(v) for k, v in trainer.callback_metrics.items()})
 
@@ -382,7 +381,7 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
         (("flatchat", "fc, token", "gradient", "token_relaxation"), ()),
         (
             ("flatchat", "fc, token"),
-            (lambda: DPSGD(1.0, noise_multiplier=1.0, poisson_sampling=False),),
+            (lambda: DPSGD(1.0, noise_multiplier=1.0),),
         ),
     ],
     ids=["plain", "dpsgd"],
@@ -401,13 +400,6 @@ def test_a_step_without_a_look_waits_for_nothing_that_the_plain_step_does_not(
     at_end = watched.steps[-1] - plain.steps[-1]
     assert at_end <= Counter({"copy to the device": 1})
     assert plain.steps[2].total() > 0
-    assert watched.metrics["monitor/failures"] == 0
-
-
-def test_steps_after_a_round_of_local_steps_wait_for_nothing_more() -> None:
-    plain = fit(None, steps=5, optimizer="sgd")
-    watched = fit(monitor_of("bag_of_words", local_steps=3), steps=5, optimizer="sgd")
-    assert watched.steps[3:] == plain.steps[3:]
     assert watched.metrics["monitor/failures"] == 0
 
 
@@ -445,7 +437,7 @@ def test_apples_gpus_have_no_float64() -> None:
     FCMembership(1).check_device(apple)
     context: Any = SimpleNamespace(device=torch.device("mps"), precision="32-true", root=None)
     with pytest.raises(DefenseError, match=r"float64.*mps.*accelerator='cpu'"):
-        check_trainer(context, poisson=True)
+        check_trainer(context)
 
 
 def test_what_needs_float64_is_refused_before_the_first_step(without_float64: None) -> None:

@@ -22,6 +22,8 @@ from lightning_fedleak import (
     LeakageMonitor,
     RiskGate,
 )
+from lightning_fedleak.cli.finetuning import TextDataModule
+from lightning_fedleak.cli.finetuning.module import load_model
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.lightning_packages import PACKAGES, both, package_of, twin
 from tests.callbacks.runs import Probe
@@ -36,9 +38,23 @@ def lightning(package: str) -> ModuleType:
     return importlib.import_module(package)
 
 
-def finetuning(package: str) -> ModuleType:
-    name = "lightning" if package == "lightning.pytorch" else package
-    return importlib.import_module(f"lightning_fedleak.cli.finetuning.{name}")
+def fine_tuning(package: str) -> type:
+    """The module of ``cli.finetuning``, as one of a package."""
+
+    class FineTuning(lightning(package).LightningModule):
+        def __init__(self, model: str) -> None:
+            super().__init__()
+            self.model = load_model(model).train()
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss = self.model(**batch).loss
+            self.log("train_loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return FineTuning
 
 
 @dataclass
@@ -67,10 +83,11 @@ class Run:
         ckpt_path: Any = None,
         **settings: Any,
     ) -> None:
-        L, own = lightning(package), finetuning(package)
+        L = lightning(package)
         L.seed_everything(3, verbose=False)
-        self.module = own.CausalLMFineTuning(files.model, lr=1e-2)
-        data = own.TextDataModule(files.text, files.model, batch_size=2, length=16)
+        self.module = fine_tuning(package)(files.model)
+        data = TextDataModule(files.text, files.model, batch_size=2, length=16)
+        data.setup()
         self.monitor = LeakageMonitor(
             Probe(), every_n_steps=1, settings=WatchSettings(stages=("local", "shared"))
         )
@@ -88,7 +105,7 @@ class Run:
             default_root_dir=folder,
             **given,
         )
-        self.trainer.fit(self.module, data, ckpt_path=ckpt_path)
+        self.trainer.fit(self.module, data.train_dataloader(), ckpt_path=ckpt_path)
 
     def rows(self) -> list[dict[str, str]]:
         """What the CSV logger wrote, but for what the clock gave."""
@@ -122,12 +139,6 @@ def test_a_gate_stops_and_both_go_on_from_its_checkpoint(files: Files, tmp_path:
     found = [torch.load(path, weights_only=True) for path in saved]
     assert found[0]["callbacks"].keys() == found[1]["callbacks"].keys()
     assert {run.monitor.state_key for run in stopped} <= found[0]["callbacks"].keys()
-
-    for package, run in zip(PACKAGES, stopped, strict=True):
-        kind = finetuning(package).CausalLMFineTuning
-        again = kind.load_from_checkpoint(run.gate.fired.checkpoint, model=files.model)
-        assert again.lr == 1e-2
-        assert all(map(torch.equal, again.parameters(), run.weights()))
 
     # Each goes on from what the Trainer of the other has saved.
     resumed = [
@@ -180,65 +191,6 @@ def test_a_name_is_resolved_by_the_trainer(package: str, name: str) -> None:
     assert order.index(own) < order.index(foreign)  # no method of the other's comes first
 
 
-CONFIG = """
-trainer:
-  callbacks:
-    - class_path: {package}.callbacks.LearningRateMonitor
-    - class_path: RiskGate
-      init_args: {{metric: leakage/flatchat/f1, at_most: 1.0}}
-  strategy:
-    class_path: lightning_fedleak.strategies.DefendedStrategy
-    init_args:
-      strategy:
-        class_path: {package}.strategies.SingleDeviceStrategy
-        init_args: {{device: cpu}}
-"""
-
-
-def test_recipes_are_appended_to_a_lightning_cli(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    found = []
-    for package in PACKAGES:
-        own = tmp_path / f"{package}.yaml"
-        own.write_text(CONFIG.format(package=package))
-        recipes = [RECIPES / f"{name}.yaml" for name in ("word_leakage", "noise_gradients")]
-        options = {
-            "model.model": files.model,
-            "data.text": files.text,
-            "data.tokenizer": files.model,
-            "data.batch_size": 2,
-            "data.length": 16,
-            "trainer.max_steps": 2,
-            "trainer.accelerator": "cpu",
-            "trainer.enable_progress_bar": False,
-            "trainer.enable_model_summary": False,
-            "trainer.enable_checkpointing": False,
-        }
-        arguments = ["fit", *(f"--config={path}" for path in (own, *recipes))]
-        cli = importlib.import_module(f"{package}.cli").LightningCLI(
-            finetuning(package).CausalLMFineTuning,
-            finetuning(package).TextDataModule,
-            seed_everything_default=0,
-            save_config_callback=None,
-            args=[*arguments, *(f"--{name}={value}" for name, value in options.items())],
-        )
-        trainer = cli.trainer
-        assert package_of(trainer) == package_of(trainer.strategy) == package
-        assert trainer.strategy.defenses[0].releases == trainer.global_step == 2
-        monitor, gate = (
-            next(c for c in trainer.callbacks if isinstance(c, kind))
-            for kind in (LeakageMonitor, RiskGate)
-        )
-        assert monitor.failures == 0
-        assert gate.fired is None
-        assert 0 < monitor.latest["leakage/flatchat/f1"] < 1
-        found.append(set(trainer.callback_metrics))
-    assert found[0] == found[1]
-
-
 # ---- two packages in one run ----------------------------------------------------------------
 
 
@@ -265,29 +217,6 @@ def test_a_name_that_the_other_package_alone_knows_is_refused(package: str) -> N
             lightning(package).Trainer(strategy=DefendedStrategy("only_there"), accelerator="cpu")
     finally:
         registry.remove("only_there")
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_data_of_the_other_package_is_refused_in_one_sentence(package: str, files: Files) -> None:
-    module = finetuning(package).CausalLMFineTuning(files.model)
-    data = finetuning(OTHER[package]).TextDataModule(files.text, files.model)
-    trainer = lightning(package).Trainer(accelerator="cpu", devices=1, logger=False)
-    with pytest.raises(TypeError) as refusal:
-        trainer.fit(module, datamodule=data)
-    assert str(refusal.value) == (
-        f"TextDataModule is of `{OTHER[package]}` and this Trainer of `{package}`: import both "
-        "from one of the two."
-    )
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_module_of_the_other_package_is_lightnings_own_error(package: str, files: Files) -> None:
-    module = finetuning(OTHER[package]).CausalLMFineTuning(files.model)
-    trainer = lightning(package).Trainer(accelerator="cpu", devices=1, logger=False)
-    with pytest.raises(TypeError, match="must be a `LightningModule`"):
-        trainer.fit(module)
-    own = f"finetuning.{'pytorch_lightning.' * package.startswith('py')}CausalLMFineTuning"
-    assert own in type(module).__doc__
 
 
 # ---- which package something is of -----------------------------------------------------------

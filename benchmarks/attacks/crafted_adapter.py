@@ -2,15 +2,13 @@
 
     python -m benchmarks.attacks.crafted_adapter --model DIR --out FILE
     python -m benchmarks.attacks.crafted_adapter --model DIR --place block --rank 144 --out FILE
-    python -m benchmarks.attacks.crafted_adapter --model DIR --place lora --rank 32 --blocks 3 \
-        --rate 1e-4 --kappa 5 --out FILE
     python -m benchmarks.attacks.crafted_adapter --model DIR --crafted-rows .5 --out FILE
     python -m benchmarks.attacks.crafted_adapter --table FILE
 
 A split draws which texts are public, private and held out anew; the server crafts and calibrates
 on the public ones, and ``--rounds`` rounds are played on the private ones, on copies. ``embedding``
-is a bottleneck behind the embedding, ``block`` one behind the first block, ``lora`` a LoRA on gate
-and up projection of the first ``--blocks`` blocks. The client trains with AdamW from a fresh state.
+is a bottleneck behind the embedding, ``block`` one behind the first block. The client trains with
+AdamW from a fresh state.
 
 Rates are means over rounds with 95% intervals (Student's t). *Usual* is a guess of the types that
 more than half of all rounds hold, *blind* of the most frequent types, given their number. *Rare*
@@ -37,7 +35,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.federation.inspection import Adapted, some_rows
-from benchmarks.shared import add_line, mean_and_half, read_lines, read_texts, table, with_lora
+from benchmarks.shared import add_line, mean_and_half, read_lines, read_texts, table
 from lightning_fedleak import PublicText
 from lightning_fedleak.attacks import RunFacts
 from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1
@@ -51,8 +49,6 @@ from lightning_fedleak.model.batches import TokenBatch
 SMOKE = (
     "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 2 --rounds 1 "
     "--public-rounds 1 --held 2 --out {out}/cells.jsonl",
-    "--model {model} --text {text} --place lora --rank 4 --blocks 1 --length 8 --texts 2 --steps 2 "
-    "--splits 1 --rounds 1 --public-rounds 1 --held 2 --out {out}/lora.jsonl",
     "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 1 --rounds 1 "
     "--public-rounds 1 --held 0 --crafted-rows .5 --out {out}/cells.jsonl",
 )
@@ -87,14 +83,10 @@ class AdaptedEmbedding(nn.Embedding):
         return self.adapter(super().forward(ids))
 
 
-def adapted(options: argparse.Namespace) -> tuple[nn.Module, list[str]]:
-    """The model with adapters, and the paths of those that are crafted."""
+def adapted(options: argparse.Namespace) -> tuple[nn.Module, str]:
+    """The model with an adapter, and its path."""
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     decoder, width = model.get_decoder(), model.config.hidden_size
-    if options.place == "lora":
-        model = with_lora(model, options.rank, task_type="CAUSAL_LM").eval()
-        names = {id(m): name for name, m in model.named_modules()}
-        return model, [names[id(block.mlp)] for block in decoder.layers[: options.blocks]]
     model.requires_grad_(False)
     if options.place == "embedding":
         decoder.embed_tokens = AdaptedEmbedding(decoder.embed_tokens, options.rank)
@@ -103,7 +95,7 @@ def adapted(options: argparse.Namespace) -> tuple[nn.Module, list[str]]:
         decoder.layers[0] = Adapted(decoder.layers[0], Bottleneck(width, options.rank))
         crafted = decoder.layers[0].adapter
     crafted.requires_grad_(True)
-    return model, [next(name for name, m in model.named_modules() if m is crafted)]
+    return model, next(name for name, m in model.named_modules() if m is crafted)
 
 
 def craft_share(share: float, anatomy: Anatomy, *arguments: Any, **settings: Any) -> CraftedValues:
@@ -140,7 +132,7 @@ def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[Crafte
     if len(private) < options.rounds * in_round or len(public) < 2:
         raise SystemExit(f"{len(rows)} texts are too few: take fewer --rounds or --texts")
     torch.manual_seed(number)
-    model, names = adapted(options)
+    model, adapter = adapted(options)
     rounds = [
         [
             [TokenBatch(ids, ids, None, "causal") for ids in client.split(options.texts)]
@@ -149,7 +141,7 @@ def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[Crafte
         for clients in private.split(in_round)
     ]
     attack = CraftedAdapterWords(
-        names,
+        adapter,
         PublicText(public),
         shape=RoundShape(options.texts, options.length, options.clients),
         rounds=options.public_rounds,
@@ -235,9 +227,8 @@ def main() -> None:
     add = parser.add_argument
     add("--model", help="folder of a causal model")
     add("--text", default="tinystories", help="file, or the name of a set in FEDLEAK_ASSETS")
-    add("--place", default="embedding", choices=("embedding", "block", "lora"))
+    add("--place", default="embedding", choices=("embedding", "block"))
     add("--rank", type=int, default=144, help="rows of the adapter")
-    add("--blocks", type=int, default=3, help="of which LoRAs are crafted")
     add("--texts", type=int, default=4, help="in a step")
     add("--length", type=int, default=32, help="tokens of a text")
     add("--steps", type=int, default=10, help="of AdamW in a round")
@@ -271,8 +262,6 @@ def main() -> None:
     rows = rows_of(options)
     settings = {n: v for n, v in vars(options).items() if n not in ("out", "table", "model")}
     name = f"{Path(options.model).name}, {options.place}, r {options.rank}"
-    if options.place == "lora":
-        name += f", {options.blocks} blocks"
     if options.crafted_rows < 1:
         name += f", {options.crafted_rows:.0%} of rows"
     if options.clients > 1:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks.shared import content_of, data_folder
+from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
+from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.evaluation.games import GameResult
+from lightning_fedleak.defenses import DefenseContext, TokenLDP
+from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
+from lightning_fedleak.model.anatomy import Anatomy
 
+PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
+"""The text that the authors' protocol plants: one short sentence many times, as in their code."""
 NAMED = {
     "banking77": ("banking77/test.csv", "banking77/train.csv.gz"),
     "emotion": ("emotion/test.txt", "emotion/train.txt.gz"),
@@ -85,3 +93,27 @@ def attention(
         batch=args.batch,
         name=name,
     )
+
+
+def prepared(anatomy: Anatomy, attacks: list[MembershipAttack]) -> list[MembershipAttack]:
+    """The adversaries of batches that are replaced, prepared once: the model stands still."""
+    for attack in attacks:
+        attack.meet(RunFacts(defended=frozenset({"batches"})))
+        attack.prepare(anatomy)
+        attack.prepare = lambda anatomy: None
+    return attacks
+
+
+def played_on_replaced(
+    anatomy: Anatomy, attacks: list[MembershipAttack], pool: SentencePool, config: GameConfig,
+    defense: TokenLDP, job: str, planted: Tensor | None = None,
+) -> list[GameResult]:  # fmt: skip
+    """Games in which the client's ids are replaced; no two jobs share their noise."""
+    entropy, device = hashlib.sha256(job.encode()).digest(), torch.device("cpu")
+    place = DefenseContext(anatomy.model, 0, 1, device, "32-true", 0, entropy)
+    defense.before_setup(place)
+
+    def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
+        return defense.on_batch({"input_ids": ids, "attention_mask": mask}, place)["input_ids"]
+
+    return play(anatomy, attacks, pool, config, planted=planted, defend=defend)

@@ -10,7 +10,6 @@
         --setups whole "lora 8 q,v" --columns gradient AdamW:1 --out FILE
     python -m benchmarks.attacks.setups --model DIR --shape 4x32 --rows packed \
         --setups "lora 8 q,v" --columns gradient texts --out FILE
-    python -m benchmarks.attacks.setups --model DIR --bos 1 --truth --warm 5 100 --out FILE
     python -m benchmarks.attacks.setups --table FILE
 
 A cell is a fit with ``LeakageMonitor()``, whose attacks choose themselves, calibrated on
@@ -29,33 +28,24 @@ model's sizes with random weights in its place, of which ``--model`` gives the t
 of a batch in one row as transformers' padding-free collator does, with positions that begin again;
 documents are kept apart (``use_cache=False``). In ``--rows crossing`` the model makes its cache, so
 that documents attend to the earlier ones. ``--rows padded`` gives each of the texts its own row.
-
-``--truth`` compares what is logged with a truth that is computed independently, in 24 ways to
-fine-tune (``--cells``). A token counts where the loss has a gradient at its embedding, and a text
-where it is in the batch. ``SubspaceWords`` and ``GradientMembership`` look at three steps, of which
-the last counts. Cells with NF4 and int8 need bitsandbytes (``make test-quantized`` installs it).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
-import math
 import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
-from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, TaskType, get_peft_model
-from sklearn.metrics import roc_auc_score
+from peft import PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -65,7 +55,6 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     BertConfig,
-    BitsAndBytesConfig,
     DataCollatorWithFlattening,
     PreTrainedModel,
 )
@@ -83,27 +72,24 @@ from benchmarks.shared import (
     trained,
     with_lora,
 )
-from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceTexts, SubspaceWords
+from lightning_fedleak.attacks import PublicText, SubspaceTexts
 from lightning_fedleak.callbacks import Games, LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
-from lightning_fedleak.cli.studies.sweep.cell import quiet
+from lightning_fedleak.cli.studies.sweep import quiet
+from lightning_fedleak.federation import RoundObserver, RoundSettings, trained_state
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
-    "--setups whole adapters --columns SGD:2 --out {out}/cells.jsonl",
-    "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
-    "--setups 'lora 4 q,v' --columns gradient --defenses gradient_noise:clip=1,sigma=0.01 "
+    "--setups adapters --columns SGD:2 --defenses gradient_noise:clip=1,sigma=0.01 "
     "--out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--head tokens --bert --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
-    "--model {model} --private {text} --public {text} --shape 1x8 --batches 2 --warm 1 "
-    "--setups whole norms --columns texts --texts-seconds 5 --out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 1x8 --batches 1 --warm 1 "
+    "--setups norms --columns texts --texts-seconds 1 --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--rows packed --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
-    "--model {model} --private {text} --public {text} --shape 2x8 --truth --looks 2 --warm 1 "
-    "--cells LoRA 'LoRA, left padding' --out {out}/cells.jsonl",
 )
 HEAD_CLASSES = {
     "next": AutoModelForCausalLM,
@@ -245,18 +231,6 @@ def by_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     return partial(getattr(torch.optim, name), lr=RATES[name])
 
 
-class FreshRounds(Callback):
-    """Every round begins with a fresh optimizer, as a federated client's does."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        if trainer.global_step % self.steps == 0:
-            for optimizer in trainer.optimizers:
-                optimizer.state.clear()
-
-
 def tokens(name: str, tokenizer, options: argparse.Namespace) -> list[list[int]]:
     """Ids of texts in random order."""
     texts = read_texts(name)
@@ -351,25 +325,20 @@ def run_cell(
     public = tokens(options.public, tokenizer, options)
     model = SETUPS[setup](loaded(options, tokenizer))
     long = [ids for ids in public if len(ids) >= length]
-    warm(model, long, options.shape, options.warm[0], options.head)
+    warm(model, long, options.shape, options.warm, options.head)
     optimizer, _, count = column.partition(":")
-    steps = int(count or 1)
     inside, outside = private.tensor_split(2)
     if column == "texts":
         reader = SubspaceTexts(budget_seconds=options.texts_seconds)
         monitor = LeakageMonitor(
             reader, every_n_steps=1, folder=folder, settings=WatchSettings(texts=texts)
         )
-    else:
+    elif not count:
         monitor = LeakageMonitor(
-            every_n_steps=steps,
+            every_n_steps=1,
             games=Games(held_out=PublicText(outside), targets=2 * texts),
             folder=folder,
-            settings=WatchSettings(
-                look_seconds=600.0,
-                local_steps=int(count) if count else None,
-                public_text=PublicText(public),
-            ),
+            settings=WatchSettings(look_seconds=600.0, public_text=PublicText(public)),
         )
     arguments = [built for spec in parse_defenses(defense) for built in spec.build()]
     columns = zip(inside, labels_of(inside, options.head), strict=True)
@@ -379,15 +348,39 @@ def run_cell(
         ends = [length - i % 3 * length // 4 for i in range(len(rows))]
         rows = [{n: v[:end] for n, v in row.items()} for row, end in zip(rows, ends, strict=True)]
     loader = DataLoader(rows, batch_size=texts, collate_fn=collate)
+    if count:
+        games = Games(held_out=PublicText(outside), targets=2 * texts)
+        settings = RoundSettings(look_seconds=600.0, public_text=PublicText(public))
+        make = by_optimizer(optimizer)
+        observer = RoundObserver(
+            copy.deepcopy(model), make, int(count), folder=folder, games=games, settings=settings
+        )
+        run_rounds(model, make, observer, iter(loader), options.batches)
+        return read_lines(Path(folder) / "leakage.jsonl")
     fit(
-        FineTuning(model, by_optimizer(optimizer if count else "AdamW")),
+        FineTuning(model, by_optimizer("AdamW")),
         loader,
-        max_steps=options.batches * steps,
+        max_steps=options.batches,
         strategy=DefendedStrategy("auto", defenses=arguments) if arguments else "auto",
-        callbacks=[*([FreshRounds(steps)] if count else []), monitor],
+        callbacks=[monitor],
         default_root_dir=folder,
     )
     return read_lines(Path(folder) / "leakage.jsonl")
+
+
+def run_rounds(
+    model: nn.Module, make: Callable[..., Any], observer: RoundObserver, batches: Any, n: int
+) -> None:
+    """Train and look at n rounds, each from a fresh optimizer, without a defence."""
+    for round_ in range(n):
+        observer.begin(round_, trained_state(model))
+        optimizer, part = make(trained(model)), [next(batches) for _ in range(observer.local_steps)]
+        for batch in part:
+            optimizer.zero_grad()
+            model.train()(**batch).loss.backward()
+            optimizer.step()
+        observer.look(trained_state(model), batches=part)
+    observer.end()
 
 
 def family_of(attack: str) -> str:
@@ -506,265 +499,6 @@ def run_setups(options: argparse.Namespace) -> None:
             )
 
 
-# ---- a truth that is computed independently ---------------------------------------------------
-
-PROMPT = 8
-"""Tokens of the system prompt of a chat, the same in each text."""
-
-
-def adapted(config: type = LoraConfig, **options: Any) -> Callable[[Any], nn.Module]:
-    rank = (
-        {"init_r": 12, "target_r": 8, "total_step": 1000} if config is AdaLoraConfig else {"r": 8}
-    )
-    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **rank, **options}
-    return lambda model: get_peft_model(model, config(lora_alpha=16, **options))
-
-
-LORA = adapted()
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A way to fine-tune."""
-
-    setup: Callable[[Any], nn.Module] = LORA
-    rows: str = "equal"
-    precision: str = "32-true"
-    accumulate: int = 1
-    reentrant: bool | None = None
-    compiled: bool = False
-    base: str = "plain"
-
-
-CELLS = {
-    "whole": Cell(whole),
-    "whole, bf16-mixed": Cell(whole, precision="bf16-mixed"),
-    "LoRA": Cell(),
-    "DoRA": Cell(adapted(use_dora=True)),
-    "rsLoRA": Cell(adapted(use_rslora=True)),
-    "PiSSA": Cell(adapted(init_lora_weights="pissa")),
-    "AdaLoRA": Cell(adapted(AdaLoraConfig)),
-    "adapters": Cell(adapters),
-    "LoRA, bf16-mixed": Cell(precision="bf16-mixed"),
-    "LoRA, bf16-true": Cell(precision="bf16-true"),
-    "LoRA, accumulation 2": Cell(accumulate=2),
-    "LoRA, checkpointing": Cell(reentrant=False),
-    "LoRA, reentrant checkpointing": Cell(reentrant=True),
-    "LoRA, compiled": Cell(compiled=True),
-    "LoRA, completions": Cell(rows="completion"),
-    "LoRA, chat": Cell(rows="chat"),
-    "LoRA, left padding": Cell(rows="left"),
-    "LoRA, right padding": Cell(rows="right"),
-    "LoRA, packed": Cell(rows="packed"),
-    "LoRA, padding-free with a cache": Cell(rows="crossing"),
-    "LoRA, NF4": Cell(base="nf4"),
-    "LoRA, int8": Cell(base="int8"),
-    "LoRA, NEFTune 5": Cell(neftune),
-    "LoRA, dropout .05": Cell(adapted(lora_dropout=0.05)),
-}
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Token ids of texts, each as long as a row or longer."""
-
-    private: Sequence[Sequence[int]]
-    outside: Sequence[Sequence[int]]
-    public: Sequence[Sequence[int]]
-
-
-class Client(FineTuning):
-    """Keeps its batches."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.batches: list[dict[str, Any]] = []
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        self.batches.append(batch)
-        return super().training_step(batch, batch_idx)
-
-
-class Words(SubspaceWords):
-    """Keeps its guesses."""
-
-    def run(self, view: Any, query: Any = None) -> Any:
-        guess = super().run(view, query)
-        self.guesses[view.gradients[-1].step] = set(guess.types.tolist())
-        return guess
-
-
-class Members(GradientMembership):
-    """Keeps its scores."""
-
-    def run(self, view: Any, query: Any = None) -> Any:
-        guess = super().run(view, query)
-        self.guesses[view.gradients[-1].step] = (query, guess.scores.tolist())
-        return guess
-
-
-def base_model(folder: str, base: str) -> Any:
-    settings = {
-        "plain": None,
-        "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-        "int8": BitsAndBytesConfig(load_in_8bit=True),
-    }[base]
-    options = {} if settings is None else {"quantization_config": settings, "device_map": "cpu"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-
-
-def collate(rows: str, texts: list[Tensor]) -> dict[str, Any]:
-    """A batch of texts in a form."""
-    if rows in ("left", "right", "packed", "crossing"):  # of several lengths
-        texts = [ids[: len(ids) - i % 3 * len(ids) // 4] for i, ids in enumerate(texts)]
-    each = [{"input_ids": ids, "labels": ids} for ids in texts]
-    if rows in ("packed", "crossing"):
-        batch = packed(each)
-        return batch if rows == "packed" else {**batch, "use_cache": True}
-    if rows == "left":
-        turned = padded([{n: v.flip(0) for n, v in one.items()} for one in each])
-        return {name: value.flip(1) for name, value in turned.items()}
-    if rows == "right":
-        return padded(each)
-    ids = torch.stack(texts)
-    if rows == "chat":
-        ids[:, 1 : 1 + PROMPT] = texts[0][1 : 1 + PROMPT]
-    labels = ids.clone()
-    labels[:, : {"completion": len(texts[0]) // 2, "chat": 1 + PROMPT}.get(rows, 0)] = -100
-    return {"input_ids": ids, "labels": labels}
-
-
-def true_words(model: nn.Module, batches: Sequence[dict[str, Any]]) -> set[int]:
-    """Tokens at whose embedding the loss has a gradient, without noise and dropout."""
-    retained: list[tuple[Tensor, Tensor]] = []
-
-    def watch(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        output = output.detach().requires_grad_()
-        retained.append((args[0], output))
-        return output
-
-    handle = model.get_input_embeddings().register_forward_hook(watch)
-    for batch in batches:
-        model.eval()(**batch).loss.backward()
-    handle.remove()
-    return {i for ids, x in retained for i in ids[x.grad.abs().amax(-1) > 0].tolist()}
-
-
-def true_auc(members: Members, batches: Sequence[dict[str, Any]], step: int) -> float:
-    """AUC of the scores at a step, of texts that stand in its batches."""
-    query, scores = members.guesses.get(step, (None, []))
-    if query is None:
-        return math.nan
-    masks = (
-        torch.ones_like(query.input_ids) if query.attention_mask is None else query.attention_mask
-    )
-    queried = [ids[mask != 0].tolist() for ids, mask in zip(query.input_ids, masks, strict=True)]
-    rows = [f" {' '.join(map(str, row))} " for b in batches for row in b["input_ids"].tolist()]
-    inside = [any(f" {' '.join(map(str, ids))} " in row for row in rows) for ids in queried]
-    return float(roc_auc_score(inside, scores)) if 0 < sum(inside) < len(inside) else math.nan
-
-
-def run(
-    cell: Cell, folder: str, texts: Texts, shape: str, steps: int, looks: int
-) -> dict[str, Any]:
-    """What a fit logged of its last look, and the same computed anew."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    rows, length = map(int, shape.split("x"))
-    model = cell.setup(base_model(folder, cell.base))
-    if cell.reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": cell.reentrant})
-        model.enable_input_require_grads()
-    warm(model.train(), texts.public, shape, steps)
-    public = PublicText([list(ids) for ids in texts.public])
-    words, members = Words(capacity_seconds=0), Members(public, tokens=length)
-    for attack in (words, members):
-        attack.guesses = {}
-    with tempfile.TemporaryDirectory() as logs:
-        monitor = LeakageMonitor(
-            [members] if cell.setup is adapters else [words, members],
-            every_n_steps=1,
-            games=Games(
-                held_out=PublicText([list(ids[:length]) for ids in texts.outside]),
-                targets=2 * rows * cell.accumulate,
-            ),
-            folder=logs,
-        )
-        client = Client(torch.compile(model, backend="aot_eager") if cell.compiled else model)
-        data = [
-            torch.tensor(ids[:length]) for ids in texts.private[: looks * rows * cell.accumulate]
-        ]
-        loader = DataLoader(data, batch_size=rows, collate_fn=lambda each: collate(cell.rows, each))
-        fit(
-            client,
-            loader,
-            max_steps=looks,
-            callbacks=[monitor],
-            precision=cell.precision,
-            accumulate_grad_batches=cell.accumulate,
-            default_root_dir=logs,
-        )
-        lines = read_lines(Path(logs) / "leakage.jsonl")
-        last = {line["attack"]: line for line in lines if line["step"] == looks - 1}
-    batches = client.batches[-cell.accumulate :]
-    message = {n: one["unknown"] or one["metrics"] for n, one in last.items()}
-    truth = true_words(model.float(), batches)
-    guess = words.guesses.get(looks - 1)
-    results = {"types": len(truth), "true_auc": true_auc(members, batches, looks - 1)}
-    if guess is not None:
-        results["true_f1"] = 2 * len(guess & truth) / (len(guess) + len(truth))
-    for name, metric in (("subspace_words", "f1"), ("gradient_membership", "auc")):
-        value = message.get(name, "none reads it")
-        results[metric] = value if isinstance(value, str) else value[metric]["value"]
-    return results
-
-
-def logged(value: object) -> str:
-    if isinstance(value, str):
-        return value if value == "none reads it" else f"*unknown*: {value.partition(',')[0][:60]}"
-    return f"{value:.3f}".removeprefix("0") if isinstance(value, float) else "not known"
-
-
-def print_truth(lines: Sequence[dict[str, Any]]) -> None:
-    steps = sorted({line["steps"] for line in lines})
-    heads = " | ".join(f"step {s}: words (true) | is this text there? (true)" for s in steps)
-    print(f"| cell | {heads} |\n|---|{'---|' * 2 * len(steps)}")
-    for name in dict.fromkeys(line["cell"] for line in lines):
-        cells = {line["steps"]: line for line in lines if line["cell"] == name}
-        row = [
-            f"{logged(one.get(m, 'not run'))}"
-            + (f" ({logged(local)})" if local is not None else "")
-            for one in (cells.get(s, {}) for s in steps)
-            for m, local in (("f1", one.get("true_f1")), ("auc", one.get("true_auc")))
-        ]
-        print(f"| {name} | {' | '.join(row)} |")
-    error = [abs(x["f1"] - x["true_f1"]) for x in lines if isinstance(x["f1"], float)]
-    print(f"\nlogged F1 less true: at most {max(error, default=0.0):.1e}")
-
-
-def run_truth(options: argparse.Namespace) -> None:
-    """Run what the file lacks: ways to fine-tune by the steps before."""
-    length = int(options.shape.partition("x")[2])
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    front = [] if options.bos is None else [options.bos]
-    long: dict[str, list[list[int]]] = {}
-    for name in dict.fromkeys((options.private, options.public)):
-        every = (front + tokenizer(text)["input_ids"] for text in read_texts(name)[:600])
-        long[name] = [ids[:64] for ids in every if len(ids) >= length]
-    private = long[options.private]
-    texts = Texts(private[::2], private[1::2], long[options.public][:120])
-    have = {(line["cell"], line["steps"]) for line in read_lines(options.out)}
-    for steps, name in itertools.product(options.warm, options.cells):
-        cell = CELLS[name]
-        if (name, steps) in have or (cell.base != "plain" and not find_spec("bitsandbytes")):
-            continue
-        with quiet():
-            results = run(cell, options.model, texts, options.shape, steps, options.looks)
-        line = {"cell": name, "steps": steps, "day": str(date.today()), **results}
-        add_line(options.out, line)
-        print(line, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -776,31 +510,26 @@ def main() -> None:
     parser.add_argument("--rows", default="equal", choices=COLLATE)
     parser.add_argument("--private", default="imdb")
     parser.add_argument("--public", default="wikitext2")
-    parser.add_argument("--shape", help="default 8x64, of --truth 4x32")
+    parser.add_argument("--shape", default="8x64")
     parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=SETUPS)
     columns = ["gradient", "SGD:10", "AdamW:1", "AdamW:10"]
     parser.add_argument("--columns", nargs="+", default=columns)
     parser.add_argument("--defenses", nargs="+", default=["none"])
     parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--warm", nargs="+", type=int, default=[5], help="several: of --truth")
+    parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--texts-seconds", type=float, default=60.0)
-    parser.add_argument("--truth", action="store_true", help="compare with a truth of its own")
-    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
-    parser.add_argument("--looks", type=int, default=3, help="of --truth")
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.table is not None:
-        cells = read_lines(options.table)
-        (print_truth if "true_auc" in cells[0] else print_table)(cells)
+        print_table(read_lines(options.table))
         return
     if options.model is None or options.out is None:
         parser.error("give --model DIR and --out FILE, or --table FILE")
     print_place()
-    options.shape = options.shape or ("4x32" if options.truth else "8x64")
-    (run_truth if options.truth else run_setups)(options)
+    run_setups(options)
 
 
 if __name__ == "__main__":

@@ -223,7 +223,9 @@ def main() -> None:
     role = head_surface(anatomy).role
     private = tokens_of(read_texts(args.private), tokenizer, args.bos, args.seed + 1, 2000)
     if args.public == "sampled":
-        public = PublicText.sampled_from(anatomy, 256, 64, args.seed, start_token_id=args.bos)
+        if args.bos is not None:
+            model.config.bos_token_id = args.bos
+        public = PublicText.sampled_from(anatomy, 256, 64, args.seed)
     else:
         public = tokens_of(read_texts(args.public), tokenizer, args.bos, args.seed + 2, 1000)
     attacks, calibration = runners(names, anatomy, public, args)

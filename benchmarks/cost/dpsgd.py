@@ -176,7 +176,6 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
     defense = DPSGD(
         CLIP,
         noise_multiplier=SIGMA,
-        poisson_sampling=False,
         max_physical_batch_size=options.pieces,
     )
     fit(

@@ -1,8 +1,7 @@
-"""What a look costs: steps with and without it, in turn, in one run; and the memory of both.
+"""What a look costs: steps with and without it, in turn, in one run.
 
     python -m benchmarks.cost.overhead                       # GPT-2 6 x 384, V = 50,257, 8 x 64
     python -m benchmarks.cost.overhead --model DIR           # any causal LM, SmolLM2-135M say
-    python -m benchmarks.cost.overhead --memory              # peak resident memory, two processes
 
 Four kinds of steps take turns: ``off`` (the monitor's hooks return at once), ``idle`` (the
 monitor is there, the step is not looked at), ``look`` (every attack runs) and ``control`` (every
@@ -17,10 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
-import resource
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from contextlib import contextmanager
@@ -40,7 +36,6 @@ from lightning_fedleak.engine.channels.control import Controls
 SMOKE = (
     "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership "
     "--layer 1 --device cpu --out {out}",
-    "--memory --model {model} --shape 2x8 --layer 1 --device cpu --out {out}",
 )
 
 ARMS = ("off", "idle", "look", "control")
@@ -200,34 +195,6 @@ def time_steps(arguments: argparse.Namespace) -> None:
     print(f"one look in 50 steps {1 + own / 50 / plain:.4f}")
 
 
-def peak_memory(arguments: argparse.Namespace) -> None:
-    same = ["--attacks", arguments.attacks, "--shape", arguments.shape, "--device", "cpu"]
-    same += ["--precision", arguments.precision, "--threads", str(arguments.threads)]
-    same += ["--layer", str(arguments.layer)]
-    same += ["--size", *map(str, arguments.size), "--vocabulary", str(arguments.vocabulary)]
-    same += ["--model", arguments.model] if arguments.model else []
-    peaks = {}
-    for arm in ("off", "look"):
-        command = [sys.executable, "-m", "benchmarks.cost.overhead", "--peak", arm, *same]
-        finished = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks[arm] = int(finished.stdout.split()[-1])
-    model, vocab = build(arguments)
-    head = vocab * model.get_output_embeddings().weight.shape[1] * 4
-    more = peaks["look"] - peaks["off"]
-    print(f"peak resident memory: plain {peaks['off'] / 2**20:.0f} MiB, ", end="")
-    print(f"monitored {peaks['look'] / 2**20:.0f} MiB, difference {more / 2**20:.0f} MiB, ", end="")
-    print(f"head gradient {head / 2**20:.0f} MiB, ratio {more / head:.2f}")
-
-
-def one_peak(arguments: argparse.Namespace) -> None:
-    _, vocab = build(arguments)
-    callbacks = []
-    if arguments.peak == "look":
-        callbacks = [LeakageMonitor(attacks(arguments, vocab), every_n_steps=1)]
-    run(arguments, callbacks, 4)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
-
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or hub id of a causal LM")
@@ -243,8 +210,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", default="fedleak_runs/overhead")
-    parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--peak", choices=("off", "look"), help=argparse.SUPPRESS)
     return parser
 
 
@@ -252,12 +217,7 @@ def main() -> None:
     arguments = parser().parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
-    if arguments.peak:
-        one_peak(arguments)
-    elif arguments.memory:
-        peak_memory(arguments)
-    else:
-        time_steps(arguments)
+    time_steps(arguments)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     epsilon_of,
 )
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, _rdp_of_poisson
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import auc
 
@@ -77,7 +77,7 @@ def grid() -> None:
         rows = []
         for sigma, rate, steps, delta in GRID:
             cell = sigma, rate, steps
-            _rdp_of_poisson.cache_clear()
+            rdp_of.cache_clear()
             result, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
             peer, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
             rows.append((peer, result / peer if peer else math.nan, t_ours / t_theirs))

@@ -62,22 +62,19 @@ class Row:
         sigma: noise multiplier.
         rate: share of the examples in a batch, on average.
         steps: releases of a run.
-        poisson: False: the loader's batches as they are, here all examples in each.
     """
 
     sigma: float
     rate: float
     steps: int
-    poisson: bool = True
 
     def __str__(self) -> str:
-        rate = f"{self.rate:g}" if self.poisson else "none"
-        return f"{self.sigma:5g} {rate:>5} {self.steps:5}"
+        return f"{self.sigma:5g} {self.rate:5g} {self.steps:5}"
 
 
 ROWS = (
-    Row(0.5, 1.0, 1, poisson=False),
-    Row(1.0, 1.0, 1, poisson=False),
+    Row(0.5, 1.0, 1),
+    Row(1.0, 1.0, 1),
     Row(2.0, 1.0, 4),
     Row(0.5, 0.5, 1),
     Row(0.7, 0.2, 4),
@@ -89,9 +86,7 @@ BROKEN = (ROWS[1], ROWS[5])
 
 def audits(row: Row, count: int, games: int, seed: int) -> tuple[list[Games], PlantedGradients]:
     def defense() -> DPSGD:
-        return DPSGD(
-            0.7, noise_multiplier=row.sigma, target_delta=SMALL, poisson_sampling=row.poisson
-        )
+        return DPSGD(0.7, noise_multiplier=row.sigma, target_delta=SMALL)
 
     planted = PlantedGradients(
         defense,

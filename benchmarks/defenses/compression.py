@@ -5,10 +5,10 @@
         --targets q_proj,k_proj,v_proj
 
 The gradient of a batch of real texts is compressed, tensor by tensor, without error feedback, and
-the attacks are told by which method. Prints for each method, the gradient as it is first: F1 of the
+the attacks know the method. Prints for each method, the gradient as it is first: F1 of the
 words that SubspaceWords names, the AUC of SubspaceMembership and of GradientMembership (of each
-batch the share of pairs of a member and another text that are in order, mean over batches; the
-others are texts of the same source), F1 of AlignedFlatChat on the head (not of a LoRA, which has
+batch the share of pairs of a member and a non-member that are in order, mean over batches; the
+latter are texts of the same source), F1 of AlignedFlatChat on the head (not of a LoRA, which has
 none), whose readout is fitted anew for each method, and of SubspaceTexts the share of tokens in
 place and of texts that are exact (the last token of each text, which is not in these gradients,
 does not count).
@@ -50,10 +50,10 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
 SMOKE = (
-    "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --others 2 "
-    "--budget 1 --public-rows 4 --methods none,topk:.1,int8 "
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --non-members 2 "
+    "--budget 1 --public-rows 4 --methods topk:.1,int8 "
     "--attacks subspace_words,subspace_membership,gradient_membership,subspace_texts",
-    "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --others 2 "
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --non-members 2 "
     "--attacks aligned_flatchat --head-rows 16 --methods int4",
 )
 METHODS = "none,topk:.1,topk:.01,int8,int4,sign,low_rank:4"
@@ -80,9 +80,9 @@ def read(
         return attack.run(Observation((snapshot,)), query)
 
 
-def auc(members: Tensor, others: Tensor) -> float:
+def auc(members: Tensor, non_members: Tensor) -> float:
     """The share of pairs in order; ties count half."""
-    pairs = members[:, None] - others
+    pairs = members[:, None] - non_members
     return float(((pairs > 0).double() + (pairs == 0).double() / 2).mean())
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--targets", default="q_proj,v_proj")
     parser.add_argument("--shape", default="1x20")
     parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--others", type=int, default=8, help="texts beside those of a batch")
+    parser.add_argument("--non-members", type=int, default=8, help="texts beside those of a batch")
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of SubspaceTexts")
     parser.add_argument("--public-rows", type=int, default=64)
@@ -136,7 +136,7 @@ def main() -> None:
     print_place(options.threads)
     whole = f"LoRA r {options.rank} {options.targets}" if options.rank else "whole"
     batches = [
-        texts_of(private, rows + options.others, length, options) for _ in range(options.batches)
+        private.batch(rows + options.non_members, length).input_ids for _ in range(options.batches)
     ]
     for method in options.methods.split(","):
         how = compression(method)

@@ -1,51 +1,33 @@
-"""What DP-SGD leaves of what training gains: batches, clipping, optimizer, unit and noise.
+"""What DP-SGD leaves of what training gains: a LoRA, or a head alone, on the sentiment of texts.
 
     # once; FEDLEAK_ASSETS
     python -m benchmarks.defenses.dp_utility features --model DIR --features FILE
-    python -m benchmarks.defenses.dp_utility run --features FILE --out RUNS
+    python -m benchmarks.defenses.dp_utility run --model DIR --features FILE --out RUNS
     python -m benchmarks.defenses.dp_utility table --out RUNS
 
-    python -m benchmarks.defenses.dp_utility features --model DIR --task banking77 --features FILE
-    python -m benchmarks.defenses.dp_utility run --model DIR --task banking77 --features FILE \
-        --out RUNS
-
-Without ``--task`` a linear head of 77 intents (banking77) is trained on frozen states of a BERT
-(all-MiniLM-L6-v2 in the docs), their mean over a text's tokens. ``features`` computes these once.
-``run`` trains the head under ``DPSGD`` in Lightning's Trainer: every method at every epsilon, with
-every seed, the same texts and epochs; it appends a line for each run to RUNS and leaves out what is
-there. ``plain`` has no defence. Validation is banking77's test set. Learning rates, clip norms and
-bands were tried out on it with seed 0, which in a run of one's own costs privacy unless the data
-are public.
-
-Canaries: ``CANARIES`` training texts get a wrong intent at random, and half of these are trained
-on, each by its own draw. A canary's score is minus its loss after training. ``AUC`` is that of its
-draw.
-
-With ``--task`` a LoRA is trained in the last block of a Llama, on states of the frozen ones,
-without a defence and under ``DPSGD`` at each epsilon (``inf``: clipped, without noise). ``--sets``
-are changes of the recipe, a run each: ``alpha=0`` trains the head alone. The head reads the state
-of a text's last token, the only one that is computed in the last block, and the mean of the frozen
-states; both standardised by public sentences (Yelp, or IMDB for sentiments), and of norm ``scale``.
-A gain is over naming the most frequent class.
+``features`` computes the states of a text's frozen blocks once. ``run`` trains a LoRA in the last
+block of a Llama on them, without a defence and under ``DPSGD`` at each epsilon (``inf``: clipped,
+without noise), with every seed; it appends a line for each run to RUNS and leaves out what is
+there. ``--sets`` are changes of the recipe, a run each: ``alpha=0`` trains the head alone. The head
+reads the state of a text's last token, the only one that is computed in the last block, and the
+mean of the frozen states; both standardised by public sentences (IMDB), and of norm ``scale``. A
+gain is over naming the most frequent class. Learning rates were tried out on the test set with
+seed 0, which in a run of one's own costs privacy unless the data are public.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import functools
-import io
 import json
 import logging
 import math
 import random
 import re
-import resource
 import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -58,7 +40,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.shared import (
     add_line,
@@ -67,53 +49,18 @@ from benchmarks.shared import (
     fit,
     print_place,
     read_lines,
+    table,
     trained,
 )
-from benchmarks.shared import table as markdown
-from lightning_fedleak.defenses import DPSGD, DPAdamBC, ReleaseSettings, Users, noise_multiplier_for
-from lightning_fedleak.evaluation.auditing import audit_one_run
-from lightning_fedleak.evaluation.metrics import membership_rates
-from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
+from lightning_fedleak.defenses import DPSGD, DPAdamBC
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
-    "features run table --model {model} --text {text} --features {out}/features.safetensors "
-    "--methods large user banded --epsilons 8 --seeds 1 --epochs 1 --canaries 40 --out {out}/runs",
-    "features run table --model {model} --text {text} --task banking77 --features {out}/a "
+    "features run table --model {model} --text {text} --features {out}/a "
     "--epsilons 8 --seeds 1 --sets epochs=1,batch=16 --out {out}/runs",
 )
 
-EPSILONS = (1.0, 2.0, 4.0, 8.0, math.inf)
-DELTA, EPOCHS, CANARIES = 1e-5, 30, 300
-SCALE, LARGE, ROWS = 4.0, 1000, 5
-"""Norm of a text's features; rows of a large batch; rows of a user."""
-RATES = {1.0: 2.25, 2.0: 4.0, 4.0: 7.0, 8.0: 11.0, math.inf: 19.0}
-"""Learning rate of SGD by epsilon, with batches of LARGE and gradients clipped to CLIP."""
-CLIP = 2.0
-FASTER = 1.4
-"""Times the learning rate, which correlated noise allows; beside it independent noise with it."""
-METHODS: dict[str, dict[str, Any]] = {
-    "plain": {"adam": 0.02},
-    "small": {"batch": 64, "rate": 64 / LARGE},
-    "large": {},
-    "auto": {"clip": "auto", "rate": 2.0},
-    "layers": {"clip": {"head.weight": 1.94, "head.bias": 0.49}},
-    "adam": {"adam": {1.0: 0.02, 2.0: 0.02, 4.0: 0.025, 8.0: 0.025, math.inf: 0.025}},
-    "user": {"batch": LARGE // ROWS, "user": True},
-    "fast": {"rate": FASTER},
-    "banded": {"rate": FASTER, "bands": 4},
-}
-NAMES = {
-    "plain": "AdamW, no defence",
-    "small": "batches of 64",
-    "large": f"batches of {LARGE:,}",
-    "auto": 'the same, `"auto"`',
-    "layers": "the same, each layer clipped",
-    "adam": "the same, `DPAdamBC`",
-    "user": f"the same, users of {ROWS} texts",
-    "fast": f"the same, {FASTER} times the learning rate",
-    "banded": f"{FASTER} times, `CorrelatedNoise`, 4 bands",
-}
+DELTA = 1e-5
 
 
 class Places(Dataset[int]):
@@ -129,190 +76,10 @@ class Places(Dataset[int]):
         return self.places[index]
 
 
-class Head(L.LightningModule):
-    """A linear classifier of features that it does not train."""
-
-    def __init__(self, data: dict[str, Tensor], labels: Tensor, adam: float, rate: float) -> None:
-        super().__init__()
-        self.data, self.labels, self.adam, self.rate = data, labels, adam, rate
-        self.head = nn.Linear(data["train"].shape[1], int(data["labels"].max()) + 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-        self.private = True
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.head(self.data["train"][batch]), self.labels[batch])
-
-    def configure_optimizers(self) -> Any:
-        steps = self.trainer.estimated_stepping_batches
-        optimizer: torch.optim.Optimizer
-        if self.adam:
-            kind: Any = DPAdamBC if self.private else torch.optim.AdamW
-            more = {"floor": 0.5} if self.private else {}
-            optimizer = kind(self.parameters(), lr=self.adam, weight_decay=0.0, **more)
-        else:
-            optimizer = torch.optim.SGD(self.parameters(), lr=self.rate)
-        return falling(optimizer, int(steps))
-
-
 def falling(optimizer: torch.optim.Optimizer, steps: int) -> Any:
     """Return an optimizer whose rate falls to 0, as Lightning takes it."""
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def rows_of(path: Path) -> list[tuple[str, str]]:
-    """Texts and intents of one of banking77's files."""
-    rows = csv.DictReader(io.StringIO(content_of(path), newline=""))
-    return [(row["text"], row["category"]) for row in rows]
-
-
-def banking77() -> tuple[list[Any], list[Any]]:
-    """Return what is trained on, and what is tested on."""
-    folder = data_folder() / "banking77"
-    return rows_of(folder / "train.csv.gz"), rows_of(folder / "test.csv")
-
-
-@torch.no_grad()
-def states(model: nn.Module, ids: Sequence[list[int]]) -> Tensor:
-    """(n, d) mean over each text's last hidden states; texts of one length at once, unpadded."""
-    results = torch.zeros(len(ids), model.config.hidden_size)  # type: ignore[union-attr, arg-type]
-    by_length = defaultdict(list)
-    for place, local in enumerate(ids):
-        by_length[len(local)].append(place)
-    for places in by_length.values():
-        for start in range(0, len(places), 64):
-            some = places[start : start + 64]
-            settings = torch.tensor([ids[i] for i in some])
-            results[some] = model(input_ids=settings).last_hidden_state.mean(1)
-    return results
-
-
-def compute(options: argparse.Namespace) -> None:
-    """Writes features and labels of both sets."""
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModel.from_pretrained(options.model, dtype=torch.float32).eval()
-    if options.text:
-        lines = Path(options.text).read_text("utf-8").splitlines() * 2
-        sets = {"train": [(line, str(len(line) % 5)) for line in lines]}
-        sets["test"] = sets["train"][: len(lines) // 2]
-    else:
-        sets = dict(zip(("train", "test"), banking77(), strict=True))
-    classes = sorted({intent for _, intent in sets["train"]})
-    results = {}
-    for name, rows in sets.items():
-        ids = [tokenizer(text, truncation=True, max_length=64).input_ids for text, _ in rows]
-        results[name] = SCALE * F.normalize(states(model, ids))
-        labels = torch.tensor([classes.index(intent) for _, intent in rows])
-        results["labels" if name == "train" else "test_labels"] = labels
-    save_file(results, options.features)
-    print(f"{options.features}: {len(results['train'])} and {len(results['test'])} texts")
-
-
-def planted(data: dict[str, Tensor], canaries: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels with the canaries' wrong ones, which texts are canaries, and which of them are in."""
-    generator = torch.Generator().manual_seed(seed)
-    labels, classes = data["labels"].clone(), int(data["labels"].max()) + 1
-    chosen = torch.randperm(len(labels), generator=generator)[:canaries]
-    shift = torch.randint(1, classes, (canaries,), generator=generator)
-    labels[chosen] = (labels[chosen] + shift) % classes
-    return labels, chosen, torch.rand(canaries, generator=generator) < 0.5
-
-
-@functools.cache
-def multiplier(epsilon: float, rate: float, steps: int, bands: int | None) -> float:
-    """Noise at which ``steps`` cost epsilon, by what the noise is accounted as."""
-    bands = bands or 1
-    return noise_multiplier_for(epsilon, DELTA, bands * rate, math.ceil(steps / bands))
-
-
-def one_run(
-    data: dict[str, Tensor], method: str, epsilon: float, seed: int, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Trains a head; what it is worth, and what its canaries tell."""
-    local, epochs = METHODS[method], options.epochs
-    labels, chosen, inside = planted(data, options.canaries, seed)
-    output = set(chosen[~inside].tolist())
-    places = [i for i in range(len(labels)) if i not in output]
-    users = local.get("user", False)
-    units = math.ceil(len(places) / ROWS) if users else len(places)
-    batch = min(local.get("batch", LARGE), units // 4)
-    adam = local.get("adam", 0.0)
-    adam = adam[epsilon] if isinstance(adam, dict) else adam
-    # A user's mean is under the noise of five times as many rows: as a row at a smaller epsilon.
-    like = {8.0: 2.0, 4.0: 1.0, 2.0: 1.0}.get(epsilon, epsilon) if users else epsilon
-    module = Head(data, labels, adam, RATES[like] * local.get("rate", 1.0))
-    loader = DataLoader(Places(places), batch, shuffle=True)
-    strategy: Any = "auto"
-    sigma = 0.0
-    if method == "plain":
-        module.private = False
-        L.seed_everything(seed, verbose=False)
-    else:
-        bands = local.get("bands")
-        if epsilon < math.inf:
-            per_epoch = max(1, round(units / batch))
-            sigma = multiplier(epsilon, batch / units, epochs * per_epoch, bands)
-        unit: Any = "example"
-        if users:
-            mixed = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
-            unit = Users((mixed % units).tolist(), rows_per_user=ROWS)
-        mechanism = None if bands is None else CorrelatedNoise(bands)
-        defense = DPSGD(
-            local.get("clip", CLIP),
-            sigma,
-            target_delta=DELTA,
-            max_physical_batch_size=LARGE * 2,
-            unit=unit,
-            release=ReleaseSettings(mechanism=mechanism),
-        )
-        strategy = DefendedStrategy("auto", [defense])
-    start = time.process_time()
-    fit(module, loader, strategy=strategy, max_epochs=epochs)
-    seconds = time.process_time() - start
-    if method != "plain":
-        display = defense.accountant.epsilon(DELTA)
-        assert display <= epsilon, (display, epsilon)
-    with torch.no_grad():
-        logits = module.head(data["test"])
-        truth = data["test_labels"]
-        canaries = module.head(data["train"][chosen])
-        queried = F.cross_entropy(canaries, labels[chosen], reduction="none")
-        loss = float(F.cross_entropy(logits, truth))
-    return {
-        "method": method,
-        "epsilon": None if math.isinf(epsilon) else epsilon,
-        "seed": seed,
-        "sigma": sigma,
-        "loss": loss,
-        "accuracy": float((logits.argmax(1) == truth).float().mean()),
-        "start": math.log(module.head.out_features),
-        "chance": 1 / module.head.out_features,
-        "auc": membership_rates(-queried, inside)["auc"].value,
-        "audit": audit_one_run(-queried, inside, delta=DELTA).epsilon,
-        "seconds": seconds,
-        "epochs": epochs,
-    }
-
-
-def wanted(options: argparse.Namespace) -> Iterator[tuple[str, float, int]]:
-    for seed in range(options.seeds):
-        for method in dict.fromkeys(["plain", *options.methods]):
-            for epsilon in [math.inf] if method == "plain" else options.epsilons:
-                if "bands" not in METHODS[method] or epsilon < math.inf:
-                    yield method, epsilon, seed
-
-
-def train(options: argparse.Namespace) -> None:
-    data, path = load_file(options.features), Path(options.out)
-    finished = {(r["method"], r["epsilon"] or math.inf, r["seed"]) for r in read_lines(path)}
-    for method, epsilon, seed in wanted(options):
-        if (method, epsilon, seed) in finished:
-            continue
-        row = one_run(data, method, epsilon, seed, options)
-        add_line(path, row)
-        results = " ".join(f"{key} {row[key]:.4f}" for key in ("loss", "accuracy", "auc"))
-        print(f"{method} epsilon {epsilon:g} seed {seed}: {results}", flush=True)
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -324,66 +91,10 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{middle} ± {100 * half:.1f}" if form.endswith("%") else f"{middle} ± {half:{form}}"
 
 
-def print_tables(
-    results: Mapping[tuple[str, float], list[dict[str, Any]]],
-    columns: Mapping[str, Callable[[list[dict[str, Any]]], str]],
-    names: Mapping[str, str],
-) -> None:
-    """A table for each of ``columns``: the methods of ``names`` by epsilon, but for ``plain``."""
-    epsilons = sorted({epsilon for method, epsilon in results if method != "plain"})
-    heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
-    for title, display in columns.items():
-        rows = []
-        for method, name in names.items():
-            local = [results.get((method, epsilon), []) for epsilon in epsilons]
-            if method != "plain" and any(local):
-                rows.append([name, *(display(runs) if runs else "" for runs in local)])
-        print(f"\n{markdown([title, *heads], rows)}")
-
-
-def table(options: argparse.Namespace) -> None:
-    """Methods by epsilon: means over seeds, and half of what lies between the least and the most.
-
-    A gain is what a run gains over chance, of what the plain one gains. The audit is the largest
-    one-run bound over seeds, at 95% for each.
-    """
-    rows = read_lines(Path(options.out))
-    results: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        results[row["method"], row["epsilon"] or math.inf].append(row)
-    plain = results["plain", math.inf]
-    best = {key: statistics.mean(row[key] for row in plain) for key in ("loss", "accuracy")}
-
-    def gain(row: dict[str, Any]) -> float:
-        return float((row["start"] - row["loss"]) / (row["start"] - best["loss"]))
-
-    def hits(row: dict[str, Any]) -> float:
-        return float((row["accuracy"] - row["chance"]) / (best["accuracy"] - row["chance"]))
-
-    columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-        "gain in validation loss": lambda local: spread([*map(gain, local)], ".1%"),
-        "gain in accuracy": lambda local: spread([*map(hits, local)], ".1%"),
-        "accuracy": lambda local: spread([row["accuracy"] for row in local], ".3f"),
-        "canaries' AUC": lambda local: spread([row["auc"] for row in local], ".2f"),
-        "audit": lambda local: f"{max(row['audit'] for row in local):.2f}",
-        "noise": lambda local: f"{local[0]['sigma']:.2f}",
-        "seconds": lambda local: f"{statistics.median(row['seconds'] for row in local):.0f}",
-        "seeds": lambda local: f"{len(local)}",
-    }
-    print(
-        f"{len(rows)} runs; without a defence: "
-        + ", ".join(f"{k} {display(plain)}" for k, display in columns.items())
-    )
-    print_tables(results, columns, NAMES)
-
-
-# ---- a LoRA on a task of classes ---------------------------------------------------------------
-
-LORA_EPSILONS = (2.0, 4.0, 8.0, math.inf)
+EPSILONS = (2.0, 4.0, 8.0, math.inf)
 TOKENS, PUBLIC, CHUNK = 32, 1000, 4096
 """Most tokens of a text; public texts for the mean; texts whose states are computed at
 once."""
-TASKS = {"banking77": "intents (banking77)", "sentiment": "sentiment (Yelp)"}
 PROJECTIONS = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -391,8 +102,8 @@ PROJECTIONS = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 class Recipe:
     """How a LoRA is trained; ``alpha`` scales B, ``scale`` the parts that a head reads."""
 
-    batch: int = 1024
-    epochs: int = 20
+    batch: int = 6000
+    epochs: int = 6
     rate: float = 0.001
     head_rate: float = 0.025
     clip: float = 1.0
@@ -402,35 +113,14 @@ class Recipe:
     piece: int = 1024
 
 
-RECIPES = {
-    ("banking77", True): Recipe(),
-    ("banking77", False): Recipe(batch=32, epochs=10, rate=3e-3, head_rate=0.01),
-    ("sentiment", True): Recipe(batch=6000, epochs=6),
-    ("sentiment", False): Recipe(batch=64, epochs=3, rate=3e-3, head_rate=0.01),
-}
+PLAIN = Recipe(batch=64, epochs=3, rate=3e-3, head_rate=0.01)
+"""Without a defence."""
 
 
 def shuffled(rows: Sequence[Any]) -> list[Any]:
     results = [*rows]
     random.Random(0).shuffle(results)
     return results
-
-
-def words(text: str) -> str:
-    return " ".join(re.findall(r"[a-z]+", text.lower()))
-
-
-def public_sentences(options: argparse.Namespace) -> list[str]:
-    if options.text:
-        return [words(line) for line in content_of(Path(options.text)).splitlines()]
-    if options.task == "sentiment":
-        return movie_sentences()
-    texts = [
-        t
-        for p in sorted((data_folder() / "yelp_sentences").glob("*.gz"))
-        for t in content_of(p).splitlines()
-    ]
-    return shuffled([local for t in texts if 6 <= len((local := words(t)).split()) <= 16])
 
 
 def movie_sentences() -> list[str]:
@@ -450,19 +140,6 @@ def review_sentences() -> list[tuple[str, str]]:
         shuffled(sorted({t for p in local for t in content_of(p).splitlines()})) for local in files
     ]
     return shuffled([row for a, b in zip(*texts, strict=False) for row in ((a, "0"), (b, "1"))])
-
-
-def rows_to_classify(options: argparse.Namespace) -> tuple[list[Any], list[Any]]:
-    """(text, class) to train on, and to test on."""
-    if options.text:
-        rows: list[Any] = [
-            (t, str(len(t) % 3)) for t in content_of(Path(options.text)).splitlines()
-        ]
-        return rows, rows[:20]
-    if options.task == "sentiment":
-        rows = review_sentences()
-        return rows[4000:], rows[:4000]
-    return banking77()
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -511,13 +188,17 @@ def last_token(model: Any, states: Tensor, lengths: Tensor) -> dict[str, Tensor]
     return results | {"last": last, "lengths": lengths}
 
 
-def compute_states(options: argparse.Namespace) -> None:
+def compute(options: argparse.Namespace) -> None:
     """Writes states and what is to be predicted from them."""
     tokenizer, model = loaded(options)
     data: dict[str, Tensor] = {}
-    train, test = rows_to_classify(options)
-    names = sorted({local for _, local in train})
-    public = [(text, names[0]) for text in public_sentences(options)[:PUBLIC]]
+    if options.text:
+        rows = [(t, "01"[len(t) % 2]) for t in content_of(Path(options.text)).splitlines()]
+        train, test, public = rows, rows[:20], rows
+    else:
+        rows = review_sentences()
+        train, test = rows[4000:], rows[:4000]
+        public = [(text, "0") for text in movie_sentences()[:PUBLIC]]
     for name, rows in {"": train, "test_": test, "public_": public}.items():
         ids = [encode(tokenizer, text)[:TOKENS] for text, _ in rows[: options.texts]]
         for start in range(0, len(ids), CHUNK):
@@ -532,8 +213,7 @@ def compute_states(options: argparse.Namespace) -> None:
                     whole[start : start + len(value), :, : value.shape[2]] = value
                 else:
                     whole[start : start + len(value)] = value
-        results = [names.index(local) for _, local in rows[: options.texts]]
-        data[name + "classes"] = torch.tensor(results)
+        data[name + "classes"] = torch.tensor([int(local) for _, local in rows[: options.texts]])
     save_file(data, options.features)
     print(f"{options.features}: {len(data['lengths'])} texts, {data['lengths'].sum()} tokens")
 
@@ -617,8 +297,8 @@ def score(module: Tuned) -> float:
     return float((logits.argmax(1) == module.data["test_classes"]).float().mean())
 
 
-def recipe_of(options: argparse.Namespace, private: bool, changes: str) -> Recipe:
-    recipe = RECIPES[options.task, private]
+def recipe_of(private: bool, changes: str) -> Recipe:
+    recipe = Recipe() if private else PLAIN
     pairs = [pair.split("=", 1) for pair in changes.split(",") if pair]
     kinds = {name: type(value) for name, value in asdict(recipe).items()}
     return replace(recipe, **{name: kinds[name](value) for name, value in pairs})
@@ -638,7 +318,7 @@ def one_lora(
 ) -> dict[str, Any]:
     """Trains a LoRA, and returns what it is worth. Epsilon None: no defence."""
     private = epsilon is not None
-    recipe = recipe_of(options, private, changes)
+    recipe = recipe_of(private, changes)
     L.seed_everything(seed, verbose=False)
     module = Tuned(loaded(options)[1], data, recipe, private)
     classes, count = data["test_classes"], len(data["lengths"])
@@ -668,7 +348,6 @@ def one_lora(
         display = defense.accountant.epsilon(DELTA)
         assert display <= epsilon, (display, epsilon)
     return {
-        "task": options.task,
         "model": Path(options.model).name,
         "epsilon": epsilon if private and epsilon < math.inf else None,
         "private": private,
@@ -678,107 +357,69 @@ def one_lora(
         "sigma": defense.noise_multiplier if private else 0.0,
         "before": before,
         "score": score(module),
-        "trained": sum(weight.numel() for weight in module.weights),
         "texts": count,
         "seconds": seconds,
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     epsilon = (row["epsilon"] or math.inf) if row["private"] else None
-    return row["task"], row["model"], epsilon, row["seed"], row["changes"]
+    return row["model"], epsilon, row["seed"], row["changes"]
 
 
-def train_loras(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace) -> None:
     data, path = load_file(options.features), Path(options.out)
     finished = {key_of(row) for row in read_lines(path)}
     for seed, changes, epsilon in product(
         range(options.seeds), options.sets, [None, *options.epsilons]
     ):
-        key = (options.task, Path(options.model).name, epsilon, seed, changes)
-        if key in finished:
+        if (Path(options.model).name, epsilon, seed, changes) in finished:
             continue
         row = one_lora(data, epsilon, seed, changes, options)
         add_line(path, row)
         results = " ".join(f"{n} {row[n]:.4g}" for n in ("before", "score", "sigma", "seconds"))
-        print(f"{options.task} epsilon {epsilon} seed {seed} {changes}: {results}", flush=True)
+        print(f"epsilon {epsilon} seed {seed} {changes}: {results}", flush=True)
 
 
-def runs_by_name(
-    options: argparse.Namespace,
-) -> dict[tuple[str, float | None], list[dict[str, Any]]]:
-    """Runs by name and epsilon; None: no defence."""
-    results: dict[tuple[str, float | None], list[dict[str, Any]]] = defaultdict(list)
+def print_table(options: argparse.Namespace) -> None:
+    """A model's runs by epsilon: means over seeds, and half of what lies between least and most."""
+    runs: dict[tuple[str, str], dict[float | None, list[dict[str, Any]]]] = {}
     for row in read_lines(Path(options.out)):
-        name = f"{TASKS[row['task']]}, {row['model']}"
-        changes = row["changes"].replace("alpha=0", "head alone")
-        results[name + (f", {changes}" if changes else ""), key_of(row)[2]].append(row)
-    return results
-
-
-def best_of(results: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> float:
-    """Mean score without a defence, of the row's task and model."""
-    plain = [local for runs in results.values() for local in runs if not local["private"]]
-    plain = [r for r in plain if (r["task"], r["model"]) == (row["task"], row["model"])]
-    same = [r["score"] for r in plain if not r["changes"]] or [r["score"] for r in plain]
-    return statistics.mean(same) if same else math.nan
-
-
-def kept_gain(results: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> float:
-    """The share of the task gain that a run keeps."""
-    return (row["score"] - row["before"]) / (best_of(results, row) - row["before"])
-
-
-def table_of_loras(options: argparse.Namespace) -> None:
-    """Tasks by epsilon: means over seeds, and half of what lies between the least and the most."""
-    results = runs_by_name(options)
-    columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-        "task gain that is kept": lambda local: spread(
-            [kept_gain(results, row) for row in local], ".1%"
-        ),
-        "accuracy": lambda local: spread([row["score"] for row in local], ".3f"),
-        "noise": lambda local: f"{local[0]['sigma']:.2f}",
-        "seconds": lambda local: f"{statistics.median(row['seconds'] for row in local):.0f}",
-        "MiB": lambda local: f"{max(row['memory'] for row in local):.0f}",
-        "seeds": lambda local: f"{len(local)}",
-    }
-    for (name, epsilon), local in results.items():
-        if epsilon is None:
-            display = ", ".join(f"{key} {column(local)}" for key, column in columns.items())
-            print(f"{name}, no defence: before {local[0]['before']:.3f}, {display}")
-    private = {
-        (name, epsilon): local for (name, epsilon), local in results.items() if epsilon is not None
-    }
-    print_tables(private, columns, {name: name for name, _ in private})
+        model, epsilon, _, changes = key_of(row)
+        by_epsilon = runs.setdefault((model, changes.replace("alpha=0", "head alone")), {})
+        by_epsilon.setdefault(epsilon, []).append(row)
+    lines = []
+    for (model, changes), by_epsilon in runs.items():
+        plain = runs.get((model, ""), by_epsilon).get(None) or by_epsilon.get(None, [])
+        best = statistics.mean(row["score"] for row in plain) if plain else math.nan
+        for epsilon, rows in by_epsilon.items():
+            kept = [(row["score"] - row["before"]) / (best - row["before"]) for row in rows]
+            scores, name = [row["score"] for row in rows], f"{model} {changes}".strip()
+            shown = "no defence" if epsilon is None else f"{epsilon:g}"
+            cells = [spread(kept, ".1%"), spread(scores, ".3f"), f"{rows[0]['sigma']:.2f}"]
+            lines.append([name, shown, *cells, str(len(rows))])
+    print(table(["trained", "epsilon", "gain that is kept", "accuracy", "noise", "seeds"], lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", nargs="+", choices=("features", "run", "table"))
-    parser.add_argument("--task", choices=[*TASKS], help="of a LoRA; default a head on banking77")
-    parser.add_argument("--model", help="folder of a BERT, of a LoRA of a Llama")
+    parser.add_argument("--model", help="folder of a Llama")
     parser.add_argument("--text", help="a text a line, in place of the data (to try the script)")
     parser.add_argument("--features", help="safetensors file")
     parser.add_argument("--out", help="file of runs, a line each")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
-    parser.add_argument("--epsilons", nargs="*", type=float)
+    parser.add_argument("--epsilons", nargs="*", type=float, default=[*EPSILONS])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--canaries", type=int, default=CANARIES)
     parser.add_argument("--sets", nargs="+", default=[""], help="changes of the recipe, a run each")
-    parser.add_argument("--texts", type=int, default=10**6, help="of a task to train on, at most")
-    parser.add_argument("--half", action="store_true", help="frozen blocks of a task in bf16")
+    parser.add_argument("--texts", type=int, default=10**6, help="to train on, at most")
+    parser.add_argument("--half", action="store_true", help="frozen blocks in bf16")
     options = parser.parse_args()
-    if options.epsilons is None:
-        options.epsilons = LORA_EPSILONS if options.task else EPSILONS
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print_place()
-    head = {"features": compute, "run": train, "table": table}
-    lora = {"features": compute_states, "run": train_loras, "table": table_of_loras}
+    steps = {"features": compute, "run": train, "table": print_table}
     for quantity in options.what:
-        (lora if options.task else head)[quantity](options)
+        steps[quantity](options)
 
 
 if __name__ == "__main__":

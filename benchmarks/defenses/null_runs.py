@@ -35,7 +35,7 @@ from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.defenses import mean_of_sample_means
 
-SMOKE = ("--runs 2",)
+SMOKE = ("--runs 1",)
 FEWEST = 20  # runs that a share of 95 in 100 is judged by: one miss is allowed
 
 VOCABULARY, TEXTS, LENGTH, STEPS, AT_MOST = 512, 96, 12, 10, 0.5

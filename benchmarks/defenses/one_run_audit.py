@@ -17,7 +17,7 @@ those of one Gaussian mechanism.
 
 With ``--texts`` each audit is a fit by SGD of a language model (the embedded one, or ``--model``)
 on a few texts and the canaries, whole or with ``--lora``: canaries with a token of their own,
-samples of the model at temperatures, and held-out texts of the data's kind. ``apart`` is how far
+and held-out texts of the data's kind. ``apart`` is how far
 the mean scores of those in and out lie apart, in standard deviations, times sigma: planted
 gradients have 1 in one step.
 """
@@ -45,16 +45,12 @@ from lightning_fedleak.cli.finetuning.module import load_model
 from lightning_fedleak.defenses import DPSGD
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import audit_gaussian_scores, audit_one_run
-from lightning_fedleak.evaluation.canaries import (
-    high_temperature_canaries,
-    new_token_canaries,
-    with_canaries,
-)
+from lightning_fedleak.evaluation.canaries import new_token_canaries, with_canaries
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
-    "--audits 2 --canaries 60 --rows 1 3",
-    "--texts --audits 2 --canaries 42 --rows 1 --data 4",
+    "--audits 2 --canaries 60 --rows 3",
+    "--texts --audits 1 --canaries 42 --rows 1 --data 4 --kinds small_row held_out",
     "--texts --audits 1 --canaries 42 --rows 1 --data 4 --lora --kinds new_token",
 )
 
@@ -66,8 +62,6 @@ ROWS = ((0.5, 1.0, 1), (1.0, 1.0, 1), (2.0, 1.0, 1), (1.0, 0.5, 4), (1.0, 0.2, 2
 KINDS: dict[str, dict[str, Any]] = {
     "new_token": {"row_norm": 1.0},
     "small_row": {"row_norm": 0.1},
-    "temperature_1": {"length": 5, "temperature": 1.0},
-    "temperature_2": {"length": 5, "temperature": 2.0},
     "held_out": {},
 }
 LENGTH = 6
@@ -84,8 +78,6 @@ class Fit(CausalLMFineTuning):
 def texts_of(kind: str, model: Any, rows: list[Tensor], args: argparse.Namespace) -> list[Tensor]:
     """Canaries of a kind; those with a token of their own change the model."""
     settings = KINDS[kind]
-    if "temperature" in settings:
-        return high_temperature_canaries(model, args.canaries, seed=args.seed, **settings)
     if kind == "held_out":
         return [*{tuple(r.tolist()): r for r in rows[args.data :]}.values()][: args.canaries]
     return new_token_canaries(model, args.canaries, seed=args.seed, **settings)

@@ -3,7 +3,7 @@
 A cell is a federation of clients that train a causal model for a round of local steps. Attacked are
 the update of one client and the mean of all: by the attacks that choose themselves on updates of a
 causal model with a tied head, and by :class:`~lightning_fedleak.attacks.SubspaceTexts` within
-``--budget`` seconds of wall time. A round of ``--before`` steps comes before and is left out: a
+``--budget`` seconds of wall time. A round of ``--before`` steps comes before and is excluded: a
 LoRA's B is zero in its first step, and how much an update says depends on how far it is trained::
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_table --model DIR --text FILE \
@@ -51,7 +51,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,20 +144,14 @@ def mean_of(updates: Sequence[Update]) -> dict[str, Tensor]:
     return {n: torch.stack([u[n] for u in updates]).mean(0) for n in updates[0]}
 
 
-def clients_of(
-    args: argparse.Namespace, *, by_coin: bool = False
-) -> tuple[Any, list[list[int]], int, list[Iterator[dict[str, Tensor]]]]:
-    """The tokenizer, all texts, how many of them clients train on, and each client's batches.
-
-    Those of clients come first, in the order of the file; ``by_coin`` draws the order.
-    """
+def cell(
+    args: argparse.Namespace, optimizer: str, steps: int, rank: int, before: int
+) -> dict[str, Any]:
+    """What was found by row, the losses of one client's rounds, and the settings of DP."""
     tokenizer = load_tokenizer(args.model)
     bos = [] if args.bos is None else [args.bos]
     texts = read_texts(args.text or str(EMBEDDED_MESSAGES))[: args.texts]
     rows = [bos + r for t in texts if len(r := tokenizer(t)["input_ids"]) >= 4]
-    if by_coin:
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))
-        rows = [rows[i] for i in order.tolist()]
     half, pad = len(rows) // 2, tokenizer.pad_token_id or 0
     sources = [
         batches(
@@ -166,16 +160,8 @@ def clients_of(
         )
         for client in range(args.clients)
     ]  # fmt: skip
-    return tokenizer, rows, half, sources
-
-
-def cell(
-    args: argparse.Namespace, optimizer: str, steps: int, rank: int, before: int
-) -> dict[str, Any]:
-    """What was found by row, the losses of one client's rounds, and the settings of DP."""
-    tokenizer, rows, half, sources = clients_of(args)
-    aside = [torch.tensor(r[: args.length]) for r in rows[half:]]
-    outside, reference = aside[: len(aside) // 2], aside[len(aside) // 2 :]
+    held_out = [torch.tensor(r[: args.length]) for r in rows[half:]]
+    outside, reference = held_out[: len(held_out) // 2], held_out[len(held_out) // 2 :]
     make = optimizer_of(optimizer, rank)
     model = model_of(args.model, rank)
     results: dict[str, Found] = {row: Found() for row in ROWS}
@@ -406,7 +392,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32, help="tokens of a text, at most")
     parser.add_argument("--rounds", type=int, default=3, help="besides the first")
     parser.add_argument(
-        "--before", nargs="+", type=int, default=[1], help="steps of the round that is left out"
+        "--before", nargs="+", type=int, default=[1], help="steps of the round that is excluded"
     )
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--targets", type=int, default=16)

@@ -268,38 +268,24 @@ def drawn(model: str, count: int, seed: int) -> Iterator[Setup]:
 
 def crafted(base: Base, setup: Setup, sent: Sent, model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield names of traps, and the state that a server sends in place of an honest one."""
-    blocks = {"blocks": "model.layers"} if setup.kind == "bottleneck" else {}
-    anatomy = find_anatomy(model, **blocks)
+    anatomy = find_anatomy(model, blocks="model.layers")
     tokens = setup.steps[0] * setup.rows * LENGTH
-    if setup.kind == "bottleneck":
-        places = {"embedding": "model.embed_tokens.adapter", "block 0": "model.layers.0.adapter"}
-        for place, path in places.items():
-            for kappa, norm in ((3.0, None), (10.0, None), (3.0, 0.05), (3.0, 3.0)):
-                settings = RowSettings(kappa=kappa, row_norm=norm, frequent=100)
-                values = craft(anatomy, path, base.public, tokens, settings=settings)
-                name = f"bottleneck, {place}, kappa {kappa:g}, norm {norm or 'own'}"
-                yield name, sent.received | dict(values.tensors)
-                if kappa == 3 and norm is None:
-                    for share in (0.25, 0.05):
-                        part = some_rows(sent.received, values.tensors, share)
-                        yield f"bottleneck, {place}, {share:.0%} of rows", part
-                    for ballast in (1.0, 3.0):
-                        heavy = with_ballast(values, ballast)
-                        yield f"bottleneck, {place}, ballast {ballast:g}", sent.received | heavy
-                        part = some_rows(sent.received, heavy, 0.25)
-                        yield f"bottleneck, {place}, ballast {ballast:g} in 25% of rows", part
-    else:
-        path = "base_model.model.model.layers.0.mlp"
-        for norm in (3.0, 1.0, 0.3):
-            settings = RowSettings(row_norm=norm, frequent=100)
-            values = dict(craft(anatomy, path, base.public, tokens, settings=settings).tensors)
-            yield f"LoRA, gate norm {norm:g}", sent.received | values
-            turned = dict(values)
-            generator = torch.Generator().manual_seed(0)
-            turn = torch.linalg.qr(torch.randn(setup.rank, setup.rank, generator=generator)).Q
-            for name in values:
-                turned[name] = turn @ values[name] if "lora_A" in name else values[name] @ turn.T
-            yield f"LoRA, gate norm {norm:g}, rotated", sent.received | turned
+    places = {"embedding": "model.embed_tokens.adapter", "block 0": "model.layers.0.adapter"}
+    for place, path in places.items():
+        for kappa, norm in ((3.0, None), (10.0, None), (3.0, 0.05), (3.0, 3.0)):
+            settings = RowSettings(kappa=kappa, row_norm=norm, frequent=100)
+            values = craft(anatomy, path, base.public, tokens, settings=settings)
+            name = f"bottleneck, {place}, kappa {kappa:g}, norm {norm or 'own'}"
+            yield name, sent.received | dict(values.tensors)
+            if kappa == 3 and norm is None:
+                for share in (0.25, 0.05):
+                    part = some_rows(sent.received, values.tensors, share)
+                    yield f"bottleneck, {place}, {share:.0%} of rows", part
+                for ballast in (1.0, 3.0):
+                    heavy = with_ballast(values, ballast)
+                    yield f"bottleneck, {place}, ballast {ballast:g}", sent.received | heavy
+                    part = some_rows(sent.received, heavy, 0.25)
+                    yield f"bottleneck, {place}, ballast {ballast:g} in 25% of rows", part
 
 
 def some_rows(honest: dict[str, Tensor], values: Any, share: float) -> dict[str, Tensor]:
@@ -441,12 +427,10 @@ def main() -> None:
         traps = [
             Setup(name, "bottleneck", rank, seed=50),
             Setup(name, "bottleneck", 64, 1e-3, seed=51),
-            Setup(name, "lora", 32, 1e-4, seed=52),
-            Setup(name, "lora", 8, seed=53),
         ]
         if arguments.smallest:
             measure_honest(base, [Setup(name, "lora", rounds=1)], tallies)
-            measure_traps(base, traps[3:], tallies)
+            measure_traps(base, traps[1:], tallies)
             continue
         measure_honest(base, drawn(name, arguments.honest, arguments.seed), tallies)
         if arguments.traps:

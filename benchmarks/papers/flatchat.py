@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig
 from transformers import BartForConditionalGeneration as Bart
 
@@ -34,7 +35,6 @@ from benchmarks.attacks.word_recovery import (
     long_enough,
     score,
 )
-from benchmarks.defenses.update_defenses import READINGS, clipped_batch
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.tables import (
     Found,
@@ -64,6 +64,8 @@ CUT = 32
 """Tokens at which sentences are cut that a translator is trained on."""
 SETTINGS = ("Scratch", "FineTune")
 MT_SHAPES = ((2, 40), (8, 40), (24, 40), (64, 40))
+READINGS = ("sum", "sum/B", "mean", "update")
+"""What the paper leaves open of Table 5: what is clipped, and what the sum is divided by."""
 SCORERS = (("Abs", "oracle"), ("GMM", "oracle"), ("Abs", "predict"), ("GMM", "predict"))
 
 
@@ -217,6 +219,58 @@ def measure_words(
         {"attack": f"{scorer} {count}", **{k: [f[k] for f in results] for k in results[0]}}
         for (scorer, count), results in rows.items()
     ]
+
+
+@dataclass(frozen=True)
+class ClippedBatch:
+    """One batch's gradient of the head, clipped in both ways.
+
+    Attributes:
+        samples: (V, d) sum over sentences, each clipped to the norm C in the whole model.
+        update: (V, d) of the mean gradient, clipped to C in the whole model.
+        norms: (B,) of the sentences' gradients.
+        update_norm: of the mean gradient.
+        types: distinct tokens that were predicted.
+    """
+
+    samples: Tensor
+    update: Tensor
+    norms: list[float]
+    update_norm: float
+    types: Tensor
+
+    def released(self, reading: str, noise: Tensor) -> Tensor:
+        """What leaves the client under one reading of the paper, (V, d)."""
+        size = len(self.norms)
+        if reading == "sum":
+            return self.samples + noise
+        if reading == "sum/B":
+            return (self.samples + noise) / size
+        return (self.samples / size if reading == "mean" else self.update) + noise
+
+
+def clipped_batch(
+    anatomy: Anatomy, samples: Sequence[Mapping[str, Tensor]], types: Tensor, clip: float
+) -> ClippedBatch:
+    """One backward pass for each sample, given as the model's keyword arguments."""
+    parameters = [p for p in anatomy.model.parameters() if p.requires_grad]
+    head = next(i for i, p in enumerate(parameters) if p is anatomy.parameter(HEAD_WEIGHT))
+    mean = [torch.zeros_like(p) for p in parameters]
+    total, norms = torch.zeros_like(parameters[head]), []
+    for sample in samples:
+        loss = anatomy.model(**sample).loss
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        norms.append(_norm(gradients))
+        total.add_(gradients[head], alpha=min(1.0, clip / norms[-1]))
+        for sum_, gradient in zip(mean, gradients, strict=True):
+            sum_.add_(gradient, alpha=1 / len(samples))
+    whole = _norm(mean)
+    update = mean[head] * min(1.0, clip / whole)
+    return ClippedBatch(total, update, norms, whole, types)
+
+
+def _norm(gradients) -> float:
+    return math.sqrt(sum(float(g.norm()) ** 2 for g in gradients))
 
 
 def measure_noise(

@@ -12,6 +12,7 @@ import argparse
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,8 +22,14 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.attacks.membership_games import attention, halves, joined
-from benchmarks.defenses.token_ldp_games import Bench, Job
+from benchmarks.attacks.membership_games import (
+    PLANTED,
+    attention,
+    halves,
+    joined,
+    played_on_replaced,
+    prepared,
+)
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.lemma import retrieval_error
 from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
@@ -45,10 +52,10 @@ from benchmarks.papers.tables import (
 )
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
-from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.cli.studies.membership import PLANTED
 from lightning_fedleak.cli.studies.models import find_model
+from lightning_fedleak.defenses import BatchForm, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
 from lightning_fedleak.evaluation.metrics.membership import membership_rates
 from lightning_fedleak.labs.trained_membership import TrainedMembership
@@ -260,23 +267,31 @@ def youden(games: GameResult) -> float:
     return float(cuts[gaps.argmax()])
 
 
-@functools.lru_cache(maxsize=1)
-def ldp_bench(
-    folder: str, text: str, attacks: tuple[str, ...], layers: tuple[int, ...], batch: int,
-    tokens: int, pool: int, public_texts: int, targets: int, authors_games: int, seed: int,
-) -> Bench:  # fmt: skip
-    return Bench(
-        argparse.Namespace(
-            model=folder, text=[text], public=None, public_texts=public_texts, pool=pool,
-            batch=batch, tokens=tokens, layers=list(layers), targets=targets, attacks=attacks,
-            authors_games=authors_games, trained_layers=list(layers), trained_blocks=10**6,
-            seed=seed + _seed(text),
-        )
-    )  # fmt: skip
-
-
-CRAFTED = {"fc-wide-full": "FC-Full", "fc-wide": "FC-Token", "attention": "Attn"}
-TRAINED = {"trained-full": "AMI FC Full", "trained": "AMI FC Token"}
+@functools.lru_cache(maxsize=2)
+def ldp_side(
+    folder: str, text: str, group: str, protocol: str, layers: tuple[int, ...], batch: int,
+    tokens: int, pool: int, public_texts: int,
+) -> tuple[Any, Anatomy, SentencePool, list[MembershipAttack]]:  # fmt: skip
+    """Tokenizer, model, sentences, and adversaries that are prepared once for each protocol."""
+    tokenizer, anatomy = AutoTokenizer.from_pretrained(folder), find_model(folder, torch.float32)
+    private, public = halves(text, None, pool, public_texts)
+    reference = PublicText(tokenizer(public, truncation=True, max_length=tokens)["input_ids"])
+    wide: dict[str, Any] = {"tokens": tokens, "ladder": RANDOMISED_LADDER, "tau": "auto"}
+    attacks: list[MembershipAttack] = []
+    for k in layers:
+        if group == "crafted":
+            attacks += [
+                FCMembership(k, "full", name="FC-Full", **wide),
+                FCMembership(k, name="FC-Token", **wide),
+                AttentionMembership(k, reference, tokens=tokens, batch=batch, name="Attn"),
+            ]
+    if group == "trained":
+        for name, kind in (("AMI FC Full", "full"), ("AMI FC Token", "token")):
+            attacks += [
+                TrainedMembership(k, reference, kind, tokens=tokens, name=name) for k in layers
+            ]
+    sentences = SentencePool.from_texts(private, tokenizer, tokens)
+    return tokenizer, anatomy, sentences, prepared(anatomy, attacks)
 
 
 def measure_ldp(
@@ -285,20 +300,31 @@ def measure_ldp(
     targets: int, authors_games: int, seed: int, models: Mapping[str, str],
 ) -> list[Row]:  # fmt: skip
     """Games under token-index LDP as the published code has it (``TokenLDP.as_published``)."""
-    names = CRAFTED if group == "crafted" else TRAINED
-    bench = ldp_bench(
-        models[model], text, tuple(names), tuple(layers), batch, tokens, pool, public_texts,
-        targets, authors_games, seed,
+    tokenizer, anatomy, sentences, attacks = ldp_side(
+        models[model], text, group, protocol, tuple(layers), batch, tokens, pool, public_texts
     )  # fmt: skip
-    rounds = [
-        bench.play(Job("published", protocol, mechanism, epsilon, 1, True, text, block))
-        for block in range(1 if protocol == "authors" else blocks)
-    ]
-    rows = []
-    for parts in zip(*rounds, strict=True):
-        result = joined(list(parts))
-        rows.append(result_row(replace(result, attack=names[result.attack])))
-    return rows
+    authors = protocol == "authors"
+    planted = tokenizer([PLANTED], truncation=True, max_length=tokens)["input_ids"][0]
+    rounds = []
+    for block in range(1 if authors else blocks):
+        job = (
+            f"Job(rule='published', protocol={protocol!r}, mechanism={mechanism!r}, "
+            f"epsilon={epsilon}, rounds=1, memoize=True, text={text!r}, block={block})"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            form = BatchForm(kind="causal")
+            defense = TokenLDP.as_published(mechanism, epsilon, special_ids=tokenizer, form=form)
+        config = GameConfig(
+            games=authors_games if authors else targets, batch=batch, protocol=protocol,
+            seed=seed + _seed(text) + 10 * block, targets_per_batch=1 if authors else targets,
+        )  # fmt: skip
+        rounds.append(
+            played_on_replaced(
+                anatomy, attacks, sentences, config, defense, job, planted=torch.tensor(planted)
+            )
+        )
+    return [result_row(joined(list(parts))) for parts in zip(*rounds, strict=True)]
 
 
 def measure_lemma(
@@ -640,7 +666,7 @@ def show_ldp(table: str, methods: Sequence[str], over: int) -> Callable[[Found, 
 
 
 def show_table3(outcome: Found, size: Size) -> Shown:
-    trained = tuple(TRAINED.values())
+    trained = ("AMI FC Full", "AMI FC Token")
     grids = []
     for names, layers, caption in (
         (("FC-Full", "Attn", "FC-Token"), len(size.layers), ""),

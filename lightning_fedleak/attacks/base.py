@@ -233,7 +233,7 @@ class Attack(ABC):
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports, as plain numbers and strings.
 
-        Of public text it is the beginning of its SHA-256.
+        Of public text it is the first digits of its SHA-256.
         """
         values = {name: attrgetter(name)(self) for name in self.config_names}
         return {

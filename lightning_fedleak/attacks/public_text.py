@@ -64,8 +64,8 @@ class PublicText:
         >>> import torch
         >>> from lightning_fedleak import PublicText
         >>> text = PublicText([[5, 6, 7], [8, 9]])  # token ids; or strings and tokenizer=
-        >>> len(text), text.n_tokens
-        (2, 5)
+        >>> len(text)
+        2
         >>> batch = text.batch(sentences=2, length=8, generator=torch.Generator().manual_seed(0))
         >>> batch.input_ids.shape
         torch.Size([2, 3])
@@ -103,13 +103,8 @@ class PublicText:
         return len(self.sentences)
 
     @property
-    def n_tokens(self) -> int:
-        """Return the number of tokens in all texts together."""
-        return sum(len(s) for s in self.sentences)
-
-    @property
     def digest(self) -> str:
-        """Return the beginning of the SHA-256 of all token ids of the texts."""
+        """Return the first digits of the SHA-256 of all token ids of the texts."""
         rows = ",".join(" ".join(map(str, row.tolist())) for row in self.sentences)
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
@@ -201,8 +196,6 @@ class PublicText:
         n: int,
         length: int,
         seed: int = 0,
-        *,
-        start_token_id: int | None = None,
     ) -> PublicText:
         """Return text that a causal model writes itself, to calibrate without any text.
 
@@ -212,17 +205,15 @@ class PublicText:
             length: tokens of a text at most; a text also ends at the model's end token, and with
                 its context.
             seed: of the random numbers.
-            start_token_id: first token of every text; by default the model's ``bos_token_id``, or
-                a different random token for each text.
 
         Raises:
             ValueError: the model is not a causal language model.
         """
-        samples, key = _samples.get(), (id(anatomy.model), length, seed, start_token_id)
+        samples, key = _samples.get(), (id(anatomy.model), length, seed)
         if samples is None:
-            return cls(_sample(anatomy, n, length, seed, start_token_id))
+            return cls(_sample(anatomy, n, length, seed))
         if key not in samples or len(samples[key]) < n:
-            samples[key] = cls(_sample(anatomy, n, length, seed, start_token_id))
+            samples[key] = cls(_sample(anatomy, n, length, seed))
         return samples[key] if len(samples[key]) == n else cls(samples[key].sentences[:n])
 
     @classmethod
@@ -366,9 +357,8 @@ def _masked_positions(real: Tensor, generator: torch.Generator) -> Tensor:
     return (draw < MASK_RATE).scatter(1, lowest, True)
 
 
-def _sample(
-    anatomy: Anatomy, n: int, length: int, seed: int, start_token_id: int | None
-) -> list[Tensor]:
+def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
+    """Return texts that begin with ``bos_token_id``, or with random tokens if there is none."""
     if anatomy.kind != "causal":
         raise MissingText(
             f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
@@ -377,14 +367,11 @@ def _sample(
     generator = torch.Generator().manual_seed(seed)
     config = getattr(anatomy.model, "config", None)
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
-    start = start_token_id
-    if start is None:
-        bos, rows = getattr(config, "bos_token_id", None), matrix_shape(anatomy.embedding)
-        # A small model may have the configured default, which it has no embedding of.
-        start = None if bos is None or (rows and int(bos) >= rows[0]) else bos
+    start, rows = getattr(config, "bos_token_id", None), matrix_shape(anatomy.embedding)
     end_token = getattr(config, "eos_token_id", None)
     end_ids = torch.tensor([] if end_token is None else end_token, dtype=torch.int64).reshape(-1)
-    if start is None:
+    # A small model may have the configured default, which it has no embedding of.
+    if start is None or (rows and int(start) >= rows[0]):
         first = torch.randint(anatomy.vocab_size, (n, 1), generator=generator)
     else:
         first = torch.full((n, 1), int(start))

@@ -24,34 +24,25 @@ class RiskGate(Threshold, EitherCallback):
     one judges, and the others get a value only where the gate acts on it. Before it stops or raises
     it saves a checkpoint (not under ``fast_dev_run``). Other metrics and attacks do not affect it.
 
-    What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
-    later on any noisy metric; ``"lower"`` spends one probability of error, ``alpha``, on all looks
-    of a run together, however many (see :class:`~lightning_fedleak.evaluation.metrics.MeanTest`):
+    The newest value in the logs counts, which may be pooled over looks. A noisy metric exceeds any
+    threshold sooner or later: of membership watch the lower end of the interval,
+    ``"leakage/fc_membership/auc_low"``, or give ``patience``.
 
-    - ``"value"``: the newest value in the logs is above ``at_most``. No probability is promised.
-    - ``"lower"``: one look by itself, or the looks so far together, *show* more than ``at_most``. A
-      look is tested by its games (AUC, advantage) or types (precision, recall, F1), so that a look
-      at 16 members that all rank above 16 others acts at once. A system of which no look leaks
-      more is ever acted on with probability at most ``alpha``.
-
-    ``"lower"`` reads the value of each look by itself, also where the logs pool it over looks, and
-    needs a metric with a known range: precision, recall, F1, accuracy, AUC, advantage, a TPR, token
-    accuracy, exact sentences, texts found, ROUGE, or one of them with ``_worst_client``. That one
-    is the largest of what was measured on the clients, whose mean lies above the worst client's own
-    mean, so that it is refused with several clients.
+    **The trained weights** (``leakage/combined/auc``, say) are looked at on the same texts again
+    and again: the gate acts where the lower end of the interval, which holds at all looks together,
+    is above ``at_most``. Their ``shown`` is not known with few others, and then the gate waits.
 
     **The worst of a family**, ``"leakage/worst/words"``, is watched like any other value. Where one
     attack is unknown, what the others read at least counts as the value if it is a breach by
-    itself. ``"lower"`` keeps evidence on each attack of the family, and splits ``alpha`` among
-    them. A run in which no attack of the family is played is refused before it trains.
+    itself. A run in which no attack of the family is played is refused before it trains.
 
     **A surface that is not shared** reads 0. That says nothing about what is shared instead. Where
     no attack of the same family reads any of it, a strict gate refuses the run before it trains. It
     treats the value as unknown where that happens during the run (a layer that is frozen).
 
-    An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience`` (for
-    ``"lower"`` it is no evidence, so that these stops come on top of ``alpha``). A fit in which a
-    strict gate never had a result ends as *unknown*: the gate acts then, whatever ``patience``.
+    An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience``. A fit in
+    which a strict gate never had a result ends as *unknown*: the gate acts then, whatever
+    ``patience``.
 
     Examples:
         >>> import lightning as L
@@ -81,24 +72,13 @@ class RiskGate(Threshold, EitherCallback):
             like ``"stop"``. The decision is taken in sight of private data: an accounted epsilon
             covers neither it nor the leakage logs. A run that resumes has the notches of its
             checkpoint; those taken since are forgotten until its first look, at its first step.
-        patience: breaches in a row that are let pass before the gate fires; with ``"lower"``
-            unknown values in a row.
+        patience: breaches in a row that are let pass before the gate fires.
         strict: an unknown value counts as a breach. Otherwise it counts as nothing.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
-        bound: ``"value"`` or ``"lower"``. Default ``"value"``; of the trained weights
-            (``leakage/combined/auc``, say), which are looked at on the same texts again and again,
-            ``"lower"``: the gate acts where the lower end of the interval, which holds at all looks
-            together, is above ``at_most``. Their ``shown`` is not known with few others, and then
-            the gate waits.
-        alpha: probability of a wrong decision over the whole run, for the latter. With
-            ``action="harden"`` the run is judged again after each notch, at half the probability of
-            the time before: alpha / 2, alpha / 4, ..., together alpha.
 
     Attributes:
         fired: the event of the first time that the gate fired in the newest fit; None so far.
         notches: how often it has turned the defences up.
-        verdict: what the looks so far show; None with ``bound="value"`` and before the first. On
-            processes but the first, what they showed when the gate last fired.
 
     Raises:
         ValueError: an argument is out of range, or two arguments contradict each other.

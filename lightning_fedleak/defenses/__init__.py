@@ -3,14 +3,9 @@
 from lightning_fedleak.defenses.accounting.account import Accountant as Accountant
 from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import (
-    effective_noise_multiplier as effective_noise_multiplier,
-)
-from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for as noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
-from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
-from lightning_fedleak.defenses.accounting.quantile import QuantileClip as QuantileClip
 from lightning_fedleak.defenses.activations.compression import (
     ActivationCompression as ActivationCompression,
 )

@@ -28,7 +28,7 @@ from lightning_fedleak.model.taps import before_real_step, real_optimizer
 
 SLACK = 0.02  # of the steps that an epsilon is of, so that not each look composes: 1% too large
 MOST_DELTA = 1e-5
-"""Of the epsilon that is said; a tenth of 1/N where the data has more than 10,000 examples."""
+"""Of the epsilon that is reported; a tenth of 1/N where the data has more than 10,000 examples."""
 
 
 class OptimizerDP(Defense):
@@ -84,8 +84,8 @@ class OptimizerDP(Defense):
     def accountant(self) -> Any:
         """Return the accountant that its step calls, with a ``history``; None: not reachable."""
         cells = getattr(getattr(self._optimizer, "step_hook", None), "__closure__", None) or ()
-        held = (cell.cell_contents for cell in cells)
-        return next((one for one in held if hasattr(one, "get_epsilon")), None)
+        contents = (cell.cell_contents for cell in cells)
+        return next((one for one in contents if hasattr(one, "get_epsilon")), None)
 
     @property
     def privacy(self) -> Privacy:
@@ -151,7 +151,7 @@ class OptimizerDP(Defense):
         optimizer = self._optimizer
         if not self.reduces:
             return [before_real_step(self.inner, one) for one in (prepared, reduced)]
-        original, own = optimizer.reduce_gradients, "reduce_gradients" in vars(optimizer)
+        original, overridden = optimizer.reduce_gradients, "reduce_gradients" in vars(optimizer)
 
         def reduce_gradients() -> None:
             self._reduced = False
@@ -162,7 +162,7 @@ class OptimizerDP(Defense):
 
         optimizer.reduce_gradients = reduce_gradients
         restore: Callable[[], object] = partial(vars(optimizer).pop, "reduce_gradients", None)
-        if own:
+        if overridden:
             restore = partial(setattr, optimizer, "reduce_gradients", original)
         return [restore, before_real_step(self.inner, reduced)]
 
@@ -177,5 +177,5 @@ def declared(optimizers: Sequence[Optimizer], *, under_ddp: bool) -> tuple[Optim
         under_ddp: DistributedDataParallel reduces their gradients.
     """
     marks = ("noise_multiplier", "privacy_engine")
-    found = [o for o in optimizers if any(hasattr(o, mark) for mark in marks)]
-    return tuple(OptimizerDP(optimizer, under_ddp=under_ddp) for optimizer in found)
+    marked = [o for o in optimizers if any(hasattr(o, mark) for mark in marks)]
+    return tuple(OptimizerDP(optimizer, under_ddp=under_ddp) for optimizer in marked)

@@ -136,23 +136,15 @@ class GradientCompression(Defense):
         for name, sent in self.send(gradients).items():
             gradients[name].copy_(sent)
 
-    def send(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what leaves of an update, and remember what does not; see :meth:`compressed`."""
-        sent, memory = self.compressed(update)
-        self.memory |= memory
-        return sent
-
     @torch.no_grad()
-    def compressed(
-        self, update: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what would leave of an update, and what would then be remembered.
+    def send(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what leaves of an update, and remember what does not.
 
         Args:
             update: tensors by name, which are compressed one by one.
 
         Raises:
-            DefenseError: one is not finite.
+            DefenseError: one is not finite; nothing is remembered then.
         """
         sent, memory = {}, {}
         for name, tensor in update.items():
@@ -172,7 +164,8 @@ class GradientCompression(Defense):
             sent[name] = reduced.to(tensor.dtype)
             if self.error_feedback:
                 memory[_RESIDUAL + name] = values - sent[name].to(values.dtype)
-        return sent, memory
+        self.memory |= memory
+        return sent
 
     def on_canary(
         self,

@@ -16,7 +16,7 @@ from lightning_fedleak.defenses.base import (
     State,
     parameter_name,
 )
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_number
 
 
 class GradientNoise(noise.HardenedNoise):
@@ -34,7 +34,7 @@ class GradientNoise(noise.HardenedNoise):
     1e-5 after a single release), because one sample may fill the whole clipped update; DPSGD
     bounds each sample instead. Without a clip nothing bounds an update: no epsilon holds.
 
-    A gate may turn the noise up (:meth:`harden`): each notch multiplies it by ``harden_factor``.
+    A gate may turn the noise up (:meth:`harden`): each notch doubles it.
     Epsilon does not count the noise beyond the first sigma, because how much was added depended on
     the data.
 
@@ -63,7 +63,6 @@ class GradientNoise(noise.HardenedNoise):
         seed: for tests only. The base is then derived from the seed: whoever knows or guesses it
             can subtract the noise, and a second run replays it on other gradients. A run that
             resumes from a checkpoint without this defence's state ignores the seed.
-        harden_factor: what a notch multiplies the noise by.
         max_hardenings: how often it may be turned up; None for no limit.
 
     Attributes:
@@ -88,7 +87,6 @@ class GradientNoise(noise.HardenedNoise):
         sigma: float,
         seed: int | None = None,
         *,
-        harden_factor: float = 2.0,
         max_hardenings: int | None = None,
     ) -> None:
         hint = "None is for no clipping"
@@ -97,7 +95,7 @@ class GradientNoise(noise.HardenedNoise):
         )
         self.sigma = check_number("GradientNoise: sigma", sigma, at_least=0, error=DefenseError)
         self.seed = seed
-        self._allow_hardening(harden_factor, max_hardenings)
+        self._allow_hardening(max_hardenings)
         self.releases = 0
         self._precision = 0.0  # sum of 1 / sigma^2 over releases
         if clip is None or sigma == 0 or seed is not None:
@@ -111,13 +109,13 @@ class GradientNoise(noise.HardenedNoise):
         return self._sigma_now if self.clip is None else self._sigma_now * self.clip
 
     def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``."""
+        """Double the noise."""
         previous = self.standard_deviation
         if not self._turn_up():
             return None
         return f"gradient_noise: standard deviation {previous:g} -> {self.standard_deviation:g}"
 
-    def epsilon(self, delta: float, *, releases: int | None = None, clients: int = 1) -> float:
+    def epsilon(self, delta: float) -> float:
         """Return epsilon of all of one client's data, replaced by any other, after these releases.
 
         Exact for Gaussian noise, also where later updates depend on earlier ones. The number of
@@ -126,11 +124,6 @@ class GradientNoise(noise.HardenedNoise):
 
         Args:
             delta: in (0, 1).
-            releases: optimizer steps counted, with the noise of now; default those so far, each
-                with its own.
-            clients: 1 in the local model, where the server sees each client's update. In the
-                central model the number of clients that all add their noise, where the server sees
-                nothing but their sum (secure aggregation).
 
         Returns:
             Epsilon; infinite without a clip, without noise, or with a seed, now or in one of these
@@ -139,14 +132,9 @@ class GradientNoise(noise.HardenedNoise):
         Raises:
             ValueError: an argument out of range.
         """
-        check_integer("releases", releases, at_least=0, optional=True)
-        check_integer("clients", clients)
-        if not self._private:
+        if not self._private or math.isinf(self._precision):
             return math.inf
-        precision = self._precision if releases is None else releases / self.sigma**2
-        if math.isinf(precision):
-            return math.inf
-        sigma = math.sqrt(clients / precision) / 2 if precision else math.inf
+        sigma = math.sqrt(1 / self._precision) / 2 if self._precision else math.inf
         return noise.gaussian_epsilon(sigma=sigma, delta=delta)
 
     @property
@@ -233,7 +221,8 @@ class GradientNoise(noise.HardenedNoise):
         self, context: DefenseContext, release: int, index: int, stream: str = "gradient"
     ) -> bytes:
         base = noise.base_of(context.entropy, self.seed if self._seeded else None)
-        return noise.noise_key(base, context.client, release, index, self.name, stream)
+        place = base, release, index
+        return noise.noise_key(*place, client=context.client, name=self.name, stream=stream)
 
 
 def _why_none(clip: float | None, sigma: float) -> str:

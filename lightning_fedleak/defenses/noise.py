@@ -23,6 +23,7 @@ from lightning_fedleak.validate import check_integer, check_number
 GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured. Not tuned
 FEWEST_GAUGED = 50  # coordinates; of fewer, chi-square's tail would often pass for wrong noise
 LEAST_GAUGED = 1e-4  # noise over the largest number of a sum; less is lost in float32's rounding
+HARDEN_FACTOR = 2.0  # of the noise, each time that a gate turns it up. Not tuned
 _BLOCK = 1 << 16  # numbers drawn at once, few enough to stay in a CPU's cache
 Key = Callable[[bytes, int, int], bytes]
 """Return the key of a draw, by secret base, release, and number of the parameter."""
@@ -35,7 +36,7 @@ def base_of(entropy: bytes, seed: int | None) -> bytes:
 
 
 def noise_key(
-    base: bytes, client: int, release: int, index: int, name: str, stream: str = "gradient"
+    base: bytes, release: int, index: int, *, client: int, name: str, stream: str = "gradient"
 ) -> bytes:
     """Return 256 bits, different for every (stream, base, client, release, index, name)."""
     message = b"".join(value.to_bytes(8, "big") for value in (client, release, index))
@@ -72,25 +73,8 @@ def standard_normal(
 
 
 def add_standard_normal(key: bytes, target: Tensor, scale: float) -> None:
-    """Add ``scale`` times the numbers of :func:`standard_normal`, in place, bit for bit.
-
-    On CPU it does so in blocks, without memory for all of them.
-
-    Args:
-        key: as :func:`standard_normal` takes it.
-        target: float32 or float64.
-        scale: standard deviation.
-    """
-    if target.device.type != "cpu" or not target.is_contiguous():
-        target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=scale)
-        return
-    generator, flat = _philox(key), target.view(-1)
-    buffer = torch.empty(min(len(flat), _BLOCK), dtype=target.dtype)
-    for begin in range(0, len(flat), _BLOCK):
-        block = flat[begin : begin + _BLOCK]
-        noise = buffer[: len(block)]
-        _fill(noise, generator)
-        block.add_(noise, alpha=scale)
+    """Add ``scale`` times the numbers of :func:`standard_normal`, in place."""
+    target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=scale)
 
 
 class ReleaseNoise:
@@ -265,27 +249,23 @@ class HardenedNoise(Defense):
 
     Attributes:
         sigma: of the noise, before it is turned up.
-        harden_factor: what a notch multiplies the noise by.
         max_hardenings: how often it may be turned up; None for no limit.
         notches: how often it was.
     """
 
     sigma: float
-    harden_factor: float
     max_hardenings: int | None
     notches: int
 
-    def _allow_hardening(self, harden_factor: float, max_hardenings: int | None) -> None:
+    def _allow_hardening(self, max_hardenings: int | None) -> None:
         """Set how the noise may be turned up.
 
         Raises:
             DefenseError: a value out of range.
         """
-        owner = type(self).__name__
-        check_number(f"{owner}: harden_factor", harden_factor, above=1, error=DefenseError)
-        name = f"{owner}: max_hardenings"
+        name = f"{type(self).__name__}: max_hardenings"
         check_integer(name, max_hardenings, at_least=0, optional=True, error=DefenseError)
-        self.harden_factor, self.max_hardenings, self.notches = harden_factor, max_hardenings, 0
+        self.max_hardenings, self.notches = max_hardenings, 0
 
     @property
     def can_harden(self) -> bool:
@@ -294,10 +274,10 @@ class HardenedNoise(Defense):
 
     @property
     def _sigma_now(self) -> float:
-        return self.sigma * self.harden_factor**self.notches
+        return self.sigma * HARDEN_FACTOR**self.notches
 
     def _turn_up(self) -> bool:
-        """Multiply the noise by ``harden_factor``, and return whether that was allowed."""
+        """Multiply the noise by :data:`HARDEN_FACTOR`, and return whether that was allowed."""
         allowed = self.can_harden and self.notches != self.max_hardenings
         self.notches += allowed
         return allowed

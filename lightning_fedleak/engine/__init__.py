@@ -6,7 +6,6 @@ It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. What a 
 from lightning_fedleak.defenses.dp_optimizers import declared as declared
 from lightning_fedleak.engine.channels import Channel as Channel
 from lightning_fedleak.engine.channels.base import family_of as family_of
-from lightning_fedleak.engine.channels.weights import Memory as Memory
 from lightning_fedleak.engine.gates import GateEvent as GateEvent
 from lightning_fedleak.engine.gates import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.engine.gates import announce as announce
@@ -19,13 +18,11 @@ from lightning_fedleak.engine.log import to_dataframe as to_dataframe
 from lightning_fedleak.engine.options import Games as Games
 from lightning_fedleak.engine.options import Memorization as Memorization
 from lightning_fedleak.engine.options import Options as Options
-from lightning_fedleak.engine.options import Selection as Selection
 from lightning_fedleak.engine.options import WatchSettings as WatchSettings
-from lightning_fedleak.engine.options import overhead_of as overhead_of
+from lightning_fedleak.engine.options import cadence_of as cadence_of
 from lightning_fedleak.engine.options import parts_of as parts_of
 from lightning_fedleak.engine.options import selected as selected
 from lightning_fedleak.engine.outcomes import CHOOSE as CHOOSE
-from lightning_fedleak.engine.outcomes import NothingShared as NothingShared
 from lightning_fedleak.engine.outcomes import Outcome as Outcome
 from lightning_fedleak.engine.outcomes import Series as Series
 from lightning_fedleak.engine.outcomes import Unknown as Unknown

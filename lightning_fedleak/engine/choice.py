@@ -118,8 +118,6 @@ class Row:
         exposed: whether what it reads is shared, as far as is known.
         seconds: that a look is estimated to take; None where that was not tried.
         never: why it can read no round of this run, whatever the data; None where it may.
-        calibration: seconds of the processor over threads that it took, or of a GPU, and bytes by
-            which memory grew (NaN: unknown); None where it waits, or there is none.
     """
 
     attack: str
@@ -128,7 +126,6 @@ class Row:
     exposed: bool
     seconds: float | None
     never: str | None = None
-    calibration: tuple[float, float] | None = None
 
 
 def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
@@ -168,12 +165,7 @@ def table(
         if row.never is not None:
             text = f"unknown in every round: {row.never}"
         elif row.why_not is None:
-            cost = ""
-            if row.calibration is not None:
-                seconds, stored = row.calibration
-                memory = f" and {stored / 1e6:,.0f} MB" if stored >= 1e6 else ""
-                cost = f", calibrated in {seconds:.2g} s{memory}"
-            cost += "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
+            cost = "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
             reads = listed(row.reads) or "layers that the server adds"
             text = f"played{cost}: reads {reads}"
         elif first_with.setdefault(row.why_not, row.attack) != row.attack:

@@ -11,8 +11,7 @@ When a look is due, :mod:`~lightning_fedleak.engine.scheduler` decides; taps and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine import record
-from lightning_fedleak.engine.channels.base import Channel, channels_of
+from lightning_fedleak.engine.channels.base import Channel, channels_of, results_of
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Report, UserMetrics
@@ -30,7 +29,6 @@ from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, 
 from lightning_fedleak.engine.results import MAX_WAITS, MOST_STEPS_WAITED, Results, series_of
 from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
 from lightning_fedleak.engine.scheduler import Phase
-from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 
@@ -38,8 +36,7 @@ from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 class StepEngine:
     """Look at the steps of a run: let attacks guess, score, record and log.
 
-    What its methods raise ends no training: it is a failure of the look. Gates are asked beside
-    them.
+    What its methods raise ends no training: it is a failure of the look.
 
     Args:
         selection: the attacks.
@@ -69,8 +66,6 @@ class StepEngine:
         self.weights: WeightLooks | None = None
         self.report: Report | None = None
         self._metrics = UserMetrics()
-        self._names: list[str] = []
-        self._after_look: list[Callable[[], None]] = []
         self._has_news = False
 
     @property
@@ -80,7 +75,6 @@ class StepEngine:
 
     @property
     def _fit(self) -> Fit:
-        """The run at work."""
         if self.fit is None:
             raise RuntimeError("no run has begun: Engine.begin(run, destination) comes first")
         return self.fit
@@ -119,15 +113,14 @@ class StepEngine:
         """Note which parameters have a term of their own in the loss, such as an L2 penalty."""
         self._fit.note_loss(loss)
 
+    @contained
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Note that this batch ends an optimizer step, and does not only accumulate gradients."""
-        if not self._note_step(optimizer) and self.fit is not None:
-            self.fit.scheduler.phase = Phase.STEPPED
-
-    @contained
-    def _note_step(self, optimizer: Optimizer) -> bool:
-        self._fit.note_step(optimizer)
-        return True
+        try:
+            self._fit.note_step(optimizer)
+        except Exception:
+            self._fit.scheduler.phase = Phase.STEPPED
+            raise
 
     # ---- capture, and attack ----------------------------------------------------------------
 
@@ -174,17 +167,12 @@ class StepEngine:
                 moment.look.stepped.add(id(optimizer))
 
     @contained
-    def _capture_update(self, look: Look, local_steps: int) -> None:
-        self._attack(self._fit.update(look, local_steps))
-        look.stepped.add(0)
-
-    @contained
     def _attack(self, moment: Moment) -> None:
         """Let every attack guess from what is shared now, and from the control of the look."""
         fit, look = self._fit, moment.look
         fit.truth.settle(look)
         with look.clock(fit.run.device):
-            if fit.switched(moment):
+            if moment.optimizer is not None and fit.trained != fit.lineup.trained:
                 look.followed &= not fit.follow()
             if fit.scheduler.still_waits(moment):
                 return
@@ -204,23 +192,6 @@ class StepEngine:
 
     # ---- score ------------------------------------------------------------------------------
 
-    def batch_ends(self, *, trained: bool) -> None:
-        """Log a look once its optimizer step is over, and one at the weights where it is due.
-
-        Args:
-            trained: the batch gave a gradient.
-
-        Raises:
-            RuntimeError: an optimizer stepped, and the run did not count it.
-            Exception: what a gate raises.
-        """
-        earlier = None if self.fit is None else self.fit.failure
-        if not self._end_batch(trained=trained) and self.fit is not None:
-            self.fit.drop_look()
-        self._conclude(earlier)
-        self._look_at_weights()
-        self._conclude(None)
-
     @contained
     def _end_batch(self, *, trained: bool) -> bool:
         """Publish a look that ends with this batch, and return that this went well."""
@@ -232,11 +203,6 @@ class StepEngine:
         if not stepped:
             return True
         fit.truth.check_unread(look)
-        if fit.taps_updates and (local_steps := self.options.local_steps) is not None:
-            failed = fit.failure is not None and fit.run.processes == 1
-            if len(look.learning_rates) < local_steps and not failed:
-                return True
-            self._capture_update(look, local_steps)
         try:
             outcomes = self._score(look)
         finally:
@@ -259,11 +225,7 @@ class StepEngine:
             channel.batch_ends(batch)
 
     def _score(self, look: Look) -> dict[Series, Outcome] | None:
-        """Score every attack that the look is of, pool over processes, and fix the next look.
-
-        Returns:
-            The outcomes; None where nothing was shared.
-        """
+        """Score every attack that the look is of, pool over processes, and fix the next look."""
         fit = self._fit
         results = self._results(look) or {}
         fit.end_look(look)
@@ -288,7 +250,7 @@ class StepEngine:
         still = {s: w for s, w in waits.items() if s in scope and look.answers.get(s) is w}
         with look.clock(fit.run.device):
             for channel in fit.channels_in(look) if still.keys() != scope else ():
-                results |= channel.results(look)
+                results |= results_of(channel, look)
         results = {s: r for s, r in results.items() if s in scope} | still
         waits |= {s: r for s, r in results.items() if isinstance(r, Waiting)}
         return results
@@ -335,50 +297,3 @@ class StepEngine:
         self.results.playing |= outcomes.keys()
         shared = bool(self._fit.lineup.trained)
         return self.results.add(look, outcomes, {**beside, **further}, shared=shared)
-
-    def _conclude(self, earlier: str | None) -> None:
-        """Publish what failed, unless a look of all processes will, and let the gates judge.
-
-        Args:
-            earlier: what had failed before the look ended, which the next look of all processes
-                publishes.
-        """
-        fit = self.fit
-        if fit is not None and fit.failure is not None and fit.look is None:
-            alone = fit.run.processes == 1
-            if alone or fit.failure is not earlier:
-                why, fit.failure = fit.failure, None
-                self._publish_failure(why)
-        has_news, self._has_news = self._has_news, False
-        for listener in self._after_look if has_news else ():
-            listener()
-
-    def _publish_failure(self, why: str) -> None:
-        """Publish that every result is unknown, where a look could not end as looks do."""
-        try:
-            self._publish(Look(self.run.step), self.results.all_unknown(why))
-        except Exception as error:
-            self.results.lose_look(self._names)
-            self._has_news = True
-            with suppress(Exception):
-                rank_zero_warn(
-                    f"lightning-fedleak: a look failed ({why}), and could not be written "
-                    f"({reason(error)}): its results are unknown, not 0; training goes on"
-                )
-
-    # ---- looks at the weights ---------------------------------------------------------------
-
-    @contained
-    def _look_at_weights(self) -> None:
-        if self.weights is not None and (channels := self.weights.due()):
-            self._publish(*self.weights.look(channels))
-
-    def look_at_end(self) -> None:
-        """Look at the weights that the training ends with, unless that was done."""
-        self._look_at_last_weights()
-        self._conclude(None)
-
-    @contained
-    def _look_at_last_weights(self) -> None:
-        if self.weights is not None and (looked := self.weights.look_at_end()) is not None:
-            self._publish(*looked)

@@ -16,7 +16,6 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.engine.channels.exchange import Exchange
-from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.truth import StepTruth
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
@@ -39,8 +38,6 @@ from lightning_fedleak.model.taps import (
     NOT_TESTED,
     GradientTap,
     LocalRound,
-    UpdateError,
-    UpdateTap,
     is_uneven,
     loss_terms,
     plain_call,
@@ -64,6 +61,7 @@ class Fit:
         truth: reads what steps were computed on.
         exchange: pools the results of all processes.
         look: the one at work; None between looks.
+        trained: names of the parameters that were trained when the plans were made.
         failure: why the look at work, or the next one, has no result; None where nothing failed.
     """
 
@@ -79,7 +77,7 @@ class Fit:
         self.lineup = lineup
         self.series = series
         self.channels = tuple(channels)
-        self.scheduler = Scheduler(run, options.cadence, series, options.local_steps)
+        self.scheduler = Scheduler(run, options.cadence, series)
         self.controls = Controls(run, series)
         self.truth = StepTruth(run, options.batch_adapter)
         self.exchange = Exchange(run, series)
@@ -90,9 +88,8 @@ class Fit:
         self._watches_steps = False
         self._removers: list[Callable[[], None]] = []
         self._tapped: set[int] = set()
-        self._trained: tuple[str, ...] = ()
+        self.trained: tuple[str, ...] = ()
         self._tap = GradientTap({})
-        self._update_tap: UpdateTap | None = None
 
     def calibrate(
         self,
@@ -111,7 +108,7 @@ class Fit:
             ValueError: an attack does not fit the model.
         """
         try:
-            if self._local_steps is None:
+            if self.run.unit == "step":
                 self._removers += self.run.watch_release(stage_reached, before_defense)
                 self._watches_steps = True
             self.follow()
@@ -134,7 +131,7 @@ class Fit:
 
     def follow(self) -> bool:
         """Follow what is trained now, and return whether something else is read than before."""
-        self._trained = self.lineup.trained
+        self.trained = self.lineup.trained
         anatomy, changed = self.run.anatomy, self.lineup.follow()
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
@@ -146,8 +143,6 @@ class Fit:
         self._tap = GradientTap(parameters, tied=anatomy.tied)
         if self.keeps_local:
             self._tap.keep_local()
-        if self._local_steps is not None:
-            self._update_tap = UpdateTap(parameters, tied=anatomy.tied)
         return True
 
     def close(self) -> None:
@@ -182,16 +177,9 @@ class Fit:
         with look.clock(self.run.device):
             if look.scope is None:
                 self.follow()
-            if look.scope is None or self._local_steps is not None:
                 self.refresh(look)
             self._tap.arm()
             self.truth.arm()
-            if self._update_tap is not None:
-                self._update_tap.begin()
-                if self.controls.may_play(self.lineup.exposed):
-                    look.local = LocalRound.begin([*self.run.anatomy.root.parameters()])
-                    if self.run.processes > 1:
-                        look.local.why_not = "rounds of several processes are not made again"
             for channel in self.channels_in(look):
                 channel.arm()
 
@@ -253,20 +241,8 @@ class Fit:
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step, or to skip its step."""
-        if not self._owns(optimizer):
-            return
-        self.scheduler.phase = Phase.STEPPED
-        look = self.look
-        if look is None or self._local_steps is None:
-            return
-        if not look.learning_rates:
-            # Not when the batch starts: another callback may clear the state then.
-            look.fresh = not any(self._has_state(plan) for plan in self.lineup.exposed)
-        groups = [g for g in optimizer.param_groups if self._tapped & {*map(id, g["params"])}]
-        look.learning_rates.append({float(g["lr"]) for g in groups})
-        if look.local is not None:
-            self.truth.settle(look)
-            look.local.add_step(optimizer, len(look.calls) + len(look.current))
+        if self._owns(optimizer):
+            self.scheduler.phase = Phase.STEPPED
 
     def note_defense(self, defense: Defense, context: DefenseContext) -> None:
         """Note what noise a defence adds to the look at work."""
@@ -287,22 +263,6 @@ class Fit:
         """Return the optimizer of a parameter."""
         groups = ((o, g) for o in self.run.optimizers for g in o.param_groups)
         return next(o for o, g in groups if parameter in {*g["params"]})
-
-    def _has_state(self, plan: Plan) -> bool:
-        """Return whether an optimizer has a state of the parameters that an attack reads."""
-        if plan.optimizer is None:
-            return False
-        parameters = (self.run.anatomy.parameter(role) for role in plan.roles)
-        return any(p is not None and bool(plan.optimizer.state.get(p)) for p in parameters)
-
-    @property
-    def taps_updates(self) -> bool:
-        """Return whether weight changes of local steps are read."""
-        return self._update_tap is not None
-
-    def switched(self, moment: Moment) -> bool:
-        """Return whether the step itself has changed what is trained, an adapter say."""
-        return moment.optimizer is not None and self._trained != self.lineup.trained
 
     def moment(
         self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
@@ -347,29 +307,6 @@ class Fit:
 
         return Moment(look, stages, wanted, optimizer, scale, take)
 
-    def update(self, look: Look, local_steps: int) -> Moment:
-        """Return the weight change of the local steps of a look."""
-        look.step_seconds = look.elapsed() / local_steps
-
-        def take() -> GradientSnapshot:
-            if any(len(rates) != 1 for rates in look.learning_rates):
-                raise UpdateError("what the attacks read is trained at different learning rates")
-            rate = sum(next(iter(rates)) for rates in look.learning_rates) / local_steps
-            assert self._update_tap is not None
-            update = self._update_tap.end(
-                look.step, Stage.SHARED, learning_rate=rate, local_steps=local_steps
-            )
-            compressed = any(defense.compression for defense in self.run.defenses)
-            return replace(
-                update,
-                fresh=look.fresh,
-                compression=AVERAGED if compressed else "",
-                input_noise=look.input_noise,
-                loss_terms=self._loss_terms(look),
-            )
-
-        return Moment(look, (Stage.SHARED,), (Stage.SHARED,), None, 1.0, take)
-
     def _loss_terms(self, look: Look) -> frozenset[str]:
         """Return roles of the parameters that a loss of the look's steps has a term of."""
         roles = {role for plan in self.lineup.exposed for role in plan.roles}
@@ -403,7 +340,7 @@ class Fit:
                 step of each client, whose updates were summed.
         """
         run, summed = self.run, Stage.AGGREGATE in self._stages
-        local = look.local = LocalRound.begin([*run.anatomy.root.parameters()], copy=False)
+        local = look.local = LocalRound.begin([*run.anatomy.root.parameters()])
         steps = self._local_steps or 1
         local.clients = max(1, len(batches) // steps) if summed else 1
         in_step, rest = divmod(len(batches), local.clients * steps)
@@ -416,11 +353,3 @@ class Fit:
         look.calls = [
             plain_call(run.anatomy, batch, dtype, trained_elsewhere=True) for batch in look.batches
         ]
-
-    def sent_update(self, look: Look, take: Callable[[], GradientSnapshot]) -> Moment:
-        """Return the update of a round, which ``take`` returns."""
-        return Moment(look, self._stages, self._stages, None, 1.0, take)
-
-    def played(self) -> list[Series]:
-        """Return the series of the attacks that give results, in the order of the logs."""
-        return [series for series in self.series if series.attack in self.lineup.playing]

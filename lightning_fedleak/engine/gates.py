@@ -7,15 +7,16 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, never_read
 from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import is_first_process
+from lightning_fedleak.report.records import Judgement
 from lightning_fedleak.validate import check_number
 
 log = logging.getLogger(__name__)
@@ -76,14 +77,13 @@ class LeakageLimitExceeded(RuntimeError):
 # ---- names and ranges of logged values ------------------------------------------------------
 
 
-def check_threshold(gate: str, metric: str, at_most: float, *, reachable: bool = True) -> None:
+def check_threshold(gate: str, metric: str, at_most: float) -> None:
     """Refuse a threshold below chance, or one that the metric can never exceed.
 
     Args:
         gate: class of the gate, for the message.
         metric: a name in the logs.
         at_most: the threshold.
-        reachable: whether a threshold beyond the metric's range is refused.
 
     Raises:
         ValueError: no finite number, below chance, or beyond the metric's range.
@@ -98,10 +98,24 @@ def check_threshold(gate: str, metric: str, at_most: float, *, reachable: bool =
             f"at_most={at_most:g} would be exceeded by an attack that knows nothing: "
             f"give {interval[2]:g} or more"
         )
-    if reachable and span is not None and at_most > span[1]:
+    if span is not None and at_most > span[1]:
         raise ValueError(
             f"{gate} watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
             f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
+        )
+
+
+def check_value(gate: str, metric: str) -> None:
+    """Refuse the lower end of an interval: it is low where little was asked too.
+
+    Raises:
+        ValueError: names the value to watch.
+    """
+    if metric.endswith("_low"):
+        raise ValueError(
+            f"{gate} watches '{metric}', the lower end of an interval, which is low where few "
+            f"texts were asked about too: watch '{metric.removesuffix('_low')}', with patience= "
+            "where single looks scatter"
         )
 
 
@@ -165,8 +179,8 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
     names = engine.results.headlines_of(name) if root == WORST else (name,)
     verdicts = [
         (
-            channel.never_judged(one.rpartition("/")[-1]),
-            channel.never_read(series.attack, fresh=fresh),
+            channel.requirement(one.rpartition("/")[-1]).never_alone,
+            never_read(channel, series.attack, fresh=fresh),
         )
         for one in names
         for series, channel in engine.series.items()
@@ -179,6 +193,55 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
         return None
     reasons = [why for why, _ in verdicts if why] or [answer.why for answer in unread]
     return "; ".join(dict.fromkeys(reasons or ["what it reads is not trained, so not shared"]))
+
+
+def why_unread(engine: Engine, name: str) -> str | None:
+    """Return why a logged value says nothing of what is shared now; None: it does.
+
+    Nothing is tested of an attack that is not played. One whose surface is not shared reads 0, and
+    where no attack of its family reads anything, that says nothing of what is shared instead.
+
+    Args:
+        engine: logs the value.
+        name: in the logs.
+    """
+    assert engine.fit is not None
+    lineup, root = engine.fit.lineup, name.rpartition("/")[0]
+    attack = next((s.attack for s in engine.series if s.log_name == root), None)
+    channel = engine.results.channel_of(name)
+    if channel is None:
+        return None
+    if engine.weights is not None and channel.at_weights:
+        return engine.weights.unread(None if attack is None else {attack})
+    if attack is not None and attack not in lineup.playing:
+        why = {row.attack: row.why_not for row in lineup.rows}[attack]
+        return f"'{attack}' is not played in this run: {why}"
+    return lineup.unread_family(channel.family)
+
+
+def judge_worst(
+    engine: Engine, values: Mapping[str, float], at_most: float
+) -> dict[str, Judgement]:
+    """Return what the headlines of a family count for at a gate's threshold.
+
+    One whose control is low says nothing, and is excluded where another attack that reads the same
+    gradients has a control that is not.
+
+    Args:
+        engine: logs the values.
+        values: the known headlines, by log name.
+        at_most: the gate's threshold.
+    """
+    assert engine.fit is not None
+    judgements = {n: engine.results.judge(n, value, at_most) for n, value in values.items()}
+    roles = {plan.attack.name: set(plan.roles) for plan in engine.fit.lineup.plans}
+    attacks = {series.log_name: series.attack for series in engine.series}
+    reads = {n: roles.get(attacks.get(n.rpartition("/")[0], ""), set()) for n in judgements}
+    known = [reads[n] for n, one in judgements.items() if not math.isnan(one.value)]
+    read = set[str]().union(*known)
+    return {
+        n: one for n, one in judgements.items() if not math.isnan(one.value) or not reads[n] & read
+    }
 
 
 # ---- defences that a gate turns up ----------------------------------------------------------
@@ -206,36 +269,6 @@ def defenses_to_harden(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the looks so far show.
-
-    Attributes:
-        fires: whether the gate acts: the mean, or one look, is shown to be above the threshold.
-        evidence: value of the e-process that decided.
-        needed: what it needs, 1 / alpha.
-        alpha: probability of a wrong decision, over all looks together.
-        mean: of the looks.
-        looks: how many were counted.
-    """
-
-    fires: bool
-    evidence: float
-    needed: float
-    alpha: float
-    mean: float
-    looks: int
-
-    def explain(self, at_most: float) -> str:
-        """Return the evidence in the words that users see."""
-        return (
-            f"{self.evidence:.3g} for a mean above {at_most:g}, of {self.needed:.3g} needed "
-            f"(bound='lower', alpha={self.alpha:g}); mean {self.mean:.3f} over {self.looks} looks. "
-            f"Leakage of at most {at_most:g} at every look brings so much evidence with "
-            f"probability at most {self.alpha:g}, however long the run"
-        )
-
-
-@dataclass(frozen=True)
 class GateEvent:
     """Hold what a gate measured when it fired.
 
@@ -244,10 +277,9 @@ class GateEvent:
         step: optimizer step that was looked at; in a federation the round.
         value: what counted: what was read, as far as its control is high
             (:func:`~lightning_fedleak.report.records.judged`); NaN where it is unknown.
-        low, high: 95% interval of the value where there is one, else NaN; with ``bound="value"``.
+        low, high: 95% interval of the value where there is one, else NaN.
         at_most: the threshold.
         checkpoint: where the run was saved; None where it was not.
-        verdict: what all looks together show; None with ``bound="value"``.
         hardened: changes to the defences that were made instead of stopping.
         exhausted: the defences that are at their strongest, so that the gate stopped instead;
             else empty.
@@ -259,7 +291,6 @@ class GateEvent:
         read: what the attack read, whatever its control; NaN where it gave no result.
         gate: name of the gate.
         client: whose update it was; None outside of federations.
-        watched: the values that evidence is collected on, by name.
     """
 
     metric: str
@@ -269,7 +300,6 @@ class GateEvent:
     high: float
     at_most: float
     checkpoint: Path | None = None
-    verdict: Verdict | None = None
     hardened: tuple[str, ...] = ()
     exhausted: tuple[str, ...] = ()
     source: str = ""
@@ -283,19 +313,15 @@ class GateEvent:
     read: float = math.nan
     gate: str = ""
     client: str | int | None = None
-    watched: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         """Return the message that users see."""
         place = f"at step {self.step}" if self.client is None else f"in round {self.step}"
-        at_look = "" if self.verdict is None else " at this look"
         lines = [
             place,
-            f"  measured: {self._measurement()}{at_look}",
+            f"  measured: {self._measurement()}",
             f"  allowed:  at most {self.at_most:g}",
         ]
-        if self._shows_excess and self.verdict is not None:
-            lines.append(f"  evidence: {self.verdict.explain(self.at_most)}")
         if self.hardened:
             lines.append(f"  hardened: {'; '.join(self.hardened)}")
         elif self.exhausted:
@@ -306,11 +332,6 @@ class GateEvent:
         if not self.hardened and self.client is None:
             lines.append(f"  what now: {self._advice()}")
         return "\n".join(lines)
-
-    @property
-    def _shows_excess(self) -> bool:
-        """Return whether the looks together show more than is allowed."""
-        return self.verdict is not None and self.verdict.fires
 
     def _measurement(self) -> str:
         if math.isnan(self.value):
@@ -327,7 +348,7 @@ class GateEvent:
 
     def _advice(self) -> str:
         """Return what to do after a gate has acted."""
-        if math.isnan(self.value) and not self._shows_excess:
+        if math.isnan(self.value):
             if math.isnan(self.read):
                 subject = "the trained model" if self.released else "what was shared"
                 advice = (
@@ -350,8 +371,6 @@ class GateEvent:
                 less = "Train for fewer epochs, keep an earlier checkpoint (leakage/choose)"
                 gives = "may give" if self.low <= self.at_most else "gives"
                 subject = f"the trained model {gives} away"
-            elif self._shows_excess:
-                subject = "the updates of this run give away"
             elif self.why:
                 subject = f"of what can be read here, {subject}"
             advice = f"{subject} more than you allow. {less}, {mend}, or raise at_most"

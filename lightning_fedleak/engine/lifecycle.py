@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, record
-from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.channels.weights import Memory, WeightLooks
+from lightning_fedleak.engine.channels.base import Channel, exclude, results_of
+from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
-from lightning_fedleak.engine.options import Options, Selection, check_optimizers, check_rounds
+from lightning_fedleak.engine.options import Options, Selection, check_optimizers
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
-from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
+from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
 from lightning_fedleak.engine.tensorboard import Cards
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
@@ -50,7 +48,6 @@ class Engine(StepEngine):
             engine.batch_ends(trained=True)    # after it
         engine.training_ends()
         engine.end("finished")
-        engine.close()
 
     Args:
         selection: the attacks.
@@ -62,16 +59,11 @@ class Engine(StepEngine):
         jsonl: the results' file of the newest run.
         record: says what the run was, on the first process; None outside of a run.
         first_step: optimizer steps that were over when the newest run began.
-
-    Raises:
-        ValueError: contradictory options.
     """
 
     def __init__(
         self, selection: Selection, options: Options, origin: Engine | None = None
     ) -> None:
-        if origin is None:  # which has been checked; a sum over clients is at another stage
-            check_rounds(options.local_steps, options.stages)
         super().__init__(selection, options, in_rounds=origin is not None)
         self._origin = origin
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
@@ -86,6 +78,7 @@ class Engine(StepEngine):
         self._spent: tuple[str | int | None, tuple[Defense, ...]] = None, ()
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
+        self._names: list[str] = []
         self._forget_listeners()
 
     def _forget_listeners(self) -> None:
@@ -133,65 +126,10 @@ class Engine(StepEngine):
         if after_training is not None:
             self._after_training.append(after_training)
 
-    def unread(self, name: str) -> str | None:
-        """Return why a logged value says nothing of what is shared now; None: it does.
-
-        Nothing is tested of an attack that is not played. One whose surface is not shared reads 0,
-        and where no attack of its family reads anything, that says nothing of what is shared
-        instead.
-
-        Args:
-            name: of the value in the logs.
-        """
-        lineup, root = self._fit.lineup, name.rpartition("/")[0]
-        attack = next((s.attack for s in self.series if s.log_name == root), None)
-        channel = self.results.channel_of(name)
-        if channel is None:
-            return None
-        if self.weights is not None and channel.at_weights:
-            return self.weights.unread(None if attack is None else {attack})
-        if attack is not None and attack not in lineup.playing:
-            why = {row.attack: row.why_not for row in lineup.rows}[attack]
-            return f"'{attack}' is not played in this run: {why}"
-        return lineup.unread_family(channel.family)
-
-    def judge_worst(
-        self, values: Mapping[str, float], at_most: float
-    ) -> dict[str, records.Judgement]:
-        """Return what the headlines of a family count for at a gate's threshold.
-
-        One whose control is low says nothing, and is left out where another attack that reads the
-        same gradients has a control that is not.
-
-        Args:
-            values: the known headlines, by log name.
-            at_most: the gate's threshold.
-        """
-        judgements = {
-            name: self.results.judge(name, value, at_most) for name, value in values.items()
-        }
-        plans = {plan.attack.name: plan for plan in self._fit.lineup.plans}
-        roots = {series.log_name: series.attack for series in self.series}
-
-        def roles(name: str) -> set[str]:
-            plan = plans.get(roots.get(name.rpartition("/")[0], ""))
-            return set() if plan is None else set(plan.roles)
-
-        read: set[str] = set()
-        for name, one in judgements.items():
-            read |= set() if math.isnan(one.value) else roles(name)
-        return {
-            name: one
-            for name, one in judgements.items()
-            if not math.isnan(one.value) or not roles(name) & read
-        }
-
     def record_decision(self, decision: records.GateDecision) -> None:
         """Leave a line in ``run.jsonl``, on the first process."""
         if self.record is not None:
             self.record.append(records.GateLine(run="", **vars(decision)))
-
-    # ---- a run begins -----------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget the looks of an earlier run."""
@@ -199,7 +137,7 @@ class Engine(StepEngine):
         self._metrics = log.UserMetrics()
         for channel in self.channels:
             channel.attacks = channel.listed_attacks
-            channel.clear()
+            channel.load_state_dict({})
         self.results.reset_families()
 
     def open(self, run: Run) -> None:
@@ -213,11 +151,6 @@ class Engine(StepEngine):
                 listed does not fit the run.
         """
         attacks, options = self.selection.attacks, self.options
-        if options.local_steps is not None and run.processes > 1 and run.client == "rank":
-            raise ValueError(
-                "local_steps describes one client that trains on its own; DDP averages at every "
-                "step. Use client='world', or run one process."
-            )
         check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
         self._refused = {}
@@ -292,7 +225,6 @@ class Engine(StepEngine):
             None if run.rank and self._origin is None else self.jsonl,
             self.record,
             reveal,
-            self.options.local_steps,
         )
 
     def _line_up(self, run: Run, destination: log.Destination) -> Lineup:
@@ -312,18 +244,12 @@ class Engine(StepEngine):
         series = {s: c for s, c in self.series.items() if not c.at_weights}
         return [c for c in self.channels if c.attacks and not c.at_weights], series
 
-    def join(
-        self, run: Run, destination: log.Destination, memory: Memory = MappingProxyType({})
-    ) -> None:
+    def join(self, run: Run, destination: log.Destination) -> None:
         """Begin the run of one client, whose attacks the origin has calibrated.
 
         Args:
             run: the origin's run, as this client.
             destination: where this client's results go.
-            memory: what :attr:`weights` knew of this client in an earlier round.
-
-        Raises:
-            ValueError: a listed attack on the trained weights cannot be played.
         """
         assert self._origin is not None
         lineup = self._origin._fit.lineup
@@ -332,17 +258,13 @@ class Engine(StepEngine):
         plans = {plan.attack.name: plan for plan in lineup.plans}
         for channel in (channel for channel in self.channels if channel.attacks):
             channel.open(run)
-            if not channel.at_weights:
-                channel.leave_out({attack.name for attack in channel.attacks} - plans.keys())
-                channel.follow([plans[attack.name] for attack in channel.attacks])
-        in_steps, series = self._split(run, destination.folder / f"client_{destination.client}")
+            exclude(channel, {attack.name for attack in channel.attacks} - plans.keys())
+            channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
+        in_steps, series = self._split(run, destination.folder)
         self.fit = Fit(run, lineup, self.options, series, in_steps)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
         self.results.begin()
-        if self.weights is not None:
-            self.weights.remember(memory)
-            self._begin_weights(self.weights)
         try:
             self._show(self.report, run)
         except Exception as error:  # a disk that is full must not end a round
@@ -365,7 +287,7 @@ class Engine(StepEngine):
         self.results.begin()
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # it has all clients' games
-                channel.clear()
+                channel.load_state_dict({})
         self._is_over = False
         self.first_step = self.options.cadence.next_step = run.step
         self._names = self.results.names(self.results.playing)
@@ -402,16 +324,18 @@ class Engine(StepEngine):
             take: returns the update.
 
         Returns:
-            The outcomes: where the truth is not known, unknown but for the attacks' certificates.
+            The outcomes; unknown but for certificates where the truth is not known.
         """
         fit = self._fit
-        played, look.followed = fit.played(), True
+        played = [series for series in fit.series if series.attack in fit.lineup.playing]
+        look.followed = True
         if batches is None:  # of which texts should a game ask?
             look.scope = frozenset(s for s in played if not fit.series[s].plays_games)
         else:
             fit.read_batches(look, batches)
         self._arm(look)
-        self._attack(fit.sent_update(look, take))
+        stages = self.options.stages
+        self._attack(Moment(look, stages, stages, None, 1.0, take))
         look.stepped.add(0)
         outcomes = self._round_outcomes(look, played, scored=batches is not None)
         fit.disarm(look)
@@ -434,7 +358,7 @@ class Engine(StepEngine):
             return {series: self._without_truth(look, series) for series in played}
         with look.clock(fit.run.device):
             for channel in fit.channels:
-                results |= channel.results(look)
+                results |= results_of(channel, look)
         return self._pool(results, look.step)[0] or {
             series: unknown(fit.series[series].metrics, _NO_LOSS) for series in played
         }
@@ -447,7 +371,8 @@ class Engine(StepEngine):
             return replace(outcome, exposed=False)
         if isinstance(answer, Unknown):
             return unknown(channel.metrics, answer.why, applies=answer.applies)
-        certificates = channel.without_truth(answer)
+        claims = {name: getattr(answer, name, None) for name in channel.extras}
+        certificates = {name: float(value) for name, value in claims.items() if value is not None}
         return replace(unknown(channel.metrics, _NOT_SCORED), extra=certificates)
 
     def write(
@@ -474,9 +399,7 @@ class Engine(StepEngine):
     # ---- between looks, ends and checkpoints ------------------------------------------------
 
     def metrics_changed(self, *, epoch_ended: bool | None = False) -> None:
-        """Log the user's metrics where they changed since they were logged, between looks.
-
-        What fails here ends no training and is no failure of a look: a warning is given.
+        """Log the user's metrics where they changed since; what fails gives a warning alone.
 
         Args:
             epoch_ended: log what the defences have spent until now as well; None: where the run's
@@ -507,6 +430,61 @@ class Engine(StepEngine):
             written = self.report.write_between_looks(utility, self._metrics, defenses, client)
             self.results.latest |= written
 
+    def batch_ends(self, *, trained: bool) -> None:
+        """Log a look once its optimizer step is over, and one at the weights where it is due.
+
+        Args:
+            trained: the batch gave a gradient.
+        """
+        earlier = None if self.fit is None else self.fit.failure
+        if not self._end_batch(trained=trained) and self.fit is not None:
+            self.fit.drop_look()
+        self._conclude(earlier)
+        self._look_at_weights()
+        self._conclude(None)
+
+    def _conclude(self, earlier: str | None) -> None:
+        """Publish what failed, unless it is ``earlier`` than the look that ends; ask the gates."""
+        fit = self.fit
+        if fit is not None and fit.failure is not None and fit.look is None:
+            alone = fit.run.processes == 1
+            if alone or fit.failure is not earlier:
+                why, fit.failure = fit.failure, None
+                self._publish_failure(why)
+        has_news, self._has_news = self._has_news, False
+        for listener in self._after_look if has_news else ():
+            listener()
+
+    def _publish_failure(self, why: str) -> None:
+        """Publish that every result is unknown, where a look could not end as looks do."""
+        try:
+            self._publish(Look(self.run.step), self.results.all_unknown(why))
+        except Exception as error:
+            self.results.lose_look(self._names)
+            self._has_news = True
+            with suppress(Exception):
+                rank_zero_warn(
+                    f"lightning-fedleak: a look failed ({why}), and could not be written "
+                    f"({reason(error)}): its results are unknown, not 0; training goes on"
+                )
+
+    @contained
+    def _look_at_weights(self, *, at_end: bool = False) -> None:
+        weights = self.weights
+        if weights is None:
+            return
+        if at_end:
+            looked = weights.look_at_end()
+        else:
+            looked = weights.look(channels) if (channels := weights.due()) else None
+        if looked is not None:
+            self._publish(*looked)
+
+    def look_at_end(self) -> None:
+        """Look at the weights that the training ends with, unless that was done."""
+        self._look_at_weights(at_end=True)
+        self._conclude(None)
+
     def training_ends(self) -> None:
         """Publish *unknown* of a run in which looks were due and none could end."""
         self.look_at_end()
@@ -534,14 +512,7 @@ class Engine(StepEngine):
 
     @contained
     def end(self, how: str) -> record.RunRecord | None:
-        """End the run's record.
-
-        Args:
-            how: ``"finished"``, or the class of what was raised.
-
-        Returns:
-            The record; None where it has ended before, and on processes that write none.
-        """
+        """End the run's record, ``how`` it ended, and return it; None where it has ended before."""
         if self.fit is not None and how != "finished":
             try:
                 self._log_last()
@@ -560,7 +531,7 @@ class Engine(StepEngine):
         closers = [] if self.fit is None else [self.fit.close]
         closers += [] if self.report is None else [self.report.cards.close]
         failure = None
-        for close in [*closers, *(channel.close for channel in self.channels)]:
+        for close in [*closers, *(one for channel in self.channels for one in channel.removers)]:
             try:
                 close()
             except Exception as error:
@@ -579,11 +550,7 @@ class Engine(StepEngine):
         return {"run": self.record.run, "privacy": record.releases_by(defenses)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with: plain numbers, strings and tensors.
-
-        It is empty where that failed: a checkpoint is saved all the same, and one that is resumed
-        from it begins its looks again.
-        """
+        """Return what a resumed run goes on with, plain values and tensors; nothing if it fails."""
         return self._state() or {}
 
     @contained

@@ -10,13 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, MissingText, PublicText, share_samples
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, exclude, never_read, plan_of
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
 from lightning_fedleak.engine.choice import (
     ROWS,
     Row,
     in_short,
-    listed,
     look_seconds,
     reads_of,
     table,
@@ -28,7 +27,7 @@ from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy, matrix_shape
 from lightning_fedleak.model.model_runs import whole_model
-from lightning_fedleak.progress import bars, measure_seconds, track, used_bytes
+from lightning_fedleak.progress import bars, track
 
 _HELD = "it is played from the first look at which labels weigh unevenly in the loss"
 _NOT_SHARED = "what it reads is not trained, and so not shared"
@@ -81,18 +80,17 @@ class Lineup:
         self.rows: list[Row] = []
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
-        self._calibrations: dict[str, tuple[float, float]] = {}
         self._is_sharded = run.is_sharded
         for channel in self._channels:
-            channel.leave_out(self._refused.keys())
+            exclude(channel, self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
                     attack.check_device(run.anatomy)
                     if self._choosing:  # one that is listed may be set so that it needs no text
                         check_forward(attack, run.anatomy)
-                    channel.plan(attack)
+                    plan_of(channel, attack)
                     admit(attack, channel.sees, run)
-            channel.leave_out(self._refused.keys())
+            exclude(channel, self._refused.keys())
 
     @contextmanager
     def _left_out(self, attack: Attack) -> Iterator[None]:
@@ -169,7 +167,7 @@ class Lineup:
         Returns:
             Whether the plans are others than before.
         """
-        by_name = {a.name: c.plan(a) for c in self._channels for a in c.attacks}
+        by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._choosing:  # of what was never shared nothing is logged
             logged = self._ever_exposed - self.held
@@ -180,7 +178,7 @@ class Lineup:
         self.plans = plans
         self._warn_of_untested()
         for channel in self._channels:
-            channel.follow([by_name[a.name] for a in channel.attacks if a.name in by_name])
+            channel.plans = tuple(by_name[a.name] for a in channel.attacks if a.name in by_name)
         self._meet()
         return True
 
@@ -192,22 +190,11 @@ class Lineup:
             rank_zero_warn(
                 f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
                 f"{', '.join(plan.roles)}, which is not shared in this run (not trained). It is "
-                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. {self._what_leaves()} "
-                "attacks='auto' takes every attack that reads this run."
+                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': of "
+                f"{len(self.trained)} trained parameters, which are shared, {len(self.unread)} are "
+                "tested by none of these attacks. attacks='auto' takes every attack that reads "
+                "this run."
             )
-
-    def _what_leaves(self) -> str:
-        """Return in a sentence what is shared beside a surface that is not."""
-        if n := len(self.unread):
-            return (
-                f"That is not 'safe': gradients of other parameters, {n} in all, do leave the "
-                f"client ({listed(self.unread)}), and none of the attacks that were given reads "
-                "them."
-            )
-        if self.trained:
-            readers = ", ".join(repr(plan.attack.name) for plan in self.exposed)
-            return f"That is not 'safe': every gradient that does leave is read by {readers}."
-        return "No parameter is trained, so that no gradient leaves the client."
 
     def begin(self, step: int) -> None:
         """Training starts at ``step``; a fit that is resumed does not know it before."""
@@ -241,7 +228,7 @@ class Lineup:
             if self._choosing:
                 costs |= self._costs()
         for channel in self._channels:
-            channel.leave_out(self._refused.keys())
+            exclude(channel, self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
                     channel.check(attack)
@@ -284,7 +271,7 @@ class Lineup:
                 )
         self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
         for channel in self._channels:
-            channel.leave_out(self._refused.keys())
+            exclude(channel, self._refused.keys())
         follow()
         plans = {plan.attack.name: plan for plan in self.plans}
         anatomy = self._run.anatomy
@@ -296,7 +283,6 @@ class Lineup:
                 attack.name in self._ever_exposed,
                 costs.get(attack.name),
                 self._never_reads(attack.name) if attack.name in self.playing else None,
-                self._calibrations.get(attack.name),
             )
             for attack in self._attacks
         ]
@@ -313,7 +299,7 @@ class Lineup:
         if self._local_steps is None:
             return None
         channel = next(c for c in self._channels if any(a.name == name for a in c.attacks))
-        answer = channel.never_read(name, fresh=True)
+        answer = never_read(channel, name, fresh=True)
         return answer.why if isinstance(answer, Unknown) else None
 
     def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> dict[str, float]:
@@ -338,13 +324,10 @@ class Lineup:
         """Calibrates an attack, once in a run."""
         if attack.name in self.prepared:
             return
-        started, device = time.perf_counter(), self._run.device
-        before = used_bytes(device)
-        busy = measure_seconds(lambda: attack.prepare(self._run.anatomy), device)
+        started = time.perf_counter()
+        attack.prepare(self._run.anatomy)
         self.prepared.add(attack.name)
         seconds = time.perf_counter() - started
-        if type(attack).prepare is not Attack.prepare:
-            self._calibrations[attack.name] = (busy, used_bytes(device) - before)
         self.calibrating_seconds += seconds
         if seconds > 1:
             watcher = self._run.watcher

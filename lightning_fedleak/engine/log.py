@@ -258,7 +258,6 @@ class Report:
         jsonl: one line for each look, stage and attack; None on processes that write none.
         record: says what the run was; None on processes that write none.
         reveal: recovered words and texts; None writes none.
-        local_steps: optimizer steps of a round; None without rounds.
 
     Attributes:
         boards: TensorBoard's writers on the process that writes; empty elsewhere.
@@ -275,12 +274,10 @@ class Report:
         jsonl: JsonLines | None,
         record: RunRecord | None,
         reveal: RevealFiles | None,
-        local_steps: int | None,
     ) -> None:
         self._run = run
         self._watcher = run.watcher
         self._rounds = run.unit == "round"
-        self._steps_in_round = 1 if self._rounds else local_steps
         pooled = "pooled" if run.processes > 1 and run.client == "rank" else 0
         self._client = pooled if destination.client is None else destination.client
         self._series = series
@@ -318,10 +315,10 @@ class Report:
         """
         if client is not None:
             values = privacy_values(defenses) | dict(values)
-        for channel in dict.fromkeys(self._series.values()) if self._reveal is not None else ():
-            shown = {s: o for s, o in outcomes.items() if self._series[s] is channel}
+        for series in outcomes if self._reveal is not None else ():
             try:
-                channel.reveal(look, shown, self._reveal)
+                if series in look.notes:
+                    look.notes[series](self._reveal, f"== step {look.step}, {series.log_name}")
             except Exception as error:
                 self.warn_once(f"not all of a look was written: {reason(error)}")
         self.write_results(look, outcomes, values)
@@ -432,20 +429,18 @@ class Report:
             extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
             extra |= {f"{k}_of_this_look": v for k, v in (outcome.now or {}).items()}
             extra |= {**outcome.extra, **_control_of(outcome), **outcome.p_values}
-            over_steps = {f"{k}_over_steps": r for k, r in outcome.over_steps.items()}
-            rates = {**outcome.rates, **over_steps}
             metrics = {
                 name: records.MetricValue(
                     _finite(rate.value), _finite(rate.low), _finite(rate.high)
                 )
-                for name, rate in rates.items()
+                for name, rate in outcome.rates.items()
             }
             self._append(
                 series.attack,
                 attack=series.record_name,
                 step=look.step,
                 stage=str(series.stage),
-                round=self._steps_in_round and look.step // self._steps_in_round,
+                round=look.step if self._rounds else None,
                 n=outcome.n,
                 exposed=outcome.exposed,
                 metrics=metrics | {k: records.MetricValue(_finite(v)) for k, v in extra.items()},
@@ -461,7 +456,7 @@ class Report:
                 attack=row.attack,
                 step=step,
                 stage="shared",
-                round=None if self._steps_in_round is None else 0,
+                round=0 if self._rounds else None,
                 n=0,
                 exposed=row.exposed,
                 metrics={},

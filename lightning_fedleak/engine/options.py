@@ -29,7 +29,7 @@ from lightning_fedleak.attacks import (
     TextSource,
 )
 from lightning_fedleak.attacks.memorization import Canaries
-from lightning_fedleak.engine.scheduler import Cadence, EveryNSteps, MaxOverhead
+from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.evaluation.canaries import CanarySet
 from lightning_fedleak.model.batches import BatchAdapter
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
@@ -166,8 +166,6 @@ class WatchSettings:
             (before the defences), ``"aggregate"`` (after the reduction over clients).
         reveal: write recovered words, and original and reconstructed texts side by side, to local
             files of mode 0600, never to a logger.
-        local_steps: attack the weight change of so many optimizer steps in place of one gradient
-            (FedAvg). One client only.
         tokenizer: decodes what ``reveal`` writes; without one it writes token ids. Reads the texts
             of ``public_text``.
         public_text: for ``attacks="auto"``: text like the clients', which attacks are calibrated
@@ -206,7 +204,6 @@ class WatchSettings:
 
     stages: Sequence[str] = ("shared",)
     reveal: bool = False
-    local_steps: int | None = None
     tokenizer: Any = None
     public_text: TextSource | None = None
     report: bool = False
@@ -234,7 +231,7 @@ class WatchSettings:
             ValueError: names the first of them that is set.
         """
         for one in (one for one in fields(self) if one.name in names):
-            if getattr(self, one.name) != one.default:
+            if getattr(self, one.name) != getattr(type(self)(), one.name):
                 raise ValueError(
                     f"{face} takes no settings=WatchSettings({one.name}=...): leave it out"
                 )
@@ -247,12 +244,14 @@ class Options(WatchSettings):
     Attributes:
         cadence: when to look.
         games: how membership games are played.
+        local_steps: optimizer steps of a round of a federation; None: gradients of single steps.
     """
 
     stages: tuple[Stage, ...] = (Stage.SHARED,)
     utility: tuple[str, ...] = ()
-    cadence: Cadence = field(default_factory=lambda: EveryNSteps(50))
+    cadence: Cadence = field(default_factory=lambda: Cadence(50))
     games: Games = field(default_factory=Games)
+    local_steps: int | None = None
 
 
 def parts_of(
@@ -263,7 +262,7 @@ def parts_of(
     max_overhead: float | None = None,
     *,
     utility: Sequence[str] = (),
-    weights: bool | None = None,
+    local_steps: int | None = None,
 ) -> tuple[Selection, Options]:
     """Return the attacks and options for an :class:`Engine`, from a face's arguments.
 
@@ -274,7 +273,7 @@ def parts_of(
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
         utility: metrics that are logged where the settings name none.
-        weights: see :func:`selected`.
+        local_steps: of a round of a federation.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -285,15 +284,15 @@ def parts_of(
         settings.public_text,
         settings.tokenizer,
         games=games,
-        rounds=settings.local_steps is not None,
-        weights=weights,
+        rounds=local_steps is not None,
     )
     given = {one.name: getattr(settings, one.name) for one in fields(WatchSettings)}
     names = utility if settings.utility is None else settings.utility
     given["utility"] = (names,) if isinstance(names, str) else tuple(names)
     given["stages"] = known_stages(settings.stages)
     cadence = cadence_of(every_n_steps, max_overhead, auto=selection.auto)
-    return selection, Options(**given, cadence=cadence, games=games or Games())
+    given |= {"cadence": cadence, "games": games or Games(), "local_steps": local_steps}
+    return selection, Options(**given)
 
 
 UNEVEN_SECONDS = 2.0
@@ -326,7 +325,6 @@ def candidates(
     tokenizer: Any,
     *,
     rounds: bool,
-    weights: bool,
 ) -> list[Attack]:
     """Return every attack that may apply; a fit runs those that do.
 
@@ -335,7 +333,6 @@ def candidates(
         public_text: for calibrations; None means text that the model writes itself.
         tokenizer: for strings.
         rounds: whether weight changes are shared, which some attacks do not read.
-        weights: whether the training data are there, to ask the trained weights about.
 
     Raises:
         ValueError: ``public_text`` is one string, or strings without a tokenizer.
@@ -353,9 +350,7 @@ def candidates(
     if Capability.KNOWS_TARGET_TEXT in assumed:
         attacks.append(GradientMembership(text))
         if not rounds:
-            attacks.append(SubspaceMembership(text))
-        if weights:
-            attacks += [Combined(), Extraction()]
+            attacks += [SubspaceMembership(text), Combined(), Extraction()]
     if not rounds and frozenset(assumed) >= DISHONEST_SERVER:
         attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
     return attacks
@@ -369,7 +364,6 @@ def selected(
     *,
     games: Games | None = None,
     rounds: bool = False,
-    weights: bool | None = None,
 ) -> Selection:
     """Return the attacks that a user's arguments ask for.
 
@@ -380,7 +374,6 @@ def selected(
         tokenizer: reads its texts.
         games: whose canaries, if there are any, the trained weights are asked about.
         rounds: what leaves is a round's update.
-        weights: the training data are there, to ask the trained weights about; None: but in rounds.
 
     Raises:
         ValueError: an unknown word, public text beside listed attacks, or attacks that cannot be
@@ -390,9 +383,8 @@ def selected(
     asked = None if assume is None else frozenset(assume)
     if attacks == "auto":
         asked = ASSUMED if asked is None else asked
-        at_weights = not rounds if weights is None else weights
-        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds, weights=at_weights))
-        canaries = None if games is None or rounds or not at_weights else games.canaries
+        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds))
+        canaries = None if games is None or rounds else games.canaries
         if canaries is not None and min(map(len, canaries.token_ids)) > 1:
             played += (Canaries(),)
         check_attacks(played)
@@ -438,21 +430,6 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
         )
 
 
-def check_rounds(local_steps: int | None, stages: Sequence[Stage]) -> None:
-    """Refuse rounds of local steps beside settings that read single gradients.
-
-    Raises:
-        ValueError: names the settings to leave out.
-    """
-    if local_steps is None:
-        return
-    if local_steps < 1 or tuple(stages) != (Stage.SHARED,):
-        raise ValueError(
-            "local_steps must be a positive number with stages=('shared',); got "
-            f"local_steps={local_steps}, stages={tuple(str(s) for s in stages)}"
-        )
-
-
 def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
     """Return the stages in their order on the way to the server, each once.
 
@@ -483,19 +460,11 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: b
             "other lets the cost decide"
         )
     if every_n_steps is None and (auto or max_overhead is not None):
-        return overhead_of(MAX_OVERHEAD if max_overhead is None else max_overhead)
+        share = MAX_OVERHEAD if max_overhead is None else max_overhead
+        check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
+        return Cadence(share=share)
     steps = 50 if every_n_steps is None else every_n_steps
-    return EveryNSteps(check_integer("every_n_steps", steps))
-
-
-def overhead_of(share: float) -> MaxOverhead:
-    """Return the cadence of looks that take at most a share of the time.
-
-    Raises:
-        ValueError: it is no share.
-    """
-    check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
-    return MaxOverhead(share)
+    return Cadence(check_integer("every_n_steps", steps))
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:

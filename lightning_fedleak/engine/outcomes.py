@@ -128,19 +128,6 @@ Result = Found | Unknown | Waiting | NothingShared
 
 
 @dataclass(frozen=True)
-class Trials:
-    """The independent trials of one look that a rate is the mean of.
-
-    Attributes:
-        mean: of the rate over them, on the rate's own scale.
-        number: disjoint pairs of a member and another, or types.
-    """
-
-    mean: float
-    number: int
-
-
-@dataclass(frozen=True)
 class Outcome:
     """One attack at one stage, over all clients.
 
@@ -152,11 +139,8 @@ class Outcome:
         worst: each rate's value at the client where it is highest; empty for one client.
         extra: numbers that have no interval; NaN where there is none.
         now: each rate's value at this look alone; None where ``rates`` is of this look alone.
-        trials: of this look alone, by rate, where they are known.
         p_value: how probable guessing is to do so well at this look alone; NaN where not known.
         p_over_looks: the lowest so far, corrected for all looks; NaN where not known.
-        over_steps: the rates with intervals that hold over steps and clients, of which these looks
-            are some; ``rates`` has those of these looks as they were.
         too_few: why this look alone says too little to be judged by; None where it does not.
         unknown: why there is no value; None where there is one.
         applies: false where there is none since the method is not made for what was shared.
@@ -172,10 +156,8 @@ class Outcome:
     worst: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, float] = field(default_factory=dict)
     now: Mapping[str, float] | None = None
-    trials: Mapping[str, Trials] = field(default_factory=dict)
     p_value: float = math.nan
     p_over_looks: float = math.nan
-    over_steps: Mapping[str, Rate] = field(default_factory=dict)
     too_few: str | None = None
     unknown: str | None = None
     applies: bool = True
@@ -193,9 +175,6 @@ class Outcome:
             out[f"{root}/{name}"] = rate.value
             out[f"{root}/{name}_low"] = rate.low
             out[f"{root}/{name}_high"] = rate.high
-        for name, rate in self.over_steps.items():
-            out[f"{root}/{name}_over_steps_low"] = rate.low
-            out[f"{root}/{name}_over_steps_high"] = rate.high
         for name, value in self.worst.items():
             out[f"{root}/{name}_worst_client"] = value
         for name, value in self.extra.items():

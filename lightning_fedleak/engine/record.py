@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, plan_of
 from lightning_fedleak.engine.choice import reads_of
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
@@ -128,7 +128,7 @@ def facts_of(
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):
         if channel.at_weights:  # whom these compare is found out after the line-up
-            plans += [channel.plan(attack) for attack in channel.attacks]
+            plans += [plan_of(channel, attack) for attack in channel.attacks]
     played = {plan.attack.name: plan for plan in plans}
     return records.BeginLine(
         run="",

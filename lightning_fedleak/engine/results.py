@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, Trials, unknown
+from lightning_fedleak.engine.channels.base import Channel, gives_control
+from lightning_fedleak.engine.outcomes import PREFIX, Control, Outcome, Series, unknown
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics.within import over_looks
 from lightning_fedleak.model.snapshots import Stage
@@ -42,7 +42,6 @@ class Results:
             and why: their worst is unknown, unless another attack is certain.
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
         look_values: the values of the newest look alone, by log name.
-        trials: what those values are the means of, by log name, where that is known.
         controls: the newest control of each series.
         looks: looks finished.
         failures: results that are unknown.
@@ -67,7 +66,6 @@ class Results:
         self._answered: set[Series] = set()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
-        self.trials: dict[str, Trials] = {}
         self.looks = 0
         self.failures = 0
         self.last_step = -1
@@ -98,7 +96,7 @@ class Results:
             names.append(f"{entry.log_name}/exposed")
             metrics = self._channels[entry].metrics
             names += [f"{entry.log_name}/{m}{end}" for m in metrics for end in ends]
-            if self._channels[entry].gives_control(entry.attack):
+            if gives_control(self._channels[entry], entry.attack):
                 names += [f"{entry.log_name}/{name}" for name in ("control", "control_of_a_part")]
             if self._channels[entry].tests_looks:
                 names += [f"{entry.log_name}/{name}" for name in ("p_of_this_look", "p_over_looks")]
@@ -275,11 +273,6 @@ class Results:
         self.last_step = look.step
         self.latest = self._without_news(outcomes, families_read) | values
         self.look_values = values | now
-        self.trials = {
-            f"{series.log_name}/{name}": trials
-            for series, outcome in counted.items()
-            for name, trials in outcome.trials.items()
-        }
         return counted
 
     def new_values(self) -> dict[str, float]:
@@ -359,10 +352,10 @@ class Results:
             "deferrals": self.deferrals,
             "last_step": self.last_step,
             "latest": dict(self.latest),
-            "series": {s.log_name: self._state_of(s, c) for s, c in self._channels.items()},
+            "series": {series.log_name: self._state_of(series) for series in self._channels},
         }
 
-    def _state_of(self, series: Series, channel: Channel) -> dict[str, Any]:
+    def _state_of(self, series: Series) -> dict[str, Any]:
         control, tested = self.controls.get(series), self._p_values.get(series)
         return {
             "waits": self._waits.get(series),
@@ -371,7 +364,6 @@ class Results:
             if control is None
             else {"rates": dict(control.rates), "part": dict(control.part), "why": control.why},
             "p_value": None if tested is None else [*tested],
-            "channel": channel.series_state(series),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -392,8 +384,6 @@ class Results:
         self.last_step = state["last_step"]
         self.latest = dict(state["latest"])
         saved = {s: state["series"].get(s.log_name, {}) for s in self._channels}
-        for series, channel in self._channels.items():
-            channel.load_series_state(series, saved[series].get("channel", {}))
 
         def known(name: str) -> dict[Series, Any]:
             return {s: each[name] for s, each in saved.items() if each.get(name) is not None}

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -108,11 +108,6 @@ class Run(ABC):
     def training_loader(self) -> object:
         """Return the loader of the training data, whose rows are read again; None: not known."""
         return None
-
-    @property
-    def holds_base(self) -> bool:
-        """Return whether the weights are now those that the training begins from."""
-        return self.step == 0
 
     @property
     def progress(self) -> tuple[int, float] | None:
@@ -255,8 +250,6 @@ class Look:
         seconds: time spent so far.
         processor_seconds: processor time spent so far, of all threads.
         step_seconds: time that the step itself took so far; 0 until it is known.
-        learning_rates: of what the attacks read, at each local step.
-        fresh: the optimizer had no state of what the attacks read when its round began.
         followed: the attacks have followed the model at this look.
         local: what the round is made again from for its control; None where nothing has one.
         noise_std: of what defences have added to each number of this client's update so far; NaN
@@ -264,7 +257,7 @@ class Look:
         compression: what compressed this client's update so far, see ``GradientSnapshot``.
         input_noise: largest of what the step added to embeddings, see ``GradientSnapshot``.
         loss_terms: ids of the parameters of which a loss of the step has a term of their own.
-        notes: what channels keep until the look is published, by keys of their own.
+        notes: functions that write what was recovered to local files, under a title.
         scope: the series that are tried again, where the look is of these alone; None: all.
     """
 
@@ -281,15 +274,13 @@ class Look:
     processor_seconds: float = 0.0
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
-    learning_rates: list[set[float]] = field(default_factory=list)
-    fresh: bool = True
     followed: bool = False
     local: LocalRound | None = None
     noise_std: float = 0.0
     compression: str = ""
     input_noise: float = 0.0
     loss_terms: set[int] = field(default_factory=set)
-    notes: dict[object, Any] = field(default_factory=dict)
+    notes: dict[Series, Callable[[Any, str], object]] = field(default_factory=dict)
     controls: dict[str, Control] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
 
@@ -368,28 +359,20 @@ class Refusal(Exception):
         self.error = error
 
 
-class Contains(Protocol):
-    """A part of the watch that notes what its own code raises, and ends no training by it."""
-
-    def fail(self, error: Exception) -> None:
-        """Note that the look at work, or the next one, has no result."""
-
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_C = TypeVar("_C", bound=Contains)
 
 
 def contained(
-    method: Callable[Concatenate[_C, _P], _R],
-) -> Callable[Concatenate[_C, _P], _R | None]:
-    """Return a method that ends no training: what it raises is a failure of the look.
+    method: Callable[Concatenate[Any, _P], _R],
+) -> Callable[Concatenate[Any, _P], _R | None]:
+    """Return a method that ends no training: what it raises its object's ``fail`` gets.
 
     It returns None then. A :class:`Refusal` is raised as the error that it holds.
     """
 
     @wraps(method)
-    def run(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+    def run(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
         try:
             return method(self, *args, **kwargs)
         except Refusal as refusal:

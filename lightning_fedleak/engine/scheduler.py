@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum
 
 from lightning_fedleak.engine.outcomes import Series, Waiting
@@ -13,21 +13,28 @@ from lightning_fedleak.engine.run import Look, Moment, Run
 from lightning_fedleak.model.snapshots import GradientSnapshot
 
 
-class Cadence(ABC):
-    """Decide at which optimizer steps the engine looks.
+@dataclass
+class Cadence:
+    """Decide at which optimizer steps the engine looks: 0, n, 2n, ..., or as seldom as they cost.
 
     The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
     look's results and no step needs a message of its own.
+
+    Attributes:
+        every_n_steps: n; None where a share decides.
+        share: largest share of the time spent training that looks cost: one of ``c`` seconds is
+            followed by ``c / (share * s)`` steps of ``s`` seconds each.
+        next_step: to look at.
     """
 
-    def __init__(self) -> None:
-        self.next_step = 0
+    every_n_steps: int | None = None
+    share: float = 1.0
+    next_step: int = 0
 
     def due(self, step: int) -> bool:
         """Return whether optimizer step ``step`` (from 0) is to be looked at."""
         return step >= self.next_step
 
-    @abstractmethod
     def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
         """Return the next step to look at, as a proposal.
 
@@ -36,6 +43,11 @@ class Cadence(ABC):
             look_seconds: what that look cost.
             step_seconds: what a step without a look costs.
         """
+        if self.every_n_steps is not None:
+            return (step // self.every_n_steps + 1) * self.every_n_steps
+        if step_seconds <= 0:
+            return step + 1
+        return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
 
     def after_try(self, try_seconds: float, step_seconds: float) -> int:
         """Return the next step to look at, as a proposal, where attacks were tried again.
@@ -44,80 +56,16 @@ class Cadence(ABC):
             try_seconds: what that cost.
             step_seconds: what a step without a look costs.
         """
-        return self.next_step
-
-    @property
-    @abstractmethod
-    def argument(self) -> str:
-        """Return the argument that asks for this."""
-
-
-class EveryNSteps(Cadence):
-    """Look at steps 0, n, 2n, ..."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.n = n
-
-    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
-        """Return the next multiple of n after ``step``."""
-        return (step // self.n + 1) * self.n
-
-    @property
-    def argument(self) -> str:
-        """Return ``every_n_steps=50``."""
-        return f"every_n_steps={self.n}"
-
-
-class MaxOverhead(Cadence):
-    """Look so seldom that looks cost at most a share of the time spent training.
-
-    A look of ``c`` seconds is followed by ``c / (share * s)`` steps of ``s`` seconds each.
-    """
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
-        """Return the step at which the look has been paid for."""
-        if step_seconds <= 0:
-            return step + 1
-        return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
-
-    def after_try(self, try_seconds: float, step_seconds: float) -> int:
-        """Return a step so much later."""
+        if self.every_n_steps is not None:
+            return self.next_step
         return self.after_look(self.next_step, try_seconds, step_seconds)
 
     @property
     def argument(self) -> str:
-        """Return ``max_overhead=0.005``."""
+        """Return the argument that asks for this, ``every_n_steps=50`` say."""
+        if self.every_n_steps is not None:
+            return f"every_n_steps={self.every_n_steps}"
         return f"max_overhead={self.share:g}"
-
-
-class StepClock:
-    """What an optimizer step without a look costs, as a running mean.
-
-    Attributes:
-        seconds: of a step; 0 until one is known.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since: tuple[int, float] | None = None
-
-    def starts(self, step: int) -> None:
-        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
-        now = time.perf_counter()
-        if self._since is not None and step > self._since[0]:
-            passed = (now - self._since[1]) / (step - self._since[0])
-            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
-            self._since = None
-        self._since = self._since or (step, now)
-
-    def interrupted(self) -> None:
-        """A look has come between."""
-        self._since = None
 
 
 class Phase(Enum):
@@ -135,7 +83,6 @@ class Scheduler:
         run: the run.
         cadence: when looks are due.
         series: in the order of the logs.
-        local_steps: optimizer steps of a round; None for single gradients.
 
     Attributes:
         cadence: as above.
@@ -150,17 +97,16 @@ class Scheduler:
         run: Run,
         cadence: Cadence,
         series: Collection[Series],
-        local_steps: int | None,
     ) -> None:
         self._run = run
         self.cadence = cadence
         self._series = tuple(series)
-        self._local_steps = local_steps
         self.phase = Phase.CLEAR
         self.waiting: frozenset[Series] = frozenset()
         self.waits: dict[Series, Waiting] = {}
         self.processor_seconds = 0.0
-        self._clock = StepClock()
+        self._step_seconds = 0.0  # of a step without a look, as a running mean; 0: none is known
+        self._since: tuple[int, float] | None = None  # when a step began without a look before it
         self._unpaid = 0.0
 
     def due_look(self, step: int, exposed: Collection[str]) -> Look | None:
@@ -174,7 +120,7 @@ class Scheduler:
         """
         if not self._series:
             return None
-        self._clock.starts(step)
+        self._step_begins(step)
         if self.phase is Phase.ACCUMULATING:
             return None
         scope: frozenset[Series] | None = None
@@ -188,10 +134,19 @@ class Scheduler:
             look.answers |= dict.fromkeys(others, Waiting("not asked in this step"))
         return look
 
+    def _step_begins(self, step: int) -> None:
+        """Take the time where a batch of an optimizer step begins."""
+        now = time.perf_counter()
+        if self._since is not None and step > self._since[0]:
+            passed, mean = (now - self._since[1]) / (step - self._since[0]), self._step_seconds
+            self._step_seconds = passed if mean == 0 else 0.8 * mean + 0.2 * passed
+            self._since = None
+        self._since = self._since or (step, now)
+
     def still_waits(self, moment: Moment) -> bool:
         """Return whether the gradients that a try waits for are still zero, on all processes."""
         look = moment.look
-        if look.scope is None or self._local_steps is not None:
+        if look.scope is None or moment.optimizer is None:  # of a round
             return False
         zeros = [self.waits[s].zeros if s in self.waits else () for s in look.scope]
         still = all(zeros)
@@ -218,7 +173,7 @@ class Scheduler:
     def look_ends(self, look: Look) -> None:
         """Count what a look took."""
         self.processor_seconds += look.processor_seconds
-        self._clock.interrupted()
+        self._since = None
 
     def next_step(self, look: Look, *, nothing: bool) -> int:
         """Return the next step to look at, as this process proposes it.
@@ -227,12 +182,12 @@ class Scheduler:
             look: that has ended.
             nothing: whether it has no result.
         """
-        step_seconds = self._clock.seconds or look.step_seconds
+        step_seconds = self._step_seconds or look.step_seconds
         self._unpaid += look.seconds
         if look.scope is not None and nothing:
             return self.cadence.next_step
         cost, self._unpaid = self._unpaid, 0.0
         if look.scope is None:
             proposed = self.cadence.after_look(look.step, cost, step_seconds)
-            return max(proposed, look.step + (self._local_steps or 1))
+            return max(proposed, look.step + 1)
         return self.cadence.after_try(cost, step_seconds)

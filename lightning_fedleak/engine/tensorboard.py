@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.report.records.utility import is_validation
@@ -145,29 +145,21 @@ class Cards:
             return layout_pb2.Chart(title=title, multiline=content)
 
         def interval(one: Series, metric: str) -> layout_pb2.Chart:
-            tag, channel = f"{one.log_name}/{metric}", self._series[one]
+            tag = f"{one.log_name}/{metric}"
             ends = [re.escape(_tag(f"{tag}_{end}")) for end in ("low", "high")]
-            if channel.ranges.get(metric, (0.0, 1.0))[1] > 1:
-                return lines(tag, re.escape(tag))  # of what has no upper end, none may be logged
-            if metric in channel.limits:
-                ends.append(re.escape(channel.limits[metric]))
             return lines(f"{tag} and its 95% interval", re.escape(tag), *ends)
 
-        charted = {one: channel.charted(one) for one, channel in self._series.items()}
         families = "|".join(CARDS.values())
         page = [lines("leakage: the worst attack of each kind", f"{FRONT}/({families})")]
         page += [lines(f"utility: {name}", f"{FRONT}/{re.escape(name)}") for name in self._metrics]
         page += [lines(name, re.escape(name)) for name in self._privacy]
-        page += [interval(one, headline) for one, (headline, *_) in charted.items()]
+        page += [interval(one, channel.headline) for one, channel in self._series.items()]
         page += [lines("gates: 1 where one acted", "gate/.*")]
-        more = [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]
-        if any(channel.gives_control(one.attack) for one, channel in self._series.items()):
+        if any(gives_control(channel, one.attack) for one, channel in self._series.items()):
             title = "controls: what each attack reads of known words"
-            more.insert(0, lines(title, "leakage.*/control"))
-        named = [("leakage and utility", page), ("more of each attack", more)]
-        layout = layout_pb2.Layout(
-            category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]
-        )
+            page.append(lines(title, "leakage.*/control"))
+        category = layout_pb2.Category(title="leakage and utility", chart=page)
+        layout = layout_pb2.Layout(category=[category])
         summary = custom_scalars({})  # type: ignore[no-untyped-call]
         summary.value[0].tensor.string_val[0] = layout.SerializeToString()
         for board in boards:

@@ -14,24 +14,20 @@ from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.gates import (
     GateEvent,
     LeakageLimitExceeded,
-    Verdict,
     announce,
     check_threshold,
+    check_value,
     defenses_to_harden,
     is_worst,
-    known_ranges,
-    range_of,
-    rate_of,
+    judge_worst,
+    why_unread,
 )
 from lightning_fedleak.engine.lifecycle import Engine
-from lightning_fedleak.engine.outcomes import Trials
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.results import WORST
-from lightning_fedleak.evaluation.metrics import MeanTest
-from lightning_fedleak.evaluation.metrics.rates import jaccard_of
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.report.records import GateDecision, Judgement
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import check_choice, check_integer
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
@@ -79,14 +75,13 @@ class Threshold:
         patience: breaches in a row that are let pass before the gate acts.
         strict: an unknown value counts as a breach.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
-        bound: ``"value"`` or ``"lower"``.
-        alpha: probability of a wrong decision over the whole run, for the latter.
 
     Attributes:
         fired: the event of the first time that it acted in the newest run; None so far.
         notches: how often it has turned the defences up.
-        verdict: what the looks so far show; None with ``bound="value"`` and before the first.
         on_weights: it watches the trained weights, at whose looks the same texts are.
+        bound: ``"lower"``: it acts on the lower end of the interval, of the trained weights;
+            else ``"value"``.
 
     Raises:
         ValueError: an argument is out of range, or two arguments contradict each other.
@@ -103,39 +98,31 @@ class Threshold:
         patience: int = 0,
         strict: bool = True,
         name: str | None = None,
-        bound: Literal["value", "lower"] | None = None,
-        alpha: float = 0.05,
     ) -> None:
         if not callable(action):
             check_choice("action", action, self.actions)
-        check_number("alpha", alpha, above=0, below=1)
-        self.bound = check_choice("bound", bound or "value", ("value", "lower"))
-        check_threshold(type(self).__name__, metric, at_most, reachable=self.bound == "value")
+        check_threshold(type(self).__name__, metric, at_most)
         self.metric = metric
         self.at_most = float(at_most)
         self.action = action
         self.patience = check_integer("patience", patience, at_least=0)
         self.strict = strict
         self.name = name or metric.removeprefix("leakage/")
-        self.alpha = alpha
         self.on_weights = False
+        self.bound: Literal["value", "lower"] = "value"
         self.fired: GateEvent | None = None
-        self.verdict: Verdict | None = None
         self.notches = 0
-        self._bound_is_default = bound is None
         self._defenses: tuple[Defense, ...] = ()
         self._watched: tuple[str, ...] = (metric,)
         self._breaches = 0
-        self._evidence: dict[str, MeanTest] | None = None
         self._engine: Engine | None = None
         self._stopped = False
         self._has_result = False
 
     def __repr__(self) -> str:
-        bound = "" if self.bound == "value" else f", bound='{self.bound}'"
         fired = "" if self.fired is None else f", fired at step {self.fired.step}"
         start = f"{self._kind}('{self.metric}', at_most={self.at_most:g}"
-        return f"{start}, {self._action_name}{bound}{fired})"
+        return f"{start}, {self._action_name}{fired})"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -146,10 +133,15 @@ class Threshold:
             "at_most": self.at_most,
             "action": self._action_name,
             "bound": self.bound,
-            "alpha": None if self.bound == "value" else self.alpha,
+            "alpha": self._alpha if self.bound == "lower" else None,
             "strict": self.strict,
             "patience": self.patience,
         }
+
+    @property
+    def _alpha(self) -> float | None:
+        """Return the probability that the interval of the trained weights is wrong at any look."""
+        return None if self._engine is None else self._engine.options.memorization.alpha
 
     @property
     def _kind(self) -> str:
@@ -178,16 +170,17 @@ class Threshold:
             ValueError: the metric cannot be judged in this run; the message says what to change.
         """
         self._engine = engine
-        self.fired, self.verdict = None, None
+        self.fired = None
         hardens = self.action == "harden"
         self._defenses = defenses_to_harden(actions.defenses) if hardens else ()
         self.notches = self._breaches = 0
         self._watched = engine.results.headlines_of(self.metric) or (self.metric,)
         self.on_weights = engine.results.is_looks_dependent(self.metric)
-        if self.on_weights:
-            self._set_bound(engine)
+        is_end = self.metric.endswith(("_low", "_high"))
+        self.bound = "lower" if self.on_weights and not is_end else "value"
+        if not self.on_weights:
+            check_value(self._kind, self.metric)
         self._check_looks(engine, actions.processes)
-        self._evidence = self._new_evidence()
         self._has_result = self._stopped = False
         engine.subscribe(
             partial(self._decide, engine, actions),
@@ -197,34 +190,10 @@ class Threshold:
             after_training=partial(self._conclude, engine, actions),
         )
 
-    def _set_bound(self, engine: Engine) -> None:
-        """Judge trained weights by the ends of intervals, which hold at all looks together."""
-        if self.metric.endswith(("_low", "_high")):
-            if not self._bound_is_default and self.bound != "value":
-                raise ValueError(
-                    f"{self._kind}(bound='{self.bound}') watches '{self.metric}', which is "
-                    "the end of an interval already: leave bound= out"
-                )
-            self.bound = "value"
-        elif self._bound_is_default:
-            self.bound = "lower"
-        alpha = engine.options.memorization.alpha
-        if self.bound == "lower" and self.alpha != alpha:
-            raise ValueError(
-                f"{self._kind}(alpha={self.alpha:g}) watches '{self.metric}', whose intervals hold "
-                f"at all looks together but for {alpha:g}: give Memorization(alpha={self.alpha:g})"
-            )
-
     def _check_looks(self, engine: Engine, clients: int) -> None:
-        """Refuse a rate that can never be known, or never be judged by ``bound="lower"``."""
+        """Refuse a rate that can never be known, or not before a strict gate stops the run."""
         name = self.metric.removesuffix("_worst_client")
         worst = name != self.metric and clients > 1
-        if worst and self.bound == "lower":
-            raise ValueError(
-                f"{self._kind}(bound='lower') cannot watch '{self.metric}' with {clients} "
-                "processes: the largest of several clients' values lies above every client's mean, "
-                "so that a run that is really below would be stopped. Watch the pooled value."
-            )
         if (channel := engine.results.channel_of(name)) is None:
             return
         root, _, rate = name.rpartition("/")
@@ -234,28 +203,23 @@ class Threshold:
                 f"the attack orders all texts rightly: watch '{root}/auc'",
                 stacklevel=2,
             )
-        if (requirement := channel.looks_until_known(rate, 1 if worst else clients)) is None:
-            return
-        looks, why = requirement
-        pooled = 1 if worst or self.bound != "value" else engine.options.games.window
-        if looks > pooled:
+        requirement = channel.requirement(rate, 1 if worst else clients)
+        looks, pooled = requirement.looks, 1 if worst else engine.options.games.window
+        if looks > pooled or (self.strict and looks > self.patience + 1):
+            never = f"this value is of {pooled} look{'s' * (pooled > 1)}, and never known"
+            late = f"it is unknown at the first {looks - 1} looks, which a strict gate treats as"
             raise ValueError(
-                f"{self._subject}: {why}; with bound='{self.bound}' this value is of {pooled} "
-                f"look{'s' * (pooled > 1)}, and never known. Watch the AUC, or give the monitor "
-                "more targets= or (with bound='value') a longer window=, in games=Games(...)"
-            )
-        if self.strict and looks > self.patience + 1:
-            raise ValueError(
-                f"{self._subject}: {why}, so that it is unknown at the first {looks - 1} looks, "
-                "which a strict gate treats as breaches. Watch the AUC, give the monitor more "
-                "targets= in games=Games(...), or pass strict=False"
+                f"{self._subject}: {requirement.why}; "
+                f"{never if looks > pooled else f'{late} breaches'}. Watch the AUC, give the "
+                "monitor more targets= or a longer window=, in games=Games(...), or pass "
+                "strict=False where it is known in time"
             )
 
     def _check_read(self, engine: Engine) -> None:
         """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
         if self.on_weights:
             self._check_private(engine)
-        why = engine.unread(self.metric)
+        why = why_unread(engine, self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
         raise ValueError(
@@ -273,29 +237,12 @@ class Threshold:
             )
         channel = engine.results.channel_of(self.metric)
         assert channel is not None
-        why = channel.never_known(self.metric.rpartition("/")[2]) if self.strict else None
+        why = channel.requirement(self.metric.rpartition("/")[2]).never if self.strict else None
         if why is not None:
             raise ValueError(
                 f"{self._subject}, which a strict gate needs to know: {why}; or "
                 "pass strict=False, and the gate waits"
             )
-
-    def _new_evidence(self) -> dict[str, MeanTest] | None:
-        """Return a test of the mean of each watched value; None where no evidence is collected."""
-        if self.bound == "value" or self.on_weights:
-            return None
-        rate = rate_of(self.metric)
-        if (span := range_of(rate)) is None:
-            names = ", ".join(name.rstrip("_") for name in known_ranges())
-            raise ValueError(
-                f"{self._subject}: bound='lower' needs values of single looks in a known range; "
-                f"'{rate}' has none. Watch one of {names}, each also with _worst_client, or use "
-                "bound='value'"
-            )
-        try:
-            return {name: MeanTest(self.at_most, span=span[:2]) for name in self._watched}
-        except ValueError as error:
-            raise ValueError(f"{self._subject}: {error}") from None
 
     # ---- a look -----------------------------------------------------------------------------
 
@@ -307,17 +254,11 @@ class Threshold:
         # it decides, and the others get what it acts on.
         event = self._read_look(engine) if engine.run.rank == 0 else None
         if event is not None:
-            acts = self._judge(event, engine.results.trials)
-            event = replace(event, verdict=self.verdict) if acts else None
+            event = event if self._judge(event) else None
         event = engine.run.broadcast(event)
         step = engine.results.last_step
-        values = {f"gate/{self.name}": float(event is not None)}
-        if self._evidence is not None:
-            progress = self._nearest_test(self._evidence).highest / -math.log(self._alpha_each)
-            values[f"gate/{self.name}_evidence"] = progress
-        actions.log(values, step)
+        actions.log({f"gate/{self.name}": float(event is not None)}, step)
         if event is not None:
-            self.verdict = event.verdict
             self._fire(engine, actions, event)
         if self.action == "harden":
             actions.log({f"gate/{self.name}_notches": float(self.notches)}, step)
@@ -327,12 +268,11 @@ class Threshold:
         if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
             return
         if not engine.run.broadcast(self._has_result):
-            self._fire(engine, actions, replace(self._event(math.nan), verdict=self.verdict))
+            self._fire(engine, actions, self._event(math.nan))
 
     def _event(
         self,
         value: float,
-        watched: Mapping[str, float] | None = None,
         *,
         metric: str = "",
         source: str = "",
@@ -342,7 +282,7 @@ class Threshold:
         """Return what the gate reads at the newest look; arguments as in :class:`GateEvent`."""
         assert self._engine is not None
         results = self._engine.results
-        ends = (f"{self.metric}_low", f"{self.metric}_high") if self._evidence is None else ("", "")
+        ends = (f"{self.metric}_low", f"{self.metric}_high")
         low, high = (results.latest.get(end, math.nan) for end in ends)
         return GateEvent(
             metric or self.metric,
@@ -356,30 +296,27 @@ class Threshold:
             read=read,
             gate=self.name,
             released=self.on_weights,
-            watched=watched or {},
         )
 
     def _read_look(self, engine: Engine) -> GateEvent | None:
         """Return the watched value at the newest look; None where there is none yet."""
         new = engine.results.look_values
-        values = engine.results.latest if self._evidence is None else new
-        if self.strict and (why := engine.unread(self.metric)) is not None:
-            return self._event(math.nan, dict.fromkeys(self._watched, math.nan), why=why)
+        values = engine.results.latest
+        if self.strict and (why := why_unread(engine, self.metric)) is not None:
+            return self._event(math.nan, why=why)
         if self.on_weights:
             return self._read_interval(new)
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
-        if not any(name in new for name in names):
-            # An attack of the family waits. Evidence is collected from complete looks only.
+        if not any(name in new for name in names):  # an attack of the family waits
             at_least = new.get(f"{self.metric}_at_least", math.nan)
-            if self._evidence is not None or not at_least > self.at_most:
+            if math.isnan(at_least) or at_least <= self.at_most:
                 return None
         value = next((values[name] for name in names if name in values), math.nan)
         if is_worst(self.metric):
             return self._read_worst(engine, values, value)
         counted = engine.results.judge(self.metric, value, self.at_most)
-        watched = {self.metric: counted.value}
-        return self._event(counted.value, watched, why=counted.why, read=value)
+        return self._event(counted.value, why=counted.why, read=value)
 
     def _read_worst(self, engine: Engine, values: Mapping[str, float], value: float) -> GateEvent:
         """Return the worst of a family, with the values that it is the highest of."""
@@ -391,12 +328,12 @@ class Threshold:
                 metric, value = f"{self.metric}_at_least", at_least
         else:  # what is unknown then is of methods that do not apply
             known = {n: v for n, v in watched.items() if not math.isnan(v)}
-            if counted := engine.judge_worst(known, self.at_most):
+            if counted := judge_worst(engine, known, self.at_most):
                 return self._worst_of(counted, known)
         source = next((n for n, v in watched.items() if v == value), "")
         untested = engine.results.untested
         why = untested.get(self.metric.removeprefix(f"{WORST}/"), "") if math.isnan(value) else ""
-        return self._event(value, watched, metric=metric, source=source, why=why)
+        return self._event(value, metric=metric, source=source, why=why)
 
     def _worst_of(self, counted: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
         """Return the highest of judged headlines; one that is unknown, where none is too high."""
@@ -407,7 +344,7 @@ class Threshold:
         if blind and not (known and known[source] > self.at_most):
             source = blind
         why = f"{source}: {counted[source].why}" if source == blind else counted[source].why
-        return self._event(watched[source], watched, source=source, why=why, read=read[source])
+        return self._event(watched[source], source=source, why=why, read=read[source])
 
     def _ends(self, values: Mapping[str, float], end: str) -> dict[str, float]:
         """Return an end of each watched interval, of a family's worst the joint one.
@@ -438,8 +375,8 @@ class Threshold:
             highs = (new.get(f"{n}_high", math.nan) for n in ends if n not in known)
             read = any(not math.isnan(high) for high in highs)
             why = "too few texts are compared at this look to decide" if read else ""
-            return self._event(math.nan, ends, why=why)  # it may be above
-        return self._event(known[source], ends, source=source)
+            return self._event(math.nan, why=why)  # it may be above
+        return self._event(known[source], source=source)
 
     def choice(self, loss: float) -> float:
         """Return ``leakage/choose``: what to keep a checkpoint by, the lower the better.
@@ -460,53 +397,16 @@ class Threshold:
         loss = engine.run.broadcast(loss if allowed else math.inf)
         return loss if weights is None else weights.choose(loss)
 
-    # ---- evidence from many looks, which holds whenever one stops to read it ----------------
-
-    def _judge(self, event: GateEvent, trials: Mapping[str, Trials]) -> bool:
+    def _judge(self, event: GateEvent) -> bool:
         """Return whether the gate acts, with this look counted."""
         unknown = math.isnan(event.value)
         self._has_result |= not unknown
-        breach = self.strict if unknown else event.value > self.at_most
-        fires = False
-        if self._evidence is not None:
-            for name, value in event.watched.items():
-                if not math.isnan(value):
-                    trial = trials.get(name.removesuffix("_worst_client"))
-                    scaled = None if trial is None else self._scaled(trial)
-                    self._evidence[name].update(value, scaled)
-            self.verdict = self._new_verdict(self._evidence)
-            fires = self.verdict.fires
-            # What is read at least, of a worst that is unknown, is no evidence.
-            unknown |= event.metric != self.metric or any(map(math.isnan, event.watched.values()))
-            breach = unknown and self.strict
-        if breach:
+        if self.strict if unknown else event.value > self.at_most:
             self._breaches += 1
-        elif not unknown:
+            return self._breaches > self.patience
+        if not unknown:
             self._breaches = 0
-        return fires or (breach and self._breaches > self.patience)
-
-    def _scaled(self, trials: Trials) -> tuple[float, float, int]:
-        """Return the mean of trials, their threshold and number; F1 is no mean of types, J is."""
-        if rate_of(self.metric).removesuffix("_worst_client") == "f1":
-            return jaccard_of(trials.mean), jaccard_of(self.at_most), trials.number
-        return trials.mean, self.at_most, trials.number
-
-    @property
-    def _alpha_each(self) -> float:
-        """Return the probability of error that is left for each watched value."""
-        alpha = self.alpha / 2 ** (self.notches + 1) if self.action == "harden" else self.alpha
-        return alpha / len(self._watched)
-
-    @staticmethod
-    def _nearest_test(tests: Mapping[str, MeanTest]) -> MeanTest:
-        """Return the test that fires, or else the one nearest to firing."""
-        return max(tests.values(), key=lambda test: (test.highest, test.looks))
-
-    def _new_verdict(self, tests: Mapping[str, MeanTest]) -> Verdict:
-        test, alpha = self._nearest_test(tests), self._alpha_each
-        fires = test.highest >= -math.log(alpha)
-        evidence = math.exp(min(test.highest, 700.0))
-        return Verdict(fires, evidence, 1 / alpha, alpha, test.mean, test.looks)
+        return False
 
     # ---- what it does -----------------------------------------------------------------------
 
@@ -531,7 +431,6 @@ class Threshold:
         if hardened:
             self.notches += 1
             self._breaches = 0
-            self._evidence = self._new_evidence()
             announce(f"{start} hardened the run {event}")
         elif stops:
             self._stopped = True
@@ -546,39 +445,21 @@ class Threshold:
 
     # ---- checkpoints ------------------------------------------------------------------------
 
-    @property
-    def _question(self) -> list[Any]:
-        """Return what the evidence is about."""
-        return [self.metric, self.at_most, *self._watched]
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the breaches counted so far, the notches and the evidence."""
+        """Return the breaches counted so far, and the notches."""
         state: dict[str, Any] = {"breaches": self._breaches}
         if self.action == "harden":
             state["notches"] = self.notches
-        if self._evidence is not None:
-            tests = {name: test.state_dict() for name, test in self._evidence.items()}
-            state["evidence"] = {"question": self._question, "tests": tests}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, except evidence on another question."""
+        """Restore what :meth:`state_dict` returned."""
         self._breaches = state_dict["breaches"]
         self.notches = state_dict.get("notches", 0)
         if self.notches:
-            self._evidence = self._new_evidence()
             rank_zero_info(
                 f"{self._kind} '{self.name}': the run goes on as hardened, {self.notches} "
                 f"notch{'es' * (self.notches > 1)} so far"
-            )
-        saved, tests = state_dict.get("evidence"), self._evidence or {}
-        if saved is not None and tests and saved.get("question") == self._question:
-            for name, test in tests.items():
-                test.load_state_dict(saved["tests"][name])
-        elif saved is not None or tests:
-            announce(
-                f"{self._kind} '{self.name}': the checkpoint's evidence is for another metric, "
-                "threshold or bound, and is not used; this gate begins again without evidence"
             )
 
 

@@ -1,12 +1,11 @@
 """Federated rounds: what an update gives away, seen by the client or by the server."""
 
-from lightning_fedleak.defenses import QuantileClip as QuantileClip
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
-from lightning_fedleak.federation.client_settings import (
+from lightning_fedleak.federation.client_dp import (
     ClientReleaseSettings as ClientReleaseSettings,
 )
-from lightning_fedleak.federation.client_settings import ClientSampling as ClientSampling
-from lightning_fedleak.federation.client_settings import Trusted as Trusted
+from lightning_fedleak.federation.client_dp import ClientSampling as ClientSampling
+from lightning_fedleak.federation.client_dp import Trusted as Trusted
 from lightning_fedleak.federation.gate import RoundGate as RoundGate
 from lightning_fedleak.federation.hand_over import HandOver as HandOver
 from lightning_fedleak.federation.hand_over import TrainedOn as TrainedOn
@@ -15,10 +14,10 @@ from lightning_fedleak.federation.hand_over import report_batches as report_batc
 from lightning_fedleak.federation.hand_over import trained_on as trained_on
 from lightning_fedleak.federation.observer import SUM as SUM
 from lightning_fedleak.federation.observer import RoundObserver as RoundObserver
+from lightning_fedleak.federation.observer import RoundSettings as RoundSettings
 from lightning_fedleak.federation.outgoing import Leaving as Leaving
 from lightning_fedleak.federation.outgoing import OutgoingUpdates as OutgoingUpdates
 from lightning_fedleak.federation.round_look import RoundLook as RoundLook
-from lightning_fedleak.federation.round_run import RoundSettings as RoundSettings
 from lightning_fedleak.federation.updates import Release as Release
 from lightning_fedleak.federation.updates import UpdateError as UpdateError
 from lightning_fedleak.federation.updates import UpdateSum as UpdateSum

@@ -11,8 +11,10 @@ import math
 import os
 import random
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -22,19 +24,39 @@ from lightning_fedleak.defenses.accounting import (
     Accountant,
     AccountantKind,
     Budget,
-    ClipPath,
     SamplingScheme,
-    effective_noise_multiplier,
 )
+from lightning_fedleak.defenses.accounting.ledger import check_terms
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
-from lightning_fedleak.federation import client_settings
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
 from lightning_fedleak.messages import rank_zero_warn
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 C = TypeVar("C")
 
-HARDEN_FACTOR = 2.0  # of the noise, each time that a gate turns it up; not tuned
 MAX_HARDENINGS = 10  # so that the noise grows at most 1024 times before an update is withheld
+
+
+ClientSampling = Literal["all", "poisson", "fixed"]
+Trusted = Literal["central", "local", "secure_aggregation"]
+
+_number = partial(check_number, error=DefenseError)
+_integer = partial(check_integer, error=DefenseError)
+_choice = partial(check_choice, error=DefenseError)
+
+
+@dataclass(frozen=True)
+class ClientReleaseSettings:
+    """Rarely changed settings of a client's releases.
+
+    Attributes:
+        dropouts: with ``trust="secure_aggregation"``, number of clients in a round whose share of
+            noise may be missing.
+        seed: for tests only. Whoever knows the seed can remove the noise, so epsilon is infinite.
+    """
+
+    dropouts: int = 0
+    seed: int | None = None
 
 
 class ClientDP(Defense):
@@ -70,8 +92,7 @@ class ClientDP(Defense):
     is logged of leakage, and why noise was turned up in sight of data.
 
     Args:
-        clip: largest 2-norm of a client's update, all shared tensors together; the first one where
-            ``release`` has a quantile.
+        clip: largest 2-norm of a client's update, all shared tensors together.
         noise_multiplier: standard deviation of the noise on the sum, over ``clip``; None: found
             from ``target_epsilon`` and ``rounds``.
         clients: of the whole federation.
@@ -88,7 +109,7 @@ class ClientDP(Defense):
         ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
             says what the releases are accounted by. With ``trust="central"`` the server keeps it,
             otherwise each client its own.
-        release: shares of noise that may be missing, and a clip norm that follows a quantile:
+        release: shares of noise that may be missing, and a seed for tests:
             :class:`ClientReleaseSettings`.
 
     Raises:
@@ -106,31 +127,30 @@ class ClientDP(Defense):
         clients: int,
         target_delta: float,
         per_round: float | None = None,
-        sampling: client_settings.ClientSampling = "all",
-        trust: client_settings.Trusted = "central",
+        sampling: ClientSampling = "all",
+        trust: Trusted = "central",
         target_epsilon: float | None = None,
         rounds: int | None = None,
         accountant: AccountantKind | Literal["filter"] = "prv",
         ledger: str | os.PathLike[str] | None = None,
-        release: client_settings.ClientReleaseSettings | None = None,
+        release: ClientReleaseSettings | None = None,
     ) -> None:
-        release = release or client_settings.ClientReleaseSettings()
-        client_settings.check_numbers(
+        release = release or ClientReleaseSettings()
+        _check_numbers(
             clip, noise_multiplier, target_epsilon, rounds, target_delta, clients, accountant
         )
         self.clip = float(clip)
         self.clients = clients
-        self.sampling: client_settings.ClientSampling = sampling
-        self.per_round = client_settings.expect_per_round(sampling, per_round, clients)
-        self.trust: client_settings.Trusted = trust
+        self.sampling: ClientSampling = sampling
+        self.per_round = _expect_per_round(sampling, per_round, clients)
+        self.trust: Trusted = trust
         self.dropouts = release.dropouts
-        client_settings.check_trust(trust, sampling, accountant, release, self.per_round)
+        _check_trust(trust, sampling, release, self.per_round)
         amplified = trust == "central" and sampling != "all"
         self.replaces = trust != "central" or sampling == "fixed"
         accounted_as: SamplingScheme = (
             "without_replacement" if amplified and sampling == "fixed" else "poisson"
         )
-        self._path = ClipPath(release.quantile)
         self.rounds = rounds
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -142,17 +162,15 @@ class ClientDP(Defense):
             target_epsilon,
             target_delta,
             seeded=release.seed is not None,
-            harden_factor=HARDEN_FACTOR,
             max_hardenings=MAX_HARDENINGS,
             sampling=accounted_as,
             owner="ClientDP",
         )
         self.ledger = None if ledger is None else str(ledger)
         if ledger is not None:
-            client_settings.check_terms(Path(ledger), self._terms())
+            check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
         self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
-        self._share_of_noise()
         self.guarantee = self._describe_guarantee()
         self._entropy = os.urandom(32)
         self._releases = 0
@@ -163,19 +181,6 @@ class ClientDP(Defense):
     def _sensitivity(self) -> float:
         """How far two neighbours' sums may be apart, over the clip norm."""
         return 2.0 if self.replaces else 1.0
-
-    @property
-    def clip_norm(self) -> float:
-        """The norm to which the next release clips."""
-        return self.clip * self._path.factor
-
-    def _share_of_noise(self) -> float:
-        """Return the noise on a sum of updates over what it would be if no clients were counted.
-
-        Raises:
-            DefenseError: the count alone costs more than the noise allows.
-        """
-        return self._path.share_of_noise(self.noise_multiplier, self.per_round)
 
     @property
     def noise_multiplier(self) -> float:
@@ -193,17 +198,13 @@ class ClientDP(Defense):
         std = self.noise_multiplier * self.clip
         if self.trust == "local":
             return std
-        whole = effective_noise_multiplier(
-            1.0, int(self.per_round), "central", colluding=self.dropouts
-        )
-        return std / whole
+        return std / math.sqrt(int(self.per_round) - self.dropouts)
 
     @property
     def mean_noise_std(self) -> float:
         """Standard deviation of the noise on each number of the mean over clients."""
         if self.trust == "central":
-            std = self.noise_multiplier * self._share_of_noise() * self.clip_norm
-            return std / self.per_round
+            return self.noise_multiplier * self.clip / self.per_round
         return self.own_noise_std / math.sqrt(self.per_round)
 
     def relative_noise(self, numbers: int) -> float:
@@ -214,7 +215,7 @@ class ClientDP(Defense):
         Args:
             numbers: that are trained.
         """
-        return self.mean_noise_std * math.sqrt(numbers) / self.clip_norm
+        return self.mean_noise_std * math.sqrt(numbers) / self.clip
 
     @property
     def accountant(self) -> Accountant | RenyiFilter:
@@ -233,12 +234,10 @@ class ClientDP(Defense):
 
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return what it was built with, for the record of a run."""
-        quantile = self._path.quantile
         return {
             **super().settings(),
             "accountant": self._budget.kind,
             "noise_multiplier": self.noise_multiplier,
-            **({} if quantile is None else {"clip_quantile": f"{quantile.quantile:g}"}),
         }
 
     def before_setup(self, context: DefenseContext) -> None:
@@ -262,7 +261,7 @@ class ClientDP(Defense):
         return self.trust != "secure_aggregation" and self._budget.can_harden
 
     def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``, from the next release on."""
+        """Double the noise, from the next release on."""
         return self._budget.harden() if self.can_harden else None
 
     # ---- a round ----------------------------------------------------------------------------
@@ -332,15 +331,12 @@ class ClientDP(Defense):
                 f"ClientDP: {len(clients)} clients took part in a round of at most {most:g}: draw "
                 "them with drawn()"
             )
-        return UpdateSum(clients, like, self.clip_norm, self._release_sum)
+        return UpdateSum(clients, like, self.clip, self._release_sum)
 
     def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
         """Return the noised mean of a sum of clipped updates: one release."""
-        std = self._record_release() * self._share_of_noise() * sums.clip
-        key = self._key(self._releases, 0, "quantile")
-        mean = self._add_noise(sums.total, std, sums.like, 1 / self.per_round)
-        self._path.follow(sums.balance, self.per_round, key)
-        return mean
+        std = self._record_release() * sums.clip
+        return self._add_noise(sums.total, std, sums.like, 1 / self.per_round)
 
     def privatized(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         """Return a client's update, clipped and with its own noise: one release of this client.
@@ -399,14 +395,27 @@ class ClientDP(Defense):
     def check_rounding(self, like: Update) -> None:
         """Refuse a model whose dtype rounds a client's share of noise away.
 
+        Shares add up to the whole noise only before rounding. Rounding to steps of one standard
+        deviation changes the distribution of the sum by ``exp(-2 pi^2)``, 3e-9. With far larger
+        steps a share has no effect.
+
         Args:
             like: what was sent of what is trained.
 
         Raises:
             DefenseError: names the tensor.
         """
-        if self.trust == "secure_aggregation":
-            client_settings.check_rounding(like, self.own_noise_std)
+        std = self.own_noise_std
+        for name, tensor in like.items() if self.trust == "secure_aggregation" else ():
+            eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
+            step = eps * float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+            if not step <= std:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise DefenseError(
+                    f"ClientDP: '{name}' was sent in {dtype} with numbers that are rounded to "
+                    f"steps of {step:.2g}, which rounds a share of noise of {std:.2g} away: send "
+                    "float32, or clip higher"
+                )
 
     def check_server(self, owner: str) -> None:
         """Raise an error where the server's noise, or its account after a restart, does not hold.
@@ -458,17 +467,17 @@ class ClientDP(Defense):
         return noised
 
     def _key(self, release: int, index: int, stream: str) -> bytes:
-        return noise_key(base_of(self._entropy, self.seed), 0, release, index, self.name, stream)
+        base = base_of(self._entropy, self.seed)
+        return noise_key(base, release, index, client=0, name=self.name, stream=stream)
 
     # ---- what survives ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return the account of the releases, how far the noise is turned up, and the clip norm."""
-        return self._budget.state_dict() | {"log_factor": self._path.log_factor}
+        """Return the account of the releases, and how far the noise is turned up."""
+        return self._budget.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the count of releases; the account never runs backwards."""
-        self._path.log_factor = float(state.get("log_factor", 0.0))
         self._budget.load_state_dict(state, self._budget.accountant.steps)
         self._budget.check_not_overdrawn()
 
@@ -501,3 +510,72 @@ class ClientDP(Defense):
             f"{secret} Not covered: what clients send besides their updates, leakage logs, and "
             "why noise was turned up in sight of data."
         )
+
+
+def _check_numbers(
+    clip: float,
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    rounds: int | None,
+    target_delta: float,
+    clients: int,
+    accountant: str,
+) -> None:
+    """Refuse a clip norm, noise, a budget, rounds, a delta or accountant without a guarantee."""
+    _number("ClientDP: clip", clip, above=0)
+    hint = "an epsilon of 0 allows no release"
+    _number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True, hint=hint)
+    if noise_multiplier is None and (target_epsilon is None or rounds is None):
+        raise DefenseError(
+            "ClientDP: give noise_multiplier, or target_epsilon and rounds, from which it is "
+            "computed"
+        )
+    hint = "without noise no epsilon holds"
+    _number("ClientDP: noise_multiplier", noise_multiplier, above=0, optional=True, hint=hint)
+    _integer("ClientDP: rounds", rounds, optional=True)
+    _integer("ClientDP: clients", clients)
+    hint = "publishing one client's data at random must not count as private"
+    _number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
+    _choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
+    if accountant == "filter" and target_epsilon is None:
+        raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
+
+
+def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
+    """Return the expected number of clients in a round.
+
+    Raises:
+        DefenseError: ``per_round`` does not fit the other settings.
+    """
+    _choice("ClientDP: sampling", sampling, get_args(ClientSampling))
+    if sampling == "all":
+        hint = "with sampling='all' each client takes part"
+        _choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
+        return float(clients)
+    if per_round is None:
+        raise DefenseError(f"ClientDP: sampling={sampling!r} needs per_round=, clients of a round")
+    hint = f"sampling={sampling!r} draws so many of the clients"
+    drawn = _number("ClientDP: per_round", per_round, above=0, at_most=clients, hint=hint)
+    if sampling == "fixed" and drawn % 1:
+        raise DefenseError(f"ClientDP: with sampling='fixed' per_round={drawn!r} must be whole")
+    return float(drawn)
+
+
+def _check_trust(
+    trust: str, sampling: str, release: ClientReleaseSettings, per_round: float
+) -> None:
+    """Refuse settings under which the noise, or its account, is not that of the whole sum."""
+    hint = (
+        "the server sees each update and adds the noise, each client adds its own, or each adds a "
+        "share and the server sees only the sum"
+    )
+    _choice("ClientDP: trust", trust, get_args(Trusted), hint=hint)
+    if trust == "secure_aggregation" and sampling == "poisson":
+        raise DefenseError(
+            "ClientDP: shares of noise add up to the whole only where it is known how many clients "
+            "take part: with trust='secure_aggregation' use sampling='fixed' or 'all'"
+        )
+    shared = trust == "secure_aggregation"
+    most = math.ceil(per_round) - 1 if shared else 0
+    hint = f"fewer than the {per_round:g} clients of a round" if shared else "for shares of noise"
+    _integer("ClientDP: dropouts", release.dropouts, at_least=0, at_most=most, hint=hint)

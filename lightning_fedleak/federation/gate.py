@@ -6,6 +6,7 @@ import math
 from typing import Literal
 
 from lightning_fedleak.engine import GateEvent, Threshold, is_worst, names_there_are
+from lightning_fedleak.engine.gates import judge_worst
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.validate import check_choice
@@ -19,7 +20,8 @@ class RoundGate(Threshold):
     Every round is judged by its own value, not by one that is pooled over rounds. What is
     *unknown* counts as a breach: an attack that failed, that waits for its first result, that is
     not played, or whose surface is not shared; and a rate at or below the threshold of fewer than
-    16 texts of the round and 16 others. A value that no update here can have is refused beforehand.
+    16 texts of the round and 16 non-members. A value that no update here can have is refused
+    beforehand.
 
     In the first round of a LoRA nothing can be read of its words *yet*, as long as its B is zero:
     one update of a client is let pass by a gate on words for that, and a second one is not.
@@ -113,11 +115,15 @@ class RoundGate(Threshold):
         roots = [name.rpartition("/")[0] for name in self._watched]
         if not is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
             return math.nan, "what the attack reads is not shared, and something else is"
-        values = [look.now.get(name, math.nan) for name in self._watched]
+        known = {name: look.now.get(name, math.nan) for name in self._watched}
+        known = {name: value for name, value in known.items() if not math.isnan(value)}
+        judged = judge_worst(look.engine, known, self.at_most)
+        values = [one.value for one in judged.values()]
         if breaches := [value for value in values if value > self.at_most]:
             return max(breaches), ""  # whatever else of the worst is unknown
         value = look.now.get(self.metric, math.nan)
         few = [look.too_few[root] for root in roots if root in look.too_few]
+        few += [one.why for one in judged.values() if math.isnan(one.value)]  # a control is low
         if not math.isnan(value) and not few:
             return value, ""
         failures = [look.unknown[root] for root in roots if root in look.unknown]

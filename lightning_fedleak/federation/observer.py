@@ -6,33 +6,37 @@ a Trainer. The x axis is the round.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-import json
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import (
+    AUTOCAST,
     WORST,
     BoardLogger,
+    Channel,
     Destination,
     Engine,
     Games,
     Look,
-    Memory,
+    Run,
     Unknown,
+    WatchSettings,
     announce,
+    cadence_of,
     family_of,
     optimizers_of,
-    overhead_of,
     parts_of,
     reason,
     why_never_judged,
@@ -40,12 +44,10 @@ from lightning_fedleak.engine import (
 from lightning_fedleak.federation import updates
 from lightning_fedleak.federation.hand_over import Recorded
 from lightning_fedleak.federation.round_look import RoundLook, failed_look, read_look
-from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
 from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
-from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice, check_integer
 
 if TYPE_CHECKING:
@@ -56,12 +58,65 @@ SUM = "sum"
 
 Side = Literal["client", "server"]
 
-MEMORY_FILE = "memorization_rounds.json"
-"""What a client remembers of the models that it was sent, beside the base's answers.
 
-A client's rounds may run in several processes. What the first model said of the client's texts, and
-which of them left in an update, is in a file that only the client's user may read.
-"""
+@dataclass(frozen=True)
+class RoundSettings(WatchSettings):
+    """The rare settings of a :class:`RoundObserver`, beside those that a monitor has too.
+
+    Stages, clients and rounds are its own, and it writes neither texts nor a report.
+
+    Attributes:
+        fresh: whether clients begin each round with a fresh optimizer.
+        federation: a name that all observers of one federation have: one run in a report. A second
+            federation needs another name.
+    """
+
+    fresh: bool = True
+    federation: str | None = None
+
+    def refuse(self, face: str, *names: str) -> None:
+        """Refuse settings that a face does not have, and all faces but that of rounds.
+
+        Raises:
+            ValueError: the face watches no rounds, or names the first setting that is set.
+        """
+        if face != "RoundObserver":
+            raise ValueError(f"{face} watches no rounds: pass settings=WatchSettings(...)")
+        super().refuse(face, *names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRun(Run):
+    """Describe a federation to the engine: one process, in which a client is a number, its rank.
+
+    Attributes:
+        optimizers: the one that the server prescribed.
+        local_steps: optimizer steps of a round.
+        rounds: holds the number of the round at work.
+    """
+
+    watcher: ClassVar[str] = "RoundObserver"
+    unit: ClassVar[Literal["step", "round"]] = "round"
+
+    client: str = "rank"
+    optimizers: Sequence[Optimizer] = ()
+    local_steps: int = 1
+    rounds: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def step(self) -> int:
+        """Return the number of the round at work."""
+        return self.rounds[0]
+
+    @property
+    def optimizer_step(self) -> int:
+        """Return the number of local steps before this round."""
+        return self.rounds[0] * self.local_steps
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return autocast, where clients train in it."""
+        dtype = AUTOCAST.get(self.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
 
 class RoundObserver:
@@ -82,12 +137,6 @@ class RoundObserver:
     Results, numbers only, go to ``leakage.jsonl`` in ``folder``, a line for each round, client and
     attack, to ``run.jsonl``, and to TensorBoard. What fails is *unknown* and counted in
     ``monitor/failures``. Rates of membership games are pooled over the rounds of a client.
-
-    **What the model that is sent has memorized** is asked with ``RoundSettings(data=...)``, on the
-    client's side: of the texts of this client that left in earlier updates, against those that
-    :func:`~lightning_fedleak.evaluation.canaries.leave_out` left out of its data, beside what the
-    first model that it was sent said of both. :meth:`look` does so once in a round; :meth:`ask`
-    does so of a model that is not trained any more, the last one.
 
     Args:
         model: of the architecture that clients train, with ``requires_grad`` as they have it. The
@@ -110,8 +159,6 @@ class RoundObserver:
         run: the federation, as attacks know it.
         round_: number of the round at work; -1 before the first.
         next_look: by client, the first round that ``max_overhead`` lets it be looked at again.
-        took_part: by client, whether an update of it may have left already, so that what it is sent
-            is no base; by default where the first round here is later than round 1.
 
     Raises:
         ValueError: contradictory or unknown arguments, or an attack that cannot read this model.
@@ -136,24 +183,20 @@ class RoundObserver:
             raise TypeError("RoundObserver(settings=) takes RoundSettings, which has all of theirs")
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
-        unused = ("stages", "reveal", "local_steps", "report", "utility", "client", "scaler")
-        settings.refuse(type(self).__name__, *unused)
-        data = settings.data
-        in_rounds = replace(settings, local_steps=local_steps)
-        self.engine = Engine(*parts_of(attacks, in_rounds, games, weights=data is not None))
-        at_weights = [a.name for c in self.engine.channels if c.at_weights for a in c.attacks]
-        if (data is None and at_weights) or (data is not None and side == "server"):
+        unused = ("stages", "reveal", "report", "utility", "client", "scaler")
+        settings.refuse(type(self).__name__, *unused, "memorization")
+        self.engine = Engine(*parts_of(attacks, settings, games, local_steps=local_steps))
+        if any(c.attacks for c in self.engine.channels if c.at_weights):
             raise ValueError(
-                "attacks on trained weights ask the model about texts of a client: give "
-                "settings=RoundSettings(data=...), a function that returns a client's loader, on "
-                "the client's side; or run `fedleak memorization` on the final model"
+                "attacks on trained weights read no update of a round: run `fedleak memorization` "
+                "on the final model"
             )
         self.model = model
         self.side: Side = side
         self.folder = Path(folder)
         self.federation = settings.federation
         self.settings = settings
-        self._cadence = None if max_overhead is None else overhead_of(max_overhead)
+        self._cadence = None if max_overhead is None else cadence_of(None, max_overhead, auto=False)
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
@@ -174,10 +217,7 @@ class RoundObserver:
         self._is_stale = False
         self._failures: dict[str, str] = {}
         self._clients: dict[tuple[str | int, Stage], Engine] = {}
-        self.took_part: dict[str | int, bool] = {}
         self._returned: dict[tuple[str | int, Stage], tuple[int, dict[str, int]]] = {}
-        self._memories: dict[str | int, Memory] = {}
-        self._first_round = 0
         self.round_ = -1
 
     # ---- a round ----------------------------------------------------------------------------
@@ -207,7 +247,6 @@ class RoundObserver:
         self._keys_sent = updates.load_sent(self.model, self._names, sent)
         self.run.rounds[0] = round_
         if self._sent is None:
-            self._first_round = round_
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale, self._sent, self.round_ = True, sent, round_
 
@@ -263,7 +302,7 @@ class RoundObserver:
             compression: method of what is in ``returned``; None: as the ``defenses`` say.
             utility: further values of this round, logged as ``utility/<name>``.
             logged: write it down at once, as of an update that leaves; else by :meth:`log`, or not
-                at all (:meth:`forget`), and :meth:`leaves` says that it leaves.
+                at all (:meth:`forget`).
 
         Returns:
             What was found. An update that cannot be read is *unknown*.
@@ -274,10 +313,9 @@ class RoundObserver:
         if (sent := self._sent) is None:
             raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
-        weights_look = None if client == SUM else self.ask(client)
         engine = self._engine_of(client, stage)
         look, utility = Look(self.round_), utility or {}
-        before: Mapping[str, object] = {}
+        before: Mapping[str, Any] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
 
@@ -308,21 +346,16 @@ class RoundObserver:
             )
 
         try:
-            before = engine.results.state_dict()
+            before = _state_of(engine)
             self._refresh(look, engine)
             outcomes = engine.read_update(look, batches, take)
             round_look = read_look(
                 look, engine, outcomes, client, before, utility, scored=batches is not None
             )
-            if weights_look is not None:
-                seconds = round_look.seconds + weights_look.seconds
-                round_look = replace(round_look, seconds=seconds)
         except Exception as error:  # of ours, which is to end no round
             round_look = failed_look(look, engine, client, before, reason(error), utility)
         if logged:
             try:
-                if client != SUM:
-                    self.leaves(client, batches or ())
                 self.log(round_look)
             except Exception as error:  # the update leaves all the same
                 announce(f"RoundObserver: not all of a look was written: {reason(error)}")
@@ -334,69 +367,6 @@ class RoundObserver:
         if client == SUM or any(d.defers for d in defenses):
             return AVERAGED if defenses else ""
         return next((d.compression.method for d in defenses if d.compression is not None), "")
-
-    # ---- the model that was sent ------------------------------------------------------------
-
-    def ask(self, client: str | int = 0) -> RoundLook | None:
-        """Ask the model that was sent about a client's own texts, and log what it gives away.
-
-        Once in a round: again in the same round, or without ``data``, nothing is asked.
-
-        Args:
-            client: whose texts.
-
-        Returns:
-            What was found; None where nothing was asked.
-
-        Raises:
-            ValueError: nobody can be compared, and the attack was listed.
-        """
-        if self.settings.data is None:
-            return None
-        engine = self._recalled(client)
-        if engine.weights is None:
-            return None
-        try:
-            results = engine.weights.look_at_end()
-        except Exception as error:  # of ours, which is to end no round
-            unknown = engine.results.all_unknown(reason(error))
-            local = {s: o for s, o in unknown.items() if s in engine.weights.series}
-            results = Look(self.round_), local
-        if results is None:
-            return None
-        look, outcomes = results
-        before = engine.results.state_dict()
-        round_look = read_look(look, engine, outcomes, client, before, {}, scored=True)
-        self.log(round_look)
-        self._remember(client, engine.weights.state_dict())
-        return round_look
-
-    def leaves(self, client: str | int, batches: Sequence[Any]) -> None:
-        """Note that an update which was trained on these batches leaves the client in this round.
-
-        From the next round on its texts are among those that the models may have memorized. Where
-        that cannot be noted a warning says so, and no later model is a base.
-
-        Args:
-            client: whose update it is.
-            batches: that it was trained on.
-        """
-        try:
-            if self.settings.data is None:
-                return
-            memory: Memory | None = {}  # where what left is not known, no later model is a base
-            try:
-                weights = self._recalled(client).weights
-                if weights is not None:
-                    for batch in batches:
-                        weights.batch_begins(batch)
-                memory = None if weights is None else weights.state_dict()
-            finally:
-                self.took_part[client] = True
-                if memory is not None:
-                    self._remember(client, memory)
-        except Exception as error:  # which the client's data or disk may have provoked
-            announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
 
     def _check_new(self, client: str | int, stage: Stage, returned: State) -> None:
         """Refuse what a client has returned in an earlier round already.
@@ -417,55 +387,6 @@ class RoundObserver:
                 f"the model of round {self.round_}: an update of an earlier round"
             )
         self._returned[client, stage] = (self.round_, sums)
-
-    def _recalled(self, client: str | int) -> Engine:
-        """Return the engine of a client, with what other processes have noted of it."""
-        engine = self._engine_of(client, Stage.SHARED)
-        _, state = self._recall(client) or (0, {})
-        if engine.weights is not None and state and state != self._memories[client]:
-            engine.weights.follow(state)
-        return engine
-
-    def _remember(self, client: str | int, state: Memory) -> None:
-        """Write down a client's state after a round, for its next process."""
-        if self.federation is None:
-            return
-        plain = {
-            name: {n: v.tolist() if isinstance(v, Tensor) else v for n, v in part.items()}
-            for name, part in state.items()
-        }
-        content = {"federation": self.federation, "round": self.round_, "state": plain}
-        path = self.folder / f"client_{client}" / MEMORY_FILE
-        write_secret(path, content, replace=True)
-        self._memories[client] = json.loads(json.dumps(plain))
-
-    def _recall(self, client: str | int) -> tuple[int, Memory] | None:
-        """Return the round that a client wrote last, and its state; None: nothing of this run."""
-        if self.federation is None:
-            return None
-        try:
-            path = self.folder / f"client_{client}" / MEMORY_FILE
-            content = read_secret(path, "the client's memory")
-        except FileNotFoundError:
-            return None
-        if content["federation"] != self.federation:
-            return None
-        return content["round"], content["state"]
-
-    def _meet_client(self, client: str | int) -> tuple[RoundRun, Memory]:
-        """Return the federation as this client, and what it remembers of earlier rounds.
-
-        What a client is first sent is its base, unless an update of it has left before.
-        """
-        run = replace(self.run, rank=zlib.crc32(str(client).encode()))
-        if self.settings.data is None or client == SUM:
-            return run, {}
-        memory = self._recall(client)
-        took_part = self.took_part.get(client, self._first_round > 1)
-        is_base = memory is None and not took_part
-        round_, state = memory or (0, {})
-        self._memories[client] = state = state if round_ <= self.round_ else {}
-        return replace(run, training_loader=self.settings.data(client), holds_base=is_base), state
 
     def _refresh(self, look: Look, engine: Engine) -> None:
         """Let the attacks follow the model that was sent, at the first look of a round."""
@@ -529,7 +450,10 @@ class RoundObserver:
         One at an update that did not leave, say, which is to count in no rate.
         """
         if look.before:  # empty where a look failed that was not added
-            look.engine.results.load_state_dict(look.before)
+            look.engine.results.load_state_dict(look.before["results"])
+            states = look.before["channels"]
+            for channel, state in zip(_in_rounds(look.engine), states, strict=True):
+                channel.load_state_dict(state)
 
     def _keys(self) -> dict[str, str]:
         """Return the name that was sent for every role that an attack reads."""
@@ -546,22 +470,15 @@ class RoundObserver:
         # Results are in the order of the channels.
         order = [type(channel) for channel in self.engine.channels]
         attacks = sorted(self.engine.selection.attacks, key=lambda a: order.index(family_of(a)))
-        if stage is Stage.AGGREGATE:  # which has no texts of its own
-            attacks = [a for a in attacks if not family_of(a).at_weights]
         engine = Engine(
             replace(self.engine.selection, attacks=tuple(attacks)),
             replace(self.engine.options, stages=(stage,)),
             self.engine,
         )
-        destination = Destination(
-            self.folder,
-            (),
-            self._boards(client),
-            client=client,
-        )
+        destination = Destination(self.folder, (), self._boards(client), client=client)
         # Games are drawn by it: the same whoever was looked at before, and in which process.
-        run, memory = self._meet_client(client)
-        engine.join(run, destination, memory)
+        run = replace(self.run, rank=zlib.crc32(str(client).encode()))
+        engine.join(run, destination)
         self._clients[client, stage] = engine
         return engine
 
@@ -585,8 +502,8 @@ class RoundObserver:
             engine.rounds_end()
         self.engine.end(how)
         for engine in self._clients.values():
-            for channel in engine.channels:
-                channel.close()
+            for remove in (one for channel in engine.channels for one in channel.removers):
+                remove()
             assert engine.report is not None
             try:
                 engine.report.cards.close()
@@ -621,3 +538,14 @@ def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
             f"local_steps={local_steps}: give it {steps}, or report each batch of each step "
             "(trained_on(batch, step=False) of one whose gradient is accumulated)"
         )
+
+
+def _in_rounds(engine: Engine) -> list[Channel]:
+    """Return the channels that read updates of rounds."""
+    return [channel for channel in engine.channels if not channel.at_weights]
+
+
+def _state_of(engine: Engine) -> dict[str, Any]:
+    """Return what one look adds to: results, and the games that rates are pooled over."""
+    states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
+    return {"results": engine.results.state_dict(), "channels": states}

@@ -36,7 +36,7 @@ _STRENGTH = ("leave", "warn", "harden", "withhold", "raise")
 
 TELLS = (
     "that this client withholds tells the server one bit about its data: the update was above the "
-    "threshold. With ClientDP a withheld update is zero plus noise, which nobody can tell apart"
+    "threshold. With ClientDP a withheld update is zero plus noise, which nobody can distinguish"
 )
 DILUTES = (
     "zero leaves in its place. It counts in the mean over clients with this client's weight, and "
@@ -148,7 +148,6 @@ class OutgoingUpdates:
         returned: State,
         batches: Sequence[Any],
         *,
-        learning_rate: float | None = None,
         utility: Mapping[str, float] | None = None,
         seconds: float | None = None,
     ) -> Leaving:
@@ -162,7 +161,6 @@ class OutgoingUpdates:
             sent: what this client got.
             returned: what it has made of it.
             batches: that it was trained on.
-            learning_rate: the mean over the local steps, where a schedule changes it.
             utility: further values of this round for the logs.
             seconds: that the round took to train, for ``max_overhead``.
 
@@ -183,7 +181,6 @@ class OutgoingUpdates:
 
         def leave(look: RoundLook | None, events: Sequence[GateEvent] = ()) -> Leaving:
             state = self._release(sent, returned, update, shared)
-            observer.leaves(self.client, batches)
             return Leaving(state, False, tuple(events), look)
 
         def look_once() -> RoundLook:
@@ -193,13 +190,13 @@ class OutgoingUpdates:
                 noise_std = self.dp.own_noise_std
             if self.compression is not None and not self.compression.defers:
                 change = difference(sent, state, trained=shared)
-                state = moved(sent, self.compression.compressed(change)[0])
-                method = self.compression.method
+                trial = copy.copy(self.compression)
+                trial.memory = dict(trial.memory)
+                state, method = moved(sent, trial.send(change)), trial.method
             return observer.look(
                 state,
                 self.client,
                 batches=batches,
-                learning_rate=learning_rate,
                 noise_std=noise_std,
                 compression=method,
                 utility=utility,
@@ -405,13 +402,11 @@ class OutgoingUpdates:
     def recall(self, memory: Mapping[str, int] | None) -> None:
         """Take up what an earlier process of this client has noted.
 
-        That is how often a gate has let unknown pass, when the next look is due, and that the
-        client took part.
+        That is how often a gate has let unknown pass, and when the next look is due.
 
         Args:
             memory: from :meth:`memory`; None in a client's first process.
         """
-        self.observer.took_part.setdefault(self.client, memory is not None)
         for key, number in (memory or {}).items():
             kind, _, name = key.partition("/")
             counts = {"gate": self.unknown, "unread": self.unread}.get(kind)

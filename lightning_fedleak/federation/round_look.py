@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_fedleak.engine import WORST, Channel, Engine, Look, Outcome, Series
 
@@ -26,7 +27,7 @@ class RoundLook:
         look: with its clock.
         engine: of the client.
         outcomes: by series.
-        before: state of the results before this look was counted; empty where it was not.
+        before: state of results and channels before this look was counted; empty where it was not.
     """
 
     round_: int
@@ -40,7 +41,7 @@ class RoundLook:
     look: Look = field(repr=False, compare=False)
     engine: Engine = field(repr=False, compare=False)
     outcomes: Mapping[Series, Outcome] = field(repr=False, compare=False)
-    before: Mapping[str, object] = field(repr=False, compare=False)
+    before: Mapping[str, Any] = field(repr=False, compare=False)
     utility: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -49,7 +50,7 @@ def read_look(
     engine: Engine,
     outcomes: Mapping[Series, Outcome],
     client: str | int,
-    before: Mapping[str, object],
+    before: Mapping[str, Any],
     utility: Mapping[str, float],
     *,
     scored: bool,
@@ -92,7 +93,7 @@ def failed_look(
     look: Look,
     engine: Engine,
     client: str | int,
-    before: Mapping[str, object],
+    before: Mapping[str, Any],
     why: str,
     utility: Mapping[str, float],
 ) -> RoundLook:

@@ -317,7 +317,6 @@ class UpdateSum(Generic[C]):
 
     Attributes:
         total: the sum so far, by name.
-        balance: half of the number of updates within the clip norm, less half of the others.
         zeros: why clients count as zero so far, by client, at first all of them; an engine may say
             more.
     """
@@ -331,7 +330,6 @@ class UpdateSum(Generic[C]):
     ) -> None:
         self.clients, self.like, self.clip = frozenset(clients), like, clip
         self.total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
-        self.balance = torch.zeros(1, dtype=torch.float64)
         self.zeros: dict[C, str] = dict.fromkeys(clients, "failed or withheld")
         self._waiting = set(clients)
         self._release = release
@@ -355,7 +353,6 @@ class UpdateSum(Generic[C]):
             self.zeros[client] = str(error)
             return
         del self.zeros[client]
-        self.balance += 0.5 if joint_norm(update) <= self.clip else -0.5
         for name, tensor in part.items():
             self.total[name] += tensor.to(self.total[name].device)
 

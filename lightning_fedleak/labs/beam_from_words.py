@@ -175,7 +175,7 @@ class FluentTexts:
         return beams[0]
 
     def log_probabilities(self, beams: Tensor) -> Tensor:
-        """Return log probabilities (n, V) of what follows each beginning (n, l)."""
+        """Return log probabilities (n, V) of what follows each prefix (n, l)."""
         self.tried += len(beams)
         rows = max(1, LOGITS_AT_ONCE // (beams.shape[1] * self.copy.anatomy.vocab_size))
         parts = [self.copy.logits(part)[:, -1].clone() for part in torch.split(beams, rows)]

@@ -458,7 +458,8 @@ class MatrixNoise(ReleaseNoise):
                 "one that wrote it has ended."
             )
         self._file = None
-        self.secret_name = noise_key(base, 0, release, 0, "correlated", "name")[:16].hex()
+        name = noise_key(base, release, 0, client=0, name="correlated", stream="name")
+        self.secret_name = name[:16].hex()
         self._release = base, release
         self._current, self._complete = {}, False
 

@@ -94,7 +94,7 @@ def _score(
 ) -> CraftedRound:
     update = attack.mean_update(anatomy, clients)
     guess = attack.run(Observation((update,)))
-    presence = attack.crafted[0].rows.presence.cpu()
+    presence = attack.crafted.rows.presence.cpu()
     truth = torch.unique(torch.cat([b.context_ids() for batches in clients for b in batches]))
     rare = ~attack.usual
 

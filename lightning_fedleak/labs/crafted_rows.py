@@ -1,11 +1,11 @@
 """Values that a dishonest server gives an adapter, so that each of its rows fires for few types.
 
 The server chooses numbers only: the modules are those that the client agreed to train. A row of a
-bottleneck's first map, behind which a ReLU stands, or a neuron of a gated feed-forward layer whose
-two projections have a LoRA, is set to fire for about ``kappa`` of the types that a round holds. The
-gradient of a row that fires is a combination of the inputs it fires for, and Adam leaves a row that
-never fires where it was. Privacy backdoors (Feng and Tramer, arXiv 2404.00473) and NeuroImprint
-(arXiv 2606.20553) trap whole texts so; here rows trap types, which more of a round's texts share.
+bottleneck's first map, behind which a ReLU stands, is set to fire for about ``kappa`` of the types
+that a round holds. The gradient of a row that fires is a combination of the inputs it fires for,
+and Adam leaves a row that never fires where it was. Privacy backdoors (Feng and Tramer, arXiv
+2404.00473) and NeuroImprint (arXiv 2606.20553) trap whole texts so; here rows trap types, which
+more of a round's texts share.
 
 Nothing here changes a model: values are returned by name, and rounds are played on copies.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +114,7 @@ def craft(
     public: PublicText,
     tokens_per_round: int,
     *,
-    settings: RowSettings | None = None,
-    weights: Tensor | None = None,
+    settings: RowSettings = RowSettings(),
 ) -> CraftedValues:
     """Return values for an adapter with which its update shows the types of a round.
 
@@ -124,26 +122,22 @@ def craft(
 
     Args:
         anatomy: of the model.
-        adapter: path in ``anatomy.root`` of a bottleneck (two linear maps with a ReLU between, the
-            first with a bias), or of a gated feed-forward layer whose ``gate_proj`` and ``up_proj``
-            have a LoRA.
+        adapter: path in ``anatomy.root`` of a bottleneck: two linear maps with a ReLU between, the
+            first with a bias.
         public: text like the clients'.
         tokens_per_round: number of tokens that a client reads in a round.
         settings: how rows are dealt out.
-        weights: (V,) what a type is worth, if not its chance to be in a round; lower for types that
-            rows of another adapter fire for.
 
     Raises:
         ThreatModelError: the adapter is of another kind, or not all of it is trained.
     """
-    settings = settings or RowSettings()
     parts = find_adapter(anatomy, adapter)
     inputs, readable, exact = type_inputs(anatomy, parts.reads, public)
     presence = chance_in_round(public, tokens_per_round, len(inputs)).to(inputs.device)
-    worth = torch.where(readable, presence if weights is None else weights.to(presence), 0.0)
-    directions, thresholds = deal_rows(inputs, worth, presence, parts.width, settings)
+    worth = torch.where(readable, presence, 0.0)
+    directions, thresholds = deal_rows(inputs, worth, presence, parts.reads.rows, settings)
     rows = CraftedRows(parts.reads.name, inputs, exact, readable, directions, thresholds, presence)
-    return CraftedValues(adapter, parts.values(anatomy, rows, public, settings), rows)
+    return CraftedValues(adapter, parts.values(anatomy, rows, settings), rows)
 
 
 # ---- which types a row fires for ------------------------------------------------------------
@@ -263,16 +257,14 @@ class Bottleneck:
         reads: the first map.
         biases: names of both maps' biases; that of the second may be missing.
         up: name of the second map's weight.
-        width: r, rows of the first map.
     """
 
     reads: LinearMap
     biases: tuple[str, str | None]
     up: str
-    width: int
 
     def values(
-        self, anatomy: Anatomy, rows: CraftedRows, public: PublicText, settings: RowSettings
+        self, anatomy: Anatomy, rows: CraftedRows, settings: RowSettings
     ) -> dict[str, Tensor]:
         """Return rows of their usual norm with thresholds in the bias, and a random second map."""
         first, second = (
@@ -293,112 +285,17 @@ class Bottleneck:
         return {name: value.to(first) for name, value in values.items()}
 
 
-@dataclass(frozen=True)
-class GatedLoRA:
-    """LoRAs on the gate and the up projection of a gated feed-forward layer.
-
-    With both, ``width`` neurons ``silu(gate x) * (up x)`` are set at will: B has one entry for each
-    of them, and A's rows are what the base's rows lack. The gate fires for the row's types, up is 0
-    at the start, so that the neuron adds nothing, and up's A is what changes.
-
-    Attributes:
-        reads: A of the up projection.
-        layers: PEFT's of the gate and the up projection, and the layer that reads the neurons.
-        names: of A and B of the gate, and of A and B of up.
-        scales: what PEFT multiplies each product of B and A by.
-        width: r, the smaller rank.
-    """
-
-    reads: LinearMap
-    layers: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    scales: tuple[float, ...]
-    width: int
-
-    def values(
-        self, anatomy: Anatomy, rows: CraftedRows, public: PublicText, settings: RowSettings
-    ) -> dict[str, Tensor]:
-        """Return factors that rewrite the neurons which matter least on public text."""
-        ones, energy = self._public_inputs(anatomy, public)
-        neurons = energy.argsort()[: self.width]
-        norm = settings.row_norm or GATE_NORM
-        gates = norm * (rows.directions - rows.thresholds[:, None] * ones)
-        values: dict[str, Tensor] = {}
-        for layer, effective, scale, (name_a, name_b) in (
-            (self.layers[0], gates, self.scales[0], self.names[:2]),
-            (self.layers[1], torch.zeros_like(gates), self.scales[1], self.names[2:]),
-        ):
-            a = whole_tensor(anatomy.root.get_parameter(name_a)).clone()
-            b = torch.zeros_like(whole_tensor(anatomy.root.get_parameter(name_b)))
-            base: Any = layer
-            weight = whole_tensor(base.get_base_layer().weight).float()
-            a[: self.width] = ((effective - weight[neurons]) / scale).to(a)
-            b[neurons, torch.arange(self.width, device=neurons.device)] = 1.0
-            values |= {name_a: a, name_b: b}
-        return values
-
-    def _public_inputs(self, anatomy: Anatomy, public: PublicText) -> tuple[Tensor, Tensor]:
-        """Return m (d,) with ``x m`` near 1 of public inputs x, and what each neuron adds, (n,).
-
-        The layer has no bias: m stands in for it.
-        """
-        down: Any = self.layers[2]
-        down_weight = whole_tensor(getattr(down, "base_layer", down).weight).float()
-        readers = (self.reads, LinearMap("", down, down, 1, 0, "whole"))
-        shared = [
-            SharedInput((reader,), width)
-            for reader, width in zip(
-                readers, (_width(anatomy, self.reads), down_weight.shape[1]), strict=True
-            )
-        ]
-        generator = torch.Generator().manual_seed(0)
-        batch = public.batch(min(len(public), ENERGY_TEXTS), _LENGTH, generator)
-        assert batch.attention_mask is not None
-        parts = [
-            [s[mask.bool().to(s.device)] for s in input_states(anatomy, shared, ids, mask)]
-            for ids, mask in zip(_runs(batch.input_ids), _runs(batch.attention_mask), strict=True)
-        ]
-        x, neurons = (torch.cat(column) for column in zip(*parts, strict=True))
-        ridge = 1e-4 * len(x) * torch.eye(x.shape[1], device=x.device)
-        ones = torch.linalg.solve(x.T @ x + ridge, x.sum(0))
-        return ones, neurons.square().mean(0) * down_weight.square().sum(0)
-
-
-GATE_NORM = 3.0  # of a gate's row; larger fires more sharply, and moves the model more; not tuned
-ENERGY_TEXTS = 200  # public texts on which neurons are weighed; not tuned
-
-
-def find_adapter(anatomy: Anatomy, name: str) -> Bottleneck | GatedLoRA:
+def find_adapter(anatomy: Anatomy, name: str) -> Bottleneck:
     """Return the adapter at a path in ``anatomy.root``.
 
     Raises:
         ThreatModelError: it is of another kind, or a part is not trained.
     """
     module = anatomy.root.get_submodule(name)
-    maps = {m.name: m for m in find_linear_maps(anatomy)}
-    inside = {n: m for n, m in maps.items() if n.startswith(f"{name}.")}
-    parts: Bottleneck | GatedLoRA
-    if any(m.factor != "whole" for m in inside.values()):
-        parts = _gated_lora(name, module, maps)
-        names: tuple[str, ...] = parts.names
-    else:
-        parts = _bottleneck(anatomy, name, module, inside)
-        names = (parts.reads.name, parts.biases[0], parts.up)
-    frozen = [n for n in names if not anatomy.trainable(n)]
-    if frozen:
-        raise ThreatModelError(
-            f"'{frozen[0]}' of adapter '{name}' is not trained, so that its values do not come "
-            "back from a client: unfreeze it, or name another adapter"
-        )
-    return parts
-
-
-def _bottleneck(
-    anatomy: Anatomy, name: str, module: nn.Module, inside: Mapping[str, LinearMap]
-) -> Bottleneck:
+    inside = [m for m in find_linear_maps(anatomy) if m.name.startswith(f"{name}.")]
     pairs = [
         (down, up)
-        for down, up in itertools.permutations(inside.values(), 2)
+        for down, up in itertools.permutations(inside, 2)
         if isinstance(down.reader, nn.Linear)
         and isinstance(up.reader, nn.Linear)
         and down.rows == up.reader.in_features
@@ -408,9 +305,8 @@ def _bottleneck(
     if len(inside) != 2 or not pairs:
         raise ThreatModelError(
             f"adapter '{name}' is no bottleneck, which has two linear maps, down and up again; it "
-            f"has {len(inside)}. Name the module that holds these two alone, or a gated "
-            "feed-forward layer with a LoRA on gate_proj and up_proj. Other adapters are not "
-            "crafted: prefix and prompt tuning, IA3 and BitFit have no matrix whose rows fire"
+            f"has {len(inside)}. Name the module that holds these two alone. Other adapters, such "
+            "as LoRA, are not crafted"
         )
     down, up = pairs[0]
     first, second = down.reader, up.reader
@@ -423,7 +319,13 @@ def _bottleneck(
         )
     names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
     biases = (names[id(first.bias)], None if second.bias is None else names[id(second.bias)])
-    return Bottleneck(down, biases, up.name, down.rows)
+    frozen = [n for n in (down.name, biases[0], up.name) if not anatomy.trainable(n)]
+    if frozen:
+        raise ThreatModelError(
+            f"'{frozen[0]}' of adapter '{name}' is not trained, so that its values do not come "
+            "back from a client: unfreeze it, or name another adapter"
+        )
+    return Bottleneck(down, biases, up.name)
 
 
 def _is_relu(module: nn.Module, first: nn.Linear, second: nn.Linear) -> bool:
@@ -446,25 +348,3 @@ def _is_relu(module: nn.Module, first: nn.Linear, second: nn.Linear) -> bool:
         for one, flag in flags:
             one.training = flag
     return len(states) == 2 and torch.equal(states[1], F.relu(states[0]))
-
-
-def _gated_lora(name: str, module: nn.Module, maps: Mapping[str, LinearMap]) -> GatedLoRA:
-    layers: Any = [module._modules.get(n) for n in ("gate_proj", "up_proj", "down_proj")]
-    factors = [m for m in maps.values() if m.factor != "whole" and not m.regularised]
-    gate, up = ([m for m in factors if m.layer is layer] for layer in layers[:2])
-    gated = layers[2] is not None and len(gate) == len(up) == 2
-    active = layers[1].active_adapters[0] if gated else ""
-    is_dora = gated and any(layer.use_dora[active] for layer in layers[:2])
-    activation = type(getattr(module, "act_fn", None)).__name__
-    if not gated or is_dora or activation not in ("SiLU", "SiLUActivation"):
-        raise ThreatModelError(
-            f"adapter '{name}' has a LoRA, and is no gated feed-forward layer with a SiLU and one "
-            "LoRA on both gate_proj and up_proj: other LoRAs, DoRA and AdaLoRA are not crafted"
-        )
-    return GatedLoRA(
-        reads=up[0],
-        layers=tuple(layers),
-        names=tuple(m.name for m in (*gate, *up)),
-        scales=tuple(layer.scaling[active] for layer in layers[:2]),
-        width=min(gate[0].rows, up[0].rows),
-    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ NEAR = 0.15  # share of the threshold by which a type may miss it and still be r
 SURE = 0.1  # share by which a type passes it that a row at rest excludes; not tuned
 LOWEST = 0.05  # similarity below which nothing is read; cuts are tried from here on, not tuned
 CUTS = 60  # cuts that are tried; more cost time, not tuned
-WORTH = 0.3  # what a type is worth to a second adapter where rows of the first fire; not tuned
 
 
 @dataclass(frozen=True)
@@ -136,17 +135,16 @@ class CraftedAdapterWords(Attack):
     """The word types of a round, from an adapter whose values a dishonest server has chosen.
 
     The server sends the modules that the client agreed to train, with values of its own
-    (:func:`~lightning_fedleak.labs.crafted_rows.craft`): each row of a bottleneck adapter,
-    or each neuron behind LoRAs on the gate and up projections, fires for few types. The change of
-    such a row, after any number of steps of an optimizer, shows which of them the round held. Types
-    that most rounds hold are guessed without being read.
+    (:func:`~lightning_fedleak.labs.crafted_rows.craft`): each row of a bottleneck adapter fires for
+    few types. The change of such a row, after any number of steps of an optimizer, shows which of
+    them the round held. Types that most rounds hold are guessed without being read.
 
     Training on such values differs from the user's own. So rounds run on copies of the weights
     (:func:`~lightning_fedleak.labs.crafted_rounds.play_crafted_rounds`), and the values are put
     into no model.
 
     Args:
-        adapter: path of the adapter's module in the model, or several; see
+        adapter: path of the adapter's module in the model; see
             :func:`~lightning_fedleak.labs.crafted_rows.craft`.
         public_text: text like the clients', or ``"sampled"`` for text that the model writes.
         tokenizer: for strings.
@@ -196,7 +194,7 @@ class CraftedAdapterWords(Attack):
 
     def __init__(
         self,
-        adapter: str | Sequence[str],
+        adapter: str,
         public_text: TextSource = "sampled",
         *,
         tokenizer: Any = None,
@@ -207,19 +205,19 @@ class CraftedAdapterWords(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        self.adapters = (adapter,) if isinstance(adapter, str) else tuple(adapter)
+        self.adapter = adapter
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.shape = shape or RoundShape()
         self.rounds = check_integer("rounds", rounds)
         self.rows, self.seed = rows or RowSettings(), seed
         self.cut: float | None = None
-        self.crafted: tuple[CraftedValues, ...] = ()
+        self._crafted: CraftedValues | None = None
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
         return {
-            "adapter": ", ".join(self.adapters),
+            "adapter": self.adapter,
             "public_text": PublicText.label(self.public_text),
             "rounds": self.rounds,
             "public_seed": self.seed,
@@ -228,10 +226,10 @@ class CraftedAdapterWords(Attack):
         }
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """Return the matrix whose rows are read, of each adapter.
+        """Return the matrix whose rows are read.
 
         Raises:
-            ThreatModelError: an adapter is of another kind, or not trained, or the model predicts
+            ThreatModelError: the adapter is of another kind, or not trained, or the model predicts
                 no next tokens.
         """
         if anatomy.kind != "causal":
@@ -239,20 +237,25 @@ class CraftedAdapterWords(Attack):
                 f"attack '{self.name}' plays rounds of training on next tokens, and this model is "
                 f"of kind '{anatomy.kind}': remove the attack"
             )
-        names = tuple(find_adapter(anatomy, adapter).reads.name for adapter in self.adapters)
-        return Surfaces(gradients=names)
+        return Surfaces(gradients=(find_adapter(anatomy, self.adapter).reads.name,))
 
     # ---- a round on copies ------------------------------------------------------------------
 
     @property
-    def values(self) -> dict[str, Tensor]:
+    def crafted(self) -> CraftedValues:
+        """Return what ``prepare`` has crafted."""
+        assert self._crafted is not None
+        return self._crafted
+
+    @property
+    def values(self) -> Mapping[str, Tensor]:
         """Return the crafted values by parameter name."""
-        return {name: value for one in self.crafted for name, value in one.tensors.items()}
+        return self.crafted.tensors
 
     @property
     def usual(self) -> Tensor:
         """Return (V,) bool, the types that are in more than half of all rounds."""
-        return self.crafted[0].rows.presence.cpu() > USUAL
+        return self.crafted.rows.presence.cpu() > USUAL
 
     @staticmethod
     def _steps(facts: RunFacts) -> LocalSteps:
@@ -295,17 +298,7 @@ class CraftedAdapterWords(Attack):
         steps = self._steps(self._facts).steps
         shape = self.shape
         tokens = shape.clients * steps * shape.texts * shape.tokens
-        crafted: list[CraftedValues] = []
-        for i, adapter in enumerate(self.adapters):
-            weights = None
-            if crafted:  # what rows fire for already is worth less
-                fires = torch.stack([c.rows.fires().any(1) for c in crafted]).any(0)
-                weights = crafted[0].rows.presence * torch.where(fires, WORTH, 1.0)
-            settings = replace(self.rows, seed=self.rows.seed + i)
-            crafted.append(
-                craft(anatomy, adapter, public, tokens, settings=settings, weights=weights)
-            )
-        self.crafted = tuple(crafted)
+        self._crafted = craft(anatomy, self.adapter, public, tokens, settings=self.rows)
         generator = torch.Generator().manual_seed(self.seed)
         rounds = []
         for _ in track(range(self.rounds), "playing public rounds with crafted values"):
@@ -318,7 +311,7 @@ class CraftedAdapterWords(Attack):
             rounds.append((self._readings(view), torch.unique(used)))
         self.cut = self._best_cut(rounds)
 
-    def _best_cut(self, rounds: Sequence[tuple[Sequence[Readings], Tensor]]) -> float:
+    def _best_cut(self, rounds: Sequence[tuple[Readings, Tensor]]) -> float:
         """Return the cut with the highest mean F1 over public rounds."""
 
         def mean_f1(cut: float) -> float:
@@ -347,28 +340,23 @@ class CraftedAdapterWords(Attack):
         types, read = self._named(readings, self.cut)
         return CraftedGuess(types, n_types=float(len(types)), surface="input", read=read)
 
-    def _named(self, readings: Sequence[Readings], cut: float) -> tuple[Tensor, Tensor]:
+    def _named(self, readings: Readings, cut: float) -> tuple[Tensor, Tensor]:
         """Return all types that are named at a cut, and of them those that are read."""
-        read = torch.cat([one.above(cut) for one in readings])
-        read = torch.tensor(list(dict.fromkeys(read.tolist())), dtype=torch.long)
-        absent = torch.stack([one.absent for one in readings]).any(0)
-        usual = (self.usual & ~absent).nonzero()[:, 0]
+        read = readings.above(cut)
+        usual = (self.usual & ~readings.absent).nonzero()[:, 0]
         return torch.cat([read, usual[~torch.isin(usual, read)]]), read
 
-    def _readings(self, view: Observation) -> list[Readings]:
-        return [read_rows(*self._change(view, one), one.rows) for one in self.crafted]
-
-    def _change(self, view: Observation, one: CraftedValues) -> tuple[Tensor, Tensor]:
-        """Return the rows' change without decay (r, d), and which rows are still (r,)."""
-        update = view.gradients[-1]
+    def _readings(self, view: Observation) -> Readings:
+        """Return what the rows' change without decay shows."""
+        crafted, update = self.crafted, view.gradients[-1]
         assert isinstance(update, UpdateSnapshot)
         steps, rate = self._steps(self._facts), update.learning_rate
-        name = one.rows.parameter
-        before = one.tensors[name].float()
+        name = crafted.rows.parameter
+        before = crafted.tensors[name].float()
         shared = whole_tensor(update.tensors[name]).to(before)
         if not bool(shared.isfinite().all()):
             raise UnusableObservation(f"the update of '{name}' has NaN or infinity")
-        change = steps.without_decay(shared, before, rate)[: len(one.rows.thresholds)]
-        unit = (steps.steps + 2) * torch.finfo(one.tensors[name].dtype).eps / rate
+        change = steps.without_decay(shared, before, rate)[: len(crafted.rows.thresholds)]
+        unit = (steps.steps + 2) * torch.finfo(crafted.tensors[name].dtype).eps / rate
         still = change.abs().amax(1) <= unit * before[: len(change)].abs().amax(1)
-        return change, still
+        return read_rows(change, still, crafted.rows)

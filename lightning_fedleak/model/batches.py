@@ -566,10 +566,7 @@ def _any_outside(ids: Tensor, n: int) -> bool:
 
 
 def _contradiction(text: str) -> BatchError:
-    return BatchError(
-        f"{text}. The words of such a batch are unknown. Correct it, or pass batch_adapter=, a "
-        "function from your batch to a TokenBatch that says what is trained on."
-    )
+    return BatchError(f"{text}. The words of such a batch are unknown: correct it.{ADAPTER}")
 
 
 def _holds_ids(tensor: Tensor) -> bool:

@@ -139,15 +139,9 @@ def hidden_states(
 
     Raises:
         ValueError: the model has no such layer, or a text is empty or longer than its context.
-        TypeError: the model is wrapped by FSDP1, whose forward cannot be stopped.
     """
     place = place_of(anatomy, layer)
     check_text(anatomy, input_ids, attention_mask, position_ids)
-    if any("_fsdp_wrapped_module" in m._modules for m in model_state.modules_of(anatomy.root)):
-        raise TypeError(
-            "the model is wrapped by FullyShardedDataParallel (FSDP1), whose forward cannot be "
-            "cut off behind a layer; use FSDP2 (ModelParallelStrategy)"
-        )
     device = anatomy.device
     rows = max(1, TOKENS_AT_ONCE // input_ids.shape[1])
     texts: list[dict[str, Tensor]] = []

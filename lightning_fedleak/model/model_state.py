@@ -189,12 +189,6 @@ class _State:
         self.has_user_code = any(not _is_trusted(type(m).__module__) for m in running) or any(
             not _is_trusted(hook_home(hook)) for store in hooks for hook in store.values()
         )
-        # FSDP1 and FSDP2 replace parameters themselves, and rely on their records of that.
-        if any("_fsdp_wrapped_module" in m._modules for m in modules):
-            for module in modules:
-                self._others.append(partial(setattr, module, "training", module.training))
-                self._visit(module._buffers, type(module).__name__)
-            return
         for module in modules:
             attributes = module.__dict__
             self._containers.append((attributes, attributes.copy()))

@@ -39,7 +39,7 @@ WITHHOLDING = ("withheld", "raise")
 SHOWN = 0.025
 """Probability of error, over all looks, with which one of them excludes guessing.
 
-One half of 5%: the other half is that of the lower end of the 95% interval over steps.
+Smaller: a result needs more looks to be conclusive.
 """
 
 NEXT_TO_NONE = 0.1
@@ -152,8 +152,6 @@ class AttackSummary:
         above_chance: how far above guessing it read, up to 1, as far as controls are high; -1 where
             that is unknown.
         stale: why the weights that training ended with are unknown, where earlier ones were read.
-        over_steps: the latest interval that holds over steps; ``last`` has that of the looks so
-            far as they were. None where not recorded.
         p_value: how probable guessing is to do so well at any look, corrected for all of them;
             None where not recorded.
         conclusive: whether guessing is excluded; None where that does not apply.
@@ -196,7 +194,6 @@ class AttackSummary:
     by_aggregation: int = 0
     control_note: str = ""
     above_chance: float = -1.0
-    over_steps: MetricValue | None = None
     p_value: float | None = None
     conclusive: bool | None = None
     points: Sequence[Point] = ()
@@ -320,7 +317,6 @@ class FitResults:
             last_client=str(last.client) if last.metrics and len(clients) > 1 else None,
             rates={name: last.metric(name) for name in family.shown_metrics if name not in absent},
             visible=last.value("visible"),
-            over_steps=last.metric(f"{headline}_over_steps"),
             p_value=_p_value(sent),
             pool=last.pool,
             allowed={
@@ -462,14 +458,16 @@ def _p_value(lines: Sequence[ResultLine]) -> float | None:
 
 
 def _is_conclusive(attack: AttackSummary) -> bool | None:
-    """Return whether guessing is excluded: by one look, or by the interval over steps."""
+    """Return whether guessing is excluded: by one look, or else by the interval."""
     if attack.p_value is not None and attack.p_value <= SHOWN:
         return True
     if not attack.chance:  # a family without guessing: blind naming, where that was compared
         return False if attack.p_value is not None and attack.above_chance > NEXT_TO_NONE else None
-    interval = attack.last if attack.p_value is None else attack.over_steps
+    if attack.p_value is not None:
+        return False
+    interval = attack.last
     if interval is None or interval.low is None or interval.high is None:
-        return None if attack.p_value is None else False
+        return None
     return not interval.low <= attack.chance <= interval.high
 
 

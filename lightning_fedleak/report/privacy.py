@@ -465,9 +465,7 @@ def _drawing(account: Account) -> str:
     rate = digits(account.sample_rate)
     if account.sampling == "without_replacement":
         return f"a fixed share of {rate}, drawn again each time"
-    most = account.settings.get("truncated_batch_size")
-    samples = f"Poisson samples at rate {rate}" + (f", of at most {most}" if most else "")
-    return samples if account.poisson else "not sampled by chance"
+    return f"Poisson samples at rate {rate}" if account.poisson else "not sampled by chance"
 
 
 def _statement(account: Account) -> str:

@@ -2,4 +2,3 @@
 
 from lightning_fedleak.model.taps import StepError as StepError
 from lightning_fedleak.strategies.defended import DefendedStrategy as DefendedStrategy
-from lightning_fedleak.strategies.release import Client as Client

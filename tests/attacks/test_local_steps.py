@@ -19,9 +19,9 @@ def facts(optimizer: str, steps: int = 1, **made: Any) -> RunFacts:
 
 
 def known(optimizer: str, steps: int = 1, **made: Any) -> LocalSteps:
-    found = LocalSteps.from_facts(facts(optimizer, steps, **made))
-    assert found is not None
-    return found
+    result = LocalSteps.from_facts(facts(optimizer, steps, **made))
+    assert result is not None
+    return result
 
 
 def trained(kind: type, before: Tensor, gradients: list[Tensor], **made: Any) -> Tensor:
@@ -50,10 +50,10 @@ def test_without_decay_an_update_of_sgd_is_a_combination_of_its_gradients(
     gradients = [torch.randn(4, 9, generator=generator, dtype=torch.float64) for _ in range(steps)]
     made = {"lr": rate, "weight_decay": decay, "momentum": momentum, "dampening": dampening}
     after = trained(torch.optim.SGD, before, gradients, **made)
-    left = known("SGD", steps, **made).without_decay((before - after) / rate, before, rate)
+    gradient = known("SGD", steps, **made).without_decay((before - after) / rate, before, rate)
     basis = torch.stack([g.flatten() for g in gradients], 1)
-    weights = torch.linalg.lstsq(basis, left.flatten()[:, None]).solution
-    assert torch.allclose(basis @ weights, left.flatten()[:, None], atol=1e-8)
+    weights = torch.linalg.lstsq(basis, gradient.flatten()[:, None]).solution
+    assert torch.allclose(basis @ weights, gradient.flatten()[:, None], atol=1e-8)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -64,8 +64,8 @@ def test_decay_that_is_decoupled_is_undone(steps: int) -> None:
     plain = trained(torch.optim.AdamW, before, gradients, lr=1e-3, weight_decay=0.0)
     decayed = trained(torch.optim.AdamW, before, gradients, lr=1e-3, weight_decay=0.3)
     made = known("AdamW", steps, lr=1e-3, weight_decay=0.3)
-    left = made.without_decay((before - decayed) / 1e-3, before, 1e-3)
-    assert torch.allclose(left, (before - plain) / 1e-3, atol=4e-3)
+    gradient = made.without_decay((before - decayed) / 1e-3, before, 1e-3)
+    assert torch.allclose(gradient, (before - plain) / 1e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_decay_that_is_decoupled_is_undone(steps: int) -> None:
 )
 def test_the_largest_step(kind: str, steps: int, largest: float) -> None:
     settings = {"momentum_decay": 0.0} if kind == "NAdam" else {}
-    found = known(kind, steps, lr=1e-3, weight_decay=0.1, **settings).largest
-    assert found == pytest.approx(largest, rel=0.3 if kind == "NAdam" else 1e-6)
+    result = known(kind, steps, lr=1e-3, weight_decay=0.1, **settings).largest
+    assert result == pytest.approx(largest, rel=0.3 if kind == "NAdam" else 1e-6)
 
 
 def test_what_is_linear_and_what_carries() -> None:
@@ -157,9 +157,9 @@ def test_a_first_step_of_adam_gives_its_gradient_back(
     gradient = size * torch.randn(8, 400, generator=generator).sign()
     made = {"lr": rate, "weight_decay": decay, "eps": eps}
     after = trained(getattr(torch.optim, kind), before, [gradient], **made)
-    found, error = known(kind, **made).invert((before - after) / rate, before, rate)
-    off = (found - gradient.double()).abs()
-    visible = error < 0.1 * found.abs()
+    result, error = known(kind, **made).invert((before - after) / rate, before, rate)
+    off = (result - gradient.double()).abs()
+    visible = error < 0.1 * result.abs()
     assert bool((off <= 6 * error)[visible].all())
     # With a decay that Adam divides, a gradient far below that decay is not seen.
     small = (gradient.abs() < 30 * eps) & (torch.tensor(rate) > 1e-4)
@@ -168,8 +168,8 @@ def test_a_first_step_of_adam_gives_its_gradient_back(
     assert bool((error > 0).all())
     beyond = ~error.isfinite()
     if decay == 0.0 or kind == "AdamW":
-        assert bool((found.sign() == gradient.sign())[beyond].all())
-        assert bool((gradient.abs() >= 0.2 * found.abs())[beyond].all())
+        assert bool((result.sign() == gradient.sign())[beyond].all())
+        assert bool((gradient.abs() >= 0.2 * result.abs())[beyond].all())
 
 
 def test_the_error_of_an_inverted_step_covers_noise() -> None:
@@ -179,13 +179,13 @@ def test_the_error_of_an_inverted_step_covers_noise() -> None:
     after = trained(torch.optim.AdamW, before, [gradient], **made)
     update = (before - after) / 1e-3
     spoilt = update + 1e-2 * torch.randn(40, 30)
-    found, error = known("AdamW", **made).invert(spoilt, before, 1e-3, 1e-2)
-    seen = error.isfinite()
-    assert 0.3 < float(seen.double().mean()) < 1.0
-    off = (found - gradient.double()).abs()
-    assert float((off <= 3 * error)[seen].double().mean()) > 0.95
+    result, error = known("AdamW", **made).invert(spoilt, before, 1e-3, 1e-2)
+    observed = error.isfinite()
+    assert 0.3 < float(observed.double().mean()) < 1.0
+    off = (result - gradient.double()).abs()
+    assert float((off <= 3 * error)[observed].double().mean()) > 0.95
     ignored = known("AdamW", **made).invert(spoilt, before, 1e-3)[1]
-    assert float((off <= 3 * ignored)[seen].double().mean()) < 0.6
+    assert float((off <= 3 * ignored)[observed].double().mean()) < 0.6
 
 
 def test_which_rounds_are_invertible() -> None:

@@ -132,17 +132,17 @@ def test_rehearsed_gradient_is_autograds(name: str) -> None:
     twin(input_ids=batch.input_ids, attention_mask=mask, labels=batch.labels).loss.backward()
     wanted = twin.get_output_embeddings().weight.grad
     parts = gradient_parts(anatomy, batch)
-    found = parts.gradient(*head_parameters(anatomy))
+    result = parts.gradient(*head_parameters(anatomy))
     assert wanted.abs().max() > 1e-3
-    assert float((found - wanted).norm() / wanted.norm()) < 2e-5
+    assert float((result - wanted).norm() / wanted.norm()) < 2e-5
     rows = torch.tensor([int(batch.labels[0, -1]), 3, 90])
     some = parts.gradient(*head_parameters(anatomy), rows)
-    torch.testing.assert_close(some, found[rows], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(some, result[rows], atol=1e-6, rtol=1e-4)
     halves = GradientParts.concatenate(
         [parts.select(torch.tensor([0, 1])), parts.select(torch.tensor([2, 3, 4]))]
     )
     torch.testing.assert_close(
-        halves.gradient(*head_parameters(anatomy)), found, atol=1e-6, rtol=1e-4
+        halves.gradient(*head_parameters(anatomy)), result, atol=1e-6, rtol=1e-4
     )
 
 
@@ -160,8 +160,8 @@ def test_closed_form_is_autograds(softcap: float | None, bias: bool) -> None:
     logits = softcap * (logits / softcap).tanh() if softcap else logits
     F.cross_entropy(logits, labels, reduction="sum").backward()
     form = LogitMap(0.7, shift, softcap)
-    found = head_gradient(hidden, labels, weight, b, logit_map=form)
-    torch.testing.assert_close(found, leaf.grad.float(), atol=1e-5, rtol=1e-5)
+    result = head_gradient(hidden, labels, weight, b, logit_map=form)
+    torch.testing.assert_close(result, leaf.grad.float(), atol=1e-5, rtol=1e-5)
     partition = log_partitions(hidden, weight, b, form)
     torch.testing.assert_close(partition, logits.logsumexp(1).float())
 
@@ -177,8 +177,8 @@ def test_expected_rows_are_those_of_unused_types(name: str) -> None:
     unused = torch.ones(VOCAB, dtype=torch.bool)
     unused[parts.labels] = False
     along = (parts.gradient(weight, bias) @ directions.u)[unused]
-    found = expected.mass.sum(1)[unused] * directions.scale * parts.logit_map.scale
-    torch.testing.assert_close(found, along, atol=1e-6, rtol=1e-4)
+    result = expected.mass.sum(1)[unused] * directions.scale * parts.logit_map.scale
+    torch.testing.assert_close(result, along, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gemma 2", "cohere", "granite", "llama"])
@@ -229,8 +229,8 @@ def test_an_unknown_map_is_refused() -> None:
 def test_rounded_models_have_the_same_map(name: str, dtype: torch.dtype) -> None:
     anatomy = find_anatomy(made(name).to(dtype))
     batch = public().batch(5, 8, torch.Generator().manual_seed(1), kind="causal")
-    found = gradient_parts(anatomy, batch).logit_map
-    assert found.softcap == (3.0 if name == "gemma 2" else None)
-    assert found.scale == pytest.approx(4.0 if name == "granite" else 1.0, rel=2e-3)
+    result = gradient_parts(anatomy, batch).logit_map
+    assert result.softcap == (3.0 if name == "gemma 2" else None)
+    assert result.scale == pytest.approx(4.0 if name == "granite" else 1.0, rel=2e-3)
     if name == "gpt2":
-        assert found == PLAIN
+        assert result == PLAIN

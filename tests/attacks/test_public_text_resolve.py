@@ -45,20 +45,20 @@ def test_sampled_text_follows_from_the_seed_and_leaves_the_model_alone() -> None
     assert all(int(s.min()) >= 0 and int(s.max()) < VOCAB for s in first.sentences)
 
 
-def test_second_tokens_follow_the_models_law() -> None:
+def test_second_tokens_follow_the_models_distribution() -> None:
     anatomy = find_anatomy(tiny_gpt2().eval())
     with torch.no_grad():  # far from uniform, with tokens that never come
         anatomy.model.get_output_embeddings().weight.mul_(30)
         logits = anatomy.model(torch.tensor([[1]])).logits[0, -1]
     law = logits.double().softmax(0)
     n = 20_000
-    texts = PublicText.sampled_from(anatomy, n, 2, start_token_id=1).sentences
-    seen = torch.bincount(torch.stack(texts)[:, 1], minlength=VOCAB).double()
+    texts = PublicText.sampled_from(anatomy, n, 2).sentences
+    observed = torch.bincount(torch.stack(texts)[:, 1], minlength=VOCAB).double()
     counted = law * n >= 5
     assert 3 < int(counted.sum()) < VOCAB
     expected = torch.cat([law[counted], law[~counted].sum()[None]]) * n
-    found = torch.cat([seen[counted], seen[~counted].sum()[None]])
-    assert chisquare(found.numpy(), expected.numpy()).pvalue > 1e-3
+    result = torch.cat([observed[counted], observed[~counted].sum()[None]])
+    assert chisquare(result.numpy(), expected.numpy()).pvalue > 1e-3
 
 
 def test_fewer_texts_than_were_written_are_not_written_again(

@@ -1,13 +1,23 @@
 """Canaries of a record, audited: randomised response, and what is refused."""
 
+import functools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from lightning_fedleak.evaluation.auditing import audit_canaries, audit_one_run
+from lightning_fedleak.evaluation.auditing import audit_canaries, audit_one_run, one_run
 from lightning_fedleak.evaluation.canaries import InclusionRecord
 from lightning_fedleak.evaluation.canaries.record import seed_key
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_count_is_asked_once() -> Iterator[None]:
+    """Runs are many and counts few, and a bound follows from its counts alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_run, "_epsilon_of_counts", functools.cache(one_run._epsilon_of_counts))
+        yield
 
 
 def record_of(m, seed=0, **settings):
@@ -15,8 +25,8 @@ def record_of(m, seed=0, **settings):
     return InclusionRecord(seed_key(seed), digests, **settings)
 
 
-def told(record, epsilon, seed):
-    """Randomised response about each coin, (m,)."""
+def randomised(record, epsilon, seed):
+    """Randomised response of each bit, (m,)."""
     generator = torch.Generator().manual_seed(seed)
     included = torch.tensor(record.included)
     right = torch.rand(len(included), generator=generator) < 1 / (1 + math.exp(-epsilon))
@@ -28,7 +38,7 @@ def test_the_epsilon_of_randomised_response_is_approached_and_seldom_exceeded(ep
     bounds = []
     for seed in range(60):
         record = record_of(1500, seed)
-        scores = told(record, epsilon, seed)
+        scores = randomised(record, epsilon, seed)
         bounds.append(audit_canaries(record, scores, guesses=1500, confidence=0.9).epsilon)
     too_large = sum(b > epsilon for b in bounds)
     assert too_large <= 13  # binomial of 60 with chance .1: more once in 300 times
@@ -48,7 +58,9 @@ def test_repeated_canaries_are_no_single_neighbour_and_do_not_count():
     record = record_of(600, 2, times=(1, 16))
     single = torch.tensor(record.repeats) == 1
     members = torch.tensor(record.included)
-    scores = torch.where(single, told(record, 1.0, 4), members.double())  # repeated: all known
+    scores = torch.where(
+        single, randomised(record, 1.0, 4), members.double()
+    )  # repeated: all known
     bound = audit_canaries(record, scores)
     assert bound == audit_one_run(scores[single], members[single])
     assert bound.epsilon < 1.0 < audit_one_run(scores, members).epsilon

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +18,7 @@ from lightning_fedleak.evaluation.auditing import (
     dp_tpr,
     gaussian_epsilon,
     gaussian_tpr,
+    one_run,
     one_run_epsilon,
     one_run_p_value,
     refutes,
@@ -27,6 +29,15 @@ from tests.helpers.gaussian import gaussian_delta
 
 RUNS, ALPHA = 200, 0.05
 TOLERATED = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_count_is_asked_once() -> Iterator[None]:
+    """Runs are many and counts few, and a bound follows from its counts alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_epsilon_of_counts", "one_run_p_value"):
+            patch.setattr(one_run, name, functools.cache(getattr(one_run, name)))
+        yield
 
 
 @pytest.mark.parametrize(
@@ -78,7 +89,7 @@ def test_curves_are_inverted() -> None:
 
 def test_the_bound_of_a_gaussian_mechanism_is_tighter() -> None:
     rng = np.random.default_rng(0)
-    members = coins(500, rng)
+    members = draws(500, rng)
     given = torch.tensor(gaussian(members, rng)), torch.tensor(members)
     plain = audit_one_run(*given, delta=1e-5)
     tight = audit_one_run(*given, delta=1e-5, claim="gaussian")
@@ -118,14 +129,14 @@ def test_p_value_grows_with_epsilon_so_that_the_bound_is_well_defined(delta) -> 
 @pytest.mark.parametrize("epsilon", [0.0, 1.0])
 @pytest.mark.parametrize("delta", [1e-4, 1e-2])
 def test_p_value_covers_a_mechanism_that_may_tell_everything(epsilon, delta) -> None:
-    """All bits are told with chance delta, else each by randomised response."""
+    """All bits are revealed with chance delta, else each by randomised response."""
     m, q = 50, 1 / (1 + math.exp(-epsilon))
     for v in range(1, m + 1):
         chance = delta + (1 - delta) * binom.sf(v - 1, m, q)
         assert one_run_p_value(m, m, v, epsilon, delta) >= chance - 1e-12
 
 
-def coins(m: int, rng) -> np.ndarray:
+def draws(m: int, rng) -> np.ndarray:
     return rng.random(m) < 0.5
 
 
@@ -134,8 +145,8 @@ def randomised_response(members, rng):
 
 
 def worst(members, rng):
-    told = rng.random(members.size) < 0.001
-    return np.where(told, 3.0 * members - 1, randomised_response(members, rng))
+    revealed = rng.random(members.size) < 0.001
+    return np.where(revealed, 3.0 * members - 1, randomised_response(members, rng))
 
 
 def gaussian(members, rng):
@@ -158,7 +169,7 @@ def test_the_bound_is_too_large_with_probability_alpha_at_most(
     bounds = []
     for seed in range(RUNS):
         rng = np.random.default_rng(seed)
-        members = coins(300, rng)
+        members = draws(300, rng)
         scores = torch.tensor(mechanism(members, rng).astype(float))
         bound = audit_one_run(
             scores, torch.tensor(members), delta=delta, guesses=guesses, claim=claim, seed=seed
@@ -170,7 +181,7 @@ def test_the_bound_is_too_large_with_probability_alpha_at_most(
 
 def test_the_bound_approaches_randomised_response() -> None:
     rng = np.random.default_rng(0)
-    members = coins(100_000, rng)
+    members = draws(100_000, rng)
     scores = torch.tensor(randomised_response(members, rng).astype(float))
     bound = audit_one_run(scores, torch.tensor(members), guesses=100_000)
     assert 0.97 < bound.epsilon <= 1.0 < bound.limit
@@ -193,7 +204,7 @@ def gaussian_curve(mu: float) -> list[tuple[float, float]]:
 
 
 def runs_refuted(generator: torch.Generator, mu: float, accounted: float, runs: int) -> int:
-    """Of runs with five looks at one set of texts; what a look adds is told of each text."""
+    """Of runs with five looks at one set of texts; what a look adds is known of each text."""
     curves = [gaussian_curve(accounted * look**0.5) for look in range(1, 6)]
     count = 0
     for _ in range(runs):
@@ -214,7 +225,7 @@ def test_over_looks_a_correct_account_is_refuted_in_few_runs_and_a_broken_one_in
 
 
 def test_where_a_bound_is_tight_a_correct_curve_is_refuted_in_alpha_of_runs_at_most() -> None:
-    """Randomised response keeps each coin with chance sigmoid(epsilon), and reaches the bound."""
+    """Randomised response keeps each bit with chance sigmoid(epsilon), and reaches the bound."""
     generator = torch.Generator().manual_seed(1)
     keep, count = 1 / (1 + math.exp(-1.0)), 0
     for _ in range(1000):

@@ -154,7 +154,7 @@ class Spied:
 
 def games_of(monitor: LeakageMonitor) -> Tensor:
     """(n, 5) the games that this process keeps."""
-    kept = monitor.state_dict()["series"]["leakage/blind_on_one"]["channel"]
+    kept = monitor.state_dict().get("games of leakage/blind_on_one", {})
     return kept.get("games", torch.empty(0, 5))
 
 

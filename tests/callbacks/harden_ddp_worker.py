@@ -241,17 +241,6 @@ def fails_on_one(folder: Path) -> dict[str, Any]:
     }
 
 
-@case("shown")
-def shown(folder: Path) -> dict[str, Any]:
-    gate = {"at_most": 0.01, "bound": "lower"}
-    trainer, found, _, seen, _ = watched(folder, "noise", "rank", gate=gate)
-    return {
-        "seen": seen,
-        "evidence": rows(trainer, f"gate/{found.name}_evidence"),
-        "equal": ranks_agree(weights(trainer)),
-    }
-
-
 @case("refused")
 def refused(folder: Path) -> dict[str, Any]:
     found = {}

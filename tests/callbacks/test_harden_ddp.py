@@ -97,15 +97,6 @@ def test_a_result_that_one_process_lacks_hardens_all(ranks) -> None:
         assert found["equal"]
 
 
-def test_evidence_is_gathered_alike_everywhere(ranks) -> None:
-    first, second = of(ranks, "shown")
-    # One look alone shows that more than .01 of its words are read: each hardens, or stops.
-    assert first["seen"] == second["seen"] == [[s, [s]] for s in range(3)]
-    assert [step for step, _ in first["evidence"]] == list(range(3))
-    assert first["equal"]
-    assert second["equal"]
-
-
 @pytest.mark.parametrize("name", ["freeze", "both"])
 def test_freezing_in_mid_run_is_refused_where_a_reducer_would_wait(ranks, name: str) -> None:
     for found in of(ranks, "refused"):

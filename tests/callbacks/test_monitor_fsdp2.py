@@ -101,13 +101,10 @@ def test_without_defences_it_is_what_one_process_finds_too(ranks) -> None:
     for found in of(ranks, "values undefended"):
         sharded, single = found["sharded"], found["single"]
         assert sharded["failures"] == single["failures"] == 0
-        assert [len(looks) for looks in sharded["looks"]] == [3, 1]
-        mine, reference = (
-            [[compared(look) for look in looks] for looks in side["looks"]]
-            for side in (sharded, single)
-        )
+        assert len(sharded["looks"]) == 3
+        mine, reference = ([*map(compared, side["looks"])] for side in (sharded, single))
         assert mine == reference
-        assert all(float(looks[0]["leakage/flatchat/f1"]) > 0.3 for looks in sharded["looks"])
+        assert float(sharded["looks"][0]["leakage/flatchat/f1"]) > 0.3
 
 
 def test_what_one_process_cannot_tell_is_refused_with_what_to_do(ranks) -> None:

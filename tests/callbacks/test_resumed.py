@@ -83,7 +83,7 @@ def test_every_monitor_looks_on_where_it_was(saved, resumed):
 
 def test_games_of_earlier_looks_are_in_the_window(saved, resumed):
     _, lines, _ = resumed
-    games = saved["callbacks"][GAMES]["series"]["leakage/fc_membership"]["channel"]["games"]
+    games = saved["callbacks"][GAMES]["games of leakage/fc_membership"]["games"]
     *_, last_but_one, last = games[:, 0].unique().tolist()
     kept = int((games[:, 0] >= last_but_one).sum())
     first = next(line for line in lines if line["attack"] == "fc_membership")
@@ -93,9 +93,6 @@ def test_games_of_earlier_looks_are_in_the_window(saved, resumed):
 
 def test_what_was_counted_goes_on(saved, resumed):
     was, now = saved["callbacks"], resumed[0]["callbacks"]
-    before, after = (state["RiskGate[low]"]["evidence"]["tests"] for state in (was, now))
-    (before,), (after,) = before.values(), after.values()  # by the value that it is on
-    assert (before["looks"], after["looks"]) == (3, 6)
     assert [state["RiskGate[flatchat/f1]"]["breaches"] for state in (was, now)] == [3, 6]
 
 

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces
 from lightning_fedleak.engine.channels import Channel
 from lightning_fedleak.engine.channels.base import worst_of
@@ -16,7 +13,7 @@ from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Counts, Rate, proportion
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
-from lightning_fedleak.model.snapshots import Observation
+from lightning_fedleak.model.snapshots import ON_THE_WAY, Observation
 from lightning_fedleak.report.records import Family
 from lightning_fedleak.threats import Capability, ThreatModel
 
@@ -60,7 +57,6 @@ class CountsChannel(Channel):
         terms={"Right": "The share of looks at which the count was right. 1 is always."},
     )
     metrics = ("right", "wrong")
-    charts = ("wrong",)
     width = 2
     extras = ("off",)
 
@@ -71,6 +67,7 @@ class CountsChannel(Channel):
 
     def score(self, look: Look, series: Series, answer: Any) -> list[float]:
         assert isinstance(answer, CountGuess)
+        look.notes[series] = lambda files, title: self.revealed.append((look.step, title))
         texts = sum(len(batch.input_ids) for batch in look.batches)
         return [float(answer.texts == texts), float(answer.texts - texts)]
 
@@ -86,19 +83,15 @@ class CountsChannel(Channel):
             now={"right": right / len(rows), "wrong": 1 - right / len(rows)},
         )
 
-    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: Any) -> None:
-        self.revealed += [(look.step, series.log_name) for series in outcomes]
+    def state_dict(self) -> dict[str, object]:
+        return {f"counts of {s.log_name}": [c.tp, c.fp] for s, c in self.counts.items()}
 
-    def clear(self) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.counts.clear()
-
-    def series_state(self, series: Series) -> dict[str, Tensor]:
-        counts = self.counts.get(series, Counts())
-        return {"right and wrong": torch.tensor([counts.tp, counts.fp])}
-
-    def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:
-        if state:
-            self.counts[series] = Counts(*state["right and wrong"].tolist())
+        for attack in self.listed_attacks:
+            for series in self.series(attack, ON_THE_WAY):
+                if saved := state.get(f"counts of {series.log_name}"):
+                    self.counts[series] = Counts(*saved)
 
 
 def _share(hits: int, counts: Counts) -> Rate:

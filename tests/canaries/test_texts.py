@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
-from scipy import stats
 from torch import nn
 
-from lightning_fedleak.evaluation.canaries import high_temperature_canaries, new_token_canaries
+from lightning_fedleak.evaluation.canaries import new_token_canaries
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
 
 
@@ -47,45 +44,5 @@ def test_what_cannot_get_rows_is_told_what_to_do() -> None:
     with pytest.raises(ValueError, match="before get_peft_model"):
         new_token_canaries(peft.get_peft_model(tiny_llama(), config), 2)
 
-    for make in (new_token_canaries, high_temperature_canaries):
-        with pytest.raises(ValueError, match="masked model"):
-            make(tiny_bert_mlm(), 2)
-
-
-# High temperature
-
-
-def sharp_llama() -> nn.Module:
-    """Far from uniform, so that temperature and context make a difference."""
-    model = tiny_llama(vocab=12)
-    model.lm_head.weight.data.mul_(15)
-    return model.train()
-
-
-@torch.no_grad()
-def law(model: nn.Module, prefix: torch.Tensor, temperature: float) -> torch.Tensor:
-    """(12,) chances of the next token by hand; the first three ids are special."""
-    logits = model.eval()(input_ids=prefix[None]).logits[0, -1].double()
-    logits[:3] = -torch.inf
-    return (logits / temperature).exp() / (logits / temperature).exp().sum()
-
-
-@pytest.mark.parametrize("temperature", [0.8, 3.0])
-def test_tokens_have_the_chances_that_the_temperature_gives_them(temperature: float) -> None:
-    model = sharp_llama()
-    first = int(model.config.bos_token_id)
-    state = torch.get_rng_state()
-    texts = high_temperature_canaries(model, 600, length=10, temperature=temperature, seed=1)
-    assert torch.equal(state, torch.get_rng_state())
-    assert model.training
-    assert len({tuple(text.tolist()) for text in texts}) == 600
-    assert {(int(text[0]), len(text)) for text in texts} == {(first, 11)}
-    for place in (1, 2):  # the first token of a sample, and the next of those with a usual first
-        usual = Counter(tuple(text[:place].tolist()) for text in texts).most_common(1)[0][0]
-        here = [text for text in texts if tuple(text[:place].tolist()) == usual]
-        seen = torch.bincount(torch.tensor([int(t[place]) for t in here]), minlength=12).double()
-        chances = law(model, torch.tensor(usual), temperature)
-        kept = chances * len(here) >= 5
-        counts = torch.cat([seen[kept], seen[~kept].sum()[None]])
-        expected = torch.cat([chances[kept], chances[~kept].sum()[None]]) * len(here)
-        assert stats.chisquare(counts[expected > 0], expected[expected > 0]).pvalue > 1e-4
+    with pytest.raises(ValueError, match="masked model"):
+        new_token_canaries(tiny_bert_mlm(), 2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.text import Text
 
 from lightning_fedleak.cli.commands import demo as run_module
 from lightning_fedleak.cli.commands.printing import INTERRUPTED
@@ -21,22 +22,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "private.txt"
+def private(folder: Path) -> str:
+    path = folder / "private.txt"
     path.write_text("\n".join(TEXTS * 2))
     return str(path)
 
 
 def shown(*, terminal: bool = False, **settings: object) -> tuple[int, str]:
-    return run_command("demo", width=140, terminal=terminal, batch_size=4, **settings)
+    small = {"batch_size": 4, "length": 16} | settings
+    return run_command("demo", width=140, terminal=terminal, **small)
 
 
-def test_watches_then_stops_then_sums_up(
-    model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_watches_then_stops_then_sums_up_and_reveals_words_to_the_owner_alone(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, printed = shown(
-        model=model, text=text, steps=4, length=32, every_n_steps=2, at_most=0.0,
+        model=model, text=private(tmp_path), steps=4, every_n_steps=2, at_most=0.0, reveal=True,
         out=tmp_path / "out",
     )  # fmt: skip
     assert code == 0
@@ -51,25 +52,14 @@ def test_watches_then_stops_then_sums_up(
         values = (f"{line['metrics'][m]['value']:.3f}" for m in ("recall", "precision", "f1"))
         assert all(value in printed for value in values)
     assert "RiskGate 'aligned_flatchat/f1' stopped training at step 2" in printed
+    assert "RiskGate" not in capsys.readouterr().err  # what it says is printed once
     [saved] = (folder / "gated").rglob("*.ckpt")
     assert str(saved) in printed
     assert list((folder / "watched").glob("events.out.tfevents*"))
     assert f"tensorboard --logdir {folder}" in printed
     assert "One update lets the server" in printed
     assert "Words: " in printed
-    assert not list(folder.rglob("revealed*"))
-    assert "RiskGate" not in capsys.readouterr().err  # what it says is printed once
-
-
-def test_says_so_when_the_gate_lets_everything_pass(model: str, text: str, tmp_path: Path) -> None:
-    code, printed = shown(model=model, text=text, steps=2, at_most=1.0, out=tmp_path / "out")
-    assert code == 0
-    assert "The gate let all 2 steps pass" in printed
-
-
-def test_revealed_words_are_for_the_owner_alone(model: str, text: str, tmp_path: Path) -> None:
-    _, printed = shown(model=model, text=text, steps=2, reveal=True, out=tmp_path / "out")
-    [revealed] = (tmp_path / "out").rglob("revealed*")
+    [revealed] = folder.rglob("revealed*")
     assert stat.S_IMODE(revealed.stat().st_mode) == 0o600
     assert str(revealed) in printed
     words = revealed.read_text()
@@ -78,24 +68,38 @@ def test_revealed_words_are_for_the_owner_alone(model: str, text: str, tmp_path:
         assert not line.startswith("recovered") or line not in printed
 
 
-def test_the_table_on_a_terminal(model: str, text: str, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    _, printed = shown(model=model, text=text, steps=3, every_n_steps=1, out=output, terminal=True)
+def test_two_runs_with_one_seed_are_one_run_that_the_gate_lets_pass(
+    model: str, tmp_path: Path
+) -> None:
+    rows = []
+    for name in ("a", "b"):
+        torch.rand(1)
+        code, printed = shown(
+            model=model, text=private(tmp_path), steps=2, at_most=1.0, out=tmp_path / name,
+            terminal=True,
+        )  # fmt: skip
+        assert code == 0
+        [path] = (tmp_path / name).rglob("watched/leakage.jsonl")
+        rows.append([json.loads(line)["metrics"] for line in path.read_text().splitlines()])
+    assert rows[0] == rows[1]
+    printed = Text.from_ansi(printed).plain
     assert "Run 1: watched" in printed
     assert "aligned_flatchat" in printed
+    assert "The gate let all 2 steps pass" in printed
+    assert not list(tmp_path.rglob("revealed*"))
 
 
 def test_an_output_folder_that_cannot_be_made_is_said_before_training(
-    model: str, text: str, tmp_path: Path
+    model: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "taken"
     file.write_text("a file")
     with pytest.raises(SourceError, match=r"cannot be written to.*--out"):
-        shown(model=model, text=text, out=file)
+        shown(model=model, text=private(tmp_path), out=file)
 
 
 def test_ctrl_c_ends_with_what_was_measured(
-    model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(CausalLMFineTuning):
         def training_step(self, batch, batch_idx):
@@ -105,20 +109,12 @@ def test_ctrl_c_ends_with_what_was_measured(
 
     monkeypatch.setattr(run_module, "CausalLMFineTuning", Interrupted)
     handler = signal.getsignal(signal.SIGINT)
-    code, printed = shown(model=model, text=text, steps=9, every_n_steps=1, out=tmp_path / "out")
+    code, printed = shown(
+        model=model, text=private(tmp_path), steps=9, every_n_steps=1, out=tmp_path / "out"
+    )
     assert code == INTERRUPTED
     assert "Interrupted. This is what was measured until then." in printed
     assert "of 2 looks" in printed
     assert "RiskGate" not in printed
     assert "Loss and leakage of the run on one page" in printed
     assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_two_runs_with_one_seed_are_one_run(model: str, text: str, tmp_path: Path) -> None:
-    rows = []
-    for name in ("a", "b"):
-        torch.rand(1)
-        shown(model=model, text=text, steps=2, out=tmp_path / name)
-        [path] = (tmp_path / name).rglob("watched/leakage.jsonl")
-        rows.append([json.loads(line)["metrics"] for line in path.read_text().splitlines()])
-    assert rows[0] == rows[1]

@@ -17,6 +17,7 @@ from lightning_fedleak.cli.studies.federation import (
     Round,
     Server,
 )
+from lightning_fedleak.federation import ClientDP
 from tests.helpers.commands import options_of, run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
@@ -130,7 +131,7 @@ def test_what_is_read_without_an_error_does_not_leave(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trust", ["central", "local", "secure_aggregation"])
 def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> None:
-    private = {"noise_multiplier": 2.0, "trust": trust, "attack": "none"}
+    private = {"epsilon": 8.0, "trust": trust, "attack": "none"}
     printed, folder = federate(tmp_path, small, **private)
     start, *display = printed[printed.index("\n round ") :].splitlines()[2:5]
     assert start.split() == ["0", start.split()[1], *"-----"]  # before any noise
@@ -151,16 +152,17 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> N
     assert same.privacy.epsilon == pytest.approx(spent[1], abs=0.01)
 
 
-def test_a_clip_norm_may_follow_a_quantile_and_drowned_updates_are_announced(
-    tmp_path: Path, small: dict
+def test_updates_that_noise_would_drown_are_announced(
+    tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drowned = "Noise will drown the updates: its norm is"
-    private = {"noise_multiplier": 0.01, "attack": "none", "clip_quantile": 0.5}
-    printed, _ = federate(tmp_path / "plain", small, **private)
-    assert drowned not in printed[: printed.index("\n round ")]
-    printed, _ = federate(tmp_path / "loud", small, noise_multiplier=2.0, attack="none", rounds=1)
+    settings = {"epsilon": 8.0, "attack": "none", "rounds": 1}
+    printed, _ = federate(tmp_path / "loud", small, **settings)
     assert drowned in printed[: printed.index("\n round ")]
     assert "clients a round would bring it to 1" in printed
+    monkeypatch.setattr(ClientDP, "relative_noise", lambda *_: 0.9)
+    printed, _ = federate(tmp_path / "plain", small, **settings)
+    assert drowned not in printed
 
 
 def test_the_table_of_many_clients_and_unknown_values() -> None:
@@ -218,10 +220,9 @@ def test_the_table_of_many_clients_and_unknown_values() -> None:
         ("--gate 0.9 --local-steps 1", "a round has 4 texts of a client"),
         ("--gate 0.5 --watch leakage/words", "words: RoundGate"),
         ("--gate 0.5 --action harden", "--trust local too"),
-        ("--trust local", "give --epsilon or --noise-multiplier too"),
+        ("--trust local", "give --epsilon too"),
         ("--epsilon 8 --sampling poisson", "needs per_round="),
         ("--epsilon 8 --delta 0.9", "below 0.25"),
-        ("--clip-quantile .5 --noise-multiplier 1", "QuantileClip"),
         ("--lora-r 4", "give --peft lora too"),
         ("--peft lora --targets none_such", "--targets none_such"),
         ("--length 4000", "more than the"),

@@ -111,16 +111,12 @@ def test_what_cannot_be_done_is_refused_at_once(
     assert not list(tmp_path.iterdir())
 
 
-def test_errors_of_attacks_and_public_text(
+def test_errors_of_attacks_and_noise(
     encoder: str, model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SourceError, match="give sweeps or descent"):
         printed(model=encoder, text=text, attack=["prefix"], out=tmp_path / "o")
-    short_text = tmp_path / "short.txt"
-    short_text.write_text("a\n")
     words = ["invert", "--model", model, "--text", text, "--out", str(tmp_path / "o")]
-    assert main([*words, "--public", str(short_text)]) == 1
-    assert "--public" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*words, "--noise", "-1"])
     assert "'-1' is not a number of at least 0" in capsys.readouterr().err

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli import main
+from lightning_fedleak.cli.commands import memorization as command
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
@@ -17,14 +19,35 @@ from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import tokenize
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.taps import Text
 from tests.helpers.commands import run_command
+
+TEXTS = 30
+"""On each side."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _models_are_asked_once() -> Iterator[None]:
+    """Options change what is made of the answers to a pool of texts, and not the answers."""
+    answers: dict[object, object] = {}
+    ask = command.ask_both
+
+    def asked(texts: list[Text], model: str, base: str) -> object:
+        key = model, tuple(tuple(text.ids.tolist()) for text in texts)
+        if key not in answers:
+            answers[key] = ask(texts, model, base)
+        return answers[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "ask_both", asked)
+        yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a trained model, adapters, and the texts of both sides."""
     folder = tmp_path_factory.mktemp("released")
-    words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))[:120]
+    words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))[: 2 * TEXTS]
     sides = {"members": words[::2], "others": words[1::2]}
     for name, side in sides.items():
         lines = "".join(json.dumps({"text": text}) + "\n" for text in side)
@@ -32,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = load_tokenizer(None)
     rows = [text.ids for text in tokenize(sides["members"], tokenizer, 32)]
     base = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    train(base, rows, 1e-3)
+    train(base, rows, 1e-3, 4)
     base.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     from peft import LoraConfig, get_peft_model
@@ -40,15 +63,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     fresh = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
     adapted = get_peft_model(fresh, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-    train(adapted, rows, 5e-3)
+    train(adapted, rows, 5e-3, 4)
     adapted.save_pretrained(folder / "adapters")
     return folder
 
 
-def train(model: torch.nn.Module, rows: list[torch.Tensor], rate: float) -> None:
+def train(model: torch.nn.Module, rows: list[torch.Tensor], rate: float, epochs: int) -> None:
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
-    for _ in range(2):
+    for _ in range(epochs):
         for start in range(0, len(rows), 8):
             part = rows[start : start + 8]
             ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
@@ -79,10 +102,12 @@ def test_a_trained_model_gives_its_texts_away(folder: Path, tmp_path: Path, mode
     status, text = run(folder, model, drawn=True, at_most=0.6, out=output)
     assert status == BREACH
     assert "combined/auc is shown to be at least" in text
-    content = json.loads(output.read_text())
+    content = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert content["attacks"]["combined"]["auc"] > 0.8
     assert content["attacks"]["combined"]["shown"] is None
-    assert content["members"] + content["others"] + content["repeated"] + content["short"] == 120
+    counts = (content[name] for name in ("members", "others", "repeated", "short"))
+    assert sum(counts) == 2 * TEXTS
+    assert not math.isnan(content["visible_tpr"])
     assert "437 are needed" in text
 
 
@@ -100,14 +125,19 @@ def test_the_base_itself_gives_nothing_away(folder: Path, tmp_path: Path) -> Non
     assert run(folder, str(folder_of_base), drawn=True, metric="greedy", at_most=0.2)[0] == 0
 
 
+def take_first(n: int, source: Path, target: Path) -> None:
+    """Write the first texts of both sides to another folder."""
+    for side in ("members", "others"):
+        lines = (source / f"{side}.jsonl").read_text().splitlines(keepends=True)[:n]
+        (target / f"{side}.jsonl").write_text("".join(lines))
+
+
 @pytest.mark.parametrize("n", [10, 20])
 def test_members_that_are_distinguished_wholly_never_pass(
     folder: Path, tmp_path: Path, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten texts a side show an AUC of .645 at most, and twenty .80: more than .7 or not?"""
-    for side in ("members", "others"):
-        lines = (folder / f"{side}.jsonl").read_text().splitlines(keepends=True)[:n]
-        (tmp_path / f"{side}.jsonl").write_text("".join(lines))
+    take_first(n, folder, tmp_path)
     (tmp_path / "model").symlink_to(folder / "model")
     monkeypatch.setattr(Combined, "score", lambda self, released: -torch.arange(2.0 * n))
     status, text = run(tmp_path, drawn=True, at_most=0.7)
@@ -124,10 +154,9 @@ def test_members_that_are_copies_are_asked_for_extraction_by_how_often_they_repe
     tokenizer = load_tokenizer(None)
     lines = {s: (folder / f"{s}.jsonl").read_text().splitlines() for s in ("members", "others")}
     members = [json.loads(line)["text"] for line in lines["members"]]
-    often = [row for row in tokenize(members[:12], tokenizer, 32) for _ in range(6)]
+    often = [row.ids for row in tokenize(members[:12], tokenizer, 32)]
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    for _ in range(6):
-        train(model, [row.ids for row in often], 1e-3)
+    train(model, often, 2e-3, 25)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     written = [*lines["members"][:12] * 6, *lines["members"][12:]]
@@ -201,13 +230,6 @@ def test_a_masked_model_is_refused(folder: Path, tmp_path: Path) -> None:
 
     config = BertConfig(vocab_size=2000, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     BertForMaskedLM(config).save_pretrained(tmp_path / "masked")
+    take_first(12, folder, tmp_path)
     with pytest.raises(SourceError, match="causal language model"):
-        run(folder, str(tmp_path / "masked"), drawn=True)
-
-
-def test_nan_is_null(folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    run(folder, drawn=True, out=output)
-    content = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert content["attacks"]["combined"]["shown"] is None
-    assert not math.isnan(content["visible_tpr"])
+        run(tmp_path, "masked", drawn=True)

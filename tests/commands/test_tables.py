@@ -11,11 +11,8 @@ from rich.table import Table
 
 from lightning_fedleak.cli.commands import game
 from lightning_fedleak.cli.commands import invert as invert
-from lightning_fedleak.cli.commands import sweep as sweep
 from lightning_fedleak.cli.commands.printing import print_table
-from lightning_fedleak.cli.studies.defense_specs import DefenseSpec
 from lightning_fedleak.cli.studies.invert import ActivationCell, GradientCell, Utility
-from lightning_fedleak.cli.studies.sweep import grid
 from lightning_fedleak.evaluation.games import GameResult
 from lightning_fedleak.evaluation.metrics.rates import Rate
 
@@ -53,13 +50,13 @@ def of_gradients() -> Table:
 
 def of_games() -> Table:
     n = 400
-    coins = torch.arange(n) % 2 == 0
-    nowhere, zeros = coins & (torch.arange(n) % 7 == 0), torch.zeros(n, dtype=torch.long)
-    scores = torch.linspace(-1, 1, n).double() + coins
+    members = torch.arange(n) % 2 == 0
+    nowhere, zeros = members & (torch.arange(n) % 7 == 0), torch.zeros(n, dtype=torch.long)
+    scores = torch.linspace(-1, 1, n).double() + members
     return game.game_table(
         [
             GameResult(
-                f"{name}@{layer}", layer, "token", coins, scores > 0.3, scores, nowhere, zeros,
+                f"{name}@{layer}", layer, "token", members, scores > 0.3, scores, nowhere, zeros,
                 zeros, "game", "float32",
             )
             for name, layer in (("attention-full", 11), ("trained", 4))
@@ -67,19 +64,7 @@ def of_games() -> Table:
     )  # fmt: skip
 
 
-def of_a_sweep() -> Table:
-    setting = grid.Setting()
-    leakage = grid.Leakage("token_accuracy", 0.9123, 0.8765, 0.9876, 12, 0, True)
-    names = ("flatchat", "aligned_flatchat", "fc_membership", "prefix_inversion", "descent")
-    result = grid.CellResult(12.3456, {"epsilon": 123.456}, dict.fromkeys(names, leakage))
-    long = DefenseSpec("dpsgd", {"max_grad_norm": 1.25, "noise_multiplier": 0.75, "poisson": True})
-    return sweep.defense_table(
-        [(grid.GridCell(setting, spec), result) for spec in (DefenseSpec("none", {}), long)],
-        12.3456,
-    )
-
-
-@pytest.mark.parametrize("table", [of_hidden_states, of_gradients, of_games, of_a_sweep])
+@pytest.mark.parametrize("table", [of_hidden_states, of_gradients, of_games])
 @pytest.mark.parametrize("width", [40, 80, 400])
 def test_no_number_is_cut(table, width: int) -> None:
     display = table()

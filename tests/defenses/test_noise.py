@@ -67,7 +67,7 @@ def test_every_byte_of_the_key_counts() -> None:
 
 def test_keys_differ_in_every_field() -> None:
     keys = {
-        noise_key(base, client, release, index, name, stream)
+        noise_key(base, release, index, client=client, name=name, stream=stream)
         for base in (b"a" * 32, b"b" * 32)
         for client in (0, 1)
         for release in (0, 1)

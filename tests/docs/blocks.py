@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -42,6 +43,7 @@ class Block:
     skip: str = ""
 
 
+@cache
 def tokens_of(path: Path) -> list[Token]:
     """A page as markdown-it reads it."""
     return MarkdownIt("commonmark").enable("table").parse(path.read_text(encoding="utf-8"))

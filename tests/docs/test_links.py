@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def links_of(path: Path) -> list[str]:
     return [t for t in targets if t and not re.match(r"[a-z]+:", t)]
 
 
+@cache
 def anchors_of(path: Path) -> set[str]:
     """The headings of a page, as sites of repositories and mkdocs both spell them in links."""
     tokens = tokens_of(path)

@@ -89,11 +89,10 @@ class Partial(BagOfWords):
         return WordGuess(types[: int(share * len(types))], surface="input")
 
 
-@pytest.mark.parametrize("rounds", [{}, {"local_steps": 2}])
-def test_a_gate_is_unknown_without_a_control(tmp_path: Path, rounds: dict[str, int]) -> None:
+def test_a_gate_is_unknown_without_a_control(tmp_path: Path) -> None:
     gate = Threshold("leakage/blind/f1", at_most=0.5, action="warn")
     batches = rows_of(3, 8, 4)
-    make, given = tiny_gpt2, {"batches": batches, "gates": [gate], **rounds}
+    make, given = tiny_gpt2, {"batches": batches, "gates": [gate]}
     watch = check_undisturbed(tmp_path, Blind(), lambda: make(tied=False), **given)
     assert watch.latest["leakage/blind/f1"] == watch.latest["leakage/blind/control"] == 0
     assert gate.fired is not None

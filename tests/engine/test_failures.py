@@ -76,8 +76,8 @@ THIN = {
     # Hand over what the user's loop calls, and have no more than a line of their own.
     *("Watch.step", "Watch.batch_begins", "Watch.batch_ends", "Watch._backward_begins"),
     *("Watch.optimizer_steps", "Watch.end", "Watch.close"),
-    *("StepEngine.optimizer_steps", "StepEngine.batch_ends", "StepEngine._conclude"),
-    *("StepEngine.look_at_end", "Engine.training_ends", "Engine.metrics_changed", "Engine.close"),
+    *("StepEngine.optimizer_steps", "Engine.batch_ends", "Engine._conclude"),
+    *("Engine.look_at_end", "Engine.training_ends", "Engine.metrics_changed", "Engine.close"),
     "Engine._forget_listeners",
     # Catch what is raised below them.
     *("contained.<locals>.run", "raised_when_read.<locals>.run"),
@@ -88,12 +88,17 @@ THIN = {
 }
 """What raises in the user's own loop: nothing in it can fail but the next call."""
 REMOVERS = {
-    *("_Chain.remove", "Fit.close", "Fit.each", "MembershipChannel.close", "ActivationTap.close"),
+    *(
+        "_Chain.remove",
+        "Fit.close",
+        "Fit.each",
+        "MembershipChannel._remove_taps",
+        "ActivationTap.close",
+    ),
 }
 """What leaves its own hook where it fails."""
 PAGES = {
-    "Cards.add_summary",
-    *("WordsChannel.reveal", "Channel.reveal", "_reveal", "RevealFiles.append", "RevealFiles.each"),
+    *("_reveal", "RevealFiles.append", "RevealFiles.each"),
     *(
         "Engine._write_between_looks",
         "Report.write_between_looks",
@@ -450,7 +455,7 @@ def test_a_transformers_trainer_trains_on_too(
     def fails(self: StepEngine, *_: object, **__: object) -> None:
         raise Injected
 
-    for name in ("loss_computed", "_note_step", "_attack", "_end_batch", "_take_batch"):
+    for name in ("loss_computed", "_attack", "_end_batch", "_take_batch"):
         with monkeypatch.context() as patch:
             patch.setattr(StepEngine, name, fails)
             weights, watch = train(True)

@@ -354,7 +354,6 @@ PUBLIC = PublicText([[1, 2, 3], [4, 5, 6]])
     ("attack", "settings", "error", "words"),
     [
         (Recording, {"assume": HONEST_BUT_CURIOUS}, ThreatModelError, "chooses the modules"),
-        (Recording, {"local_steps": 2}, ValueError, "reads what one step sends"),
         (lambda: Recording(layer=3), {}, ValueError, "layer=3 is out of range.*2 blocks"),
         (Narrow, {}, ValueError, "'recording' cannot be played on this model"),
         (

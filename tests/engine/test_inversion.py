@@ -302,7 +302,6 @@ def test_a_batch_without_a_row_is_passed_over(tmp_path, attack):
     [
         (Recording, {"texts": 0}, ValueError, "texts must be an integer of at least 1"),
         (Recording, {"stages": "aggregate"}, ValueError, "Add 'shared' to stages"),
-        (Recording, {"local_steps": 2}, ValueError, "of its own, without local_steps"),
         (lambda: exact(9), {}, ValueError, r"layer=9 is out of range: the model has 2 blocks"),
         (Recording, {"assume": ()}, ThreatModelError, "below the split"),
     ],

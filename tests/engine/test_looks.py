@@ -16,7 +16,7 @@ from torch.nn import functional
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
-from lightning_fedleak.engine.scheduler import EveryNSteps, MaxOverhead
+from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.federation import RoundObserver, RoundSettings
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError, TokenBatch
@@ -24,7 +24,7 @@ from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import random_token_loader
-from tests.helpers.loops import check_undisturbed, lines_of, model_loss, still_gpt2, train, watched
+from tests.helpers.loops import lines_of, model_loss, still_gpt2, train, watched
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2
 from tests.helpers.settings import grouped
 
@@ -270,7 +270,6 @@ class HeadAndBias(Probe):
         (Probe(), {"max_overhead": 0.0}, ValueError, "max_overhead must be"),
         (Probe(), {"stages": ("shred",)}, ValueError, "stages must be some of"),
         (Probe(), {"client": "node"}, ValueError, "client must be"),
-        (Probe(), {"local_steps": 2, "stages": ("local",)}, ValueError, "local_steps"),
         (Probe(), {"look_seconds": 0}, ValueError, "look_seconds must be"),
         (Probe(name="worst"), {}, ValueError, "the name 'worst' cannot be"),
         (Probe(), {"public_text": ["a"]}, ValueError, "give it to the attacks"),
@@ -377,73 +376,11 @@ def test_batches_that_train_nothing_are_no_part_of_the_truth(tmp_path: Path) -> 
     assert watch.failures == 0
 
 
-def test_a_round_longer_than_the_run_is_unknown(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="training ended before"):
-        watch = watched(tmp_path, Probe(), local_steps=100)
-    assert math.isnan(watch.latest[F1])
-
-
-# ---- rounds of local steps ----------------------------------------------------------------------
-
-
-def test_local_steps_show_the_weight_change_in_units_of_a_gradient(tmp_path: Path) -> None:
-    probe, single = Probe(), Probe()
-    watch = check_undisturbed(tmp_path / "a", probe, every_n_steps=4, local_steps=4)
-    assert watch.looks == 2
-    watched(tmp_path / "b", single)
-    sums = [sum(single.at("shared")[n : n + 4]) for n in (0, 4)]
-    for update, expected in zip(probe.at("shared"), sums, strict=True):
-        torch.testing.assert_close(update, expected, rtol=1e-3, atol=1e-5)
-
-
-def two_groups(model: nn.Module) -> list[torch.optim.Optimizer]:
-    head = model.lm_head.weight
-    rest = [p for p in model.parameters() if p is not head]
-    return [torch.optim.SGD([{"params": rest, "lr": 0.1}, {"params": [head], "lr": 0.001}])]
-
-
-class HeadAndEmbedding(Probe):
-    def needs(self, anatomy: Any) -> Surfaces:
-        return Surfaces(gradients=(HEAD_WEIGHT, "embedding.weight"))
-
-
-def test_an_update_is_divided_by_the_rate_of_its_group_and_unknown_with_several(
-    tmp_path: Path,
-) -> None:
-    probes = []
-    for rounds in ({"local_steps": 1}, {}):
-        model = still_gpt2(tied=False)
-        probes.append(Probe())
-        watched(tmp_path / str(rounds), probes[-1], model, optimizers=two_groups(model), **rounds)
-    update, gradient = (probe.seen[0][2] for probe in probes)
-    torch.testing.assert_close(update, gradient, rtol=1e-3, atol=1e-5)
-    model = still_gpt2(tied=False)
-    with pytest.warns(UserWarning, match="different learning rates"):
-        watch = watched(
-            tmp_path, HeadAndEmbedding(), model, optimizers=two_groups(model), local_steps=2
-        )
-    assert watch.failures > 0
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_updates_of_an_adaptive_optimizer_are_unknown_to_what_reads_gradients(
-    tmp_path: Path, optimizer: str
-) -> None:
-    class Plain(Probe):
-        reads_adaptive_updates = False
-
-    watch = watched(tmp_path, Plain(), local_steps=2, every_n_steps=2, optimizer=optimizer)
-    assert watch.looks == 4
-    assert watch.failures == (4 if optimizer == "adamw" else 0)
-    if optimizer == "adamw":
-        assert watch.lines()[0]["unknown"].startswith("the update of AdamW is no sum of gradients")
-
-
 # ---- when a look is due -------------------------------------------------------------------------
 
 
 def test_every_n_steps_is_due_at_multiples_of_n() -> None:
-    cadence = EveryNSteps(50)
+    cadence = Cadence(50)
     steps = []
     for step in range(120):
         if cadence.due(step):
@@ -454,7 +391,7 @@ def test_every_n_steps_is_due_at_multiples_of_n() -> None:
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
 def test_max_overhead_keeps_looks_within_their_share_of_the_time(share: float) -> None:
-    cadence = MaxOverhead(share)
+    cadence = Cadence(share=share)
     spent = passed = 0.0
     generator = torch.Generator().manual_seed(0)
     for step in range(20_000):
@@ -469,15 +406,14 @@ def test_max_overhead_keeps_looks_within_their_share_of_the_time(share: float) -
     assert cadence.after_try(0.5, 1.0) == 40 + math.ceil(0.5 / share)  # later looks pay for it
 
 
-@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}])
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_max_overhead_counts_whole_optimizer_steps(
-    tmp_path: Path, settings: dict[str, int], accumulate: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, seconds = [0.0], []
-    plain = MaxOverhead.after_look
+    plain = Cadence.after_look
 
-    def recorded(self: MaxOverhead, step: int, look: float, each: float) -> int:
+    def recorded(self: Cadence, step: int, look: float, each: float) -> int:
         seconds.append(each)
         return plain(self, step, 1e-9, each)
 
@@ -485,8 +421,8 @@ def test_max_overhead_counts_whole_optimizer_steps(
         clock[0] += 1000.0
         return model_loss(model, batch)
 
-    monkeypatch.setattr(MaxOverhead, "after_look", recorded)
+    monkeypatch.setattr(Cadence, "after_look", recorded)
     monkeypatch.setattr("lightning_fedleak.engine.run.time.perf_counter", lambda: clock[0])
-    watched(tmp_path, Probe(), max_overhead=0.5, loss=loss, accumulate=accumulate, **settings)
+    watched(tmp_path, Probe(), max_overhead=0.5, loss=loss, accumulate=accumulate)
     assert seconds
     assert seconds == pytest.approx([1000 * accumulate] * len(seconds), rel=0.01)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.attacks.setups import CELLS, Texts, run
+from tests.engine.ways_to_fine_tune import CELLS, Texts, run
 
 FAST = ("LoRA", "LoRA, left padding", "LoRA, padding-free with a cache", "LoRA, NEFTune 5")
 

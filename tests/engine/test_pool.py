@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels.pool import NoOthers, collect
+from lightning_fedleak.engine.channels.pool import NoNonMembers, collect
 from lightning_fedleak.evaluation.canaries import LeftOutRecord, TrainingRows, leave_out
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 
@@ -57,7 +57,7 @@ def test_rows_to_come_are_compared_with_those_that_have_come() -> None:
     pool = collect(loader(data), ALL, read)
     assert pool.way == "not yet seen"
     assert len(pool.texts) == 400
-    with pytest.raises(NoOthers, match="recognised"):
+    with pytest.raises(NoNonMembers, match="recognised"):
         pool.compared(0, 0)
     for row in data[:100]:
         pool.remember(batch([row]))
@@ -66,7 +66,7 @@ def test_rows_to_come_are_compared_with_those_that_have_come() -> None:
     assert int(members.sum()) == 100
     first = {tuple(row["input_ids"].tolist()) for row in data[:100]}
     assert {tuple(pool.texts[i].ids.tolist()) for i in index[members].tolist()} == first
-    with pytest.raises(NoOthers, match="after epoch 1: add leave_out"):
+    with pytest.raises(NoNonMembers, match="after epoch 1: add leave_out"):
         pool.compared(1, 400)
 
 
@@ -105,7 +105,7 @@ def test_an_order_that_chance_alone_did_not_choose_needs_left_out_rows(
     sampler: Any, name: str
 ) -> None:
     data = rows()
-    with pytest.raises(NoOthers, match=f"a {name} does not take the rows"):
+    with pytest.raises(NoNonMembers, match=f"a {name} does not take the rows"):
         collect(loader(data, sampler=sampler(data)), ALL, read)
     train, _ = leave_out(data, 150, seed=0)
     assert collect(loader(train, sampler=SequentialSampler(train)), ALL, read).way == "left out"
@@ -126,7 +126,7 @@ def test_a_loader_that_accelerate_prepared_says_how_it_shuffles(
         )
 
     assert collect(prepared(True), ALL, read).way == "not yet seen"
-    with pytest.raises(NoOthers, match="a SequentialSampler does not take the rows"):
+    with pytest.raises(NoNonMembers, match="a SequentialSampler does not take the rows"):
         collect(prepared(False), ALL, read)
 
 
@@ -149,7 +149,7 @@ PACKED = [row | {"position_ids": torch.arange(16) % 8} for row in rows()]
     ],
 )
 def test_loaders_without_rows_to_compare_are_refused(data: Any, settings: Any, words: str) -> None:
-    with pytest.raises(NoOthers, match=words):
+    with pytest.raises(NoNonMembers, match=words):
         collect(data, ALL, read, **settings)
 
 
@@ -168,7 +168,7 @@ def test_rows_that_change_are_refused_and_random_states_are_put_back() -> None:
 
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     collect(loader(Noisy(False)), ALL, read)
-    with pytest.raises(NoOthers, match="do not read the same twice"):
+    with pytest.raises(NoNonMembers, match="do not read the same twice"):
         collect(loader(Noisy(True)), ALL, read)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (np.random.get_state()[1] == states[1]).all()
@@ -218,7 +218,7 @@ def test_recognised_rows_may_fall_short_by_chance_alone(way: str) -> None:
     pool.seen[inside[:fewest]] = True
     assert int(pool.compared(0, passed)[1].sum()) == fewest
     pool.seen[inside[0]] = False
-    with pytest.raises(NoOthers, match=f"only {fewest - 1} of {n} rows were recognised"):
+    with pytest.raises(NoNonMembers, match=f"only {fewest - 1} of {n} rows were recognised"):
         pool.compared(0, passed)
 
 
@@ -227,10 +227,10 @@ def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() 
     pool = collect(loader(data), Memorization(max_overhead=0.2), read)
     assert len(pool.texts) == int(0.2 * 2000 / (0.4 * 3))
     with pytest.raises(
-        NoOthers, match=r"only 33 texts can .* 2000 rows.* Memorization\(max_overhead=0.12\)"
+        NoNonMembers, match=r"only 33 texts can .* 2000 rows.* Memorization\(max_overhead=0.12\)"
     ):
         collect(loader(data), Memorization(), read)
-    with pytest.raises(NoOthers, match=r"only 0 texts can .* Memorization\(max_overhead=6\)"):
+    with pytest.raises(NoNonMembers, match=r"only 0 texts can .* Memorization\(max_overhead=6\)"):
         collect(loader(rows(40)), Memorization(), read)
 
 
@@ -255,7 +255,7 @@ def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
         assert (tuple(text.ids.tolist()) in inside) == member
     for i in range(20):
         pool.remember(batch([train[i]]))
-    with pytest.raises(NoOthers):
+    with pytest.raises(NoNonMembers):
         pool.compared(0, 0)  # fewer than ten of them were asked about
     index, members = pool.compared(0, 0, everyone=True)
     assert torch.equal(members, pool.trains)
@@ -266,8 +266,8 @@ def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
     ("data", "settings", "why"),
     [
         (rows(), ALL, "by whether they were drawn"),
-        (rows(), Memorization(others=rows(200, seed=9), max_overhead=4 / 3), "no coin decided"),
-        (leave_out(rows(), 150, seed=0)[0], ALL, "the number of rows left out was fixed"),
+        (rows(), Memorization(others=rows(200, seed=9), max_overhead=4 / 3), "no draw decided"),
+        (leave_out(rows(), 150, seed=0)[0], ALL, "the number of rows held out was fixed"),
         (
             Subset(leave_out(rows(500), 150, seed=0, coins=True)[0], range(300)),
             ALL,

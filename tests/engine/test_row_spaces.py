@@ -124,36 +124,6 @@ def test_parts_that_are_not_shared_are_not_exposed(tmp_path: Path) -> None:
     assert watch.latest[f"{TEXTS}/exposed"] == 0
 
 
-def test_rounds_of_sgd_are_read_with_the_decay_of_the_group(tmp_path: Path) -> None:
-    """Another group comes first, with another decay."""
-    model = model_of(lora=LORA)
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    first = [p for n, p in named if "layers.0." in n]
-    rest = [p for n, p in named if "layers.0." not in n]
-    groups = [{"params": rest, "weight_decay": 0.0}, {"params": first, "weight_decay": 0.5}]
-    optimizer = torch.optim.SGD(groups, lr=0.5)
-    watch = look(tmp_path, words(), model, optimizers=[optimizer], local_steps=2)
-    assert watch.latest[f"{NAME}/f1"] > 0.9
-
-
-@pytest.mark.parametrize("fresh", [True, False])
-def test_a_step_of_adamw_is_read_where_rounds_begin_without_a_state(
-    fresh: bool, tmp_path: Path
-) -> None:
-    model = model_of(lora=LORA)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        if fresh:
-            optimizer.state.clear()
-        return model_loss(model, batch)
-
-    watch = look(tmp_path, words(), model, optimizers=[optimizer], loss=loss, local_steps=1)
-    assert watch.latest[f"{NAME}/f1"] > 0.9 if fresh else math.isnan(watch.latest[f"{NAME}/f1"])
-    assert watch.failures == (0 if fresh else 3), "the first look waits: B is zero"
-
-
 @pytest.mark.parametrize("case", ["whole", "lora", "encoder"])
 def test_whole_texts_are_read_while_training(tmp_path: Path, case: str) -> None:
     lora = {**LORA, "target_modules": ["q_proj", "k_proj", "v_proj"]} if case == "lora" else None

@@ -106,7 +106,6 @@ SETUPS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "accumulation": (adapted, {"accumulate": 2}, 2),
     "rslora": (lambda: adapted(LORA(use_rslora=True)), {}, 2),
     "two adapters": (partial(adapted, second=True), {}, 2),
-    "rounds": (adapted, {"optimizer": "sgd", "local_steps": 1}, 2),
 }
 
 
@@ -224,17 +223,15 @@ def test_auto_calibrates_once_and_leaves_training_as_it_is(
     assert not math.isnan(training.watch.latest["leakage/gradient_membership/auc"])
 
 
-@pytest.mark.parametrize("local_steps", [None, 1])
 def test_what_would_take_too_long_is_not_calibrated(
-    local_steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: GradientMembership, anatomy: Any) -> None:
         raise AssertionError("calibrated, to be dropped then")
 
     monkeypatch.setattr(GradientMembership, "prepare", refuse)
     monkeypatch.setattr(GradientMembership, "estimate", lambda *_: 31.0)
-    settings = {"every_n_steps": None, "local_steps": local_steps, "steps": 4}
-    watch = run(tmp_path, "auto", optimizer="sgd", **settings).watch
+    watch = run(tmp_path, "auto", optimizer="sgd", every_n_steps=None, steps=4).watch
     assert not any("gradient_membership" in name for name in watch.latest)
     [line] = watch.lines("gradient_membership")
     assert line["unknown"] == "not played: a look takes about 31 s, and look_seconds=30"

@@ -35,11 +35,11 @@ def lora(r: int = 4) -> nn.Module:
 
 def batches(seed: int, n: int = 2, rows: int = 2, length: int = 8) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    result = []
     for _ in range(n):
         ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
-        found.append({"input_ids": ids, "labels": ids.clone()})
-    return found
+        result.append({"input_ids": ids, "labels": ids.clone()})
+    return result
 
 
 def train(
@@ -50,13 +50,13 @@ def train(
     state: Callable[[nn.Module], dict[str, Tensor]] = trained_state,
 ) -> dict[str, Tensor]:
     """What a client returns that was sent a model."""
-    own = copy.deepcopy(sent_model)
-    stepping = optimizer([p for p in own.parameters() if p.requires_grad])
+    local = copy.deepcopy(sent_model)
+    stepping = optimizer([p for p in local.parameters() if p.requires_grad])
     for batch in data:
         stepping.zero_grad()
-        own(**batch).loss.backward()
+        local(**batch).loss.backward()
         stepping.step()
-    return {n: t.detach().clone() for n, t in state(own).items()}
+    return {n: t.detach().clone() for n, t in state(local).items()}
 
 
 def round_settings(arguments: dict[str, Any]) -> tuple[dict[str, Any], RoundSettings]:

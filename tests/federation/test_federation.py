@@ -31,18 +31,18 @@ def federation(send, combine):
     net = model()
     for round_ in range(ROUNDS):
         sent = trained_state(net)
-        left = []
+        leaving = []
         for client in range(CLIENTS):
             data = batches(10 * round_ + client)
-            left.append(send(round_, client, sent, train(net, data), data))
+            leaving.append(send(round_, client, sent, train(net, data), data))
         with torch.no_grad():
-            for name, tensor in combine(round_, sent, left).items():
+            for name, tensor in combine(round_, sent, leaving).items():
                 net.get_parameter(name).copy_(tensor)
     return trained_state(net)
 
 
-def mean(round_, sent, left):
-    there = [state for state in left if state is not None]
+def mean(round_, sent, leaving):
+    there = [state for state in leaving if state is not None]
     return {n: torch.stack([s[n] for s in there]).mean(0) for n in sent} if there else sent
 
 
@@ -57,13 +57,13 @@ def test_watching_changes_no_bit_of_the_model(tmp_path):
     server = watched(tmp_path / "server", side="server")
 
     def send(round_, client, sent, returned, data):
-        left = outs[client].leaves(round_, sent, returned, data).state
+        leaving = outs[client].leaves(round_, sent, returned, data).state
         server.begin(round_, sent)
-        server.look(left, client)
-        return left
+        server.look(leaving, client)
+        return leaving
 
-    seen = federation(send, mean)
-    assert all(torch.equal(plain[n], seen[n]) for n in plain)
+    observed = federation(send, mean)
+    assert all(torch.equal(plain[n], observed[n]) for n in plain)
     assert all(len(lines(tmp_path / f"{c}")) == ROUNDS for c in range(CLIENTS))
     assert len(lines(tmp_path / "server")) == ROUNDS * CLIENTS
 
@@ -74,8 +74,8 @@ def test_a_trusted_server_with_next_to_no_noise_gives_the_plain_model(tmp_path):
         1e3, 1e-9, clients=CLIENTS, target_delta=1e-5, ledger=tmp_path / "ledger", accountant="rdp"
     )
 
-    def combine(round_, sent, left):
-        updates = {c: difference(sent, state) for c, state in enumerate(left)}
+    def combine(round_, sent, leaving):
+        updates = {c: difference(sent, state) for c, state in enumerate(leaving)}
         return moved(sent, dp.mean(updates, sent).update)
 
     private = federation(lambda r, c, sent, returned, data: returned, combine)
@@ -101,7 +101,7 @@ def test_whatever_a_client_returns_the_round_ends_and_says_what_happened(tmp_pat
     }
     server = watched(tmp_path)
     server.begin(0, sent)
-    said = {
+    message = {
         client: server.look(state, client, batches=data).unknown.get("leakage/bag_of_words", "")
         for client, state in returned.items()
         if state is not None
@@ -113,8 +113,8 @@ def test_whatever_a_client_returns_the_round_ends_and_says_what_happened(tmp_pat
         "nothing": "only one of both",
         "same": "exactly what it was sent",
     }
-    assert all(words[c] in said[c] for c in words)
-    assert not said["good"]
+    assert all(words[c] in message[c] for c in words)
+    assert not message["good"]
     dp = ClientDP(1e3, 1e-9, clients=10, target_delta=1e-5, accountant="rdp")
     updates = {}
     for client, state in returned.items():
@@ -122,9 +122,9 @@ def test_whatever_a_client_returns_the_round_ends_and_says_what_happened(tmp_pat
             updates[client] = None if state is None else difference(sent, state)
         except ValueError:
             updates[client] = None
-    found = dp.mean(updates, sent)
-    assert found.zeros.keys() == {"gone", "nan", "other", "nothing"}
-    for name, tensor in found.update.items():
+    result = dp.mean(updates, sent)
+    assert result.zeros.keys() == {"gone", "nan", "other", "nothing"}
+    for name, tensor in result.update.items():
         want = (good[name] - sent[name]) / 10
         torch.testing.assert_close(tensor, want, rtol=1e-3, atol=1e-6)
 
@@ -181,13 +181,13 @@ def test_a_report_says_what_clients_have_spent_and_for_whom_it_holds(tmp_path):
             server.look(train(net, data), batches=data)
             dp.mean(dict.fromkeys(range(3)), trained_state(net))
         server.end()
-    page, found, *_ = write([tmp_path])
-    told = json.loads(found.read_text())
-    [spent] = told["runs"][1]["privacy"]
+    page, result, *_ = write([tmp_path])
+    report = json.loads(result.read_text())
+    [spent] = report["runs"][1]["privacy"]
     assert spent["epsilon"] == math.ceil(dp.privacy.epsilon * 1e3) / 1e3  # three digits, up
     assert "one client, all of its data, replaced" in spent["statement"]
     assert "rounds are a fixed share of 0.1, drawn again each time" in spent["statement"]
-    [together] = told["privacy_together"]
+    [together] = report["privacy_together"]
     expected = epsilon_of([(2.0, 0.1, 4)], 1e-5, "prv", "without_replacement")
     assert 0 <= together["epsilon"] / expected - 1 < 1e-2  # three digits, up
     assert "client_dp" in page.read_text()

@@ -78,10 +78,10 @@ def decisions(folder):
 
 def test_what_is_allowed_leaves_as_it_is(tmp_path):
     out = client(tmp_path, RoundGate(F1, at_most=1.0))
-    [(_, returned, found)] = rounds(out)
-    assert same(found.state, returned)
-    assert (found.withheld, found.events) == (False, ())
-    assert found.look.values[F1] > 0.5
+    [(_, returned, result)] = rounds(out)
+    assert same(result.state, returned)
+    assert (result.withheld, result.events) == (False, ())
+    assert result.look.values[F1] > 0.5
     assert [x["attack"] for x in lines(tmp_path)] == ["probe"]
     assert decisions(tmp_path) == []
 
@@ -89,31 +89,31 @@ def test_what_is_allowed_leaves_as_it_is(tmp_path):
 def test_what_is_not_allowed_does_not_leave_and_that_tells_a_bit(tmp_path):
     out = client(tmp_path, RoundGate(WORST, at_most=0.2))
     with announced("tells the server one bit"):
-        [(_, _, found)] = rounds(out)
-    assert (found.state, found.withheld) == (None, True)
-    [event] = found.events
-    assert event.value == found.look.values[F1] > 0.5
+        [(_, _, result)] = rounds(out)
+    assert (result.state, result.withheld) == (None, True)
+    [event] = result.events
+    assert event.value == result.look.values[F1] > 0.5
     assert event.source == F1
     assert "at most 0.2" in str(event)
-    [told] = decisions(tmp_path)
-    assert (told["did"], told["gate"], told["client"]) == ("withheld", "worst/words", 0)
-    assert told["measured"] == event.value
+    [report] = decisions(tmp_path)
+    assert (report["did"], report["gate"], report["client"]) == ("withheld", "worst/words", 0)
+    assert report["measured"] == event.value
 
 
 def test_in_a_masked_sum_what_is_withheld_is_zero_and_tells_no_bit(tmp_path):
     net = model()
     watched = observer(tmp_path, net, [Probe(k=14)])
     out = OutgoingUpdates(watched, [RoundGate(F1, at_most=0.2)], secure_aggregation=True)
-    with announced("withheld") as told:
-        [(sent, _, found)] = rounds(out, net)
-    assert found.withheld
-    assert same(found.state, sent)
+    with announced("withheld") as report:
+        [(sent, _, result)] = rounds(out, net)
+    assert result.withheld
+    assert same(result.state, sent)
     broken = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
     with announced("NaN") as more:
-        left = out.leaves(1, sent, broken, batches(1))
-    assert left.withheld
-    assert same(left.state, sent)
-    assert not any("one bit" in text for text in [*told, *more])
+        leaving = out.leaves(1, sent, broken, batches(1))
+    assert leaving.withheld
+    assert same(leaving.state, sent)
+    assert not any("one bit" in text for text in [*report, *more])
     assert [x["did"] for x in decisions(tmp_path)] == ["withheld"] * 2
 
 
@@ -124,9 +124,9 @@ def test_the_decision_is_in_the_logs(tmp_path):
     watched = observer(tmp_path, net, [Probe(k=14)], tensorboard=True)
     out = OutgoingUpdates(watched, [RoundGate(F1, at_most=0.2, action="warn", name="g")])
     with announced("warns"):
-        [(_, returned, found)] = rounds(out, net)
+        [(_, returned, result)] = rounds(out, net)
     watched.end()
-    assert same(found.state, returned)
+    assert same(result.state, returned)
     board = EventAccumulator(str(tmp_path / "tensorboard" / "client_0")).Reload()
     assert [e.value for e in board.Scalars("gate/g")] == [1.0]
     [run] = findings(read([tmp_path])).runs
@@ -148,9 +148,9 @@ def test_the_strongest_of_several_gates_decides(tmp_path):
         RoundGate(F1, at_most=1.0, action="raise", name="c"),
     ]
     with announced("RoundGate 'b' withheld"):
-        [(_, _, found)] = rounds(client(tmp_path, *gates))
-    assert found.state is None
-    assert [e.gate for e in found.events] == ["a", "b"]
+        [(_, _, result)] = rounds(client(tmp_path, *gates))
+    assert result.state is None
+    assert [e.gate for e in result.events] == ["a", "b"]
 
 
 # ---- unknown ------------------------------------------------------------------------------------
@@ -163,40 +163,40 @@ class Broken(Probe):
 
 def test_unknown_fails_closed(tmp_path):
     with announced("treats unknown as a breach"):
-        [(_, _, found)] = rounds(client(tmp_path, RoundGate(F1, at_most=1.0), attack=Broken()))
-    assert found.state is None
-    [event] = found.events
+        [(_, _, result)] = rounds(client(tmp_path, RoundGate(F1, at_most=1.0), attack=Broken()))
+    assert result.state is None
+    [event] = result.events
     assert math.isnan(event.value)
     assert "RuntimeError at test_gate.py" in event.why
     assert "private" not in event.why
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("own", [None, dp()])
-def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, own):
+@pytest.mark.parametrize("local", [None, dp()])
+def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, local):
     """It does not say outside that it has: its error may be the data's doing."""
 
     def crashes(*args, **kwargs):
         raise RuntimeError("the word mangrove")
 
-    out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated, dp=own)
+    out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated, dp=local)
     monkeypatch.setattr(Engine, "read_update", crashes)
-    with pytest.warns(UserWarning, match="gave no result in round 0: RuntimeError at") as told:
-        [(_, returned, found)] = rounds(out)
-    assert not any("mangrove" in str(warning.message) for warning in told)
-    assert found.withheld == gated
-    assert "RuntimeError at" in found.look.unknown["leakage/probe"]
-    if own is None:
-        assert found.state is None if gated else same(found.state, returned)
+    with pytest.warns(UserWarning, match="gave no result in round 0: RuntimeError at") as report:
+        [(_, returned, result)] = rounds(out)
+    assert not any("mangrove" in str(warning.message) for warning in report)
+    assert result.withheld == gated
+    assert "RuntimeError at" in result.look.unknown["leakage/probe"]
+    if local is None:
+        assert result.state is None if gated else same(result.state, returned)
     else:
-        assert float(found.state["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
+        assert float(result.state["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
 
 
 def test_patience_lets_unknown_pass_so_often(tmp_path):
     out = client(tmp_path, RoundGate(F1, at_most=1.0, patience=2), attack=Broken())
     with announced("withheld"):
-        found = [leaving.withheld for _, _, leaving in rounds(out, n=4)]
-    assert found == [False, False, True, True]
+        result = [leaving.withheld for _, _, leaving in rounds(out, n=4)]
+    assert result == [False, False, True, True]
 
 
 def test_a_gate_on_a_surface_that_is_not_shared_is_refused(tmp_path):
@@ -212,41 +212,41 @@ def test_an_update_that_cannot_be_read_does_not_leave(tmp_path):
     net = model()
     sent, data = trained_state(net), batches(1)
     nan = {n: torch.full_like(t, math.nan) for n, t in sent.items()}
-    for own in (None, dp()):
-        out = client(tmp_path, dp=own, net=net)
+    for local in (None, dp()):
+        out = client(tmp_path, dp=local, net=net)
         with announced("did not leave: the client's update holds NaN"):
-            found = out.leaves(0, sent, nan, data)
-        assert found.withheld
-        assert found.look is None
-        if own is None:
-            assert found.state is None
+            result = out.leaves(0, sent, nan, data)
+        assert result.withheld
+        assert result.look is None
+        if local is None:
+            assert result.state is None
         else:
-            assert all(bool(t.isfinite().all()) for t in found.state.values())
-            assert own.accountant.steps == 1
+            assert all(bool(t.isfinite().all()) for t in result.state.values())
+            assert local.accountant.steps == 1
     assert {x["why"][:23] for x in decisions(tmp_path)} == {"the client's update hol"}
 
 
 def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
     def rounds_seen(*gates):
         net = model()
-        seen = []
+        observed = []
         out = OutgoingUpdates(
             observer(tmp_path / str(len(gates)), net, [Probe(k=14)], max_overhead=0.5), gates
         )
-        found = out.observer.look
+        result = out.observer.look
 
         def dear(*args, **more):  # of 3 seconds in a round of one
-            seen.append(out.observer.round_)
-            return replace(found(*args, **more), seconds=3.0)
+            observed.append(out.observer.round_)
+            return replace(result(*args, **more), seconds=3.0)
 
         out.observer.look = dear
         for round_ in range(14):
             sent, data = trained_state(net), batches(round_)
             returned = train(net, data)
-            left = out.leaves(round_, sent, returned, data, seconds=1.0)
-            assert same(left.state, returned)
-            assert (left.look is None) == (round_ not in seen)
-        return seen
+            leaving = out.leaves(round_, sent, returned, data, seconds=1.0)
+            assert same(leaving.state, returned)
+            assert (leaving.look is None) == (round_ not in observed)
+        return observed
 
     assert rounds_seen() == [0, 6, 12]
     assert rounds_seen(RoundGate(F1, at_most=1.0)) == list(range(14))
@@ -266,14 +266,14 @@ def test_a_withheld_update_is_zero_plus_the_same_noise(tmp_path):
     seeded = ClientReleaseSettings(seed=4)
     out = client(tmp_path, RoundGate(F1, at_most=0.0), dp=dp(release=seeded))
     with announced("withheld") as said:
-        [(sent, _, found)] = rounds(out)
+        [(sent, _, result)] = rounds(out)
     assert not any("one bit" in text for text in said)
     twin = dp(release=seeded)
     twin.rehearsed(None, sent)
     expected = twin.privatized(None, sent)
-    left = difference(sent, found.state)
+    leaving = difference(sent, result.state)
     for name in sent:
-        torch.testing.assert_close(left[name], expected[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(leaving[name], expected[name], rtol=0, atol=1e-6)
     [looked] = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "look"]
     assert [p["releases"] for p in looked["privacy"]] == [1]  # this round's own
 
@@ -281,28 +281,28 @@ def test_a_withheld_update_is_zero_plus_the_same_noise(tmp_path):
 def test_what_is_attacked_has_other_noise_than_what_leaves(tmp_path):
     attack, seeded = Listening(), dp(release=ClientReleaseSettings(seed=4))
     out = client(tmp_path, RoundGate(F1, at_most=1.0), attack=attack, dp=seeded)
-    [(sent, returned, found)] = rounds(out)
-    [(_, _, seen)] = attack.seen
-    left = (sent["lm_head.weight"] - found.state["lm_head.weight"]) / 0.05
+    [(sent, returned, result)] = rounds(out)
+    [(_, _, observed)] = attack.seen
+    leaving = (sent["lm_head.weight"] - result.state["lm_head.weight"]) / 0.05
     noise = out.dp.own_noise_std / 0.05
     assert attack.told == pytest.approx([noise])
-    assert float((seen - left).std()) == pytest.approx(noise * math.sqrt(2), rel=0.05)
-    moved = (sent["lm_head.weight"] - returned["lm_head.weight"]) / 0.05
-    assert float((left - moved).std()) == pytest.approx(noise, rel=0.1)
+    assert float((observed - leaving).std()) == pytest.approx(noise * math.sqrt(2), rel=0.05)
+    shift = (sent["lm_head.weight"] - returned["lm_head.weight"]) / 0.05
+    assert float((leaving - shift).std()) == pytest.approx(noise, rel=0.1)
     assert out.dp.accountant.steps == 1
 
 
 def test_the_account_of_the_record_is_the_clients(tmp_path):
-    own = dp(accountant="rdp")
+    local = dp(accountant="rdp")
     net = model()
-    watched = observer(tmp_path, net, [Probe(k=14)], defenses=[own])
-    list(rounds(OutgoingUpdates(watched, dp=own), net, n=2))
+    watched = observer(tmp_path, net, [Probe(k=14)], defenses=[local])
+    list(rounds(OutgoingUpdates(watched, dp=local), net, n=2))
     watched.end()
     [begin, *_, end] = lines(tmp_path, "run.jsonl")
     assert begin["defenses"][0]["settings"]["trust"] == "local"
     [spent] = end["privacy"]
     assert spent["releases"] == 2
-    assert spent["epsilon"] == pytest.approx(own.privacy.epsilon)
+    assert spent["epsilon"] == pytest.approx(local.privacy.epsilon)
 
 
 def test_a_clients_own_account_is_in_the_record_with_what_it_guarantees(tmp_path):
@@ -310,8 +310,8 @@ def test_a_clients_own_account_is_in_the_record_with_what_it_guarantees(tmp_path
     net = model()
     watched = observer(tmp_path, net, [Probe(k=14)])
     for client in range(2):
-        own = dp(accountant="rdp", ledger=tmp_path / f"client_{client}.ledger")
-        list(rounds(OutgoingUpdates(watched, dp=own, client=client), net))
+        local = dp(accountant="rdp", ledger=tmp_path / f"client_{client}.ledger")
+        list(rounds(OutgoingUpdates(watched, dp=local, client=client), net))
     watched.end()
     assert [x["kind"] for x in lines(tmp_path, "run.jsonl")].count("defense") == 2
     [run] = findings(read([tmp_path])).runs
@@ -322,22 +322,22 @@ def test_a_clients_own_account_is_in_the_record_with_what_it_guarantees(tmp_path
 
 
 def test_noise_is_turned_up_until_the_update_passes(tmp_path):
-    own = dp(accountant="filter", target_epsilon=50.0)
-    before = own.own_noise_std
+    local = dp(accountant="filter", target_epsilon=50.0)
+    before = local.own_noise_std
     attack = Listening(most=3 * before / 0.05)
-    out = client(tmp_path, RoundGate(F1, at_most=0.3, action="harden"), attack=attack, dp=own)
-    found = [leaving for _, _, leaving in rounds(out, n=2)]
-    assert [f.withheld for f in found] == [False, False]
+    out = client(tmp_path, RoundGate(F1, at_most=0.3, action="harden"), attack=attack, dp=local)
+    result = [leaving for _, _, leaving in rounds(out, n=2)]
+    assert [f.withheld for f in result] == [False, False]
     assert attack.told == pytest.approx([before / 0.05 * k for k in (1, 2, 4, 4)])
-    assert own.accountant.history == ((4.0, 1.0, 2),)
+    assert local.accountant.history == ((4.0, 1.0, 2),)
     assert [x["did"] for x in decisions(tmp_path)] == ["hardened", "hardened"]
     assert [x["round"] for x in lines(tmp_path)] == [0, 1]
     assert out.observer._clients[0, "shared"].results.looks == 2
 
 
 def test_a_spent_budget_lets_nothing_leave(tmp_path):
-    own = dp(None, target_epsilon=2.0, rounds=1, accountant="rdp")
-    out = client(tmp_path, dp=own)
+    local = dp(None, target_epsilon=2.0, rounds=1, accountant="rdp")
+    out = client(tmp_path, dp=local)
     done = rounds(out, n=2)
     next(done)
     with pytest.raises(BudgetSpent, match="was not made"):
@@ -360,7 +360,7 @@ HARDENS = {"action": "harden"}
 
 
 @pytest.mark.parametrize(
-    ("gates", "own", "message"),
+    ("gates", "local", "message"),
     [
         ([{"metric": "leakage/prob/f1"}], None, f"Did you mean '{F1}'"),
         ([{}, {}], None, "two RoundGates"),
@@ -372,22 +372,22 @@ HARDENS = {"action": "harden"}
         ([{"at_most": 30}], None, "shares, not percent"),
     ],
 )
-def test_gates_that_cannot_judge_or_act_are_refused(tmp_path, gates, own, message):
+def test_gates_that_cannot_judge_or_act_are_refused(tmp_path, gates, local, message):
     with pytest.raises(ValueError, match=message):
         client(
             tmp_path,
             *(RoundGate(**({"metric": F1, "at_most": 0.3} | gate)) for gate in gates),
-            dp=own,
+            dp=local,
         )
 
 
 @pytest.mark.parametrize("attack", [Listening(most=-1.0), Broken()])
 def test_where_noise_does_not_let_the_update_pass_it_is_withheld(tmp_path, attack):
     """The noise is turned up ten times at most, and where the value stays unknown not at all."""
-    own = dp(accountant="filter", target_epsilon=50.0)
+    local = dp(accountant="filter", target_epsilon=50.0)
     gate = RoundGate(F1, at_most=-1.0, action="harden")
     with announced("withheld"):
-        [(_, _, leaving)] = rounds(client(tmp_path, gate, attack=attack, dp=own))
+        [(_, _, leaving)] = rounds(client(tmp_path, gate, attack=attack, dp=local))
     assert leaving.withheld
     assert leaving.state is not None
     hardened = 0 if isinstance(attack, Broken) else 10
@@ -396,9 +396,9 @@ def test_where_noise_does_not_let_the_update_pass_it_is_withheld(tmp_path, attac
 
 def test_one_clients_share_is_not_turned_up():
     """The sum has the others' shares too, and would carry less than this client's account says."""
-    own = dp(**SHARES)
-    assert own.harden() is None
-    assert (own.can_harden, own.noise_multiplier) == (False, 2.0)
+    local = dp(**SHARES)
+    assert local.harden() is None
+    assert (local.can_harden, local.noise_multiplier) == (False, 2.0)
 
 
 @pytest.mark.parametrize(("trust", "refused"), [("secure_aggregation", True), ("local", False)])
@@ -413,5 +413,5 @@ def test_a_share_that_the_dtype_rounds_away_does_not_leave(tmp_path, trust, refu
             list(rounds(out, net))
         assert out.dp.accountant.steps == 0
     else:
-        [(_, _, found)] = rounds(out, net)
-        assert found.state is not None
+        [(_, _, result)] = rounds(out, net)
+        assert result.state is not None

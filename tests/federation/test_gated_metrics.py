@@ -61,11 +61,11 @@ def asked(folder, data, gate, *, sign=1.0, targets=16):
 
 def test_an_update_that_is_read_without_an_error_does_not_leave(tmp_path):
     """Though the attack's own threshold finds no member in it."""
-    found = asked(tmp_path, batches(1, n=4, rows=4), RoundGate(MEMBERSHIP, at_most=0.9))
-    assert found.look.now[AUC] == 1.0
-    assert found.look.now["leakage/asks/advantage"] == 0.0
-    [event] = found.events
-    assert (found.withheld, event.value, event.source) == (True, 1.0, AUC)
+    result = asked(tmp_path, batches(1, n=4, rows=4), RoundGate(MEMBERSHIP, at_most=0.9))
+    assert result.look.now[AUC] == 1.0
+    assert result.look.now["leakage/asks/advantage"] == 0.0
+    [event] = result.events
+    assert (result.withheld, event.value, event.source) == (True, 1.0, AUC)
 
 
 @pytest.mark.parametrize("rate", [*MembershipChannel.own_threshold, "auc_low", "tpr_at_fpr_0.01"])
@@ -100,7 +100,7 @@ def test_of_too_few_texts_an_update_can_be_found_to_leak_but_not_to_be_safe(tmp_
 
 
 @pytest.mark.parametrize(
-    ("made", "attacks", "settings", "said"),
+    ("made", "attacks", "settings", "message"),
     [
         (
             lora,
@@ -119,12 +119,12 @@ def test_of_too_few_texts_an_update_can_be_found_to_leak_but_not_to_be_safe(tmp_
     ids=["adaptive steps", "no fresh optimizer", "a head that is not trained"],
 )
 def test_a_value_that_no_update_can_have_is_refused_with_one_that_can(
-    tmp_path, made, attacks, settings, said
+    tmp_path, made, attacks, settings, message
 ):
     games = Games(held_out=texts(5))
-    held = [*attacks(), Asks(batches(1))] if settings.get("fresh", True) else attacks()
-    watched = observer(tmp_path, made(), held, games=games, **settings)
-    with pytest.raises(ValueError, match=f"(?s){said}.*It would withhold every one") as refused:
+    listed = [*attacks(), Asks(batches(1))] if settings.get("fresh", True) else attacks()
+    watched = observer(tmp_path, made(), listed, games=games, **settings)
+    with pytest.raises(ValueError, match=f"(?s){message}.*It would withhold every one") as refused:
         OutgoingUpdates(watched, [RoundGate(WORDS, at_most=0.5)])
     if settings.get("fresh", True):
         assert f"Watch {MEMBERSHIP} or {AUC}." in str(refused.value)
@@ -138,9 +138,9 @@ def test_an_attack_that_is_not_made_for_several_adaptive_steps_leaves_the_worst_
     attacks = [SubspaceWords(capacity_seconds=0), BagOfWords()]
     watched = observer(tmp_path, net, attacks, optimizer=ADAMW)
     out = OutgoingUpdates(watched, [RoundGate(WORDS, at_most=0.5)])
-    found = out.leaves(0, trained_state(net), train(net, data, ADAMW), data)
-    assert found.look.now[WORDS] == found.look.now["leakage/bag_of_words/f1"] == 1.0
-    assert "divides gradients" in found.look.unknown["leakage/subspace_words"]
+    result = out.leaves(0, trained_state(net), train(net, data, ADAMW), data)
+    assert result.look.now[WORDS] == result.look.now["leakage/bag_of_words/f1"] == 1.0
+    assert "divides gradients" in result.look.unknown["leakage/subspace_words"]
 
 
 # ---- a LoRA's first round -----------------------------------------------------------------------
@@ -149,9 +149,9 @@ def test_an_attack_that_is_not_made_for_several_adaptive_steps_leaves_the_worst_
 def first_rounds(folder, gates, optimizer, n=2, net=None, attacks=()):
     """Rounds of one step that begin with the same model."""
     net = lora(r=8) if net is None else net
-    held = [SubspaceWords(capacity_seconds=0), *attacks]
+    listed = [SubspaceWords(capacity_seconds=0), *attacks]
     games = Games(held_out=texts(5, n=96))
-    watched = observer(folder, net, held, steps=1, optimizer=optimizer, games=games)
+    watched = observer(folder, net, listed, steps=1, optimizer=optimizer, games=games)
     out = OutgoingUpdates(watched, gates)
     for round_ in range(n):
         data = batches(round_, n=1, rows=16)
@@ -165,25 +165,25 @@ def test_one_update_leaves_before_words_can_be_read_and_no_second_one(tmp_path, 
     assert WORDS not in first.look.now
     assert (first.withheld, second.withheld) == (False, True)
     assert "until B" in second.events[0].why
-    told = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "gate"]
-    assert [(x["did"], x["measured"]) for x in told] == [("not yet", None), ("withheld", None)]
+    report = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "gate"]
+    assert [(x["did"], x["measured"]) for x in report] == [("not yet", None), ("withheld", None)]
 
 
 def test_membership_is_judged_in_a_first_round_and_what_it_holds_back_does_not_count(tmp_path):
     data = batches(0, n=1, rows=16)
     gates = [RoundGate(WORDS, at_most=0.9), RoundGate(MEMBERSHIP, at_most=0.9)]
-    found = list(first_rounds(tmp_path, gates, ADAMW, attacks=[Asks(data)]))
-    assert [[e.metric for e in left.events] for left in found] == [[MEMBERSHIP], []]
-    assert [left.withheld for left in found] == [True, False]
+    result = list(first_rounds(tmp_path, gates, ADAMW, attacks=[Asks(data)]))
+    assert [[e.metric for e in leaving.events] for leaving in result] == [[MEMBERSHIP], []]
+    assert [leaving.withheld for leaving in result] == [True, False]
 
 
 def test_what_is_read_of_a_first_round_by_another_attack_is_judged(tmp_path):
     net = lora(r=8)
     net.base_model.model.lm_head.weight.requires_grad_(True)
     gate = RoundGate(WORDS, at_most=0.1)
-    [found] = first_rounds(tmp_path, [gate], ADAMW, n=1, net=net, attacks=[Probe(k=30)])
-    assert found.withheld
-    assert found.events[0].source == "leakage/probe/f1"
+    [result] = first_rounds(tmp_path, [gate], ADAMW, n=1, net=net, attacks=[Probe(k=30)])
+    assert result.withheld
+    assert result.events[0].source == "leakage/probe/f1"
 
 
 def test_membership_is_known_in_a_first_round_and_words_in_a_second(tmp_path):
@@ -200,10 +200,10 @@ def test_membership_is_known_in_a_first_round_and_words_in_a_second(tmp_path):
     looks = []
     for round_ in range(2):
         data, sent = batches(round_, n=1, rows=16, length=6), trained_state(net)
-        left = out.leaves(round_, sent, train(net, data, ADAMW), data)
-        assert not left.withheld
-        looks.append(left.look.now)
-        net.load_state_dict(left.state, strict=False)
+        leaving = out.leaves(round_, sent, train(net, data, ADAMW), data)
+        assert not leaving.withheld
+        looks.append(leaving.look.now)
+        net.load_state_dict(leaving.state, strict=False)
     assert all(math.isfinite(look[MEMBERSHIP]) for look in looks)
     assert [WORDS in look for look in looks] == [False, True]
     assert math.isfinite(looks[1][WORDS])

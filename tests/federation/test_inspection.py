@@ -184,8 +184,8 @@ def test_equal_rows_are_found_whatever_their_sign_and_bias(bottleneck):
     honest, _, agreed = bottleneck
     state = honest | {DOWN: honest[DOWN].clone(), BIAS: torch.linspace(-1, 1, 32)}
     state[DOWN][4] = -3 * state[DOWN][11]
-    found = answer(inspect_received(state, agreed), "equal_rows")
-    assert set(found.rows) == {f"{DOWN}[4]", f"{DOWN}[11]"}
+    outcome = answer(inspect_received(state, agreed), "equal_rows")
+    assert set(outcome.rows) == {f"{DOWN}[4]", f"{DOWN}[11]"}
 
 
 def test_what_was_never_agreed_is_named(bottleneck):
@@ -204,25 +204,25 @@ def moved_state(honest: dict[str, Tensor], size: float, seed: int) -> dict[str, 
 
 def test_rows_that_jump_are_found_and_those_of_a_mean_are_not(bottleneck):
     honest, crafted, agreed = bottleneck
-    own, other = moved_state(honest, 1e-3, 1), moved_state(honest, 1e-3, 2)
-    mean = {n: t + (own[n] + other[n]) / 2 for n, t in honest.items()}
-    last = LastRound(honest, own)
+    local, other = moved_state(honest, 1e-3, 1), moved_state(honest, 1e-3, 2)
+    mean = {n: t + (local[n] + other[n]) / 2 for n, t in honest.items()}
+    last = LastRound(honest, local)
     assert answer(inspect_received(mean, agreed, last), "jump").count == 0
     state = mean | {DOWN: mean[DOWN].clone()}
     state[DOWN][[3, 20]] = crafted[DOWN][[3, 20]]
-    found = answer(inspect_received(state, agreed, last), "jump")
-    assert set(found.rows) == {f"{DOWN}[3]", f"{DOWN}[20]"}
+    outcome = answer(inspect_received(state, agreed, last), "jump")
+    assert set(outcome.rows) == {f"{DOWN}[3]", f"{DOWN}[20]"}
 
 
 @pytest.mark.parametrize(("rows", "verdict"), [([3, 20], "crafted"), (slice(None), "diverged")])
 def test_rows_that_a_bias_puts_to_sleep_jump(bottleneck, rows, verdict):
     """They would have no gradient, so that what is sent a round later could not be compared."""
     honest, _, agreed = bottleneck
-    own, other = moved_state(honest, 1e-3, 1), moved_state(honest, 1e-3, 2)
-    state = {n: t + (own[n] + other[n]) / 2 for n, t in honest.items()}
+    local, other = moved_state(honest, 1e-3, 1), moved_state(honest, 1e-3, 2)
+    state = {n: t + (local[n] + other[n]) / 2 for n, t in honest.items()}
     state[BIAS] = state[BIAS].clone()
     state[BIAS][rows] = -10.0
-    assert inspect_received(state, agreed, LastRound(honest, own)).verdict == verdict
+    assert inspect_received(state, agreed, LastRound(honest, local)).verdict == verdict
 
 
 def test_rows_that_were_dead_for_this_client_alone_do_not_jump():
@@ -231,15 +231,15 @@ def test_rows_that_were_dead_for_this_client_alone_do_not_jump():
     shapes = [(8, 64), (64, 8)] * 3
     state = {n: normal(*s, seed=i) for i, (n, s) in enumerate(zip(names, shapes, strict=True))}
     state |= {f"layers.{i}.down.bias": torch.zeros(8) for i in range(3)}
-    own, other = moved_state(state, 1e-3, 10), moved_state(state, 1e-3, 11)
-    own[names[0]] = -1e-6 * state[names[0]]
-    change = {n: (own[n] + other[n]) / 2 for n in state}
+    local, other = moved_state(state, 1e-3, 10), moved_state(state, 1e-3, 11)
+    local[names[0]] = -1e-6 * state[names[0]]
+    change = {n: (local[n] + other[n]) / 2 for n in state}
     sent = {n: t + change[n] for n, t in state.items()}
-    found = answer(inspect_received(sent, Agreed(), LastRound(state, own)), "jump")
-    assert (found.count, found.unasked) == (0, (names[0],))
+    outcome = answer(inspect_received(sent, Agreed(), LastRound(state, local)), "jump")
+    assert (outcome.count, outcome.unasked) == (0, (names[0],))
     sent[names[2]][5] *= -1
-    found = answer(inspect_received(sent, Agreed(), LastRound(state, own)), "jump")
-    assert found.rows == (f"{names[2]}[5]",)
+    outcome = answer(inspect_received(sent, Agreed(), LastRound(state, local)), "jump")
+    assert outcome.rows == (f"{names[2]}[5]",)
 
 
 @pytest.mark.parametrize("growth", [1.0, 2.5])
@@ -252,9 +252,9 @@ def test_a_jump_is_away_from_ones_own_update_which_the_opposite_is(growth):
     scores = inspection.jumps(change, update, growth)
     sizes = [float(row.double().norm()) for row in update]
     usual = growth * max(1.5 * sorted(sizes)[4], max(sizes))
-    for row, own, size, score in zip(change, update, sizes, scores.tolist(), strict=True):
+    for row, local, size, score in zip(change, update, sizes, scores.tolist(), strict=True):
         norm = float(row.double().norm())
-        cosine = float(row.double() @ own.double()) / norm / size
+        cosine = float(row.double() @ local.double()) / norm / size
         expected = norm / usual if cosine < 0.2 and norm > size else 0.0
         assert score == pytest.approx(expected, rel=1e-5)
     assert scores[1] > 0 == scores[0] == scores[2]
@@ -262,12 +262,12 @@ def test_a_jump_is_away_from_ones_own_update_which_the_opposite_is(growth):
 
 def test_a_row_that_was_turned_around_is_found(bottleneck):
     honest, _, agreed = bottleneck
-    own = moved_state(honest, 1e-3, 1)
-    sent = {n: t + own[n] for n, t in honest.items()}
-    sent[DOWN][7] = honest[DOWN][7] - 40 * own[DOWN][7]
-    sent[BIAS][7] = honest[BIAS][7] - 40 * own[BIAS][7]
-    found = answer(inspect_received(sent, agreed, LastRound(honest, own)), "jump")
-    assert found.rows == (f"{DOWN}[7]",)
+    local = moved_state(honest, 1e-3, 1)
+    sent = {n: t + local[n] for n, t in honest.items()}
+    sent[DOWN][7] = honest[DOWN][7] - 40 * local[DOWN][7]
+    sent[BIAS][7] = honest[BIAS][7] - 40 * local[BIAS][7]
+    outcome = answer(inspect_received(sent, agreed, LastRound(honest, local)), "jump")
+    assert outcome.rows == (f"{DOWN}[7]",)
 
 
 def test_no_jump_is_judged_of_a_lora_whose_b_was_zero():
@@ -324,27 +324,27 @@ def test_neurons_of_a_conv1d_are_its_columns():
     """As in transformers' GPT-2: the weight is (in, out)."""
     weight = normal(32, 20)
     weight[:, 4] = -3 * weight[:, 11]
-    found = answer(
+    outcome = answer(
         inspect_received({"fc.weight": weight, "fc.bias": torch.zeros(20)}, Agreed()), "equal_rows"
     )
-    assert set(found.rows) == {"fc.weight[4]", "fc.weight[11]"}
+    assert set(outcome.rows) == {"fc.weight[4]", "fc.weight[11]"}
 
 
 def test_adapters_whose_change_is_not_compared_are_named():
     state, agreed, other, _ = two_loras()
     update = {name: 1e-3 * normal(*tensor.shape) for name, tensor in state.items()}
     last = LastRound(state, update)
-    moved = {name: tensor + update[name] for name, tensor in state.items()}
-    assert "jump" not in unasked(inspect_received(moved, agreed, last))
-    assert "jump" not in unasked(inspect_received(moved, agreed))  # there is no round before
+    shift = {name: tensor + update[name] for name, tensor in state.items()}
+    assert "jump" not in unasked(inspect_received(shift, agreed, last))
+    assert "jump" not in unasked(inspect_received(shift, agreed))  # there is no round before
     still = LastRound(state, update | {other: torch.zeros_like(state[other])})
-    result = inspect_received(moved, agreed, still)
+    result = inspect_received(shift, agreed, still)
     assert unasked(result)["jump"] == {other}
     assert not answer(result, "jump").why
     far = {name: tensor + 10 * update[name] for name, tensor in state.items()}
     idle = LastRound(state, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
     for all_unasked in (
-        inspect_received(moved, agreed, idle),
+        inspect_received(shift, agreed, idle),
         inspect_received(far, agreed, last),
     ):
         assert unasked(all_unasked)["jump"] == {A, other}

@@ -31,40 +31,40 @@ class Annealing(CausalLMModule):
     several = False
 
     def configure_optimizers(self):
-        first, *others = self.parameters()
-        groups = [{"params": [first], "lr": 0.02}, {"params": others}]
-        optimizer = torch.optim.SGD(groups if self.several else [first, *others], lr=0.04)
+        first, *rest = self.parameters()
+        groups = [{"params": [first], "lr": 0.02}, {"params": rest}]
+        optimizer = torch.optim.SGD(groups if self.several else [first, *rest], lr=0.04)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def reported(tmp_path, module, **trainer):
-    with recording() as found:
+    with recording() as result:
         fit([TrainedOn()], tmp_path, module=module, loader=loader(batches(4, 4)), **trainer)
-    return found
+    return result
 
 
 def test_a_trainer_reports_each_batch_and_each_step_with_its_rate(tmp_path):
-    found = reported(tmp_path / "a", Annealing(model()))
-    assert [len(found), *found.rates] == [4, 0.04, 0.02, pytest.approx(0.04 / 3), 0.01]
-    assert found.learning_rate == pytest.approx(0.04 * (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4)
-    found = reported(tmp_path / "b", Annealing(model()), accumulate_grad_batches=2)
-    assert [len(found), *found.rates] == [4, 0.04, 0.02]
+    result = reported(tmp_path / "a", Annealing(model()))
+    assert [len(result), *result.rates] == [4, 0.04, 0.02, pytest.approx(0.04 / 3), 0.01]
+    assert result.learning_rate == pytest.approx(0.04 * (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4)
+    result = reported(tmp_path / "b", Annealing(model()), accumulate_grad_batches=2)
+    assert [len(result), *result.rates] == [4, 0.04, 0.02]
     several = Annealing(model())
     several.several = True
     assert math.isnan(reported(tmp_path / "c", several).learning_rate)
 
 
 def test_a_loop_reports_a_rate_for_each_step_or_for_none():
-    with recording() as found:
+    with recording() as result:
         trained_on("one", step=False)
         trained_on("two", learning_rate=0.2)
-        assert (list(found), found.rates, found.learning_rate) == (["one", "two"], [0.2], 0.2)
+        assert (list(result), result.rates, result.learning_rate) == (["one", "two"], [0.2], 0.2)
         trained_on("three")
-        assert math.isnan(found.learning_rate)
-    with recording() as found:
+        assert math.isnan(result.learning_rate)
+    with recording() as result:
         trained_on("one")
-    assert found.learning_rate is None
+    assert result.learning_rate is None
     trained_on("where nobody looks")
 
 
@@ -72,17 +72,17 @@ def test_the_rate_that_a_client_reports_scales_its_update(tmp_path):
     """The observer's optimizer knows the first round's rate alone."""
     net, data = model(), batches(4, 2)
     slow = partial(torch.optim.SGD, lr=0.01)
-    seen = []
+    observed = []
     for optimizer, rate in ((slow, None), (SGD, 0.01)):
         probe = Probe()
         rounds = observer(tmp_path / str(rate), net, [probe], optimizer=optimizer)
         rounds.begin(0, trained_state(net))
-        with recording() as found:
+        with recording() as result:
             for batch in data:
                 trained_on(batch, learning_rate=rate)
-        rounds.look(train(net, data, slow), batches=found)
-        seen.append(probe.seen[0][2])
-    torch.testing.assert_close(*seen)
+        rounds.look(train(net, data, slow), batches=result)
+        observed.append(probe.seen[0][2])
+    torch.testing.assert_close(*observed)
 
 
 @pytest.mark.parametrize("taken", [1, 3])
@@ -106,16 +106,16 @@ def test_accumulated_batches_are_one_step(tmp_path):
     net, data = model(), batches(4, 4)
     rounds = observer(tmp_path, net, steps=2)
     rounds.begin(0, trained_state(net))
-    own = copy.deepcopy(net)
-    stepping = SGD(own.parameters())
-    with recording() as found:
+    local = copy.deepcopy(net)
+    stepping = SGD(local.parameters())
+    with recording() as result:
         for number, batch in enumerate(data):
             trained_on(batch, step=number % 2 == 1)
-            (own(**batch).loss / 2).backward()
+            (local(**batch).loss / 2).backward()
             if number % 2:
                 stepping.step()
                 stepping.zero_grad()
-    assert rounds.look(trained_state(own), batches=found).values[F1] > 0.8
+    assert rounds.look(trained_state(local), batches=result).values[F1] > 0.8
 
 
 # ---- training in other threads and processes ----------------------------------------------------
@@ -142,15 +142,15 @@ def test_a_process_s_batches_are_handed_over_in_private_files(hand_over, monkeyp
             trained_on({"what": object()})
     files = sorted(folder.iterdir())
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
-    found = hand_over.take()
-    first, second = found[:2], found[2:]
+    result = hand_over.take()
+    first, second = result[:2], result[2:]
     for named in first:  # of both processes, in the order of their steps
         assert torch.equal(named["input_ids"], ids)
         assert named["names"] == ["a", "b"]
     for listed in second:
         assert torch.equal(listed[0], ids.bfloat16().T)
         assert tuple(listed[1]) == (1, None)
-    assert found.rates == [0.5]  # one optimizer step of two processes
+    assert result.rates == [0.5]  # one optimizer step of two processes
     assert not list(folder.iterdir())
 
 
@@ -169,9 +169,9 @@ def test_a_trainer_of_transformers_reports_its_batches_and_rates(tmp_path):
     )  # fmt: skip
     trainer = Trainer(model(), arguments, train_dataset=rows)
     report_batches(trainer)
-    with recording() as found:
+    with recording() as result:
         trainer.train()
-    assert [len(found), *found.rates] == [4, 0.1, pytest.approx(0.05)]
-    assert sorted(row.tolist() for batch in found for row in batch["input_ids"]) == sorted(
+    assert [len(result), *result.rates] == [4, 0.1, pytest.approx(0.05)]
+    assert sorted(row.tolist() for batch in result for row in batch["input_ids"]) == sorted(
         row["input_ids"].tolist() for row in rows
     )

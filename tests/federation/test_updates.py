@@ -38,23 +38,23 @@ def test_of_one_plain_step_it_is_the_gradient():
     sent = trained_state(net)
     returned = train(net, [batch])
     net(**batch).loss.backward()
-    seen = observe(sent, returned, SGD(list(net.parameters())), 1, round_=3)
-    assert (seen.step, seen.stage, seen.local_steps, seen.learning_rate) == (
+    observed = observe(sent, returned, SGD(list(net.parameters())), 1, round_=3)
+    assert (observed.step, observed.stage, observed.local_steps, observed.learning_rate) == (
         3,
         Stage.SHARED,
         1,
         0.05,
     )
     named = dict(net.named_parameters())
-    assert seen.tensors.keys() == named.keys()
-    for name, update in seen.tensors.items():
+    assert observed.tensors.keys() == named.keys()
+    for name, update in observed.tensors.items():
         torch.testing.assert_close(update, named[name].grad, rtol=1e-2, atol=5e-6)
 
 
 def test_of_several_steps_it_is_the_sum_of_their_gradients():
     net, data = model(), batches(1, 3)
     sent = trained_state(net)
-    seen = observe(sent, train(net, data), SGD(list(net.parameters())), 3)
+    observed = observe(sent, train(net, data), SGD(list(net.parameters())), 3)
     total = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
     stepping = SGD(list(net.parameters()))
     for batch in data:
@@ -63,7 +63,7 @@ def test_of_several_steps_it_is_the_sum_of_their_gradients():
         for name, p in net.named_parameters():
             total[name] += p.grad
         stepping.step()
-    for name, update in seen.tensors.items():
+    for name, update in observed.tensors.items():
         torch.testing.assert_close(update, total[name], rtol=1e-2, atol=2e-5)
 
 
@@ -72,7 +72,7 @@ def without(state, name):
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         (lambda s: without(moved(s), "b"), "only one of both has 'b'"),
         (lambda s: moved(s) | {"c": torch.zeros(1)}, "only one of both has 'c'"),
@@ -86,9 +86,9 @@ def without(state, name):
         (lambda s: {n: t.clone() for n, t in s.items()}, "exactly what it was sent"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_words(broken, said):
+def test_what_cannot_be_read_is_refused_in_words(broken, message):
     sent = some()
-    with pytest.raises(UpdateError, match=said):
+    with pytest.raises(UpdateError, match=message):
         observe(sent, broken(sent), sgd(), 1)
 
 
@@ -108,8 +108,8 @@ def test_several_learning_rates_are_refused():
 def test_what_is_not_trained_must_come_back_as_it_was():
     sent = some() | {"frozen": torch.ones(2), "count": torch.tensor(3)}
     returned = moved(some()) | {"frozen": torch.ones(2), "count": torch.tensor(3)}
-    seen = observe(sent, returned, sgd(), 1, trained=["w", "b"])
-    assert seen.tensors.keys() == {"w", "b"}
+    observed = observe(sent, returned, sgd(), 1, trained=["w", "b"])
+    assert observed.tensors.keys() == {"w", "b"}
     for name in ("frozen", "count"):
         changed = returned | {name: returned[name] + 1}
         with pytest.raises(UpdateError, match=f"'{name}' is not trained"):
@@ -118,9 +118,9 @@ def test_what_is_not_trained_must_come_back_as_it_was():
 
 def test_half_precision_is_subtracted_in_single():
     sent = {"w": torch.full((3,), 1.0, dtype=torch.bfloat16)}
-    seen = difference(sent, {"w": sent["w"] + torch.tensor(2**-7, dtype=torch.bfloat16)})
-    assert seen["w"].dtype == torch.float32
-    assert seen["w"].tolist() == [2**-7] * 3
+    observed = difference(sent, {"w": sent["w"] + torch.tensor(2**-7, dtype=torch.bfloat16)})
+    assert observed["w"].dtype == torch.float32
+    assert observed["w"].tolist() == [2**-7] * 3
 
 
 def test_the_joint_norm_is_that_of_one_long_vector():
@@ -143,11 +143,11 @@ def test_an_adapters_state_is_known_by_pefts_names():
 
     net = lora()
     names = parameter_names(net)
-    held = get_peft_model_state_dict(net)
+    adapter_state = get_peft_model_state_dict(net)
     trained = {n for n, p in net.named_parameters() if p.requires_grad}
-    assert {names[n] for n in held} == trained
+    assert {names[n] for n in adapter_state} == trained
     pairs = dict(net.named_parameters())
-    assert all(torch.equal(held[n], pairs[names[n]]) for n in held)
+    assert all(torch.equal(adapter_state[n], pairs[names[n]]) for n in adapter_state)
 
 
 def test_an_adapters_update_is_read():
@@ -156,8 +156,8 @@ def test_an_adapters_update_is_read():
     net = lora()
     sent = {k: t.detach().clone() for k, t in get_peft_model_state_dict(net).items()}
     returned = train(net, batches(2, 1), ADAMW, state=get_peft_model_state_dict)
-    seen = observe(sent, returned, ADAMW(list(net.parameters())), 1)
-    assert seen.tensors.keys() == sent.keys()
+    observed = observe(sent, returned, ADAMW(list(net.parameters())), 1)
+    assert observed.tensors.keys() == sent.keys()
     # A does not move in the first step, where B is zero, but for AdamW's decay.
-    b = [t for name, t in seen.tensors.items() if "lora_B" in name]
+    b = [t for name, t in observed.tensors.items() if "lora_B" in name]
     assert all(float(t.abs().max()) == pytest.approx(1.0, rel=1e-2) for t in b)

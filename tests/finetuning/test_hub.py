@@ -16,7 +16,6 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from lightning_fedleak import cli
 from lightning_fedleak.cli.finetuning import hub
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL, SourceError, model_source
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
@@ -75,16 +74,6 @@ def test_a_bare_name_without_a_network_is_told_once(
         assert "could not be reached (Name or service not known)" in message
         assert f"give a {give}, set HF_HOME to a cache that has it, or connect" in message
     assert network.asked == 1
-
-
-def test_text_that_the_model_samples_is_no_dataset(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    network = no_network(monkeypatch)
-    # Refused behind the check of names: the attack reads no such layer.
-    assert cli.main(["game", "--public", "sampled", "--attack", "fc", "--layer", "99"]) == 1
-    assert "99" in capsys.readouterr().err
-    assert network.asked == 0
 
 
 def test_a_dataset_is_not_looked_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,14 +106,14 @@ class Deployed:
         return process
 
     def superlink(self, *more: str) -> subprocess.Popen:
-        found = self.start(
+        result = self.start(
             "superlink", "flower-superlink", "--host", "127.0.0.1", "--port", str(self.port),
             "--ssl-ca-certfile", str(self.folder / "root.pem"),
             "--ssl-certfile", str(self.folder / "server.pem"),
             "--ssl-keyfile", str(self.folder / "server.key"), *more,
         )  # fmt: skip
         until(lambda: answers(self.port), self.logs)
-        return found
+        return result
 
     def supernode(self, number: int) -> subprocess.Popen:
         return self.start(
@@ -127,9 +127,9 @@ class Deployed:
 
     def run(self, name: str, app: Path, *more: str, **config: object) -> subprocess.Popen:
         quoted = {k: f'"{v}"' if isinstance(v, Path | str) else v for k, v in config.items()}
-        told = " ".join(f"{key.replace('_', '-')}={value}" for key, value in quoted.items())
+        report = " ".join(f"{key.replace('_', '-')}={value}" for key, value in quoted.items())
         return self.start(
-            name, "flwr", "run", str(app), "here", "--stream", *more, "--run-config", told
+            name, "flwr", "run", str(app), "here", "--stream", *more, "--run-config", report
         )
 
     def logs(self) -> str:

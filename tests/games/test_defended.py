@@ -69,8 +69,8 @@ def test_an_adversary_knows_that_the_clients_ids_are_replaced_and_forgets_it() -
     config = GameConfig(games=4, batch=5)
 
     def widest(**given: Any) -> object:
-        (result,) = play(anatomy, [attack], pool, config, **given)
-        widths = result.config["attack.widths"]
+        play(anatomy, [attack], pool, config, **given)
+        widths = attack.config()["widths"]
         assert isinstance(widths, list)
         return widths[-1]
 

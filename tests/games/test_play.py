@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import importlib
-import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -64,8 +64,9 @@ def test_closed_form_is_what_autograd_gives_through_inserted_layers(name: str) -
     rows = [0, 3, 4, 5, 6]
     ids, mask = pad([pool.rows[i] for i in rows], pool.pad_id)
     fired = 0
-    plain = AttentionSettings(whiten=False)
-    reads_alone = AttentionMembership(1, gamma=0.5, attention=plain, tokens=7, name="attention")
+    plain = AttentionSettings(whiten=False, widths=(0.5,))
+    public = torch.randint(10, 90, (60, 7), generator=torch.Generator().manual_seed(9)).tolist()
+    reads_alone = AttentionMembership(1, public, attention=plain, tokens=7, name="attention")
     for attack in [*attacks_of(layer=1), reads_alone]:
         attack.prepare(anatomy)
         hidden = client_states(anatomy, [1], ids, mask)[1]
@@ -105,18 +106,18 @@ def test_fc_is_perfect_where_the_lemmas_assumption_holds_and_not_at_layer_0(name
         anatomy,
         [FCMembership(k, g, tokens=7, name=f"{g}{k}") for k in (0, 2) for g in ("token", "full")],
         pool,
-        GameConfig(games=80, batch=10, forwards="pooled"),
+        GameConfig(games=40, batch=10, forwards="pooled"),
     )
     by_name = {r.attack: r for r in results}
     for result in results:
         clean = result.without_collisions()
         rates = clean.summary()
         assert rates["accuracy"].value == rates["auc"].value == 1
-        assert len(clean) + int(result.collides.sum()) == len(result) == 80
+        assert len(clean) + int(result.collides.sum()) == len(result) == 40
         # Where the target's state is in D outside the target the guess is always yes.
-        assert bool(result.only(result.collides).guesses.all())
+        assert bool(result.guesses[result.collides].all())
     word = by_name["token0"]
-    assert 0 < int(word.collides.sum()) < 80
+    assert 0 < int(word.collides.sum()) < 40
     rates = word.summary()
     assert rates["accuracy"].value < 1
     assert rates["auc"].value < 1
@@ -134,14 +135,14 @@ def test_an_attack_on_whole_sentences_collides_with_no_other_sentence(
         [[5, 6, 7, *torch.randint(10, 90, (4,), generator=generator).tolist()] for _ in range(30)],
         tokens=7,
     )
-    given = {"gamma": 1 - 1e-6, "tokens": 7}
-    plain = AttentionSettings(whiten=False, beta=1.0)
+    public = torch.randint(10, 90, (60, 7), generator=generator).tolist()
+    given = {"public_text": public, "tokens": 7}
+    plain = AttentionSettings(whiten=False, beta=1.0, widths=(1e-6,))
+    coordinates = replace(plain, score="coordinates")
     attacks = [
         FCMembership(2, name="fc"),
         AttentionMembership(2, **given, attention=plain, name="matched"),
-        AttentionMembership(
-            2, **given, attention=replace(plain, score="coordinates"), name="coordinates"
-        ),
+        AttentionMembership(2, **given, attention=coordinates, name="coordinates"),
     ]
     monkeypatch.setattr("lightning_fedleak.evaluation.games.pool._position", lambda *_: 2)
     fc, matched, coordinates = play(anatomy, attacks, pool, GameConfig(games=40, batch=8))
@@ -150,8 +151,6 @@ def test_an_attack_on_whole_sentences_collides_with_no_other_sentence(
     assert bool(fc.guesses.all())
     assert not matched.collides.any()
     assert torch.equal(matched.guesses, matched.bits)
-    plain = matched.to_dict()
-    assert plain["rates_without_collisions"] == plain["rates"]
 
 
 def test_results_say_how_they_came_about() -> None:
@@ -160,15 +159,8 @@ def test_results_say_how_they_came_about() -> None:
     [result] = play(anatomy, [attack], pool_of(), GameConfig(games=9, batch=4, targets_per_batch=4))
     assert result.batches.tolist() == [0] * 4 + [1] * 4 + [2]
     assert (result.protocol, result.dtype) == ("game", "float64")
-    plain = json.loads(json.dumps(result.to_dict(games=True)))
-    assert plain["config"]["batch"] == 4
-    assert plain["config"]["attack.tau"] == "auto"
-    assert plain["right"] == int((result.bits == result.guesses).sum())
-    assert plain["clusters"] == 3
-    assert plain["batches"] == [0] * 4 + [1] * 4 + [2]
-    assert plain["rates"]["accuracy"]["value"] == result.summary()["accuracy"].value
-    assert plain["rates"]["tpr_at_fpr_0.001"]["value"] is None
-    assert plain["rates_fitted"]["auc"] == plain["rates"]["auc"]
+    assert math.isnan(result.summary()["tpr_at_fpr_0.001"].value)
+    assert result.summary(fitted=True)["auc"] == result.summary()["auc"]
     assert "9 right" in repr(result) or "of 9" in repr(result)
 
 
@@ -176,7 +168,7 @@ def test_games_that_add_or_remove_are_told_apart_and_audited_as_such() -> None:
     anatomy = anatomy_of("gpt2")
     config = GameConfig(games=20, batch=3, relation="add_remove")
     [result] = play(anatomy, [FCMembership(1)], pool_of(), config)
-    assert result.relation == result.to_dict()["relation"] == "add_remove"
+    assert result.relation == "add_remove"
     assert torch.equal(result.guesses | result.collides, result.bits | result.collides)
     bound = audit_games(result, delta=1e-5)
     assert bound.relation == "add_remove"
@@ -368,7 +360,7 @@ def test_servers_without_layers_of_their_own_play_the_same_games(relation: str) 
     anatomy = find_anatomy(MODELS["llama"]())
     public = pool_of(12, words=60).rows
     attacks = [GradientMembership(public), SubspaceMembership(public), FCMembership(1, name="fc")]
-    config = GameConfig(games=30, batch=4, relation=relation)
+    config = GameConfig(games=20, batch=4, relation=relation)
     gradient, subspace, fc = play(anatomy, attacks, pool_of(), config)
     assert torch.equal(gradient.bits, fc.bits)
     assert torch.equal(gradient.batches, fc.batches)
@@ -376,10 +368,10 @@ def test_servers_without_layers_of_their_own_play_the_same_games(relation: str) 
     assert not gradient.collides.any()
     assert gradient.summary()["auc"].value > 0.95
     assert subspace.summary()["auc"].value > 0.8
-    assert json.loads(json.dumps(gradient.to_dict()))["layer"] is None
-    (alone,) = play(anatomy, attacks[:1], pool_of(), config)
-    assert torch.equal(alone.scores, gradient.scores)
-    assert alone.dtype == "float32"
+    assert gradient.dtype == "float32"
+    if relation == "replace_one":
+        (alone,) = play(anatomy, attacks[:1], pool_of(), config)
+        assert torch.equal(alone.scores, gradient.scores)
 
 
 def test_a_game_without_a_loss_is_refused_to_servers_without_layers() -> None:

@@ -89,6 +89,7 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
     anatomy, (_, positional, ahead) = anatomy_of(name), MODELS[name]
     rows = [list(w) for n in (2, 3) for w in itertools.product((11, 12, 13), repeat=n)]
     pool = SentencePool(rows)
+    states = [hidden_states(anatomy, layer, row[None])[0] for row in pool.rows]
     generator = torch.Generator().manual_seed(layer)
     found, wanted = [], []
     for _ in range(40):
@@ -111,10 +112,9 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
                 positional=positional,
             ).item()
         )
-        mine = hidden_states(anatomy, layer, target[None])[0, position]
-        ids, mask = pad([pool.rows[i] for k, i in enumerate(data) if k != place], pool.pad_id)
-        theirs = hidden_states(anatomy, layer, ids, mask)[mask.bool()]
-        wanted.append(bool(((theirs - mine).abs().sum(1) < 1e-8).any()))
+        state = states[data[2] if inside else order[4]][position]
+        batch = torch.cat([states[i] for k, i in enumerate(data) if k != place])
+        wanted.append(bool(((batch - state).abs().sum(1) < 1e-8).any()))
     assert found == wanted
     assert any(found) is (layer == 0 or not ahead)
 
@@ -136,7 +136,7 @@ def test_whole_sentences_collide_where_what_is_read_of_them_is_the_same() -> Non
         assert flags.tolist() == wanted
 
 
-def test_who_attends_to_a_sentence_or_its_beginning_collides_where_that_occurs() -> None:
+def test_who_attends_to_a_sentence_or_its_prefix_collides_where_that_occurs() -> None:
     pool = SentencePool([[1, 2, 3], [1, 2, 4], [2, 2, 3]])
 
     def flags(layer, reads, position=1, ahead=False):
@@ -146,16 +146,16 @@ def test_who_attends_to_a_sentence_or_its_beginning_collides_where_that_occurs()
             layer=layer, reads=reads, ahead=ahead, positional=True,
         ).tolist()  # fmt: skip
 
-    def beginning(position):
+    def prefix(position):
         return slice(0, position + 1)
 
     for layer in (0, 1):
         assert flags(layer, lambda p: slice(0, None)) == [False] * 3
-        assert flags(layer, beginning) == [True, True, False]
-        assert flags(layer, beginning, 2) == [True, False, False]
+        assert flags(layer, prefix) == [True, True, False]
+        assert flags(layer, prefix, 2) == [True, False, False]
     assert flags(0, lambda p: None) == [True, True, True]
     assert flags(1, lambda p: None) == [True, True, False]
-    assert flags(1, beginning, ahead=True) == [False] * 3
+    assert flags(1, prefix, ahead=True) == [False] * 3
 
 
 @pytest.mark.parametrize("name", MODELS)

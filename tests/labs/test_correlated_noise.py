@@ -55,7 +55,9 @@ def draws(run: Run, entropy: list[bytes]) -> Tensor:
     """Independent noise of releases 0, 1, ..., the t-th of a run with ``entropy[t]``."""
     rows = []
     for release, base in enumerate(entropy):
-        keys = [noise_key(base, 0, release, i, "dpsgd") for i in range(len(run.parameters))]
+        keys = [
+            noise_key(base, release, i, client=0, name="dpsgd") for i in range(len(run.parameters))
+        ]
         own = [
             standard_normal(key, p.shape, p.device, p.dtype).flatten()
             for key, p in zip(keys, run.parameters, strict=True)
@@ -114,15 +116,15 @@ def test_the_matrix_is_within_two_percent_of_the_best(steps: int, bands: int) ->
 def test_the_noise_of_a_run_is_that_of_the_dense_matrix(bands: int) -> None:
     defense = correlated(bands=bands)
     run = Steps(defense, n=300)
-    found = []
+    result = []
     for step in range(STEPS):
         scale = defense.noise_std(run.context) * BATCH / SIGMA / CLIP
         row = inverse_of(bands)[step]
         assert scale == pytest.approx(np.linalg.norm(row))
-        found.append(run.noise())
+        result.append(run.noise())
     z = draws(run, [b"e" * 32] * STEPS)
     expected = SIGMA * CLIP * torch.from_numpy(inverse_of(bands)) @ z
-    torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.stack(result), expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(DefenseError, match="planned for 11 steps, and all were"):
         run.step(first(5))
 
@@ -157,14 +159,6 @@ def test_epsilon_that_is_asked_for_is_spent_in_the_planned_steps() -> None:
     assert NoisePlan(2, 7, 2, N).rounds == 4 == defense.privacy.releases
 
 
-def test_groups_of_rows_pay_k_times_as_they_meet_in_the_noise_of_a_step() -> None:
-    defense = correlated(bands=2, target_delta=1e-6)
-    Steps(defense).step(first(5))
-    own, of_two = defense.privacy, defense.group_privacy(2)
-    assert of_two.epsilon == 2 * own.epsilon
-    assert of_two.delta == pytest.approx(2 * math.exp(own.epsilon) * own.delta)
-
-
 class Turn:
     def __init__(self) -> None:
         self.row = 0
@@ -180,24 +174,26 @@ def test_an_example_is_drawn_in_the_turns_of_its_group_alone(groups: int, rate: 
     sampler = PoissonBatchSampler(
         range(3, 90, 2), rate, 9, Draws(b"e" * 32, groups=groups, turn=turn)
     )
-    seen: dict[int, list[int]] = {place: [] for place in sampler.shard}
+    observed: dict[int, list[int]] = {place: [] for place in sampler.shard}
     for epoch in range(60):
         batches, used = iter(sampler), 9 - epoch % 4
         for batch in [next(batches) for _ in range(min(9, used + 2))][:used]:
             sampler.claim(len(batch), turn.row)
             for place in batch:
-                seen[place].append(turn.row)
+                observed[place].append(turn.row)
             turn.row += 1
-    own = [{row % groups for row in rows} for rows in seen.values()]
+    own = [{row % groups for row in rows} for rows in observed.values()]
     assert all(len(one) == 1 for one in own)
     sizes = np.bincount([one.pop() for one in own])
     assert len(sizes) == groups
     assert sizes.max() - sizes.min() <= 1
-    drawn = sum(map(len, seen.values()))
-    chances = sum(turn.row // groups for _ in seen)
+    drawn = sum(map(len, observed.values()))
+    chances = sum(turn.row // groups for _ in observed)
     assert drawn == pytest.approx(rate * chances, abs=5 * math.sqrt(chances))
     if rate == 1:
-        assert all(np.diff(rows).tolist() == [groups] * (len(rows) - 1) for rows in seen.values())
+        assert all(
+            np.diff(rows).tolist() == [groups] * (len(rows) - 1) for rows in observed.values()
+        )
 
 
 def test_a_batch_of_another_turn_is_refused() -> None:
@@ -234,7 +230,7 @@ def test_a_run_goes_on_with_the_noise_of_its_last_release(
     """New draws are of new entropy."""
     path = tmp_path / "secret"
     run = Steps(correlated(bands=bands), n=300)
-    found = [run.noise() for _ in range(made)]
+    result = [run.noise() for _ in range(made)]
     run.defense.save_secrets(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     state = run.defense.state_dict()
@@ -242,12 +238,12 @@ def test_a_run_goes_on_with_the_noise_of_its_last_release(
     run.defense.teardown()
     after = resumed(state, path, bands)
     assert path.exists()
-    found.append(after.noise())
+    result.append(after.noise())
     assert not path.exists()
-    found += [after.noise() for _ in range(STEPS - made - 1)]
+    result += [after.noise() for _ in range(STEPS - made - 1)]
     z = draws(run, [b"e" * 32] * made + [b"f" * 32] * (STEPS - made))
     expected = SIGMA * CLIP * torch.from_numpy(inverse_of(bands)) @ z
-    torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.stack(result), expected, rtol=1e-4, atol=1e-4)
     assert after.defense.accountant.steps == math.ceil(STEPS / bands)
 
 
@@ -262,10 +258,10 @@ def test_a_killed_run_begins_a_new_mechanism_and_pays_for_both(tmp_path: Path) -
     assert not path.exists()
     with pytest.warns(UserWarning, match="A new mechanism begins"):
         after = resumed(state, path, 4)
-    found = torch.stack([after.noise() for _ in range(3)])
+    result = torch.stack([after.noise() for _ in range(3)])
     z = draws(run, [b""] * 5 + [b"f" * 32] * 3)[5:]
     own = torch.from_numpy(inverse_of(4))[:3, :3]
-    torch.testing.assert_close(found, SIGMA * CLIP * own @ z, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, SIGMA * CLIP * own @ z, rtol=1e-4, atol=1e-4)
     assert after.defense.accountant.steps == 2 + 1
 
 
@@ -341,9 +337,9 @@ def edited(path: Path, change: Callable[[Any, Any], None]) -> None:
     from safetensors.torch import save_file
 
     with safe_open(path, "pt") as file:
-        told, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-    change(told, tensors)
-    save_file(tensors, path, metadata=told)
+        declared, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    change(declared, tensors)
+    save_file(tensors, path, metadata=declared)
     path.chmod(0o600)
 
 
@@ -351,10 +347,10 @@ def edited(path: Path, change: Callable[[Any, Any], None]) -> None:
     "spoil",
     [
         lambda path: path.write_bytes(b"no tensors"),
-        lambda path: edited(path, lambda told, _: told.update(row="3")),
-        lambda path: edited(path, lambda told, _: told.update(releases="7")),
-        lambda path: edited(path, lambda told, _: told.update(examples="301")),
-        lambda path: edited(path, lambda told, _: told.update(device="cuda")),
+        lambda path: edited(path, lambda declared, _: declared.update(row="3")),
+        lambda path: edited(path, lambda declared, _: declared.update(releases="7")),
+        lambda path: edited(path, lambda declared, _: declared.update(examples="301")),
+        lambda path: edited(path, lambda declared, _: declared.update(device="cuda")),
         lambda path: edited(path, lambda _, tensors: tensors["0 0"].zero_()),
         lambda path: path.chmod(0o604),
         lambda path: path.unlink(),
@@ -426,7 +422,6 @@ def test_a_parameter_that_was_not_trained_in_the_step_before_is_refused() -> Non
     [
         ({"bands": None}, "bands must be .* at least 1, got None"),
         ({"bands": 0}, "bands must be .* at least 1, got 0"),
-        ({"poisson_sampling": False}, "decides itself how batches are drawn"),
         (
             {"accountant": "filter", "target_epsilon": 1.0, "target_delta": 1e-3},
             "accountant='filter' is there to turn it up",

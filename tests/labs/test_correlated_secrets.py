@@ -74,10 +74,10 @@ def fit(own: DPSGD, module: Module, *callbacks: Any, **settings: Any) -> L.Train
 
 
 def began_anew(own: DPSGD, module: Module, *callbacks: Any, **settings: Any) -> bool:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as guess:
         warnings.simplefilter("always")
         fit(own, module, *callbacks, **settings)
-    return any("A new mechanism begins" in str(warning.message) for warning in said)
+    return any("A new mechanism begins" in str(warning.message) for warning in guess)
 
 
 def test_of_all_checkpoints_one_goes_on_with_past_noise(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_examples_that_move_in_mid_mechanism_stop_the_fit_or_begin_a_new_one(
 
     own, saver = defense(), ModelCheckpoint(tmp_path / "b", every_n_train_steps=4)
     fit(own, Module(before), saver, Stop(8))
-    (held,) = (tmp_path / "b").glob("secret-*")
-    assert b"places" in held.read_bytes()
+    (reserved,) = (tmp_path / "b").glob("secret-*")
+    assert b"places" in reserved.read_bytes()
     state = torch.load(saver.best_model_path, weights_only=True)["lightning_fedleak_defenses"]
     assert "places" not in str(state)
     own = defense()
@@ -149,19 +149,19 @@ def test_examples_that_move_in_mid_mechanism_stop_the_fit_or_begin_a_new_one(
 
 
 def test_places_of_users_and_of_parts() -> None:
-    def seen(dataset: Any, keys: Any = None, shard: range = range(N)) -> Places:
+    def observed(dataset: Any, keys: Any = None, shard: range = range(N)) -> Places:
         users = None if keys is None else rows_by_user(dataset, keys)
         return places_of(dataset, shard, users)
 
     keys = [str(place // 2) for place in range(N)]
-    assert not seen(DATA, keys).differ(seen(DATA, keys))
-    assert seen(DATA, keys).differ(seen(DATA, [f"other {key}" for key in keys]))
-    assert seen(DATA, shard=range(0, N, 2)).differ(seen(DATA, shard=range(1, N, 2)))
+    assert not observed(DATA, keys).differ(observed(DATA, keys))
+    assert observed(DATA, keys).differ(observed(DATA, [f"other {key}" for key in keys]))
+    assert observed(DATA, shard=range(0, N, 2)).differ(observed(DATA, shard=range(1, N, 2)))
     one, two = Subset(SAME, range(4)), Subset(SAME, range(4, N))
-    assert seen(ConcatDataset([one, two])).differ(seen(ConcatDataset([two, one])))
+    assert observed(ConcatDataset([one, two])).differ(observed(ConcatDataset([two, one])))
     again = TensorDataset(*SAME.tensors)
     parts = [Subset(again, range(4)), Subset(again, range(4, N))]
-    assert not seen(ConcatDataset([one, two])).differ(seen(ConcatDataset(parts)))
+    assert not observed(ConcatDataset([one, two])).differ(observed(ConcatDataset(parts)))
     state = torch.get_rng_state()
-    assert seen(Keyed(IN_ORDER, True)).contents.keys() == {"/1"}
+    assert observed(Keyed(IN_ORDER, True)).contents.keys() == {"/1"}
     assert torch.equal(torch.get_rng_state(), state)

@@ -56,7 +56,7 @@ def test_scores_are_counts_of_sets_and_losses_those_of_the_model(model) -> None:
     (played,) = play_crafted_rounds(anatomy, attack, [clients], FACTS, held_out=held_out)
     guess = attack.run(Observation((attack.mean_update(anatomy, clients),)))
     truth = {t for one in clients[0] for t in one.input_ids[:, :-1].flatten().tolist()}
-    presence = attack.crafted[0].rows.presence.tolist()
+    presence = attack.crafted.rows.presence.tolist()
     usual = {t for t, p in enumerate(presence) if p > 0.5}
     named, read = set(guess.types.tolist()), set(guess.read.tolist())
     blind = set(sorted(range(TYPES), key=lambda t: -presence[t])[: len(truth)])

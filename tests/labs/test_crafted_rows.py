@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import PublicText
@@ -46,11 +45,11 @@ def fired(model: nn.Module, values: CraftedValues, ids: Tensor) -> Tensor:
     """Positions (n, L) and rows (r,) behind the ReLU of a copy that holds the values."""
     twin = copy.deepcopy(model)
     twin.load_state_dict(values.tensors, strict=False)
-    seen = []
+    observed = []
     up = twin.get_submodule(values.adapter).up
-    up.register_forward_pre_hook(lambda _, args: seen.append(args[0] > 0))
+    up.register_forward_pre_hook(lambda _, args: observed.append(args[0] > 0))
     twin(input_ids=ids)
-    return seen[0]
+    return observed[0]
 
 
 def test_rows_fire_for_the_types_that_they_say(model, crafted) -> None:
@@ -89,13 +88,13 @@ def test_behind_a_block_rows_are_made_for_mean_inputs(model, public) -> None:
     values = craft(find_anatomy(model), "model.layers.0.mlp.adapter", public, TOKENS)
     rows, ids = values.rows, torch.stack(public.sentences)
     assert not rows.exact
-    seen = []
+    observed = []
     handle = model.get_submodule(values.adapter).down.register_forward_pre_hook(
-        lambda _, args: seen.append(args[0].detach())
+        lambda _, args: observed.append(args[0].detach())
     )
     model(input_ids=ids)
     handle.remove()
-    states = seen[0]
+    states = observed[0]
     token = int(ids[3, 5])
     torch.testing.assert_close(rows.inputs[token], states[ids == token].mean(0))
     assert rows.readable.nonzero()[:, 0].tolist() == ids.unique().tolist()
@@ -110,7 +109,7 @@ def test_crafting_leaves_the_model_as_it_was(model, public) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def lora_llama(**more: object) -> nn.Module:
+def lora_llama() -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -119,33 +118,11 @@ def lora_llama(**more: object) -> nn.Module:
         num_hidden_layers=1,
         num_attention_heads=2,
     )
-    targets = ["gate_proj", "up_proj"]
-    lora = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": targets} | more)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["gate_proj", "up_proj"])
     return get_peft_model(LlamaForCausalLM(config), lora).eval()
 
 
 MLP = "base_model.model.model.layers.0.mlp"
-
-
-def test_lora_rewrites_neurons_of_the_gated_layer_and_no_others(public) -> None:
-    model = lora_llama()
-    values = craft(find_anatomy(model), MLP, public, TOKENS)
-    mlp = model.get_submodule(MLP)
-    base = {n: getattr(mlp, n).get_base_layer().weight.detach() for n in ("gate_proj", "up_proj")}
-    whole = {}
-    for name, weight in base.items():
-        a, b = (values.tensors[f"{MLP}.{name}.lora_{f}.default.weight"] for f in "AB")
-        whole[name] = weight + 2.0 * b @ a  # alpha over r
-    neurons = (whole["up_proj"] - base["up_proj"]).norm(dim=1) > 1e-6
-    assert int(neurons.sum()) == 4
-    assert float(whole["up_proj"][neurons].abs().max()) < 1e-6
-    torch.testing.assert_close(whole["gate_proj"][~neurons], base["gate_proj"][~neurons])
-    # A gate is open for an input as it is for the row's: the direction times 1, less the threshold.
-    x = F.normalize(torch.randn(50, 16), dim=1)
-    rows, order = values.rows, values.tensors[f"{MLP}.up_proj.lora_B.default.weight"].argmax(0)
-    gates = x @ whole["gate_proj"][order].T / 3.0 - x @ rows.directions.T
-    slope = -gates / rows.thresholds  # one number for each input: its product with m
-    torch.testing.assert_close(slope, slope[:, :1].expand_as(slope), rtol=1e-3, atol=1e-3)
 
 
 class Smooth(nn.Sequential):
@@ -169,17 +146,9 @@ def test_other_adapters_are_refused_with_the_reason(public, adapter, why) -> Non
         craft(find_anatomy(model), EMBEDDING_ADAPTER, public, TOKENS)
 
 
-@pytest.mark.parametrize(
-    ("more", "name", "why"),
-    [
-        ({"target_modules": ["q_proj", "v_proj"]}, MLP.replace("mlp", "self_attn"), "no gated"),
-        ({"target_modules": ["up_proj"]}, MLP, "no gated"),
-        ({"use_dora": True}, MLP, "DoRA"),
-    ],
-)
-def test_other_loras_are_refused_with_the_reason(public, more, name, why) -> None:
-    with pytest.raises(ThreatModelError, match=why):
-        craft(find_anatomy(lora_llama(**more)), name, public, TOKENS)
+def test_lora_is_refused_with_the_reason(public) -> None:
+    with pytest.raises(ThreatModelError, match="no bottleneck"):
+        craft(find_anatomy(lora_llama()), MLP, public, TOKENS)
 
 
 def test_too_little_public_text_is_refused(model) -> None:

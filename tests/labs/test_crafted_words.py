@@ -96,7 +96,7 @@ def f1(named: Tensor, truth: Tensor) -> float:
 
 
 def test_types_are_read_that_no_frequency_tells(model, attack) -> None:
-    presence = attack.crafted[0].rows.presence
+    presence = attack.crafted.rows.presence
     reads, usual = [], []
     for seed in range(10, 16):
         data = batches(seed)

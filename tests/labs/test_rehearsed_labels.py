@@ -66,7 +66,7 @@ def attack(anatomy: Anatomy) -> RehearsedLabels:
     return attack
 
 
-def seen(anatomy: Anatomy, attack: RehearsedLabels, ids: Tensor) -> Observation:
+def observed(anatomy: Anatomy, attack: RehearsedLabels, ids: Tensor) -> Observation:
     batch = TokenBatch(ids, ids, torch.ones_like(ids), "causal")
     tensors = gradient_of(anatomy, batch, attack.needs(anatomy).gradients)
     return Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
@@ -81,7 +81,7 @@ def test_labels_are_read_off_a_batchs_own_gradient_alone(
 ) -> None:
     own, other, named, expected = [], [], [], []
     batches = [texts(ROWS, seed) for seed in range(20, 28)]
-    guesses = [attack.run(seen(anatomy, attack, ids)) for ids in batches]
+    guesses = [attack.run(observed(anatomy, attack, ids)) for ids in batches]
     for ids, guess, another in zip(batches, guesses, guesses[1:] + guesses[:1], strict=True):
         truth = set(ids[:, 1:].flatten().tolist())
         assert guess.surface == "output"
@@ -130,7 +130,7 @@ def test_a_filter_is_the_whitened_energy_along_each_vector() -> None:
 
 
 def test_what_rehearsals_do_not_show_is_unknown(anatomy: Anatomy, attack: RehearsedLabels) -> None:
-    view = seen(anatomy, attack, texts(ROWS, 5))
+    view = observed(anatomy, attack, texts(ROWS, 5))
     tensors = view.gradients[-1].tensors
     with pytest.raises(Inapplicable, match="noise"):
         attack.run(changed(view, noise_std=0.1))
@@ -165,7 +165,7 @@ def test_frequency_alone_is_unknown(
     attack = RehearsedLabels(PublicText(texts(60, 1)), shapes=[(ROWS, LENGTH)], rehearsals=12)
     attack.prepare(anatomy)
     with pytest.raises(UnusableObservation, match="frequent tokens"):
-        attack.run(seen(anatomy, attack, texts(ROWS, 5)))
+        attack.run(observed(anatomy, attack, texts(ROWS, 5)))
 
 
 def test_rehearsals_are_read_by_what_others_were_fitted_to(
@@ -174,11 +174,11 @@ def test_rehearsals_are_read_by_what_others_were_fitted_to(
     fits: list[list[int]] = []
     fit = rehearsed_labels._Readout.fit
 
-    def kept(gradients: Any, labels: Any, *rest: Any) -> Any:
+    def retained(gradients: Any, labels: Any, *rest: Any) -> Any:
         fits.append([id(used) for used in labels])
         return fit(gradients, labels, *rest)
 
-    monkeypatch.setattr(rehearsed_labels._Readout, "fit", kept)
+    monkeypatch.setattr(rehearsed_labels._Readout, "fit", retained)
     RehearsedLabels(PublicText(texts(60, 1)), shapes=[(ROWS, LENGTH)], rehearsals=15).prepare(
         anatomy
     )
@@ -195,7 +195,7 @@ def test_a_gain_has_to_exceed_chance() -> None:
 
 
 def test_a_scaled_gradient_reads_the_same(anatomy: Anatomy, attack: RehearsedLabels) -> None:
-    view = seen(anatomy, attack, texts(ROWS, 6))
+    view = observed(anatomy, attack, texts(ROWS, 6))
     scaled = {n: g * 1e-3 for n, g in view.gradients[-1].tensors.items()}
     one, other = attack.run(view), attack.run(changed(view, tensors=scaled))
     assert one.scores is not None

@@ -36,9 +36,8 @@ def test_gradient_is_that_of_the_plain_model(name: str) -> None:
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_texts_are_recovered_and_the_model_is_left_as_it_was(name: str) -> None:
-    model = MODELS[name]().train()
+def test_texts_are_recovered_and_the_model_is_left_as_it_was() -> None:
+    model = MODELS["llama"]().train()
     ids, mask = text()
     sent = hidden_states(find_anatomy(model), 1, ids, mask)
     before = torch.get_rng_state()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binomtest, kurtosis, norm, t
+from scipy.stats import binomtest, kurtosis, norm, rankdata, t
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
 
 from lightning_fedleak.evaluation.metrics import (
@@ -187,9 +187,15 @@ def test_clustered_intervals_are_wider_than_those_of_games_taken_as_independent(
         assert wide > 1.3 * narrow
 
 
+def auc_of(members: np.ndarray, scores: np.ndarray) -> float:
+    """Return the AUC by the ranks' sum, which takes a hundredth of scikit-learn's time."""
+    n, ranks = int(members.sum()), rankdata(scores)
+    return float(ranks[members].sum() - n * (n + 1) / 2) / (n * (len(members) - n))
+
+
 @pytest.mark.parametrize("decimals", [15, 0])
 def test_blocks_of_clusters_are_drawn_like_their_games(monkeypatch, decimals: int) -> None:
-    """The two ways to compute a bootstrap, and one by scikit-learn on the games drawn."""
+    """The two ways to compute a bootstrap, and one by ranks of the games drawn."""
     scores, members, clusters = steps(12, 6, 1.0, 0.3, 0)
     scores = scores.round(decimals=decimals)
     blocks = membership_rates(scores, members, clusters)["auc"]
@@ -205,7 +211,8 @@ def test_blocks_of_clusters_are_drawn_like_their_games(monkeypatch, decimals: in
     rng, drawn = np.random.default_rng(5), []
     for _ in range(600):
         games = np.concatenate([np.flatnonzero(clusters == c) for c in rng.integers(12, size=12)])
-        drawn.append(roc_auc_score(members[games], scores[games]))
+        drawn.append(auc_of(members[games].numpy(), scores[games].numpy()))
+    assert drawn[-1] == pytest.approx(roc_auc_score(members[games], scores[games]), rel=1e-12)
     freedom = min(11, 24 / (kurtosis(shares, fisher=False) - 1))
     step = t.ppf(0.975, freedom) * np.std(drawn) / (blocks.value * (1 - blocks.value))
     logit = math.log(blocks.value / (1 - blocks.value))

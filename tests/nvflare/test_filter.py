@@ -88,8 +88,8 @@ def test_a_withheld_update_leaves_as_zero_and_takes_its_metrics_along(site, tmp_
         zero = {n: torch.zeros_like(t) for n, t in zero.items()}
     assert same(values(reply), jobs.arrays(zero))
     assert reply.get_return_code() == ReturnCode.OK
-    left = {MetaKey.NUM_STEPS_CURRENT_ROUND, MetaKey.FILTER_HISTORY}
-    assert meta(reply).keys() == left
+    leaving = {MetaKey.NUM_STEPS_CURRENT_ROUND, MetaKey.FILTER_HISTORY}
+    assert meta(reply).keys() == leaving
     [decision] = [x for x in lines(tmp_path / "site-1", "run.jsonl") if x.get("did")]
     assert decision["did"] == "withheld"
 

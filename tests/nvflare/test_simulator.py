@@ -36,9 +36,9 @@ def out(tmp_path_factory):
 
 @pytest.mark.parametrize("site", ["site-1", "site-2"])
 def test_batches_reach_the_filter_from_a_thread_and_from_a_process(out, site):
-    found = lines(out / site)
-    assert [(x["client"], x["round"]) for x in found] == [(site, 0), (site, 1)]
-    assert all(x["metrics"]["recall"]["value"] > 0.9 for x in found)  # scored by the right truth
+    result = lines(out / site)
+    assert [(x["client"], x["round"]) for x in result] == [(site, 0), (site, 1)]
+    assert all(x["metrics"]["recall"]["value"] > 0.9 for x in result)  # scored by the right truth
     assert not list(out.glob("**/fedleak_local_steps"))
     assert lines(out / site, "run.jsonl")[-1]["how"] == "finished"
 
@@ -50,11 +50,11 @@ def test_one_site_withholds_and_the_job_goes_on(out):
 
 
 def test_the_server_looks_at_both_and_at_the_aggregate(out):
-    found = lines(out / "server")
-    assert sorted((x["round"], x["client"]) for x in found) == sorted(
+    result = lines(out / "server")
+    assert sorted((x["round"], x["client"]) for x in result) == sorted(
         (round_, client) for round_ in (0, 1) for client in ("site-1", "site-2", "sum")
     )
-    why = {x["client"]: x["unknown"] for x in found if x["round"] == 0}
+    why = {x["client"]: x["unknown"] for x in result if x["round"] == 0}
     assert "trained nothing" in why["site-1"]
     assert "truth" in why["site-2"] or "texts" in why["site-2"], why
 

@@ -45,13 +45,13 @@ def _folder(tmp_path, monkeypatch):
 
 
 def sites(folder, *gates, weights=(1, 3), kind=DataKind.WEIGHTS, **settings):
-    found = []
+    result = []
     for number, (gate, weight) in enumerate(zip(gates, weights, strict=True), 1):
         filter_ = FedLeakFilter(f"{PATH}make_observer", [gate], **settings)
         one = Site(f"site-{number}", folder, filter_)
         one.kind, one.weight = kind, weight
-        found.append(one)
-    return found
+        result.append(one)
+    return result
 
 
 class Average(FedAvg):

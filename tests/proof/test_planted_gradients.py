@@ -55,7 +55,6 @@ def audited(
     ("sigma", "settings"),
     [
         (0.5, {}),
-        (1.0, {"poisson_sampling": False}),
         (1.0, {"max_physical_batch_size": 90}),
         (1.0, {"max_grad_norm": "auto"}),
     ],

@@ -152,6 +152,7 @@ def test_mistakes_end_in_a_sentence(folder, tmp_path, capsys):
         ("report", str(folder), "--about", str(tmp_path / "no.toml")): "cannot be read",
         ("report", str(folder), "--reveal", str(tmp_path / "no.txt")): "cannot be read",
         ("compare", str(folder), str(tmp_path / "nowhere")): "does not exist",
+        ("compare", str(folder), str(folder)): "one run to compare",
     }
     for arguments, said in cases.items():
         assert main(list(arguments)) == 1
@@ -159,37 +160,38 @@ def test_mistakes_end_in_a_sentence(folder, tmp_path, capsys):
 
 
 def test_compare_says_how_many_updates_did_not_leave(tmp_path, capsys):
-    lines = [result(0, f1=0.5) | {"client": c} for c in range(2)]
-    begins = begin(training={"strategy": "federation"})
-    for name, more in (("a", []), ("b", [decision("withheld", 0, 1)])):
+    for name, more in (("a", []), ("b", [decision("withheld", 0, 1, "b")])):
+        lines = [result(0, f1=0.5, run=name) | {"client": c} for c in range(2)]
+        begins = begin(name, training={"strategy": "federation"})
         written(tmp_path / name, lines, [begins, *more])
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    said = capsys.readouterr().out
-    assert "0 of 2" in said
-    assert "1 of 2" in said
+    assert main(["compare", str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "b: Gates kept back 1 of 2 updates" in text
+    assert "updates that left 2 1" in text
 
 
 def test_compare_cuts_no_name_at_80_columns(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    name = "a_membership_attack_with_a_long_name"
-    for folder in ("lightning_logs", "fedleak_runs"):
-        lines = [result(0, name, auc=(0.9123, 0.812, 0.978)), result(0, f1=(0.5, 0.4, 0.6))]
-        record = [begin(defenses=[dpsgd()]), look(0, privacy=[spent(2.0, 3, rate=1.0)])]
-        written(tmp_path / folder / "version_0", lines, record)
-    monkeypatch.chdir(tmp_path)
-    assert main(["compare", "lightning_logs/version_0", "fedleak_runs/version_0"]) == 0
+    name = "a_run_with_a_name_that_is_longer_than_the_terminal_is_wide_" + "x" * 40
+    for run in ("a", "b"):
+        lines = [result(0, "fc", auc=(0.9123, 0.812, 0.978), run=run)]
+        spending = [spent(2.0, 3, rate=1.0)]
+        record = [begin(run, defenses=[dpsgd()]), look(0, run, privacy=spending)]
+        written(tmp_path / f"{name}{run}", lines, record)
+    assert main(["compare", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "…" not in out
-    assert max(map(len, out.splitlines())) <= 80
-    first = "".join(line.split("│")[1].strip() for line in out.splitlines() if "│" in line)
-    assert name in first
-    for part in ("mean 0.912", "last 0.912", "(0.812 to 0.978)"):
-        assert part in out
+    table = [line for line in out.splitlines() if line[:1] in "│┃"]
+    assert max(map(len, table)) <= 80
+    assert "".join(line.split("┃")[2].strip() for line in table if "┃" in line) == f"{name}a"
+    for part in (".91 (.81–.98)", "2 at 1e-05, until the last look alone"):
+        assert part in " ".join(out.replace("│", " ").split())
 
 
-def test_compare_puts_two_runs_side_by_side(folder, capsys):
-    assert main(["compare", str(folder), str(folder)]) == 0
+def test_compare_puts_runs_side_by_side(tmp_path, capsys):
+    for name, f1 in (("a", (0.9, 0.85, 0.95)), ("b", (0.3, 0.2, 0.4))):
+        written(tmp_path / name, [result(0, f1=f1, run=name)], [begin(name), end(4, name)])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
-    assert "probe" in out
-    assert "f1, shared" in out
-    assert "+0.000" in out
+    assert "Words: F1 .90 in a, .30 in b." in out
+    assert "none accounted" in out

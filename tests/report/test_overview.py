@@ -282,39 +282,33 @@ def test_a_run_that_a_gate_stopped_is_compared_by_what_left(tmp_path):
 # ---- how sure, and what defences did ------------------------------------------------------------
 
 
-def membership(folder, *looks, over_steps=(1.0, 0.48, 1.0), family="membership", metric="auc"):
+def membership(folder, *looks, family="membership", metric="auc"):
     """The report on looks of the exact test's values, corrected for all looks."""
     lines = [
-        result(step, "fc", p_over_looks=p, **{metric: value, f"{metric}_over_steps": over_steps})
+        result(step, "fc", p_over_looks=p, **{metric: value})
         for step, (value, p) in enumerate(looks)
     ]
     return found_in(folder, lines, [begin(attacks=[about("fc", family)])])
 
 
-def test_one_look_that_excludes_guessing_is_conclusive_whatever_the_steps_say(tmp_path):
+def test_one_look_that_excludes_guessing_is_conclusive(tmp_path):
     found = membership(tmp_path, ((1.0, 0.977, 1.0), 3.3e-09), ((1.0, 0.98, 1.0), 3.3e-09))
     [attack] = found.runs[0].attacks
     assert (attack.conclusive, attack.p_value) == (True, 3.3e-09)
-    assert attack.over_steps.low == 0.48
     assert found.verdict.level == "high"
     assert found.verdict.sentence == (
         "One update lets the server tell whether a given text was in a batch almost every time."
     )
 
 
-def test_where_neither_looks_nor_steps_exclude_guessing_it_is_not_conclusive(tmp_path):
-    found = membership(tmp_path, ((0.9, 0.6, 1.0), 0.2), over_steps=(0.9, 0.3, 1.0))
+def test_where_no_look_excludes_guessing_it_is_not_conclusive(tmp_path):
+    found = membership(tmp_path, ((0.9, 0.6, 1.0), 0.2))
     reading = reading_of(found, "membership")
     assert reading.verdict == "inconclusive"
     assert "over all looks guessing does so well too" in reading.note
     assert found.verdict.sentence == "High, but in too few looks to be sure: membership."
     assert found.verdict.level == "some"
     assert any("Narrow the interval of fc" in step for step in found.next_steps)
-    assert (
-        membership(tmp_path / "b", (0.7, 0.2), over_steps=(0.7, 0.6, 0.8)).verdict.level == "some"
-    )
-    [attack] = membership(tmp_path / "c", (0.7, 0.2), over_steps=(0.7, 0.6, 0.8)).runs[0].attacks
-    assert attack.conclusive, "small at every look, and above guessing over the steps"
 
 
 def test_words_that_blind_naming_finds_too_are_not_conclusive(tmp_path):

@@ -37,7 +37,7 @@ def test_a_rate_that_no_run_gets_to_ends_neither_report_nor_comparison(tmp_path,
     assert page(found)
     for places in ((before, after), (after, before)):
         assert main(["compare", *map(str, places)]) == 0
-    assert "0.500" in capsys.readouterr().out
+    assert ".50" in capsys.readouterr().out
 
 
 def test_results_of_the_first_version_are_one_fit(tmp_path):

@@ -97,10 +97,12 @@ def test_a_comparison_is_of_validation_losses(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     first, second = record("a", 7.0, 8.2, 8.045), record("b", 7.923, 8.488)
     text = compared(tmp_path, capsys, first, second)
-    assert "+0.443" in text
-    assert "+0.923" not in text
+    assert "val_loss at 10 8.200 8.488" in text
     assert "train_loss" not in text
-    assert "steps, looked at 20, 1 20, 1" in text
+    assert "updates that left 20 20" in text
+    text = compared(tmp_path / "c", capsys, record("a", 7.0), record("b", 7.923))
+    assert "train_loss (training loss of one batch) at 3 7.000 7.923" in text
+    assert "0.92" not in text
 
 
 def test_an_account_goes_on_between_looks(tmp_path):

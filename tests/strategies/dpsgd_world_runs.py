@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -571,31 +571,21 @@ class Runs:
         )
         return {
             "std": [float(v.std()) * EXPECTED / CLIP for v in look.stages[Stage.SHARED]],
-            "spent": gathered(defense.share_spent),
+            "spent": gathered(defense.accountant.share_spent),
             "history": [list(row) for row in defense.accountant.history],
             "agree": self.agree(module),
         }
 
     def shares(self) -> Found:
         plain = {"noise_multiplier": 1.0, "seed": 1}
-        uneven, data, rank = loader(n=23), loader(), dist.get_rank()
-        order = torch.randperm(N, generator=torch.Generator().manual_seed(rank))
+        data = loader()
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(dist.get_rank()))
         shuffled = DataLoader(Subset(data.dataset, order.tolist()), BATCH, shuffle=True)
-
-        def by_seed(seed: int) -> DataLoader[Any]:
-            sampler = DistributedSampler(data.dataset, 2, rank, shuffle=True, seed=seed)
-            return DataLoader(data.dataset, BATCH, sampler=sampler)
 
         return {
             "whole": self.message(DPSGD(CLIP, **plain), use_distributed_sampler=False),
-            "uneven": self.message(DPSGD(CLIP, poisson_sampling=False, **plain), data=uneven),
-            "even": self.message(DPSGD(CLIP, poisson_sampling=False, **plain), max_steps=1),
             "apart": self.message(DPSGD(CLIP, noise_multiplier=1.0 + dist.get_rank(), seed=1)),
             "shuffled": self.message(DPSGD(CLIP, **plain), data=shuffled),
-            "seeds": self.message(DPSGD(CLIP, poisson_sampling=False, **plain), data=by_seed(rank)),
-            "same seeds": self.message(
-                DPSGD(CLIP, poisson_sampling=False, **plain), data=by_seed(0), max_steps=1
-            ),
         }
 
     def hardened_apart(self) -> Found:

@@ -208,8 +208,7 @@ def test_everything_counts_logical_steps(tmp_path: Path) -> None:
         assert float(row["sum_epoch"]) == pytest.approx(sum(t["sum"] for t in truth), rel=1e-5)
 
 
-@pytest.mark.parametrize("poisson", [True, False])
-def test_one_broken_example_takes_nothing_away_and_stops_nothing(poisson: bool) -> None:
+def test_one_broken_example_takes_nothing_away_and_stops_nothing() -> None:
     class Broken(CausalLM):
         def loss(self, batch: Any) -> Tensor:
             inputs = {key: value for key, value in batch.items() if key != "labels"}
@@ -219,9 +218,7 @@ def test_one_broken_example_takes_nothing_away_and_stops_nothing(poisson: bool) 
                 torch.where(bad, hidden * float("inf"), hidden), batch["labels"], causal=True
             )
 
-    defense = DPSGD(
-        CLIP, noise_multiplier=1.0, seed=1, max_physical_batch_size=3, poisson_sampling=poisson
-    )
+    defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch_size=3)
     module, run = fit(defense, Broken(), data=loader(batch_size=8))
     assert run.global_step == defense.releases == 3
     assert all(p.isfinite().all() for p in module.parameters())
@@ -230,13 +227,13 @@ def test_one_broken_example_takes_nothing_away_and_stops_nothing(poisson: bool) 
 def test_what_fails_in_a_piece_releases_nothing() -> None:
     class Fails(CausalLM):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if len(self.sizes) == 6:
+            if len(self.sizes) == 10:
                 raise OSError("no memory")
             return super().training_step(batch, batch_idx)
 
-    defense = quiet(poisson_sampling=False)
+    defense = quiet()
     with pytest.raises(OSError, match="no memory"):
-        fit(defense, Fails(), data=loader(batch_size=12), max_epochs=1)
+        fit(defense, Fails(), data=loader(batch_size=24), max_epochs=2)
     assert defense.releases == 1
 
 
@@ -245,23 +242,19 @@ def test_a_checkpoint_within_a_batch_forgets_and_repeats_no_release(tmp_path: Pa
 
     class Saves(CausalLM):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if len(self.sizes) == 10:
+            if len(self.sizes) == 18:
                 self.trainer.save_checkpoint(path)
                 raise KeyError("killed")
             return super().training_step(batch, batch_idx)
 
     settings: Any = {"noise_multiplier": 1.0, "target_delta": 1e-3, "accountant": "rdp"}
-    pieces: Any = {
-        "max_physical_batch_size": 3,
-        "poisson_sampling": False,
-        "ledger": tmp_path / "ledger",
-    }
+    pieces: Any = {"max_physical_batch_size": 3, "ledger": tmp_path / "ledger"}
     first = DPSGD(CLIP, **settings, **pieces)
     with pytest.raises(KeyError, match="killed"):
-        fit(first, Saves(), data=loader(batch_size=12), max_epochs=4)
-    assert first.releases == 2  # ten of twelve pieces were run: the third batch is lost
+        fit(first, Saves(), data=loader(batch_size=24), max_epochs=8)
+    assert first.releases == 2  # two of its eight pieces were run: the third batch is lost
     second = DPSGD(CLIP, **settings, **pieces)
-    _, run = fit(second, data=loader(batch_size=12), max_epochs=4, ckpt_path=str(path))
+    _, run = fit(second, data=loader(batch_size=24), max_epochs=8, ckpt_path=str(path))
     assert run.global_step == second.releases == second.accountant.steps == 8
     assert len((tmp_path / "ledger").read_text().splitlines()) == 8
 
@@ -283,7 +276,7 @@ def test_what_is_trained_must_stay_the_same_in_all_pieces() -> None:
             self.model.transformer.ln_f.requires_grad_(len(self.sizes) != 1)
             return super().training_step(batch, batch_idx)
 
-    defense = quiet(poisson_sampling=False)
+    defense = quiet()
     with pytest.raises(DefenseError, match="what is trained changed"):
-        fit(defense, Thaws(), data=loader(batch_size=12))
+        fit(defense, Thaws(), data=loader(batch_size=24))
     assert defense.releases == 0

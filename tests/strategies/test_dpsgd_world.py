@@ -238,12 +238,8 @@ def test_gradients_that_one_rank_changes_and_samples_that_mix_are_refused(ranks)
 def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
     for found in of(ddp, "shares"):
         assert "Leave use_distributed_sampler=True" in found["whole"]
-        assert "Use poisson_sampling=True, or leave examples out" in found["uneven"]
-        assert found["even"] == "nothing was refused"
         assert "different values of noise_multiplier, from 1.0 to 2.0" in found["apart"]
         assert "hold other examples at the same places" in found["shuffled"]
-        assert "different values of the sampler's seed, from 0.0 to 1.0" in found["seeds"]
-        assert found["same seeds"] == "nothing was refused"
 
 
 def test_noise_that_one_process_alone_turns_up_is_refused(ddp) -> None:

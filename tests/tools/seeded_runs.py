@@ -402,7 +402,7 @@ def gated() -> list[Any]:
     return [
         watch,
         fedleak.RiskGate(f1, at_most=0.01, action="harden", name="hard"),
-        fedleak.RiskGate(f1, at_most=0.1, action="warn", bound="lower", name="low"),
+        fedleak.RiskGate(f1, at_most=0.1, action="warn", name="low"),
         fedleak.RiskGate("leakage/bag_of_words/recall", at_most=0.5, patience=2, action="warn"),
     ]
 
@@ -480,7 +480,6 @@ RUNS: dict[str, Run] = {
         watched(lambda: [fedleak.FlatChat(public())]),
         model=lambda: gpt2(dropout=0.1),
     ),
-    "local steps": Run(lambda: [monitor(flatchat(), every_n_steps=2, local_steps=2)], model=untied),
     "accumulated": Run(
         watched(lambda: [flatchat(), fedleak.BagOfWords()]),
         model=untied,
@@ -510,9 +509,8 @@ RUNS: dict[str, Run] = {
         lambda: [fedleak.TokenLDP("grr", 4.0, special_ids=[0, 1, 2], seed=1)],
     ),
     "ghost clipping": Run(watched(signs), lambda: dpsgd(clip=ClipSettings("ghost")), model=bert),
-    "not Poisson": Run(
-        watched(lambda: [flatchat()]),
-        lambda: dpsgd(poisson_sampling=False, clip=ClipSettings("per_sample")),
+    "clipping in full": Run(
+        watched(lambda: [flatchat()]), lambda: dpsgd(clip=ClipSettings("per_sample"))
     ),
     "epsilon by PRV": accounted(),
     "epsilon by RDP": accounted(accountant="rdp"),
@@ -561,9 +559,7 @@ def checkpointed() -> list[Any]:
         monitor(players, every_n_steps=1, held_out=fedleak.PublicText(HELD_OUT), **games),
         monitor(fedleak.PrefixInversion(1, None, language_model=False), every_n_steps=3, texts=1),
         fedleak.RiskGate("leakage/flatchat/f1", at_most=0.05, patience=50, action="warn"),
-        fedleak.RiskGate(
-            "leakage/flatchat/precision", at_most=0.2, action="warn", bound="lower", name="low"
-        ),
+        fedleak.RiskGate("leakage/flatchat/precision", at_most=0.2, action="warn", name="low"),
     ]
 
 

@@ -96,8 +96,9 @@ def watch_of(
 ) -> tuple[Watch, Probe]:
     probe = Probe(role=EMBEDDING_WEIGHT)
     attacks = [BagOfWords(), probe, *more]
-    known = {"every_n_steps": 1, "tensorboard": False, "folder": folder, "games": Games(targets=2)}
-    return Watch(model, optimizer, attacks, **{**known, **settings}), probe
+    defaults = {"every_n_steps": 1, "tensorboard": False, "games": Games(targets=2)}
+    given = grouped(settings, folder=folder, **defaults)
+    return Watch(model, optimizer, attacks, **given), probe
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

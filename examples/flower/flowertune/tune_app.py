@@ -30,8 +30,6 @@ from trl import SFTConfig, SFTTrainer
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
-from lightning_fedleak.cli.finetuning.data import PadRight
-from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.federation import RoundGate, RoundObserver, RoundSettings, report_batches
 from lightning_fedleak.federation.flower import FedLeakMod, Observed
 
@@ -39,8 +37,6 @@ LENGTH = 32
 """Tokens of a row, at most; the recipe's 512 take longer on a CPU."""
 PUBLIC, OUTSIDE, PRIVATE = slice(0, 100), slice(100, 200), 200
 """Of the messages: some calibrate the attacks, some are in no batch, the others are clients'."""
-LEFT_OUT = 60
-"""Messages of a client that it never trains on: what a model has memorized is read beside them."""
 
 
 def model_name(context: Context) -> str:
@@ -79,28 +75,15 @@ def rows_of(texts: list[str], context: Context) -> list[dict[str, torch.Tensor]]
     return [{"input_ids": torch.tensor(row["input_ids"])} for row in encoded]
 
 
-def client_rows(context: Context, client: int | str, clients: int) -> torch.utils.data.Dataset:
-    """What a client trains on, without the rows that are left out."""
-    texts = read_texts(EMBEDDED_MESSAGES)[PRIVATE + int(client) :: clients]
-    return leave_out(rows_of(texts, context), LEFT_OUT, seed=0)[0]
-
-
-def client_data(context: Context, client: int | str, clients: int) -> torch.utils.data.DataLoader:
-    """The same in batches, for the observer."""
-    rows = client_rows(context, client, clients)
-    return torch.utils.data.DataLoader(
-        rows,
-        batch_size=4,
-        shuffle=True,
-        collate_fn=lambda r: PadRight(0)([x["input_ids"] for x in r]),
-    )
+def client_rows(context: Context, client: int, clients: int) -> list[dict[str, torch.Tensor]]:
+    """What a client trains on."""
+    return rows_of(read_texts(EMBEDDED_MESSAGES)[PRIVATE + client :: clients], context)
 
 
 # Watched.
 def make_observer(context: Context, side: str) -> RoundObserver:
     """Attacks updates; every process has one of its own."""
     texts = read_texts(EMBEDDED_MESSAGES)
-    data = partial(client_data, context, clients=int(context.node_config.get("num-partitions", 1)))
 
     def public(part: slice) -> PublicText:
         return PublicText([row["input_ids"] for row in rows_of(texts[part], context)])
@@ -114,7 +97,7 @@ def make_observer(context: Context, side: str) -> RoundObserver:
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
         games=Games(targets=16, held_out=public(OUTSIDE)),
-        settings=RoundSettings(data=data if side == "client" else None, public_text=public(PUBLIC)),
+        settings=RoundSettings(public_text=public(PUBLIC)),
     )
 
 

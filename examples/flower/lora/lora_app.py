@@ -16,7 +16,6 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader
 
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
@@ -24,7 +23,6 @@ from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
 from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows, load_tokenizer
 from lightning_fedleak.cli.finetuning.module import load_model
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.federation import (
     RoundGate,
     RoundObserver,
@@ -39,8 +37,6 @@ ROWS = 4
 PUBLIC, OUTSIDE = slice(0, 100), slice(100, 200)
 PRIVATE = 200
 """Of the messages: some calibrate the attacks, some are in no batch, the others are clients'."""
-LEFT_OUT = 60
-"""Messages of a client that it never trains on: what a model has memorized is read beside them."""
 
 
 def make_model(context: Context) -> torch.nn.Module:
@@ -57,22 +53,19 @@ def rows_of(texts: list[str], context: Context) -> list[torch.Tensor]:
     return list(TokenRows.tokenize(texts, tokenizer, 32).rows)
 
 
-def client_data(context: Context, client: int | str, clients: int) -> DataLoader:
-    """What a client trains on, without the rows that are left out."""
-    rows = rows_of(read_texts(EMBEDDED_MESSAGES)[PRIVATE + int(client) :: clients], context)
-    train, _ = leave_out([{"input_ids": row, "labels": row} for row in rows], LEFT_OUT, seed=0)
-    return DataLoader(train, batch_size=ROWS, shuffle=True, collate_fn=collate)
+def client_rows(context: Context, client: int, clients: int) -> list[torch.Tensor]:
+    """What a client trains on."""
+    return rows_of(read_texts(EMBEDDED_MESSAGES)[PRIVATE + client :: clients], context)
 
 
-def collate(rows: list[dict]) -> dict:
+def collate(rows: list[torch.Tensor]) -> dict:
     """A batch of rows, padded on the right."""
-    return PadRight(0)([row["input_ids"] for row in rows])
+    return PadRight(0)(rows)
 
 
 def make_observer(context: Context, side: str) -> RoundObserver:
     """Attacks updates; every process has one of its own."""
     texts = read_texts(EMBEDDED_MESSAGES)
-    data = partial(client_data, context, clients=int(context.node_config.get("num-partitions", 1)))
     return RoundObserver(
         make_model(context),
         OPTIMIZER,
@@ -80,10 +73,7 @@ def make_observer(context: Context, side: str) -> RoundObserver:
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
         games=Games(targets=16, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
-        settings=RoundSettings(
-            data=data if side == "client" else None,
-            public_text=PublicText(rows_of(texts[PUBLIC], context)),
-        ),
+        settings=RoundSettings(public_text=PublicText(rows_of(texts[PUBLIC], context))),
     )
 
 
@@ -105,7 +95,7 @@ def train(message: Message, context: Context) -> Message:
     model.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
     number = int(context.node_config["partition-id"])
     clients = int(context.node_config["num-partitions"])
-    data = client_data(context, number, clients).dataset
+    data = client_rows(context, number, clients)
     round_ = int(message.content["config"]["server-round"])
     order = torch.Generator().manual_seed(1000 * round_ + number)
     stepping = OPTIMIZER([p for p in model.parameters() if p.requires_grad])

@@ -85,10 +85,9 @@ class AttentionMembership(MembershipAttack):
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
         public_text: text like the clients', as strings or token ids, or ``"sampled"`` for text that
-            a causal model writes. It may be None if ``whiten=False`` and ``gamma`` is a number.
+            a causal model writes.
         tokenizer: for strings.
-        gamma: ``"calibrated"``, ``"lemma"`` (of ``score="coordinates"``), or a number: a share of a
-            member's response, or with ``score="coordinates"`` an absolute one.
+        gamma: ``"calibrated"``, or ``"lemma"`` with ``score="coordinates"``.
         attention: how the layers are crafted and read.
         tokens: public texts are cut to this length.
         batch: number of sentences in a client's batch, for which ``false_positive_rate`` holds.
@@ -122,10 +121,10 @@ class AttentionMembership(MembershipAttack):
     def __init__(
         self,
         layer: int,
-        public_text: TextSource | None = None,
+        public_text: TextSource,
         *,
         tokenizer: Any = None,
-        gamma: float | Literal["calibrated", "lemma"] = "calibrated",
+        gamma: Literal["calibrated", "lemma"] = "calibrated",
         attention: AttentionSettings | None = None,
         tokens: int = 32,
         batch: int = 40,
@@ -137,11 +136,11 @@ class AttentionMembership(MembershipAttack):
         super().__init__(layer, "token", tokens, name)
         settings = attention or AttentionSettings()
         self.score = check_choice("score", settings.score, ("band", "coordinates"))
-        _check_positive_or("gamma", gamma, ("calibrated", "lemma"))
-        _check_positive_or("beta", settings.beta, ("authors", "auto"))
+        self.gamma = check_choice("gamma", gamma, ("calibrated", "lemma"))
+        if settings.beta not in ("authors", "auto"):
+            check_number("beta", settings.beta, above=0, hint="or one of 'authors', 'auto'")
         if gamma == "lemma" and self.score == "band":
             raise ValueError("gamma='lemma' is one threshold: set AttentionSettings(score=...)")
-        self.gamma = gamma
         self.whiten = settings.whiten
         self.batch = check_integer("batch", batch)
         self.refresh_every = check_integer("refresh_every", refresh_every)
@@ -150,17 +149,11 @@ class AttentionMembership(MembershipAttack):
         self._choose(replaced=False, defended=False)
         check_number("false_positive_rate", false_positive_rate, above=0, below=1)
         self.reader = RungReader(false_positive_rate)
-        self.public_text = PublicText.parse(public_text, tokenizer)
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self._prepared_at = 0
         self._d: int | None = None
         self._calibration: Calibration | None = None
-        if self.public_text is None:
-            if self.whiten or isinstance(gamma, str):
-                raise ValueError(
-                    "public_text is needed to whiten and to calibrate gamma: pass some text like "
-                    "the clients', or set whiten=False and gamma to a number"
-                )
-            self._calibration = self._fixed_calibration()
 
     def meet(self, facts: RunFacts) -> None:
         """Choose the default beta and widths for the run's defences.
@@ -170,24 +163,18 @@ class AttentionMembership(MembershipAttack):
         and unless another defence acts on gradients the widths reach .999.
         """
         self._choose(replaced="batches" in facts.defended, defended="gradients" in facts.defended)
-        if self.public_text is None:
-            self._calibration = self._fixed_calibration()
 
     def _choose(self, *, replaced: bool, defended: bool) -> None:
         """Set beta and widths, as given or by what the run's defences do."""
         beta, widths = self._settings.beta, self._settings.widths
         self.beta = (REPLACED_BETA if replaced else BETA) if beta == "auto" else beta
-        gamma = None
-        if not isinstance(self.gamma, str) and self.score == "band":
-            check_number("gamma", self.gamma, below=1, hint="a share of a member's response")
-            gamma = round(1.0 - self.gamma, 12)
         if isinstance(widths, str):
             widths = REPLACED_WIDTHS if replaced and not defended else WIDTHS
         if not widths or not all(0 < width < 1 for width in widths):
             raise ValueError(f"widths must be numbers between 0 and 1, got {widths}")
         if defended:
-            widths = (gamma or min(widths, key=lambda width: abs(width - DEFENDED_WIDTH)),)
-        self.widths = sorted({*widths} if gamma is None else {*widths, gamma})
+            widths = (min(widths, key=lambda width: abs(width - DEFENDED_WIDTH)),)
+        self.widths = sorted({*widths})
 
     def _factor(self, d: int) -> float:
         """Return beta for hidden states of d numbers."""
@@ -200,11 +187,6 @@ class AttentionMembership(MembershipAttack):
             return len(self.widths)
         return attention_calibration.CALIBRATED_LEVELS if self.gamma == "calibrated" else 1
 
-    @property
-    def _edges(self) -> list[float]:
-        """Return the bands' lower edges, narrowest first, then the upper ones."""
-        return [1.0 - width for width in self.widths] + [1.0 + width for width in self.widths]
-
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init: fit whitening and gamma on the hidden states of public text.
 
@@ -212,16 +194,16 @@ class AttentionMembership(MembershipAttack):
             ValueError: the model has no such layer, or the public text is too short.
         """
         super().prepare(anatomy)
-        self._d = anatomy.hidden_size
-        if self.public_text is None:
-            return
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
         states = attention_calibration.PublicStates.sample(
             anatomy, self.layer, text, self.tokens, max(8192, 4 * anatomy.hidden_size), self.seed
         )
         self._d = states.hidden.shape[-1]
-        if self.gamma != "calibrated":
-            self._calibration = self._fixed_calibration(states)
+        if self.gamma == "lemma":
+            whitening = fit_whitening(states.tokens) if self.whiten else None
+            beta = self._factor(self._d)
+            gamma = attention_calibration.lemma_gamma(states.whiten(whitening), beta)
+            self._calibration = Calibration(whitening, torch.tensor([gamma]), 0)
             return
         self._calibration = attention_calibration.calibrate(
             states,
@@ -232,23 +214,6 @@ class AttentionMembership(MembershipAttack):
             false_positive_rate=self.reader.false_positive_rate,
             seed=self.seed,
         )
-
-    def _fixed_calibration(
-        self, states: attention_calibration.PublicStates | None = None
-    ) -> Calibration:
-        """Return the calibration for a gamma that is a number, or the lemma's."""
-        whitening = None
-        if self.whiten and states is not None:
-            whitening = fit_whitening(states.tokens)
-        if self.score == "band":
-            level = self.widths.index(round(1.0 - float(self.gamma), 12))
-            return Calibration(whitening, torch.zeros(0), level)
-        gamma = self.gamma
-        if isinstance(gamma, str):
-            assert states is not None
-            beta = self._factor(states.hidden.shape[-1])
-            gamma = attention_calibration.lemma_gamma(states.whiten(whitening), beta)
-        return Calibration(whitening, torch.tensor([float(gamma)]), 0)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Calibrate again after ``refresh_every`` steps, and at the start of a fit."""
@@ -416,10 +381,5 @@ class AttentionMembership(MembershipAttack):
         """Return the gammas of one row of W_O, (K,)."""
         if self.score == "coordinates":
             return self._require_calibration().gammas.to(reference)
-        return torch.tensor(self._edges, dtype=torch.float64).to(reference)
-
-
-def _check_positive_or(argument: str, value: Any, words: tuple[str, ...]) -> None:
-    """Raise an error unless a value is a positive number, or one of a few words."""
-    if value not in words:
-        check_number(argument, value, above=0, hint=f"or one of {', '.join(map(repr, words))}")
+        edges = [1.0 - width for width in self.widths] + [1.0 + width for width in self.widths]
+        return torch.tensor(edges, dtype=torch.float64).to(reference)

@@ -85,13 +85,13 @@ class PublicScores:
     """Scores of public sentences for public targets that they do not hold.
 
     Attributes:
-        other_scores: (T, S) score of each sentence for each target; -inf where the target's hidden
-            state occurs in the sentence.
-        own_scores: (T,) score of the target's own sentence.
+        scores_without: (T, S) score of each sentence for each target; -inf where the target's
+            hidden state occurs in the sentence.
+        scores_with: (T,) score of the sentence that holds the target.
     """
 
-    other_scores: Tensor
-    own_scores: Tensor
+    scores_without: Tensor
+    scores_with: Tensor
 
     def false_positive_rate(self, threshold: float, batch: int) -> float:
         """Return the chance that one of ``batch`` public sentences scores above ``threshold``.
@@ -99,9 +99,9 @@ class PublicScores:
         It is exact for a batch drawn at random from the public sentences: for a target on which h
         of s sentences fire, ``1 - C(s - h, batch) / C(s, batch)``; the mean over targets.
         """
-        allowed = self.other_scores > -torch.inf
+        allowed = self.scores_without > -torch.inf
         s = allowed.sum(1).double()
-        h = (self.other_scores > threshold).sum(1).double()
+        h = (self.scores_without > threshold).sum(1).double()
         n = torch.clamp(s, max=batch)
         miss_chance = (
             torch.lgamma(s - h + 1)
@@ -114,12 +114,12 @@ class PublicScores:
 
     def batch_maxima(self, batch: int, draws: int, generator: torch.Generator) -> Tensor:
         """Return maxima of random public batches without and with each target, (n,)."""
-        t, s = self.other_scores.shape
+        t, s = self.scores_without.shape
         picks = torch.randint(s, (draws, t, batch), generator=generator).to(
-            self.other_scores.device
+            self.scores_without.device
         )
-        maxima_without = self.other_scores.expand(draws, t, s).gather(2, picks).amax(2)
-        all_maxima = torch.cat([maxima_without, torch.maximum(maxima_without, self.own_scores)])
+        maxima_without = self.scores_without.expand(draws, t, s).gather(2, picks).amax(2)
+        all_maxima = torch.cat([maxima_without, torch.maximum(maxima_without, self.scores_with)])
         return all_maxima[all_maxima.isfinite()]
 
 
@@ -177,8 +177,8 @@ def public_scores(
         else:
             near = -(attention.project(rows) - 1).abs()
             best[attention.targets, attention.sentence] = near.amax(1)
-    own_scores = best.gather(1, targets.sentence[:, None])[:, 0]
-    return PublicScores(best.masked_fill(_sentences_with(states, v), -torch.inf), own_scores)
+    scores_with = best.gather(1, targets.sentence[:, None])[:, 0]
+    return PublicScores(best.masked_fill(_sentences_with(states, v), -torch.inf), scores_with)
 
 
 def _sentences_with(states: PublicStates, v: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def calibrate(
         raise ValueError(
             f"{len(states.hidden)} public texts are too few to measure how often a batch of "
             f"{batch} fires: give more (with whiten=True twice as many, because half of "
-            "them fit the whitening), or set gamma to a number"
+            "them fit the whitening)"
         )
     targets = PublicTargets.sample(states, seed)
     rows, gammas, n_decisive = None, torch.zeros(0), CALIBRATED_LEVELS

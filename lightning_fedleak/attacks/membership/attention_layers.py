@@ -22,8 +22,6 @@ from lightning_fedleak.attacks.row_space import Whitening
 
 PAIRS_AT_ONCE = 1 << 20  # pairs of tokens, of all targets, in memory at once (4 MiB for a head)
 
-Score = Literal["band", "coordinates"]
-
 
 @dataclass(frozen=True, repr=False)
 class Attention:
@@ -282,11 +280,11 @@ class AttentionSettings:
             two edges. ``"coordinates"``: the paper's rows, and the highest gamma that any of them
             exceeds.
         widths: half-widths w of the bands. ``"auto"``: ``WIDTHS``; against a defence that replaces
-            batches ``REPLACED_WIDTHS``. Against one that acts on gradients the band of ``gamma``,
-            or the one nearest to ``DEFENDED_WIDTH``, is crafted alone: rungs share the clip norm.
+            batches ``REPLACED_WIDTHS``. Against one that acts on gradients the band nearest to
+            ``DEFENDED_WIDTH`` is crafted alone: rungs share the clip norm.
     """
 
     beta: float | Literal["authors", "auto"] = "auto"
     whiten: bool = True
-    score: Score = "band"
+    score: Literal["band", "coordinates"] = "band"
     widths: Sequence[float] | Literal["auto"] = "auto"

@@ -128,8 +128,8 @@ class SubspaceMembership(PassiveMembership):
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Follow the model: the first input at every look, public text at times."""
         self._words.refresh(anatomy, step)
-        others = self._public_inputs != self._select_inputs(anatomy)
-        if others or not 0 <= step - self._prepared_at < self.refresh_every:
+        changed = self._public_inputs != self._select_inputs(anatomy)
+        if changed or not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
             self._prepare_public(anatomy)
         self._copy_weights(anatomy)

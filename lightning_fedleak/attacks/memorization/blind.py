@@ -1,8 +1,9 @@
-"""Scores that know nothing of the training: do members and others follow one law at all?
+"""Scores that know nothing of the training: are members and non-members exchangeable?
 
-If texts that were trained on can be told from the others before the first step, by the base model
-or by their words, then a membership attack may read that difference and not the training. With
-others that a coin chose it is chance; with any other set of texts the comparison is void.
+If members can be distinguished from non-members before the first step, by the base model or by
+their words, then a membership attack may read that difference and not the training. With
+non-members that a random draw chose it is chance; with any other set of texts the comparison is
+void.
 """
 
 from __future__ import annotations

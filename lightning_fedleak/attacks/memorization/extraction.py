@@ -6,7 +6,7 @@ if n such samples contain them with probability at least q: ``1 - (1 - p)^n >= q
 2024, arXiv 2410.19482, section 3). Greedy decoding writes them if each is the most likely token.
 
 A language model also writes texts that it was not trained on, such as set phrases. Only the excess
-over texts that were left out shows memorization.
+over texts that were held out shows memorization.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Canaries(Extraction):
     """Ask the model to go on with planted texts: what it says of their last tokens.
 
     It is asked about the texts of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, in
-    the data or left out, see :class:`~lightning_fedleak.engine.channels.CanaryChannel`. Their first
+    the data or held out, see :class:`~lightning_fedleak.engine.channels.CanaryChannel`. Their first
     tokens lead the model to the secret and are not scored (Carlini et al. 2019, arXiv 1802.08232).
 
     Args:

@@ -1,7 +1,7 @@
 """Membership from a released model and its public base: one score for each text.
 
 Whoever gets a fine-tuned model and knows the base that it began from can ask both about a text.
-The fine-tuning raised the log probability of its own texts more than that of others. Every score
+The fine-tuning raised the log probability of its texts more than that of non-members. Every score
 here is arithmetic on the numbers of :class:`~lightning_fedleak.model.snapshots.TokenSnapshot`,
 hence a look costs one forward for each text, whatever the number of attacks.
 
@@ -27,7 +27,7 @@ WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 """Tokens of the windows: geometric from 2 to 40, as arXiv 2601.02751 has them."""
 
 MOST_GAIN = 3.0
-"""Nats of a token that :class:`Combined` counts: of 2, 3, 4 and no cap the best on two coins of
+"""Nats of a token that :class:`Combined` counts: of 2, 3, 4 and no cap the best on two draws of
 three set-ups (``benchmarks.attacks.memorization``). Fewer cost behind LoRA, more where the whole
 model is tuned."""
 

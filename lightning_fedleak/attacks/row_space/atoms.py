@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_fedleak.attacks.row_space.whitening import inverse_factor
 
 _NUMBERS_AT_ONCE = 1 << 20  # of inputs in float32, 4 MB; more: more memory, no faster
-_STRIPES = 8  # of a triangular matrix, whose zeros are left out; not tuned
+_STRIPES = 8  # of a triangular matrix, whose zeros are skipped; not tuned
 _MOST_ROWS = 64  # those that keep most entries; more take more time, not tuned
 _SPARE = 1.5  # kept entries for each atom below which a row fits whatever atoms are; not tuned
 _EXPLAINED = 1e-3  # share of the rows' norm that may be left: rounding leaves less, a type more

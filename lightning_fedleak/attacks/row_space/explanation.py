@@ -112,11 +112,6 @@ def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) 
     return Capacity(low, failed, guess)
 
 
-def planted_set_seconds(width: int, tokens: int, rank: int) -> float:
-    """Return roughly the seconds that a planted set of the predicted size takes at 10 GFLOP/s."""
-    return predict_capacity(width, tokens, rank) / 8 * (4 * width * tokens / 1e10)
-
-
 def _unlike_tokens(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
     """Return the (n,) tokens whose atoms equal no other's in eight random directions."""
     directions = torch.randn(atoms.width, _DIRECTIONS, generator=generator)
@@ -230,7 +225,9 @@ class ReadableInput:
         atoms = self._atoms_beside(positions, self._regularised)
         rows = sum(m.rows for m in self.maps if self.is_factor_b or m.factor != "B")
         tokens, width = self.dictionary.rows.shape
-        if atoms.device.type == "cpu" and planted_set_seconds(width, tokens, rows) > seconds:
+        # Roughly the seconds that a planted set of the predicted size takes at 10 GFLOP/s.
+        planted_set = predict_capacity(width, tokens, rows) / 8 * (4 * width * tokens / 1e10)
+        if atoms.device.type == "cpu" and planted_set > seconds:
             return None
         return float(measure_capacity(atoms, rows, seconds=seconds, seed=seed).types)
 
@@ -272,8 +269,8 @@ class ReadableInput:
         if errors is not None:
             if self.is_factor_b:
                 raise Inapplicable(
-                    "in an update of Adam, LoRA's B alone has too few directions to tell words "
-                    "apart"
+                    "in an update of Adam, LoRA's B alone has too few directions to "
+                    "distinguish words"
                 )
             doubts = [errors[m.name] if m.axis == 1 else errors[m.name].T for m in by_map]
             result = self._words(explain_uneven(gradients, doubts, find))
@@ -435,7 +432,7 @@ class ReadableInput:
         if len(shared.principal) >= room - 1:
             raise Inapplicable(
                 f"what was shared fills all {room} directions of the input: more types (and "
-                "positions) than can be told apart"
+                "positions) than can be distinguished"
             )
         extra = len(atoms) - len(self.log_odds)
         odds = torch.cat([self.log_odds, self.log_odds.new_zeros(extra)])
@@ -446,7 +443,8 @@ class ReadableInput:
         if math.isnan(result.expected) and not len(result.types):
             raise Inapplicable(
                 f"what was shared fills {len(shared.principal)} of the {room} directions of the "
-                "input, and no type stands out: more types (and positions) than can be told apart"
+                "input, and no type stands out: more types (and positions) than can be "
+                "distinguished"
             )
         return result
 

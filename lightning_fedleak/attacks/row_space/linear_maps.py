@@ -67,7 +67,7 @@ def find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
     """Return the linear maps of the language model, trained or not, without head and idle adapters.
 
     A map with a low-rank adapter gives its matrix and both factors. A matrix that several maps
-    share is left out, because its gradient is the sum of theirs.
+    share is excluded, because its gradient is the sum of theirs.
     """
     names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
     maps: list[LinearMap] = []

@@ -243,7 +243,7 @@ def prune(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
 
 
 def _unique_parts(rows: Tensor, atoms: Tensor) -> Tensor:
-    """Return (n,) by how much the residual of rows grows if each of n atoms alone is left out.
+    """Return (n,) by how much the residual of rows grows if each of n atoms alone is excluded.
 
     That is ``|m_j| / sqrt((X X^T)^-1_jj)``, with coefficients m.
     """

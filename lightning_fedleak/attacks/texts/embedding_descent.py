@@ -98,7 +98,7 @@ class StateReadout:
     def fit(cls, bottom: BottomModel, embeddings: Tensor) -> StateReadout:
         """Return the regression on texts of tokens drawn uniformly.
 
-        A causal model's first position is left out, because its state is unlike all others.
+        A causal model's first position is excluded, because its state is unlike all others.
 
         Args:
             bottom: the adversary's copy.

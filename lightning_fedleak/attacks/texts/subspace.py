@@ -1,16 +1,16 @@
 """Whole texts from the row spaces of gradients, LoRA or whole: token by token, with a certificate.
 
-What the second block's projections read at a place depends on all tokens up to it. So a beginning
+What the second block's projections read at a place depends on all tokens up to it. So a prefix
 is right where the state of its last token lies in the span of the shared rows (DAGER, Petrov et al.
 2024, section 4.2), and texts are read from left to right. Three things are added. Rows that earlier
 tokens explain are projected out, so that few rows distinguish many tokens, and all blocks count as
 evidence. What a token would explain at any other place is subtracted, because its presence in the
 batch says nothing about its place. And a next text may branch off from an earlier one wherever that
-one could have gone on differently, so that texts with a common beginning are distinguished.
+one could have gone on differently, so that texts with a common prefix are distinguished.
 
 Where a LoRA has fewer rows than the batch has words, no state fits exactly, and most of what fits
 depends on the token alone. So each token's mean state after random others is projected out of rows
-and states, and the rest is whitened: it is what a beginning adds to its next token's state.
+and states, and the rest is whitened: it is what a prefix adds to its next token's state.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SubspaceTexts(TextAttack):
 
     An honest but curious server knows the weights. It takes the tokens of the batch from the first
     block's rows (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceWords`) and tries each
-    as the next one of a text, after the beginnings that fit best. It reads gradients, and rounds
+    as the next one of a text, after the prefixes that fit best. It reads gradients, and rounds
     of SGD, with momentum where a round begins with a fresh optimizer.
 
     A causal text's last token has no part in these gradients and is left open. An encoder is read
@@ -65,9 +65,7 @@ class SubspaceTexts(TextAttack):
     texts where the words are not. ``docs/whole_texts.md`` has the measurements.
 
     Args:
-        blocks: how many after the first are read at most; by default one where its rows could
-            fill the width of the hidden states, 12 where they are fewer.
-        beam: beginnings that are continued side by side where none is exact.
+        beam: prefixes that are continued side by side where none is exact.
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
             so far are returned, and the guess says that it is not finished.
         seed: of the contexts in which tokens are tried, and of encoders' descents.
@@ -87,7 +85,7 @@ class SubspaceTexts(TextAttack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_texts"
-    config_names = ("blocks", "beam", "budget_seconds", "seed")
+    config_names = ("beam", "budget_seconds", "seed")
     needs_float64 = True
     reads_adaptive_updates = True
     restores_fully = False
@@ -99,14 +97,12 @@ class SubspaceTexts(TextAttack):
     def __init__(
         self,
         *,
-        blocks: int | None = None,
         beam: int = 3,
         budget_seconds: float | None = 120.0,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name, budget_seconds)
-        self.blocks = check_integer("blocks", blocks, optional=True)
         self.beam = check_integer("beam", beam)
         self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
@@ -170,7 +166,7 @@ class SubspaceTexts(TextAttack):
         if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
         rows = sum(m.rows for m in trained[0].trained_readers(anatomy))
-        most = self.blocks or (1 if rows >= trained[0].width else BLOCKS)
+        most = 1 if rows >= trained[0].width else BLOCKS
         return trained[: most + bool(first)]
 
     def prepare(self, anatomy: Anatomy) -> None:

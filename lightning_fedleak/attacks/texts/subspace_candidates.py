@@ -19,10 +19,10 @@ class _SearchLimits:
     """Settings of the search. None of the values was tuned.
 
     Attributes:
-        context_lengths: tokens of the random beginnings after which candidates are tried, to see
-            what each explains whatever comes before it; more beginnings make the comparison surer
+        context_lengths: tokens of the random prefixes after which candidates are tried, to see
+            what each explains whatever comes before it; more prefixes make the comparison surer
             and slower.
-        mean_lengths: tokens of the random beginnings over which each token's mean state is taken.
+        mean_lengths: tokens of the random prefixes over which each token's mean state is taken.
         prior: weight of the model's log probability beside the evidence; larger prefers likely
             texts to those that the rows show.
         failures: the search ends after so many texts of which less than half fits exactly.
@@ -47,7 +47,7 @@ SEARCH = _SearchLimits()
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A way to continue a beginning: its next token, and each block's state (d,) there."""
+    """A way to continue a prefix: its next token, and each block's state (d,) there."""
 
     prefix: tuple[int, ...]
     token: int
@@ -55,7 +55,7 @@ class Branch:
 
     @property
     def text(self) -> tuple[int, ...]:
-        """Return the beginning with its next token."""
+        """Return the prefix with its next token."""
         return (*self.prefix, self.token)
 
 
@@ -100,18 +100,18 @@ class PartialText:
 
 def add_text(texts: Sequence[PartialText], text: PartialText) -> list[PartialText]:
     """Return texts and one more, which replaces the text that it continues from its end on."""
-    for i, beginning in enumerate(texts):
-        length = len(beginning.tokens)
-        if text.tokens[:length] == beginning.tokens and text.inherited == length:
+    for i, prefix in enumerate(texts):
+        length = len(prefix.tokens)
+        if text.tokens[:length] == prefix.tokens and text.inherited == length:
             whole = PartialText(
                 text.tokens,
-                (*beginning.fits, *text.fits[length:]),
-                beginning.score + text.score,
+                (*prefix.fits, *text.fits[length:]),
+                prefix.score + text.score,
                 text.remainders,
-                beginning.rivals + text.rivals,
-                beginning.alternatives + text.alternatives,
-                beginning.states + text.states,
-                beginning.copies,
+                prefix.rivals + text.rivals,
+                prefix.alternatives + text.alternatives,
+                prefix.states + text.states,
+                prefix.copies,
             )
             return [*texts[:i], whole, *texts[i + 1 :]]
     return [*texts, text]
@@ -125,7 +125,7 @@ class Measure:
         whitening: (d, d) for each block.
         means: (n, d) for each block, an orthonormal basis of the tokens' mean states after
             whitening, which count as explained; n is 0 where tokens alone tell states apart.
-        contexts: beginnings after which candidates are tried, to see what they explain anywhere.
+        contexts: prefixes after which candidates are tried, to see what they explain anywhere.
     """
 
     whitening: Sequence[Tensor]
@@ -146,12 +146,12 @@ class Measure:
 
 
 class Candidates:
-    """The tokens of a bag, each tried as the next one of beginnings.
+    """The tokens of a bag, each tried as the next one of prefixes.
 
     Args:
         bottom: a copy of the model, while its :meth:`session` is open.
         bag: (n,) the distinct token ids of the batch.
-        seed: of the random beginnings.
+        seed: of the random prefixes.
 
     Attributes:
         tried: candidates so far.
@@ -164,8 +164,8 @@ class Candidates:
         self.tried = 0
         self._copies: int | None = None
 
-    def random_beginnings(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return beginnings of tokens drawn from the bag, cut to the longest text."""
+    def random_prefixes(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return prefixes of tokens drawn from the bag, cut to the longest text."""
         generator = torch.Generator().manual_seed(self.seed)
         bag = self.bag.cpu()
         counts = [min(n, self.longest - 1) for n in lengths]
@@ -173,22 +173,22 @@ class Candidates:
         return tuple(tuple(bag[draw].tolist()) for draw in draws)
 
     def begin(self, prefixes: Sequence[tuple[int, ...]]) -> Prefixes:
-        """Return the model's keys and values of beginnings."""
+        """Return the model's keys and values of prefixes."""
         device = self.bottom.device
         layout = Layout.from_masks((len(prefixes), self.longest), None, None)
-        beginnings = Prefixes(self.bottom, layout)
+        cached = Prefixes(self.bottom, layout)
         counts = torch.tensor([len(p) for p in prefixes], device=device)
         if int(counts.max()):
             ids = [torch.tensor(prefix, dtype=torch.int64, device=device) for prefix in prefixes]
-            beginnings.follow(nn.utils.rnn.pad_sequence(ids, batch_first=True))
-            beginnings.keep(counts)
-        return beginnings
+            cached.follow(nn.utils.rnn.pad_sequence(ids, batch_first=True))
+            cached.keep(counts)
+        return cached
 
-    def states(self, beginnings: Prefixes) -> list[Tensor]:
-        """Return for each block the states (B, n, d) of each token after each beginning."""
-        count = len(beginnings.lengths)
+    def states(self, prefixes: Prefixes) -> list[Tensor]:
+        """Return for each block the states (B, n, d) of each token after each prefix."""
+        count = len(prefixes.lengths)
         self.tried += count * len(self.bag)
-        return self.bottom.parts(beginnings.attempt(self.bag.expand(count, -1)))
+        return self.bottom.parts(prefixes.attempt(self.bag.expand(count, -1)))
 
     @property
     def copies(self) -> int:
@@ -202,19 +202,19 @@ class Candidates:
             self._copies = SEARCH.copies if distance < FIT.explained else 0
         return self._copies
 
-    def canonical(self, beginning: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a beginning without repetitions of its first token where these read as it does."""
+    def canonical(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a prefix without repetitions of its first token where these read as it does."""
         if not self.copies:
-            return beginning
-        others = (n for n, token in enumerate(beginning) if token != beginning[0])
-        return beginning[:1] + beginning[next(others, len(beginning)) :]
+            return prefix
+        changes = (n for n, token in enumerate(prefix) if token != prefix[0])
+        return prefix[:1] + prefix[next(changes, len(prefix)) :]
 
     def contextual_measure(
         self, shared: SharedRows, whitenings: Sequence[Tensor], deadline: Deadline
     ) -> Measure | None:
-        """Return a measure of what a beginning adds to its next token's state.
+        """Return a measure of what a prefix adds to its next token's state.
 
-        Each token's mean state after random beginnings counts as explained, and the rest is
+        Each token's mean state after random prefixes counts as explained, and the rest is
         whitened.
 
         Args:
@@ -223,29 +223,29 @@ class Candidates:
             deadline: after which the result is None.
 
         Returns:
-            The measure, or None where the bag's states fill their space or beginnings add nothing.
+            The measure, or None where the bag's states fill their space or prefixes add nothing.
         """
         rows, width = len(shared.principal), min(map(len, whitenings))
         if width < 2 * len(self.bag) + rows:
             return None
-        beginnings = self.random_beginnings(SEARCH.mean_lengths)
+        prefixes = self.random_prefixes(SEARCH.mean_lengths)
         sums = [white.new_zeros(len(self.bag), len(white)) for white in whitenings]
         moments = [torch.zeros_like(white) for white in whitenings]
-        for beginning in beginnings:
+        for prefix in prefixes:
             if deadline.passed:
                 return None
-            states = self.states(self.begin([beginning]))
+            states = self.states(self.begin([prefix]))
             for total, moment, (x,) in zip(sums, moments, states, strict=True):
                 total += x
                 moment += x.mT @ x
         fitted, means = [], []
         for total, moment in zip(sums, moments, strict=True):
             basis = torch.linalg.qr(total.mT).Q
-            moment = moment - total.mT @ total / len(beginnings)
-            if not float(moment.trace()) > FIT.explained**2 * len(beginnings) * len(self.bag):
+            moment = moment - total.mT @ total / len(prefixes)
+            if not float(moment.trace()) > FIT.explained**2 * len(prefixes) * len(self.bag):
                 return None
             moment = moment - basis @ (basis.mT @ moment)
             white = whitening_matrix(moment - (moment @ basis) @ basis.mT).double()
             fitted.append(white)
             means.append(torch.linalg.qr((total @ white).mT).Q.mT.contiguous())
-        return Measure(fitted, means, beginnings[: len(beginnings) // 2])
+        return Measure(fitted, means, prefixes[: len(prefixes) // 2])

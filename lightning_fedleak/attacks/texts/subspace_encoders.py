@@ -324,7 +324,7 @@ class EncoderSearch:
     def _certain(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
         """Return whether nothing is missing, and nothing could stand in another's place.
 
-        All rows of every block are explained up to rounding. No pair can be left out, nor its token
+        All rows of every block are explained up to rounding. No pair can be excluded, nor its token
         exchanged for another of the bag: in the first block where that distinguishes them, else in
         the second.
         """

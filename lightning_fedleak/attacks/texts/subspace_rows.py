@@ -99,7 +99,7 @@ class BlockInputs(BottomModel):
     def next_tokens(self, texts: Sequence[Sequence[int]], tokens: Tensor) -> Tensor:
         """Return the model's log probabilities (B, n) of tokens (n,) as the next ones of texts.
 
-        Scales and caps that a model puts on its head's logits are left out.
+        Scales and caps that a model puts on its head's logits are excluded.
         """
         head = unwrap(self.anatomy.head) if self.anatomy.head is not None else None
         if head is None:
@@ -201,7 +201,7 @@ class Remainder:
     def from_rows(
         cls, rows: Tensor, whitening: Tensor, explained: Tensor | None = None
     ) -> Remainder:
-        """Return what is left of rows (m, d) at the beginning.
+        """Return what is left of rows (m, d) at the start of a search.
 
         Args:
             rows: in units of their noise.

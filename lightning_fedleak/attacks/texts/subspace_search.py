@@ -35,7 +35,7 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
 class SubspaceSearch:
     """The search for texts whose states explain the shared rows of several blocks.
 
-    Where there are fewer rows than words, a first search compares what beginnings add to their next
+    Where there are fewer rows than words, a first search compares what prefixes add to their next
     token's state. If its texts are not certain, a second one compares whole states.
 
     Args:
@@ -43,8 +43,8 @@ class SubspaceSearch:
         whitenings: (d, d) of each block's states.
         shared: the rows of each block.
         bag: (n,) token ids that the texts are made of.
-        beam: beginnings that are continued side by side where none is exact.
-        seed: of random beginnings.
+        beam: prefixes that are continued side by side where none is exact.
+        seed: of random prefixes.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SubspaceSearch:
         self.candidates = Candidates(bottom, bag, seed)
         self.shared, self.beam = shared, beam
         none = [white[:0] for white in whitenings]
-        contexts = self.candidates.random_beginnings(SEARCH.context_lengths)
+        contexts = self.candidates.random_prefixes(SEARCH.context_lengths)
         self.measure = Measure(whitenings, none, contexts)
 
     @property
@@ -101,7 +101,7 @@ class _TextWalk:
         candidates: tokens to try.
         shared: the rows of each block.
         measure: how states are compared with the rows.
-        beam: beginnings that are continued side by side where none is exact.
+        beam: prefixes that are continued side by side where none is exact.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class _TextWalk:
                 return texts or failures[:1], finished
             if self.precise and not (text.exact or self.few_rows):  # after a wrong token
                 failures.append(text)
-                beginning = text.tokens[: text.inherited + 1]
-                branches = [branch for branch in branches if branch.text != beginning]
+                prefix = text.tokens[: text.inherited + 1]
+                branches = [branch for branch in branches if branch.text != prefix]
             else:
                 texts = add_text(texts, text)
                 remainders = text.remainders
@@ -178,38 +178,38 @@ class _TextWalk:
         if not beams:
             return None, True
         ended: list[PartialText] = []
-        beginnings = self.candidates.begin([text.tokens for text in beams])
+        prefixes = self.candidates.begin([text.tokens for text in beams])
         while beams:
             short = [i for i, text in enumerate(beams) if len(text.tokens) < self._most(text)]
             ended += [beams[i] for i in range(len(beams)) if i not in short]
             if deadline.passed or not short:
                 break
             if len(short) < len(beams):
-                beginnings = beginnings.select(torch.tensor(short, device=self.bag.device))
+                prefixes = prefixes.select(torch.tensor(short, device=self.bag.device))
                 beams = [beams[i] for i in short]
-            children = self._continue(beams, beginnings, prior)
+            children = self._continue(beams, prefixes, prior)
             ended += [text for text, row in children if row is None]
             grown = [(text, row) for text, row in children if row is not None]
-            beams, beginnings = self._best(grown, beginnings)
+            beams, prefixes = self._best(grown, prefixes)
         ended += [text for text in beams if text not in ended]
         return max(ended, key=lambda text: text.score), not deadline.passed
 
     def _best(
-        self, grown: list[tuple[PartialText, int]], beginnings: Prefixes
+        self, grown: list[tuple[PartialText, int]], prefixes: Prefixes
     ) -> tuple[list[PartialText], Prefixes]:
-        """Return the best of grown texts, or the best one if it is exact, and their beginnings."""
+        """Return the best of grown texts, or the best one if it is exact, and their prefixes."""
         grown = sorted(grown, key=lambda pair: -pair[0].score)
         grown = grown[:1] if grown and grown[0][0].exact else grown[: self.beam]
         beams = [text for text, _ in grown]
         if beams:
             device = self.bag.device
-            beginnings = beginnings.select(torch.tensor([row for _, row in grown], device=device))
-            beginnings.follow(torch.tensor([[text.tokens[-1]] for text in beams], device=device))
-            beginnings.keep(torch.ones(len(beams), dtype=torch.int64, device=device))
-        return beams, beginnings
+            prefixes = prefixes.select(torch.tensor([row for _, row in grown], device=device))
+            prefixes.follow(torch.tensor([[text.tokens[-1]] for text in beams], device=device))
+            prefixes.keep(torch.ones(len(beams), dtype=torch.int64, device=device))
+        return beams, prefixes
 
     def _continue(
-        self, beams: Sequence[PartialText], beginnings: Prefixes, prior: float
+        self, beams: Sequence[PartialText], prefixes: Prefixes, prior: float
     ) -> list[tuple[PartialText, int | None]]:
         """Return texts with one more token and their row in ``beams``, None for those that end."""
         likely = torch.zeros(len(beams), 1)
@@ -218,12 +218,12 @@ class _TextWalk:
             likely = prior * self.candidates.bottom.next_tokens(texts, self.bag)
         further = [
             self._children(text, states, likely[row])
-            for row, (text, states) in enumerate(zip(beams, self._states(beginnings), strict=True))
+            for row, (text, states) in enumerate(zip(beams, self._states(prefixes), strict=True))
         ]
         canonical = [self.candidates.canonical(text.tokens) for text in beams]
         ways: dict[tuple[int, ...], tuple[Branch, ...]] = {}
-        for beginning, (_, branches) in zip(canonical, further, strict=True):
-            ways[beginning] = ways.get(beginning, ()) + branches
+        for prefix, (_, branches) in zip(canonical, further, strict=True):
+            ways[prefix] = ways.get(prefix, ()) + branches
         continued: list[tuple[PartialText, int | None]] = []
         for row, (text, (children, _)) in enumerate(zip(beams, further, strict=True)):
             branches = ways[canonical[row]]
@@ -235,10 +235,10 @@ class _TextWalk:
                 continued.append((grown, row))
         return continued
 
-    def _states(self, beginnings: Prefixes) -> list[list[Tensor]]:
-        """Return for each beginning, for each block, the whitened states (n, d) of the bag."""
-        parts = self.measure.whiten(self.candidates.states(beginnings))
-        return [[x[row] for x in parts] for row in range(len(beginnings.lengths))]
+    def _states(self, prefixes: Prefixes) -> list[list[Tensor]]:
+        """Return for each prefix, for each block, the whitened states (n, d) of the bag."""
+        parts = self.measure.whiten(self.candidates.states(prefixes))
+        return [[x[row] for x in parts] for row in range(len(prefixes.lengths))]
 
     def _anywhere(self, remainders: Sequence[Remainder]) -> tuple[Tensor, float]:
         """Return the evidence of tokens after random others, at places that are not their own.
@@ -362,7 +362,7 @@ class _Certificate:
         """Return texts without ends that explain nothing, and whether they are certain.
 
         They are where all rows of every block are explained up to rounding, and where in the first
-        block no token can be left out, nor exchanged for another that was likely at its place.
+        block no token can be excluded, nor exchanged for another that was likely at its place.
         """
         if not all(rows.exact for rows in self.shared):
             return list(texts), False
@@ -413,7 +413,7 @@ class _Certificate:
         return True
 
     def _unique(self, texts: Sequence[PartialText], first: Explained) -> bool:
-        """Return whether no token could be left out, or another stand in its place."""
+        """Return whether no token could be excluded, or another stand in its place."""
         share = len(first.losses) / first.basis.shape[1]
         necessary = float(first.losses.min()) >= CERTIFICATE.necessary
         if not necessary or share > CERTIFICATE.largest_share:

@@ -422,12 +422,9 @@ class AlignedFlatChat(Attack):
 
     def arguments(self) -> dict[str, object]:
         """Return the settings, and what makes the updates that the readout is fitted on."""
-        steps = self._adaptive_steps
-        return self.config() | self._compressed | ({} if steps is None else steps.describe())
-
-    @property
-    def _compressed(self) -> dict[str, str]:
-        return {} if self._rehearsed is None else {"compression": str(self._rehearsed)}
+        steps, compression = self._adaptive_steps, self._rehearsed
+        compressed = {} if compression is None else {"compression": str(compression)}
+        return self.config() | compressed | ({} if steps is None else steps.describe())
 
     def _align(self, anatomy: Anatomy) -> float:
         """Set ``u``, and return the share of public hidden states that are positive on it."""

@@ -47,7 +47,7 @@ def turn(
     The row of an unused type is a positive combination of the hidden states. If the text differs
     from the public text, or the model was trained on, ``u`` has hidden states on both sides; a
     direction that is positive on all unused rows then replaces it. A row counts as unused if it is
-    small beside the row of one used token, and is left out if noise could explain it.
+    small beside the row of one used token, and is excluded if noise could explain it.
 
     Args:
         gradient: (V, d), or some of its rows.

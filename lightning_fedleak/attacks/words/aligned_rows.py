@@ -227,7 +227,7 @@ class ExpectedRows:
 
         The number of tokens n is fitted first, then ``observed_t ~ n sum_c x_c mass_tc`` with
         relative error and noise, a prior at ``x_c = 1`` of variance 1, and ``x_c >= 0``. Outliers,
-        which may be used types, are left out.
+        which may be used types, are excluded.
 
         Args:
             observed: (R,) rows of the reference types along ``u``, one used token being -1.

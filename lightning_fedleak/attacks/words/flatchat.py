@@ -171,38 +171,35 @@ class FlatChatGuess(WordGuess):
 
 @dataclass(frozen=True)
 class TypeCountRegressor:
-    """The number of word types as a polynomial of the positive cluster's weight (Appendix B).
+    """The number of word types as a line over the positive cluster's weight (Appendix B).
 
     Attributes:
-        coefficients: (degree + 1,) float64, constant first.
+        coefficients: (2,) float64, the number at weight 0 and the slope.
     """
 
     coefficients: Tensor
 
     @classmethod
-    def fit(
-        cls, positive_weights: Sequence[float], n_types: Sequence[float], degree: int = 1
-    ) -> TypeCountRegressor:
+    def fit(cls, positive_weights: Sequence[float], n_types: Sequence[float]) -> TypeCountRegressor:
         """Return the least-squares fit to pairs of positive weight and number of types.
 
         Raises:
-            ValueError: fewer distinct weights than coefficients.
+            ValueError: all weights are equal.
         """
-        if len(set(positive_weights)) <= degree:
+        if len(set(positive_weights)) < 2:
             raise ValueError(
-                f"a polynomial of degree {degree} needs more than {degree} gradients with "
-                f"different positive weights; got {len(set(positive_weights))}. Use more batch "
-                "shapes or a lower degree."
+                "the regression needs public gradients of different positive weights: use more "
+                "batch shapes"
             )
-        fitted = np.polynomial.Polynomial.fit(positive_weights, n_types, degree).convert().coef
-        coefficients = torch.zeros(degree + 1, dtype=torch.float64)
+        fitted = np.polynomial.Polynomial.fit(positive_weights, n_types, 1).convert().coef
+        coefficients = torch.zeros(2, dtype=torch.float64)
         coefficients[: len(fitted)] = torch.from_numpy(fitted)  # without trailing zeros
         return cls(coefficients)
 
     def __call__(self, mixture: Mixture) -> float:
         """Return the number of types of a mixture, which may be below 1 or above V."""
-        weight = float(mixture.weights[1])
-        return float(sum(c * weight**k for k, c in enumerate(self.coefficients.tolist())))
+        constant, slope = self.coefficients.tolist()
+        return float(constant + slope * float(mixture.weights[1]))
 
 
 def flatchat(

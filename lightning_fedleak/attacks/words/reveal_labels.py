@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,7 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
     check_readable,
 )
-from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_parameters
-from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
-from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_number
@@ -54,7 +51,6 @@ def reveal_labels(
     *,
     max_seconds: float = 60.0,
     allow_full_rank: bool = False,
-    hidden_rank: int | None = None,
 ) -> RevealLabelsGuess:
     """Return the types whose row one linear functional makes negative, and no other row.
 
@@ -63,8 +59,8 @@ def reveal_labels(
     linearly independent (at most d tokens), a vector r exists for each used type t with
     ``dW_t r < 0`` and ``dW_j r >= 0`` for all other j (Dang et al. 2021, Sect. 3). An unused row
     may meet the condition too, which is rare while V is much larger than the rank. With more than d
-    tokens the rank is full and used types may fail. Full is d, or d - 1 after a LayerNorm without
-    bias, whose outputs over its gain sum to zero.
+    tokens the rank is full and used types may fail. Full is d - 1: after a LayerNorm without bias,
+    whose outputs over its gain sum to zero, the rank is never larger.
 
     One program is solved for each candidate, as in the paper, but there are few candidates. Take S
     rows of dW that span the others with coefficients of magnitude at most 1 (a maximum-volume
@@ -79,7 +75,6 @@ def reveal_labels(
         gradient: (V, d), the head's own part.
         max_seconds: time for the linear programs together.
         allow_full_rank: whether to attack if the rank is full.
-        hidden_rank: dimensions that the model's hidden states span; by default all d.
 
     Returns:
         The separable types in ascending order; ``scores`` is None.
@@ -91,8 +86,7 @@ def reveal_labels(
     deadline = time.monotonic() + max_seconds
     rows = _row_space(gradient)
     n_types, rank = rows.shape
-    full = min(gradient.shape) if hidden_rank is None else hidden_rank
-    if rank >= full and not allow_full_rank:
+    if rank >= min(gradient.shape) - 1 and not allow_full_rank:
         raise Inapplicable(
             f"the gradient has full rank {rank}: with {rank} tokens or more in the batch (after "
             "noise or rounding, with any number) the labels need not be separable, and this "
@@ -132,8 +126,8 @@ class RevealLabels(Attack):
 
     Args:
         max_seconds: time for the linear programs of one look; the result is unknown if it runs out.
-        allow_full_rank: whether to attack if the rank is as large as hidden states allow, which
-            ``prepare`` measures on random tokens.
+        allow_full_rank: whether to attack if the rank is as large as hidden states allow: their
+            width, less 1.
         name: as in the logs.
 
     Raises:
@@ -168,7 +162,6 @@ class RevealLabels(Attack):
         super().__init__(name)
         self.max_seconds = check_number("max_seconds", max_seconds, above=0)
         self.allow_full_rank = allow_full_rank
-        self._hidden_rank: int | None = None
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the head's weight.
@@ -184,21 +177,6 @@ class RevealLabels(Attack):
             )
         return Surfaces(gradients=(HEAD_WEIGHT,))
 
-    def prepare(self, anatomy: Anatomy) -> None:
-        """Measure the rank of hidden states on twice as many random tokens as d.
-
-        It is not measured again later: a bias that grows from zero adds a dimension, and batches of
-        exactly that rank are unknown.
-
-        Raises:
-            ValueError: the model has no output head.
-            UnusableObservation: this method cannot read the gradient (capped logits).
-        """
-        weight = head_parameters(anatomy)[0]
-        batch = _random_tokens(anatomy, 2 * weight.shape[1])
-        gradient = gradient_of(anatomy, batch, [HEAD_WEIGHT])[HEAD_WEIGHT]
-        self._hidden_rank = _row_space(gradient).shape[1]
-
     def run(self, view: Observation, query: Query | None = None) -> RevealLabelsGuess:
         """Return the separable types of the newest head gradient.
 
@@ -209,30 +187,7 @@ class RevealLabels(Attack):
             view.gradient(HEAD_WEIGHT),
             max_seconds=self.max_seconds,
             allow_full_rank=self.allow_full_rank,
-            hidden_rank=self._hidden_rank,
         )
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the rank of hidden states."""
-        rank = self._hidden_rank
-        return {} if rank is None else {"hidden_rank": torch.tensor(rank)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state_dict`` returned."""
-        if state:
-            self._hidden_rank = int(state["hidden_rank"])
-
-
-def _random_tokens(anatomy: Anatomy, n: int) -> TokenBatch:
-    """Return short rows of random ids with at least ``n`` labels."""
-    context = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
-    length = 33 if context is None else max(2, min(33, context // 2))
-    generator = torch.Generator().manual_seed(0)
-    shape = (-(-n // (length - 1)), length)
-    table = anatomy.parameter(EMBEDDING_WEIGHT)
-    readable = anatomy.vocab_size if table is None else min(len(table), anatomy.vocab_size)
-    ids, labels = (torch.randint(readable, shape, generator=generator) for _ in range(2))
-    return TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
 
 
 def _row_space(gradient: Tensor) -> Array:
@@ -300,16 +255,16 @@ def _is_separable(
     lower = np.where(basis == t, -1.0, 0.0)
     upper = np.where(basis == t, -1.0, np.inf)
     in_basis = bool((basis == t).any())
-    others = np.ones(len(constraints), dtype=bool)
-    others[basis] = False
-    others[t] = False
+    constrained = np.ones(len(constraints), dtype=bool)
+    constrained[basis] = False
+    constrained[t] = False
     working = np.zeros(len(constraints), dtype=bool)
     r, meets_bounds = lower, in_basis
     while True:
         if meets_bounds:
             values = constraints @ r
             violated = np.flatnonzero(
-                others & ~working & (values < -_SLACK * (1 + np.abs(r).max()))
+                constrained & ~working & (values < -_SLACK * (1 + np.abs(r).max()))
             )
             if len(violated) == 0:
                 return True

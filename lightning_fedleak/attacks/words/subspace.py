@@ -71,8 +71,9 @@ class SubspaceWords(Attack):
         public_text: text like the clients', or ``"sampled"``, for the frequencies of tokens. It
             helps where noise hides rare tokens; without it all tokens are equally likely.
         tokenizer: for strings.
-        capacity_seconds: time in which :meth:`prepare` measures how many types can be told apart,
-            on planted sets. It is not measured if this is 0, or if one set takes longer on a CPU.
+        capacity_seconds: time in which :meth:`prepare` measures how many types can be
+            distinguished, on planted sets. It is not measured if this is 0, or if one set takes
+            longer on a CPU.
         seed: of sampled text, and of planted sets.
         name: as in the logs.
 
@@ -348,8 +349,8 @@ class SubspaceWords(Attack):
                 alone = alone[~torch.isin(alone, tokens[(distance == 0).to(types.device)])]
                 apart = (distance > 0) & (distance < share)
                 similar.append(tokens[apart.to(types.device)])
-        others = set(torch.cat([alone, *similar]).tolist()) - set(types.tolist())
-        return torch.tensor(sorted(others), dtype=types.dtype, device=types.device)
+        further = set(torch.cat([alone, *similar]).tolist()) - set(types.tolist())
+        return torch.tensor(sorted(further), dtype=types.dtype, device=types.device)
 
     def check_updates(self, facts: RunFacts) -> None:
         """Raise an error for rounds whose rows are no combinations of inputs, nor can become so.
@@ -435,7 +436,7 @@ class SubspaceWords(Attack):
         return replace(update, tensors=gradients), errors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return how many types can be told apart; all else follows from the model."""
+        """Return how many types can be distinguished; all else follows from the model."""
         if self._capacity is None:
             return {}
         return {"capacity": torch.tensor(self._capacity, dtype=torch.float64)}

@@ -106,7 +106,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console.print(
         f"\nLoss and leakage of {'the run' if last is watched else 'both runs'} on one page:\n"
         f"  {shlex.join(['tensorboard', '--logdir', str(folder)])}\n"
-        "then open http://localhost:6006, tab 'Custom Scalars'.",
+        "then open http://localhost:6006; the group 1_leakage comes first.",
         soft_wrap=True,
     )
     return printing.INTERRUPTED if last.interrupted else 0

@@ -105,9 +105,9 @@ def _check_options(options: Namespace) -> None:
         (options.peft, ("lora_r", "targets"), "--peft lora"),
         (options.gate, ("watch", "action"), "--gate, such as 0.5"),
         (
-            options.epsilon or options.noise_multiplier,
-            ("clip", "clip_quantile", "delta", "trust", "sampling", "per_round"),
-            "--epsilon or --noise-multiplier",
+            options.epsilon,
+            ("clip", "delta", "trust", "sampling", "per_round"),
+            "--epsilon",
         ),
     )
     for setting, names, needed in rules:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
+import itertools
 import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -17,9 +17,10 @@ from rich.progress import Progress, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
+from lightning_fedleak import attacks
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.cli.commands.printing import (
-    make_file,
     model_name,
     print_table,
     short,
@@ -31,13 +32,13 @@ from lightning_fedleak.cli.finetuning import (
     load_tokenizer,
     read_texts,
 )
-from lightning_fedleak.cli.studies import membership
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
-from lightning_fedleak.evaluation.games.play import Defend
+from lightning_fedleak.evaluation.games.play import Adversary, Defend
 from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
 
 _PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves fewer sentences
@@ -51,6 +52,11 @@ _READS = (
     "An honest but curious server asks the same of the gradient of what is trained (--attack "
     "gradient, subspace). "
 )
+PASSIVE: dict[str, type[attacks.GradientMembership] | type[attacks.SubspaceMembership]] = {
+    "gradient": attacks.GradientMembership,
+    "subspace": attacks.SubspaceMembership,
+}
+"""The attacks that add no layers to the model, by name."""
 _COLUMNS = {
     "accuracy": "accuracy",
     "auc": "AUC",
@@ -75,21 +81,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
         GameError: model, text, layer and settings do not go together.
     """
     console = console or Console(highlight=False)
-    if options.json is not None:
-        make_file(options.json, "--json")
     tokenizer = load_tokenizer(options.model)
     anatomy = find_model(options.model)
     anatomy = with_lora(anatomy, options.lora_r, options.targets, options.seed)
     if options.lora_r:
-        membership.move_from_start(anatomy, options.seed)
+        _move_from_start(anatomy, options.seed)
     check_context(anatomy, options.tokens, "--tokens")
     defense = None
     if options.defense is not None:
         defense = _parse_defense(options.defense, tokenizer)
         defense.before_setup(_context(anatomy, options.seed))
-    texts, public = _texts(options, anatomy, tokenizer)
+    texts, public = _texts(options, tokenizer)
     pool = SentencePool.from_texts(texts, tokenizer, options.tokens)
-    attacks = membership.make_adversaries(
+    adversaries = _make_adversaries(
         options.attack,
         options.layer or [max(1, len(anatomy.blocks) // 2)],
         public,
@@ -118,24 +122,62 @@ def run(options: Namespace, console: Console | None = None) -> int:
         advance = functools.partial(
             progress.advance, progress.add_task("games", total=config.games)
         )
-        results = play(anatomy, attacks, pool, config, progress=advance, defend=defend)
+        results = play(anatomy, adversaries, pool, config, progress=advance, defend=defend)
     print_table(console, game_table(results, fitted=defense is not None))
     console.print(explain_games(results, fitted=defense is not None))
-    if options.json is not None:
-        content = {
-            "schema": 1,
-            "model": options.model or "embedded",
-            "text": options.text or "embedded",
-            "column": options.column,
-            "pool": {"sentences": len(pool), "duplicates": pool.duplicates, "short": pool.short},
-            "precision": "fp32",
-            "defense": options.defense,
-            "guarantee": None if defense is None else defense.guarantee,
-            "results": [r.to_dict(games=True) for r in results],
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
-        console.print(f"\nWritten to {options.json}.", soft_wrap=True)
     return 0
+
+
+def _make_adversaries(
+    names: Sequence[str],
+    layers: Sequence[int],
+    public: PublicText | None,
+    *,
+    tokens: int,
+    batch: int,
+    randomised: bool = False,
+    seed: int = 0,
+) -> list[Adversary]:
+    """Return the attacks, the passive ones last. Each other one is called ``name@layer``.
+
+    Args:
+        names: out of ``GAME_ATTACKS``.
+        layers: blocks whose output the active ones read.
+        public: the server's public text, for attacks that calibrate; None where none does.
+        tokens: largest number of tokens in a sentence.
+        batch: number of sentences in the client's batch.
+        randomised: whether the client's tokens are replaced before training. FCMembership then
+            gets a longer ladder, ``RANDOMISED_LADDER``.
+        seed: seed of the calibration.
+    """
+    ladder: dict[str, Any] = {"ladder": RANDOMISED_LADDER} if randomised else {}
+    adversaries: list[Adversary] = []
+    for layer, name in itertools.product(layers, [n for n in names if n not in PASSIVE]):
+        full: Literal["full", "token"] = "full" if name.endswith("-full") else "token"
+        common: dict[str, Any] = {"tokens": tokens, "name": f"{name}@{layer}"}
+        if name.startswith("fc"):
+            adversaries.append(FCMembership(layer, full, **common, **ladder))
+            continue
+        assert public is not None
+        if name.startswith("trained"):
+            adversaries.append(TrainedMembership(layer, public, full, seed=seed, **common))
+        else:
+            adversaries.append(
+                attacks.AttentionMembership(layer, public, batch=batch, seed=seed, **common)
+            )
+    for name in (n for n in names if n in PASSIVE):
+        assert public is not None
+        adversaries.append(PASSIVE[name](public, tokens=tokens, seed=seed, name=name))
+    return adversaries
+
+
+def _move_from_start(anatomy: Anatomy, seed: int) -> None:
+    """Give a new LoRA's B small values, in place. While B is zero, A has no gradient."""
+    parameters = dict(anatomy.model.named_parameters())
+    values = attacks.nonzero_starts(anatomy, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for name, value in values.items():
+            parameters[name].copy_(value)
 
 
 def _parse_defense(text: str, tokenizer: Any) -> TokenLDP:
@@ -168,29 +210,20 @@ def _defend(defense: TokenLDP, context: DefenseContext) -> Defend:
     return defend
 
 
-def _texts(
-    options: Namespace, anatomy: Anatomy, tokenizer: Any
-) -> tuple[list[str], PublicText | None]:
+def _texts(options: Namespace, tokenizer: Any) -> tuple[list[str], PublicText | None]:
     """Return the game's corpus, and the server's text, which is no part of it."""
-    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column, option="--column")
+    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column)
     generator = torch.Generator().manual_seed(options.seed)
     order = torch.randperm(len(texts), generator=generator).tolist()
     if all(name.startswith("fc") for name in options.attack):
         return [texts[i] for i in sorted(order[:_POOL])], None
-    public_texts: list[str] = []
-    if options.public is None:
-        n = min(_PUBLIC_TEXTS, int(len(texts) * _PUBLIC_SHARE))
-        if n == 0:
-            raise SourceError(
-                f"{len(texts)} texts are too few to give the server some to calibrate on; "
-                "give more text, or the server's own with --public."
-            )
-        public_texts, order = [texts[i] for i in order[:n]], order[n:]
-    elif options.public != "sampled":
-        public_texts = read_texts(options.public)[:_PUBLIC_TEXTS]
+    n = min(_PUBLIC_TEXTS, int(len(texts) * _PUBLIC_SHARE))
+    if n == 0:
+        raise SourceError(
+            f"{len(texts)} texts are too few to give the server some to calibrate on: give more"
+        )
+    public_texts, order = [texts[i] for i in order[:n]], order[n:]
     texts = [text for i in sorted(order[:_POOL]) if (text := texts[i]) not in {*public_texts}]
-    if options.public == "sampled":
-        return texts, PublicText.sampled_from(anatomy, _PUBLIC_TEXTS, options.tokens, options.seed)
     ids = tokenizer(public_texts, truncation=True, max_length=options.tokens)["input_ids"]
     return texts, PublicText(ids)
 
@@ -198,13 +231,13 @@ def _texts(
 def _introduction(options: Namespace, pool: SentencePool) -> str:
     model = model_name(options.model)
     trained = f"a LoRA of rank {options.lora_r} on {model}" if options.lora_r else model
-    servers = _ADDS if any(name not in membership.PASSIVE for name in options.attack) else ""
-    servers += _READS if any(name in membership.PASSIVE for name in options.attack) else ""
+    servers = _ADDS if any(name not in PASSIVE for name in options.attack) else ""
+    servers += _READS if any(name in PASSIVE for name in options.attack) else ""
     return (
         f"A client trains {trained} (fp32) on a batch of {options.batch} out of "
         f"{len(pool)} different sentences of {text_name(options.text)}, each of at most "
         f"{options.tokens} tokens ({pool.duplicates} repeats and {pool.short} too short "
-        f"ones left out). {servers}"
+        f"ones excluded). {servers}"
     )
 
 

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli.commands import printing
 from lightning_fedleak.cli.commands.printing import short
 from lightning_fedleak.cli.finetuning import (
@@ -33,12 +32,11 @@ from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.report.records import as_json
 
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
-PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64  # of --public that 'prefix' reads, at most; not tuned
 
 NOISE = {"activations": (0.0, 0.3, 1.0, 3.0), "gradients": (0.0,)}
 ATTACKS = {"activations": INVERT_ATTACKS, "gradients": GRADIENT_ATTACKS}
 USED_BY: dict[str, dict[str, Any]] = {
-    "activations": {"public": None, "layer": None, "steps": 1000},
+    "activations": {"layer": None, "steps": 1000},
     "gradients": {"lora_r": 0, "targets": None, "batch_sizes": [1, 4]},
 }
 """Options that only one source uses, and their defaults."""
@@ -119,13 +117,6 @@ def _of_activations(
         "hello": hello[-1] if hello else None,
         "special_ids": tokenizer.all_special_ids,
     }
-    if options.public is not None:
-        public = read_texts(options.public)[:PUBLIC_TEXTS]
-        ids = tokenizer(public, truncation=True, max_length=PUBLIC_TOKENS)["input_ids"]
-        try:
-            settings["public_text"] = PublicText(ids)
-        except ValueError as error:
-            raise SourceError(f"--public '{options.public}': {error}") from error
     makers = [(name, partial(invert.make_adversary, name, **settings)) for name in attacks]
     noises = _noises(options)
     unit = " standard deviations of each dimension" if options.relative else ""
@@ -231,7 +222,7 @@ def _layers(options: Namespace, anatomy: Anatomy) -> list[int]:
 def _rows(
     options: Namespace, anatomy: Anatomy, tokenizer: Any, min_rows: int, max_rows: int
 ) -> dict[int, Tensor]:
-    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column, option="--column")
+    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column)
     rows: dict[int, Tensor] = {}
     for length in sorted(set(options.lengths)):
         check_context(anatomy, length, "--lengths")

@@ -53,7 +53,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         result = pool.compare(base, now)
     except UnusableObservation as error:
         raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
-    is_known = options.drawn or result.one_law
+    is_known = options.drawn or result.other_law is None
     print_table(console, _table(result))
     copies = int((~pool.alone).sum())
     of_copies = f"; {copies} members that have copies were asked for extraction alone"

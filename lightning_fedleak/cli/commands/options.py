@@ -46,7 +46,6 @@ def _converter(
 
 
 _SHARE = _converter(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-_QUANTILE = _converter(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _POSITIVE = _converter(float, lambda x: 0 < x < float("inf"), "a positive number")
 _DURATION = _converter(float, lambda x: x > 0, "a positive number")
 _NOISE = _converter(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
@@ -74,13 +73,6 @@ def _count(default: int | list[int] | None, minimum: int = 1) -> dict[str, Any]:
 
 def _path(metavar: str, default: str | None = None) -> dict[str, Any]:
     return {"default": None if default is None else Path(default), "metavar": metavar, "type": Path}
-
-
-def _shape(text: str) -> tuple[int, int]:
-    rows, _, length = text.partition("x")
-    if not (rows.isdigit() and length.isdigit() and int(rows) > 0 and int(length) > 1):
-        raise argparse.ArgumentTypeError(f"'{text}' is not texts x tokens, such as 8x64")
-    return int(rows), int(length)
 
 
 def _add_sources(add: Add) -> None:
@@ -136,10 +128,8 @@ def game(add: Add) -> None:
 
     Options:
         model: language model: a folder or a name on the hub.
-        text: the client's text: {sources}.
+        text: the client's text: {sources}; a quarter of it, at most 200, is the server's.
         column: the column of --text that holds the text.
-        public: text that the server owns and calibrates on, as --text, or 'sampled' for text by
-            the model itself; by default a quarter of --text (at most 200).
         attack: adversaries; all play the same games. 'gradient' and 'subspace' add no layers and
             read what the client trains.
         lora_r: the client trains a LoRA of this rank; 0: the whole model.
@@ -152,10 +142,8 @@ def game(add: Add) -> None:
         defense: the client randomises its tokens first: grr, rappor, the or dbitflip with settings
             of TokenLDP, as grr:epsilon=5 or rappor:epsilon=5,per=token.
         seed: seed of data, bits, targets and calibration.
-        json: write the results to this file.
     """
     _add_sources(add)
-    add("--public", metavar="SOURCE")
     add("--attack", nargs="+", choices=GAME_ATTACKS, default=["fc", "fc-full", "attention"])
     add("--lora-r", **_count(0, 0))
     add("--targets", metavar="NAMES")
@@ -166,7 +154,6 @@ def game(add: Add) -> None:
     add("--relation", choices=("replace_one", "add_remove"), default="replace_one")
     add("--defense", metavar="NAME:SETTING=VALUE,...")
     add("--seed", **_SEED)
-    add("--json", **_path("FILE"))
 
 
 def invert(add: Add) -> None:
@@ -184,8 +171,6 @@ def invert(add: Add) -> None:
         model: language model: a folder or a name on the hub.
         text: the client's text: {sources}.
         column: the column of --text that holds the text.
-        public: of activations: text that the server owns and 'prefix' ranks tokens with, as
-            --text; by default text by the model itself.
         layer: of activations: splits, blocks whose output is sent, 0 for the embeddings; by
             default at a third and two thirds.
         lora_r: of gradients: the client trains a LoRA of this rank; 0: the whole model.
@@ -208,7 +193,6 @@ def invert(add: Add) -> None:
     sources = ("activations", "gradients")
     add("--from", dest="from_", choices=sources, default="activations")
     _add_sources(add)
-    add("--public", metavar="SOURCE")
     add("--layer", nargs="+", **_count(None, 0))
     add("--lora-r", **_count(0, 0))
     add("--targets", metavar="NAMES")
@@ -266,24 +250,21 @@ def plan(add: Add) -> None:
     """What an update of a set-up can reveal, and what the attacks on it cost, before any training.
 
     Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole first
-    block's), and attacks a batch of the texts, which is no promise that a larger one is safe. Then
-    it says what each attack takes that a run would choose. A model and texts are included; use
-    your own with --model and --text.
+    block's), and how many planted tokens they reveal. Then it says what each attack takes that a
+    run would choose. A model is included; use your own with --model.
 
     Options:
         model: language model: a folder or a name on the hub.
-        text: texts like the clients': {sources}.
-        column: the column of --text that holds the text.
         lora_r: rank of the LoRA; 0 for the whole model.
         targets: {targets}.
-        batch: texts of a batch x tokens of a text.
+        length: tokens of a text.
         seconds: time for planted sets of tokens.
-        seed: seed of adapters, texts and planted sets.
+        seed: seed of adapters and planted sets.
     """
-    _add_sources(add)
+    add("--model", metavar="NAME")
     add("--lora-r", **_count(8, 0))
     add("--targets", metavar="NAMES")
-    add("--batch", metavar="BxL", type=_shape, default="8x64")
+    add("--length", **_count(64, 2))
     add("--seconds", **_number("S", _POSITIVE, 30.0))
     add("--seed", **_SEED)
 
@@ -292,8 +273,8 @@ def memorization(add: Add) -> None:
     """What a trained model gives away of its training texts, before it is released.
 
     Asks the trained model and its base about texts that were trained on and texts that were not,
-    and shows how far they can be told apart and which of them the model would write. Each text
-    costs two forwards; nothing is generated.
+    and shows how far they can be distinguished and which of them the model would write. Each
+    text costs two forwards; nothing is generated.
 
     Options:
         model: the trained model: a folder, or one with adapters of PEFT.
@@ -302,8 +283,8 @@ def memorization(add: Add) -> None:
         others: texts like them that were not trained on, in one of the same forms.
         column: the column of --members and --others that holds the text.
         length: tokens of a text, at most.
-        drawn: a coin chose the others among the same rows (leave_out), so that they follow one
-            law.
+        drawn: the others were drawn at random from the same rows (leave_out), so that they follow
+            one law.
         metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, or
             the excess of members that are extracted in samples or greedily.
         at_most: exit with status 3 where its interval reaches above, or it is unknown.
@@ -387,9 +368,7 @@ def federate(add: Add) -> None:
             these updates.
         action: what the gate does.
         epsilon: client-level differential privacy: what all rounds together may cost.
-        noise_multiplier: noise on the sum, over --clip, in place of --epsilon.
         clip: largest norm of a client's update.
-        clip_quantile: --clip is the first norm, which then follows this quantile of the updates'.
         delta: delta of the guarantee.
         trust: who adds the noise: the server; each client all of it; each client its share.
         sampling: which clients take part in a round.
@@ -417,9 +396,7 @@ def federate(add: Add) -> None:
     add("--watch", metavar="NAME")
     add("--action", choices=("withhold", "harden", "raise", "warn"), default="withhold")
     add("--epsilon", **_number("X", _POSITIVE))
-    add("--noise-multiplier", **_number("X", _POSITIVE))
     add("--clip", **_number("C", _POSITIVE, 1.0))
-    add("--clip-quantile", **_number("X", _QUANTILE))
     add("--delta", **_number("X", _POSITIVE, 1e-5))
     add("--trust", choices=("central", "local", "secure_aggregation"), default="central")
     add("--sampling", choices=("all", "poisson", "fixed"), default="all")
@@ -450,16 +427,14 @@ def report(add: Add) -> None:
 
 
 def compare(add: Add) -> None:
-    """Print what changed between two runs.
+    """Print what changed between runs.
 
-    Prints utility, leakage with 95% intervals, and epsilon of two runs side by side.
+    Prints utility, leakage with 95% intervals, and epsilon of runs side by side.
 
     Options:
-        before: log folder of the first run.
-        after: log folder of the second.
+        runs: folder of logs, with all runs in it.
     """
-    add("before", metavar="RUN_A", type=Path)
-    add("after", metavar="RUN_B", type=Path)
+    add("runs", nargs="+", metavar="RUN", type=Path)
 
 
 def fit(add: Add) -> None:

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from rich.console import Console
 
-from lightning_fedleak.attacks.row_space import NotAdditive
-from lightning_fedleak.cli.finetuning import (
-    EMBEDDED_MESSAGES,
-    SourceError,
-    load_tokenizer,
-    read_texts,
-)
-from lightning_fedleak.cli.studies.capacity import CapacityStudy, NothingRead, Trial
+from lightning_fedleak.attacks import row_space
+from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.model.anatomy import Anatomy
@@ -35,12 +27,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
         0.
 
     Raises:
-        SourceError: model, text or settings cannot be used.
+        SourceError: model or settings cannot be used.
         AnatomyError: the model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    size, length = options.batch
-    tokenizer = load_tokenizer(options.model)
     bare = find_model(options.model)
     if bare.kind == "classifier":
         raise SourceError(
@@ -48,40 +38,50 @@ def run(options: Namespace, console: Console | None = None) -> int:
             "here; in a run of your own LeakageMonitor(SubspaceWords()) reports its capacity"
         )
     anatomy = with_lora(bare, options.lora_r, options.targets, options.seed)
-    check_context(anatomy, length, "--batch")
-    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column, option="--column")
-    try:
-        study = CapacityStudy.of(anatomy, length, options.seed)
-        _show_capacity(console, study, texts, tokenizer, size, options.seconds)
-    except (NothingRead, NotAdditive) as reason:
-        console.print(f"What SubspaceWords can read is unknown: {reason}\n")
+    check_context(anatomy, options.length, "--length")
+    console.print(f"{explain_capacity(anatomy, options.length, options.seconds, options.seed)}\n")
     show_attacks(anatomy)
     return 0
 
 
-def _show_capacity(
-    console: Console,
-    study: CapacityStudy,
-    texts: Sequence[str],
-    tokenizer: Any,
-    size: int,
-    seconds: float,
-) -> None:
-    """Print how many tokens the rows of an update reveal, and what an attack reads of a batch."""
-    console.print(
-        f"An update shares {study.rows} rows of {study.known_input.width} numbers that reveal "
-        "which tokens the first block reads, out of "
-        f"{study.anatomy.vocab_size}: {', '.join(m.name for m in study.maps)}."
+def explain_capacity(anatomy: Anatomy, length: int, seconds: float, seed: int) -> str:
+    """Return how many distinct tokens the rows of an update reveal, in sentences.
+
+    Args:
+        anatomy: of the model, with its adapters.
+        length: tokens of a text.
+        seconds: after which no other set of tokens is planted.
+        seed: of the planted sets.
+    """
+    known_inputs = row_space.find_known_inputs(anatomy, row_space.find_linear_maps(anatomy))
+    for known_input in known_inputs:
+        trained = known_input.trainable_maps(anatomy)
+        if maps := [m for m in trained if m.factor != "B"]:  # rows that are sums of tokens' inputs
+            break
+    else:
+        return (
+            "What SubspaceWords can read is unknown: no trained map of this model reads an input "
+            "that a token determines, because the first block's projections are not trained. That "
+            "is 'unknown', not 'safe'."
+        )
+    rows = sum(m.rows for m in maps)
+    text = (
+        f"An update shares {rows} rows of {known_input.width} numbers that reveal which tokens the "
+        f"first block reads, out of {anatomy.vocab_size}: {', '.join(m.name for m in maps)}.\n"
     )
-    capacity = study.planted(seconds)
+    try:
+        dictionary = row_space.build_dictionary(anatomy, known_input)
+    except row_space.NotAdditive as reason:
+        return f"{text}What SubspaceWords can read is unknown: {reason}"
+    factors = row_space.factor_rows(anatomy, [m for m in trained if m.regularised])
+    atoms = row_space.Atoms(*dictionary.atoms(length, tuple(factors.values())))
+    capacity = row_space.measure_capacity(atoms, rows, seconds=seconds, seed=seed)
     shown = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
     missed = "" if capacity.failed is None else f", {capacity.failed} were not"
-    console.print(
-        f"Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
-        f"planted at random, {shown}{missed}.\n"
+    return (
+        f"{text}Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
+        f"planted at random, {shown}{missed}."
     )
-    trial = study.trial(texts, tokenizer, size)
-    console.print(f"{explain_trial(trial, study.length)}\n")
 
 
 def show_attacks(anatomy: Anatomy) -> None:
@@ -101,16 +101,3 @@ def show_attacks(anatomy: Anatomy) -> None:
         ),
     ):
         pass  # the plan of a run is logged before its first step
-
-
-def explain_trial(trial: Trial, length: int) -> str:
-    """Return what an attacked batch of texts of ``length`` tokens showed."""
-    plural = "s" * (trial.texts > 1)
-    f1 = "is unknown" if trial.f1 is None else f"is {trial.f1:.3f}"
-    certified = ", and the attack certifies that nothing is missing" * trial.certified
-    return (
-        f"A batch of {trial.texts} text{plural} of {length} tokens ({trial.types} distinct) was "
-        f"attacked for {trial.seconds:.1f} s: F1 of its words {f1}{certified}. Measured on one "
-        "step's gradient: no larger batch is shown to be safe by it, and other attacks may read "
-        "more."
-    )

@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.report import findings, read
+from lightning_fedleak.report import Findings, findings, read
+from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.overview import plain
+from lightning_fedleak.report.records.utility import title_of
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
 _ANY_WIDTH = 100_000  # characters, more than any table has
+_LABELS = 22  # characters of the first column of a comparison, with its borders
 
 
 def model_name(model: str | None) -> str:
@@ -53,21 +57,6 @@ def make_folder(folder: Path, out: Path) -> None:
         ) from error
 
 
-def make_file(path: Path, option: str) -> None:
-    """Make a file of results, empty where it is new, before anything is computed.
-
-    Raises:
-        SourceError: it cannot be made.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise SourceError(
-            f"'{path}' cannot be written to ({error.strerror}): name another file with {option}."
-        ) from error
-
-
 def explain_run(folder: Path) -> str:
     """Return the report's sentences about a run: what was recovered, and of which looks.
 
@@ -78,6 +67,39 @@ def explain_run(folder: Path) -> str:
     tested = [one for one in overview.readings if one.verdict != "untested"]
     lines = [plain(overview.sentence), *(f"{r.title}: {r.answer}. {r.note}" for r in tested)]
     return "\n".join(lines)
+
+
+def print_comparison(console: Console, content: Findings) -> None:
+    """Print several runs side by side; of one run what was recovered."""
+    for name, overview in zip(names_of(content.runs), content.overviews, strict=True):
+        for warning in overview.warnings:
+            console.print(f"{name}: {warning}", markup=False, soft_wrap=True)
+    compared = content.comparison
+    if compared is None:
+        console.print(plain(content.overviews[0].sentence), markup=False, soft_wrap=True)
+        return
+    claims = ["\n".join(account.claim for account in fit.privacy) for fit in content.runs]
+    titles = [
+        title.replace(compared.metric, title_of(compared.metric)) for title in compared.columns
+    ]
+    table = Table(show_lines=True)
+    width = max(20, (console.width - _LABELS) // len(content.runs) - 3)
+    table.add_column("run")
+    for name, *_ in compared.rows:
+        table.add_column(escape(name), overflow="fold", max_width=width)
+    for title, *values in [*zip(titles, *compared.rows, strict=True)][1:]:
+        table.add_row(escape(title), *map(escape, values))
+    table.add_row("epsilon", *(claim or "none accounted" for claim in claims))
+    print_table(console, table)
+    console.print(
+        f"{plain(compared.sentence)}\nEach value is of the attack that recovered most, with its "
+        "95% interval. Where intervals overlap, the difference may be chance.",
+        markup=False,
+        soft_wrap=True,
+    )
+    lengths = {fit.steps for fit in content.runs}
+    if len(lengths) > 1:
+        console.print("The runs differ in length: a change may come from that.")
 
 
 class LinesTable:

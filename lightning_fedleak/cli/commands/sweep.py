@@ -1,31 +1,32 @@
-"""``fedleak sweep``: a grid of defences, what each costs and what each attack still reads."""
+"""``fedleak sweep``: a grid of defences, what each costs and what attacks still recover."""
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import fields
 
 from rich.console import Console
-from rich.table import Table
 
 from lightning_fedleak.cli.commands import printing
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
-from lightning_fedleak.cli.studies.sweep.cell import (
+from lightning_fedleak.cli.studies.sweep import (
+    Cell,
+    Setting,
     data_of,
+    is_done,
     loss_before,
     quiet,
     read_layer,
     run_cell,
 )
-from lightning_fedleak.cli.studies.sweep.grid import CellResult, Grid, GridCell, Leakage, Setting
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.report import write
+from lightning_fedleak.report import findings, read, write
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
-    """Run what is not done yet, and print and write everything that is.
+    """Train what is not done yet, and print and report all runs that are.
 
     Args:
         options: of the command.
@@ -47,109 +48,35 @@ def run(options: Namespace, console: Console | None = None) -> int:
     with quiet():
         read_layer(setting, find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft)))
     data_of(setting).setup()
-    grid = Grid([GridCell(setting, spec) for spec in specs], options.out)
-    todo = grid.todo()
+    cells = {options.out / "runs" / one.name: one for one in (Cell(setting, s) for s in specs)}
+    todo = {folder: cell for folder, cell in cells.items() if not is_done(folder)}
     console.print(
-        f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
-        f"in {options.out}. An interrupt loses nothing: the same command continues.",
+        f"{len(cells)} cells, {len(cells) - len(todo)} of them done before; results in "
+        f"{options.out}. An interrupt loses nothing: the same command continues.",
         soft_wrap=True,
     )
-    interrupted, before = False, None
+    status = 0
     try:
-        before = loss_before(setting)
-        with console.status("") as status:
-            grid.run(
-                run_cell,
-                lambda cell: status.update(
-                    f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}"
-                ),
-                lambda cell, result: console.print(_line(cell, result), soft_wrap=True),
-            )
+        if todo:
+            console.print(f"Validation loss before any training: {loss_before(setting):.3f}")
+        for number, (folder, cell) in enumerate(todo.items(), 1):
+            start = time.perf_counter()
+            try:
+                with console.status(f"{number} of {len(todo)}: {cell.defense}"):
+                    warnings = run_cell(cell, folder)
+            except Exception as error:  # one failed cell must not lose the rest
+                status = 1
+                line = f"{cell.defense} failed: {type(error).__name__}: {error}"
+                console.print(line, soft_wrap=True)
+                continue
+            lines = [f"{cell.defense}: done in {time.perf_counter() - start:.0f} s"]
+            lines += [f"{cell.defense} warns: {warning}" for warning in warnings]
+            console.print("\n".join(lines), soft_wrap=True)
     except KeyboardInterrupt:
-        interrupted = True
+        status = printing.INTERRUPTED
         console.print("\nInterrupted. This is what was measured until then.", style="bold")
-    results = grid.results()
-    grid.write(options.out / "results.json")
-    paths = [str(options.out / "results.json")]
-    if results:
-        printing.print_table(console, defense_table(results, before))
-        console.print(explain_defenses(results))
-    runs = [grid.logs(cell) for cell, result in results if result.error is None]
-    if runs := [folder for folder in runs if folder.is_dir()]:
-        paths += map(str, write(runs, options.out))
-    console.print(f"\nWritten: {', '.join(paths)}", soft_wrap=True)
-    if interrupted:
-        return printing.INTERRUPTED
-    return 1 if any(r.error is not None for _, r in results) else 0
-
-
-def defense_table(results: Sequence[tuple[GridCell, CellResult]], before: float | None) -> Table:
-    """Return a row for each defence: loss, epsilon, each attack's headline and interval."""
-    title = "utility and leakage" + ("" if before is None else f" (loss before: {before:.3f})")
-    rows = Table(title=title)
-    rows.add_column("defence", overflow="fold")
-    rows.add_column("val loss", justify="right")
-    with_epsilon = any("epsilon" in r.privacy for _, r in results)
-    if with_epsilon:
-        rows.add_column("epsilon", justify="right")
-    attacks = {name: r.leakage[name].metric for _, r in results for name in r.leakage}
-    for name, metric in attacks.items():
-        rows.add_column(f"{name}\n{metric}")
-    for cell, result in results:
-        row = [str(cell.defense), "failed" if result.val_loss is None else f"{result.val_loss:.3f}"]
-        if with_epsilon:
-            row.append(_epsilon(result))
-        row += [_leakage(result.leakage.get(name)) for name in attacks]
-        rows.add_row(*row)
-    return rows
-
-
-def explain_defenses(results: Sequence[tuple[GridCell, CellResult]]) -> str:
-    """Return what the table's words mean, and what failed and why."""
-    lines = [
-        "",
-        "In brackets: 95% intervals, Student's t over looks (of membership: over the games of the "
-        "run). An AUC of .5 is guessing. A low number says that these attacks fail, not that none "
-        "succeeds.",
-    ]
-    if len({cell.defense.kind for cell, r in results if "epsilon" in r.privacy}) > 1:
-        lines.append(
-            "Epsilons of different defences are for different neighbours and adversaries, which "
-            "each defence's `guarantee` names. Do not compare them."
-        )
-    unknown = {
-        f"{cell.defense}, {name}: unknown at {leakage.unknown} of "
-        f"{leakage.looks + leakage.unknown} looks: {leakage.why}"
-        for cell, result in results
-        for name, leakage in result.leakage.items()
-        if leakage.unknown
-    }
-    lines += sorted(unknown)
-    lines += [f"{cell.defense} warns: {text}" for cell, r in results for text in r.warnings]
-    lines += [f"{cell.defense} failed: {r.error}" for cell, r in results if r.error is not None]
-    return "\n".join(lines)
-
-
-def _line(cell: GridCell, result: CellResult) -> str:
-    if result.error is not None:
-        return f"{cell.defense}: failed, {result.error}"
-    loss = "unknown" if result.val_loss is None else f"{result.val_loss:.3f}"
-    return f"{cell.defense}: val loss {loss} in {result.seconds:.0f} s"
-
-
-def _epsilon(result: CellResult) -> str:
-    if "epsilon" not in result.privacy:
-        return ""
-    epsilon = result.privacy["epsilon"]
-    return "inf" if epsilon is None else f"{epsilon:.3g}"
-
-
-def _leakage(leakage: Leakage | None) -> str:
-    if leakage is None:
-        return ""
-    if not leakage.exposed:
-        return "not shared"
-    if leakage.value is None:
-        return "unknown"
-    interval = "" if leakage.low is None else f" [{leakage.low:.3f}, {leakage.high:.3f}]"
-    return f"{leakage.value:.3f}{interval}" + (" *" if leakage.unknown else "")
+    if done := [folder for folder in cells if is_done(folder)]:
+        printing.print_comparison(console, findings(read(done)))
+        paths = ", ".join(map(str, write(done, options.out)))
+        console.print(f"\nWritten: {paths}", soft_wrap=True)
+    return status

@@ -57,8 +57,10 @@ def as_path(name: str | Path) -> Path:
     return path
 
 
-def check_model_source(name: str | Path | None) -> None:
-    """Raise an error unless a model can be loaded from a folder, the cache or the hub.
+def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
+    """Return a model's source for ``from_pretrained``, and the settings that it needs.
+
+    Where the hub cannot be reached, only its cache is read, without retries.
 
     Args:
         name: folder or name on the hub; None for the embedded model.
@@ -67,13 +69,11 @@ def check_model_source(name: str | Path | None) -> None:
         SourceError: there is no such folder, or no model in it; or the name is one of the hub,
             whose cache does not have it, and which cannot be reached within 5 seconds.
     """
-    if name is None:
-        return
-    path = as_path(name)
+    path = EMBEDDED_MODEL if name is None else as_path(name)
     if path.is_dir():
         if not any((path / file).exists() for file in _MODEL_FILES):
             raise SourceError(_holds_none(path))
-        return
+        return str(path), {}
     if path.is_file():
         raise SourceError(f"'{name}' is a file; give the folder that holds the model.")
     if is_path(str(name)):
@@ -84,27 +84,12 @@ def check_model_source(name: str | Path | None) -> None:
         raise SourceError(
             f"'{name}' is no folder, and no model of the hub can have that name{nearest(path)}"
         ) from None
-    if not cached and (why := hub.why_unreachable()) is not None:
+    why = hub.why_unreachable()
+    if why is None:
+        return str(name), {}
+    if not cached:
         raise SourceError(hub.unreachable(str(name), "folder that holds the model", why))
-
-
-def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
-    """Return a model's source for ``from_pretrained``, and the settings that it needs.
-
-    Where the hub cannot be reached, only its cache is read, without retries.
-
-    Args:
-        name: folder or name on the hub; None for the embedded model.
-
-    Raises:
-        SourceError: the model cannot be loaded, see :func:`check_model_source`.
-    """
-    check_model_source(name)
-    folder = EMBEDDED_MODEL if name is None else as_path(name)
-    source = str(folder if folder.is_dir() else name)
-    if folder.is_dir() or hub.why_unreachable() is None:
-        return source, {}
-    return source, {"local_files_only": True}
+    return str(name), {"local_files_only": True}
 
 
 @contextmanager

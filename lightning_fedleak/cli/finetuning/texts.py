@@ -27,9 +27,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COLUMN_NAME = re.compile(r"[^\W\d][\w.-]{,31}")
 
 
-def read_texts(
-    source: str | Path, column: str | None = None, *, option: str = "column="
-) -> list[str]:
+def read_texts(source: str | Path, column: str | None = None) -> list[str]:
     """Return the texts of ``source`` without empty ones.
 
     A chat, a list of turns with ``role`` and ``content``, is one text, with one line for each turn.
@@ -43,21 +41,15 @@ def read_texts(
             ``wikitext:wikitext-2-raw-v1``). A name like a path is never looked for on the hub.
         column: the field that holds the text. Default: ``text``, or the only field of strings or
             chats, or ``messages``.
-        option: how the user spells ``column``, for messages.
 
     Raises:
         SourceError: there is no such file or dataset, no such column, or no text in it.
     """
-    return read_labelled(source, None, column, option=option)[0]
+    return read_labelled(source, None, column)[0]
 
 
 def read_labelled(
-    source: str | Path,
-    label: str | None,
-    column: str | None = None,
-    *,
-    option: str = "column=",
-    label_option: str = "label=",
+    source: str | Path, label: str | None, column: str | None = None
 ) -> tuple[list[str], list[str]]:
     """Return texts as :func:`read_texts` does, and the value of each in another column.
 
@@ -65,8 +57,6 @@ def read_labelled(
         source: a file, folder or dataset.
         label: the other column, such as the text's author; None for empty labels.
         column: the field that holds the text, see :func:`read_texts`.
-        option: how the user spells ``column``, for messages.
-        label_option: how the user spells ``label``.
 
     Raises:
         SourceError: the texts cannot be read, there is no such column, or a text has no value.
@@ -76,17 +66,16 @@ def read_labelled(
     rows, column_in_name = _rows_of(source)
     if isinstance(rows, list):
         names = list(dict.fromkeys(name for row in rows for name in row))
-        name = _column_of(rows, names, column or column_in_name, str(source), option)
+        name = _column_of(rows, names, column or column_in_name, str(source))
         if label is not None and label not in names:
             raise SourceError(
-                f"'{source}' has no column '{label}' ({label_option}); it has "
+                f"'{source}' has no column '{label}' (--partition-by); it has "
                 f"{_column_list(names)}."
             )
         pairs = [(_text_of(row.get(name)) or "", row.get(label or "")) for row in rows]
     else:
-        wrong = option if column is not None else label_option if label is not None else None
-        if wrong is not None:
-            raise SourceError(f"'{source}' is plain text, which has no columns: leave {wrong} out.")
+        if (wrong := column or label) is not None:
+            raise SourceError(f"'{source}' is plain text, which has no column '{wrong}'.")
         pairs = [(text, None) for text in rows]
     pairs = [(text.strip(), value) for text, value in pairs if text.strip()]
     if not pairs:
@@ -95,7 +84,7 @@ def read_labelled(
     if label is not None and nothing:
         raise SourceError(
             f"column '{label}' of '{source}' is empty for {nothing} of {len(pairs)} texts "
-            f"({label_option}): fill it, or take another column."
+            "(--partition-by): fill it, or take another column."
         )
     return [text for text, _ in pairs], [str(value or "") for _, value in pairs]
 
@@ -287,16 +276,14 @@ def _hub_rows(source: str) -> tuple[Rows, str | None]:
 # ---- rows -----------------------------------------------------------------------------------
 
 
-def _column_of(
-    rows: Rows, names: Sequence[str], column: str | None, source: str, option: str
-) -> str:
+def _column_of(rows: Rows, names: Sequence[str], column: str | None, source: str) -> str:
     """Return the name of the column that holds the text."""
     if column is None and rows:
         column = "text" if "text" in names else _only_text(rows, names)
         if column is None:
             raise SourceError(
                 f"which column of '{source}' holds the text? It has {_column_list(names)}; name "
-                f"one with {option}."
+                "one with column= (--column)."
             )
     if rows and column not in names:
         raise SourceError(f"'{source}' has no column '{column}'; it has {_column_list(names)}.")

@@ -56,11 +56,6 @@ class Comparison:
     needed: int
 
     @property
-    def one_law(self) -> bool:
-        """Return whether members and others could not be told apart before the training."""
-        return released.follow_one_law(self.blind)
-
-    @property
     def other_law(self) -> str | None:
         """Return why members and others may follow different laws; None where they follow one."""
         return released.other_law(self.blind)

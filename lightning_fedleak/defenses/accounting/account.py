@@ -161,8 +161,6 @@ class Accountant(Ledger):
         self._epsilons: dict[tuple[float, History], float] = {}
         self._search: tuple[object, _Search] | None = None
 
-    share_spent: float | None = None
-
     def step(
         self,
         noise_multiplier: float,
@@ -244,14 +242,14 @@ class Accountant(Ledger):
         check_probability(delta)
         check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
-        others = tuple(row for row in self.history if row[:2] != event)
+        other_rows = tuple(row for row in self.history if row[:2] != event)
         total = count + sum(row[2] for row in self.history if row[:2] == event)
-        question = epsilon, delta, event, others
+        question = epsilon, delta, event, other_rows
         if self._search is None or self._search[0] != question:
             self._search = question, _Search()
 
         def fits(releases: int) -> bool:
-            history = (*others, (*event, releases))
+            history = (*other_rows, (*event, releases))
             return epsilon_of(history, delta, self.kind, self.sampling) <= epsilon
 
         return self._search[1].answer(total, fits)

@@ -46,7 +46,7 @@ from lightning_fedleak.defenses.accounting.renyi import (
     rdp_of,
 )
 from lightning_fedleak.defenses.base import Curve, DefenseError
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import check_choice, check_number
 
 PRV_POINTS = 2**21  # points of PRV's mesh, about; more take longer and make the error smaller
 PRV_ERROR = 0.002  # error of PRV's answer over the scale that it is called with. Not tuned
@@ -328,52 +328,6 @@ def noise_multiplier_for(
             low, high = 3 * low - 2 * high, low
         high = _find_root(functools.partial(excess, accountant="prv"), max(lowest, low), high)
     return math.exp(high)
-
-
-def effective_noise_multiplier(
-    noise_multiplier: float, clients: int, trust: Trust, *, colluding: int = 0
-) -> float:
-    """Return the noise multiplier to account, which depends on what the server sees.
-
-    Each of ``clients`` clients clips the gradients of its examples to C, adds noise of standard
-    deviation ``noise_multiplier * C`` to their sum and sends the result.
-
-    - ``"local"``: the server sees each client's update. An example is in one of them, and that
-      client's noise alone hides it: ``noise_multiplier``.
-    - ``"central"``: the server sees *only the sum* of all updates, by secure aggregation or a
-      trusted aggregator. Independent noises add up to a standard deviation of
-      ``noise_multiplier * sqrt(clients) * C`` while one example still changes the sum by C:
-      ``noise_multiplier * sqrt(clients)``. Averaging by the server, as in DDP's all-reduce where a
-      rank or the server can see what each rank sends, is *not* central. Clients that collude with
-      the server know their noise and can subtract it, and clients that drop out send none:
-      ``noise_multiplier * sqrt(clients - colluding)``.
-
-    The sample rate is the same in both: the chance of an example to be in its client's batch.
-
-    Args:
-        noise_multiplier: of each client's noise.
-        clients: how many add noise.
-        trust: ``"local"`` or ``"central"``.
-        colluding: how many of them may collude or drop out; fewer than all.
-
-    Raises:
-        DefenseError: a value out of range.
-    """
-    ledger.check_release(noise_multiplier)
-    ledger.check_count(clients, "clients")
-    hint = "the server sees each client's update, or only their sum by secure aggregation"
-    check_choice("trust", trust, ("local", "central"), hint=hint, error=DefenseError)
-    check_integer(
-        "colluding",
-        colluding,
-        at_least=0,
-        at_most=clients - 1,
-        hint="the clients that may collude with the server or drop out",
-        error=DefenseError,
-    )
-    if trust == "local":
-        return noise_multiplier
-    return noise_multiplier * math.sqrt(clients - colluding)
 
 
 def check_delta_for(delta: float, examples: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
@@ -18,13 +18,10 @@ from lightning_fedleak.defenses.accounting.accounting import (
     curve_of,
     noise_multiplier_for,
 )
-from lightning_fedleak.defenses.accounting.groups import group_epsilon
-from lightning_fedleak.defenses.accounting.ledger import (
-    check_count,
-    client_path,
-)
+from lightning_fedleak.defenses.accounting.ledger import client_path
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
+from lightning_fedleak.defenses.noise import HARDEN_FACTOR
 
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
 _ACCOUNT = "accountant/"
@@ -47,7 +44,6 @@ class Budget:
         target_epsilon: what the whole run may cost; None for no limit.
         target_delta: delta of the guarantee; None for a tenth of one over the examples.
         seeded: whether the noise can be guessed, so that epsilon is infinite.
-        harden_factor: by which a hardening multiplies the noise.
         max_hardenings: hardenings that are allowed; None for no limit.
         sampling: how batches are drawn.
         owner: class of the defence, for messages.
@@ -63,7 +59,6 @@ class Budget:
     target_delta: float | None
     _: KW_ONLY
     seeded: bool
-    harden_factor: float
     max_hardenings: int | None
     sampling: SamplingScheme = "poisson"
     owner: str = "DPSGD"
@@ -108,26 +103,6 @@ class Budget:
             return ()
         return curve_of(self.accountant.history, self.accountant.kind, self.sampling)
 
-    def group_privacy(self, rows: int, *, independent: bool) -> Privacy:
-        """Return the cost of the releases so far to so many examples, added or removed together.
-
-        Args:
-            rows: of the group.
-            independent: whether the releases' noise is.
-
-        Raises:
-            DefenseError: ``rows`` is below 1, or the training data are not known yet.
-        """
-        check_count(rows, "rows")
-        single = self.privacy
-        if independent and not isinstance(self.accountant, RenyiFilter):
-            epsilon = group_epsilon(self.accountant.history, single.delta, rows)
-            return replace(single, epsilon=max(epsilon, single.epsilon))
-        log_delta = math.log(single.delta * rows) + (rows - 1) * single.epsilon
-        if log_delta >= 0:
-            return replace(single, epsilon=math.inf)
-        return replace(single, epsilon=rows * single.epsilon, delta=math.exp(log_delta))
-
     @property
     def noise_now(self) -> float:
         """Return sigma of the next release, with all hardenings.
@@ -137,7 +112,7 @@ class Budget:
         """
         if self.noise_multiplier is None:
             raise DefenseError(f"{self.owner}: no training data yet, so the noise is not known")
-        return self.noise_multiplier * self.harden_factor**self.notches
+        return self.noise_multiplier * HARDEN_FACTOR**self.notches
 
     @property
     def can_harden(self) -> bool:
@@ -145,7 +120,7 @@ class Budget:
         return self.kind == "filter" and self.max_hardenings != 0
 
     def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``, from the next release on.
+        """Multiply the noise by :data:`HARDEN_FACTOR`, from the next release on.
 
         Returns:
             What changed, in words; None where the noise may not be larger.
@@ -153,7 +128,7 @@ class Budget:
         if not self.can_harden or self.notches == self.max_hardenings:
             return None
         previous = self.noise_now
-        if previous * self.harden_factor > MOST_NOISE:
+        if previous * HARDEN_FACTOR > MOST_NOISE:
             return None
         self.notches += 1
         return f"{self.owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_fedleak.defenses.base import DefenseError
@@ -15,6 +17,7 @@ from lightning_fedleak.validate import check_integer, check_number
 Event = tuple[float, float]
 """Noise multiplier and sample rate of a release."""
 
+TERMS_SCHEMA = 1  # version of the file <ledger>.terms; a change refuses older ledgers
 LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
 _ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
 _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -88,16 +91,57 @@ def client_path(
     ending = f"-of-{clients}"
     client_file = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
     files = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
-    others = [p for p in files if clients == 1 or not p.name.endswith(ending)]
+    other_files = [p for p in files if clients == 1 or not p.name.endswith(ending)]
     if clients > 1 and path.exists():
-        others.append(path)
-    if others:
+        other_files.append(path)
+    if other_files:
         raise DefenseError(
-            f"ledger={str(others[0])!r} was kept with another number of clients than {clients}, so "
-            "an example may have been in another client's releases. Go on with as many clients as "
-            "before, or begin a new run from a model that this data did not train, with a new path"
+            f"ledger={str(other_files[0])!r} was kept with another number of clients than "
+            f"{clients}, so an example may have been in another client's releases. Go on with as "
+            "many clients as before, or begin a new run from a model that this data did not train, "
+            "with a new path"
         )
     return client_file
+
+
+def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
+    """Write the terms of the ledger's releases to a file, or compare them with an earlier run's.
+
+    Args:
+        ledger: path of the ledger; its terms are in ``<ledger>.terms``.
+        terms: the settings that the accounting depends on.
+
+    Raises:
+        DefenseError: an earlier run had other terms, or they are not known.
+    """
+    path = ledger.with_name(f"{ledger.name}.terms")
+    data = (json.dumps({"schema": TERMS_SCHEMA, **terms}, sort_keys=True) + "\n").encode()
+    try:
+        released = ledger.exists() and ledger.stat().st_size
+        if not released and not path.is_symlink() and path.exists():
+            content = path.read_bytes()
+            if len(content) < len(data) and data.startswith(content):  # cut off by a kill
+                path.unlink()
+        exists = path.exists()
+        agrees = exists and not path.is_symlink() and path.read_bytes() == data
+        if not agrees and (exists or released):
+            raise DefenseError(
+                f"ledger={str(ledger)!r} was kept under other terms than {data.decode().strip()} "
+                f"(see {path.name}): keep clients, sampling and trust, or begin a new run from a "
+                "model that these clients did not train, with a new path"
+            )
+        if exists:
+            return
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise DefenseError(
+            f"ledger={str(ledger)!r} cannot be used ({error}): give a path in a folder that exists "
+            "and may be written"
+        ) from error
 
 
 def check_release(noise_multiplier: float, sample_rate: float = 1.0, count: float = 1) -> None:

@@ -20,7 +20,7 @@ from lightning_fedleak.validate import check_integer
 class ActivationDefense(Defense):
     """Rewrites the hidden states at one layer by a forward hook on the block.
 
-    It acts in every forward of the model, in training, in evaluation and (``inference``) where the
+    It acts in every forward of the model, in training, in evaluation and where the
     Trainer validates, tests or predicts without a fit; not where the model runs as the server's
     copy would (:meth:`~lightning_fedleak.model.model_runs.undisturbed`). A training step in which
     no hidden states passed the layer is refused. Under ``torch.compile`` the graph breaks at the
@@ -29,7 +29,6 @@ class ActivationDefense(Defense):
     Args:
         layer: 0 for the input of the first block, k for the output of block k; of an
             encoder-decoder, of the encoder.
-        inference: also where no gradient is computed outside of training steps.
         anatomy: arguments of :func:`~lightning_fedleak.model.anatomy.find_anatomy` that name parts
             of the model which are not found, ``{"blocks": "path.to.blocks"}`` say.
 
@@ -38,9 +37,9 @@ class ActivationDefense(Defense):
             in a forward, hidden states that are no (B, L, d) of numbers, or that do not pass there.
     """
 
-    def __init__(
-        self, layer: int, *, inference: bool = True, anatomy: Mapping[str, str] | None = None
-    ) -> None:
+    acts_in_inference = True
+
+    def __init__(self, layer: int, *, anatomy: Mapping[str, str] | None = None) -> None:
         self.layer = check_integer(
             f"{type(self).__name__}: layer",
             layer,
@@ -49,7 +48,6 @@ class ActivationDefense(Defense):
             error=DefenseError,
         )
         self.activation_layers = (layer,)
-        self.acts_in_inference = inference
         self._anatomy_names = dict(anatomy or {})
         self._handle: RemovableHandle | None = None
         self._root: nn.Module | None = None
@@ -144,8 +142,6 @@ class ActivationDefense(Defense):
         recomputed = torch._C._current_graph_task_id() != -1
         training = self._in_step or recomputed
         if not training and is_observed():
-            return None
-        if not (training or self.acts_in_inference or torch.is_grad_enabled()):
             return None
         if (
             not isinstance(states, Tensor)

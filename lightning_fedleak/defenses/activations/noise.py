@@ -59,13 +59,10 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
             this dimension over the tokens of the forward, padding included, taken as a constant in
             the gradient. It depends on the data, and with it what the noise hides: no guarantee.
         clip: largest 2-norm of one token's state, or None for no clipping.
-        inference: also where no gradient is computed outside of training steps: validation, test,
-            prediction.
         anatomy: names of parts of the model that are not found, see
             :func:`~lightning_fedleak.model.anatomy.find_anatomy`.
-        harden_factor: what a notch of a gate (:meth:`harden`) multiplies the noise by. Epsilon
-            counts the first sigma: how much was added depended on the data.
-        max_hardenings: how often it may be turned up; None for no limit.
+        max_hardenings: how often a gate may double the noise (:meth:`harden`); None for no limit.
+            Epsilon counts the first sigma: how much was added depended on the data.
 
     Raises:
         DefenseError: a setting out of range; ``relative`` with ``clip``, with a defence that works
@@ -80,13 +77,11 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         sigma: float,
         relative: bool = False,
         clip: float | None = None,
-        inference: bool = True,
         anatomy: Mapping[str, str] | None = None,
         *,
-        harden_factor: float = 2.0,
         max_hardenings: int | None = None,
     ) -> None:
-        super().__init__(layer, inference=inference, anatomy=anatomy)
+        super().__init__(layer, anatomy=anatomy)
         hint = "None is for no clipping"
         check_number("ActivationNoise: sigma", sigma, at_least=0, error=DefenseError)
         check_number(
@@ -97,7 +92,7 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
                 "ActivationNoise: noise that is relative to the states guarantees nothing, so that "
                 "a clip would only change them. Give relative=False or clip=None."
             )
-        self._allow_hardening(harden_factor, max_hardenings)
+        self._allow_hardening(max_hardenings)
         self.sigma = sigma
         self.relative = relative
         self.clip = clip
@@ -118,7 +113,7 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
             )
 
     def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``, from the next forward on."""
+        """Double the noise, from the next forward on."""
         if not self._turn_up():
             return None
         return f"{self.name}: noise is {self._sigma_now:g} from now on (sigma)"
@@ -194,8 +189,8 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         context = self._context
         assert context is not None
         place = self.layer + (context.process << SHARD_BITS)
-        stream = f"activation {kind}"
-        key = noise.noise_key(context.entropy, context.client, number, place, self.name, stream)
+        names = {"name": self.name, "stream": f"activation {kind}"}
+        key = noise.noise_key(context.entropy, number, place, client=context.client, **names)
         standard = noise.standard_normal(key, states.shape, states.device, states.dtype)
         if not self.relative:
             return standard * (self._sigma_now * (self.clip or 1.0))

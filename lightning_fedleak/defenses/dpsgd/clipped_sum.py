@@ -226,9 +226,7 @@ class ClippedSum:
         parts, factors = self.parts[parameter], self.factors
         if not self._all_finite:  # zero times NaN is NaN
             parts, factors = per_sample.select_samples(parts, self._finite), factors[self._finite]
-        return per_sample.weighted_sum(
-            parts, factors.to(processes.where_whole(parameter)), parameter.shape, target
-        )
+        return per_sample.weighted_sum(parts, factors, parameter.shape, target)
 
     def with_canary(self, samples: Tensor, divisor: float) -> base.CanaryGradient:
         """Return what is released of crafted layers, clipped together with the real ones.
@@ -289,11 +287,14 @@ class ClippedSum:
             if isinstance(parameter, DTensor) and parameter in earlier:
                 total.add_(earlier.pop(parameter))
             exact = None if gauge is None else gauge.before(total)
-            if std:
-                add(index + (processes.shard_number(parameter) << SHARD_BITS), total, std)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            released = processes.local_part(parameter.grad)
+            number, released = index, parameter.grad
+            if isinstance(parameter, DTensor):
+                number += processes.shard_number(parameter) << SHARD_BITS
+                released = processes.local_part(released)
+            if std:
+                add(number, total, std)
             torch.div(total, divisor, out=released)
             if gauge is not None and exact is not None:
                 gauge.after(exact, released)

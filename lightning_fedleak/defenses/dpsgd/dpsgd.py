@@ -66,8 +66,6 @@ class DPSGD(Defense):
             tenth of that; ``target_epsilon`` needs one.
         accountant: ``"prv"`` (tight), ``"rdp"`` (fast), or ``"filter"``: a budget that holds at
             whatever step the run ends, also where a gate turns the noise up (:meth:`harden`).
-        poisson_sampling: whether batches are Poisson samples. Without, the loader's batches are
-            taken, and each example is accounted as if it were in all of them.
         max_physical_batch_size: rows that are run at once; a larger batch is run in pieces and
             released once. None for the whole batch.
         ledger: file that remembers every release through a crash.
@@ -101,7 +99,6 @@ class DPSGD(Defense):
         target_delta: float | None = None,
         accountant: Account = "prv",
         *,
-        poisson_sampling: bool = True,
         max_physical_batch_size: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
         unit: Unit = "example",
@@ -112,17 +109,11 @@ class DPSGD(Defense):
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_combination(
-            max_grad_norm,
-            release,
-            unit,
-            accountant,
-            max_physical_batch_size,
-            poisson=poisson_sampling,
+            max_grad_norm, release, unit, accountant, max_physical_batch_size
         )
         self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
-        self.poisson_sampling = poisson_sampling
         self.max_physical_batch_size = max_physical_batch_size
         self.ledger = None if ledger is None else os.path.abspath(ledger)
         self.clip = clip
@@ -133,11 +124,12 @@ class DPSGD(Defense):
         self.releases = 0
         self.measured_noise_multiplier = math.nan
         self._noise = ReleaseNoise() if release.mechanism is None else release.mechanism.noise()
-        # With correlated noise an example's place decides which steps it may be in.
-        independent = poisson_sampling and not self._noise.correlated
-        filtered = accountant == "filter"
         self.guarantee = settings.guarantee_of(
-            release.trust, independent, seed, filtered, self.unit
+            release.trust,
+            seed,
+            self.unit,
+            fixed_places=self._noise.correlated,
+            fixed_budget=accountant == "filter",
         )
         self._checkpointed = 0
         self._budget = accounting.Budget(
@@ -146,7 +138,6 @@ class DPSGD(Defense):
             target_epsilon,
             target_delta,
             seeded=seed is not None,
-            harden_factor=release.harden_factor,
             max_hardenings=release.max_hardenings,
         )
         self._clip = (
@@ -191,11 +182,6 @@ class DPSGD(Defense):
         return self._budget.privacy
 
     @property
-    def share_spent(self) -> float | None:
-        """Return the Renyi divergence so far over the filter's budget; None without a filter."""
-        return self.accountant.share_spent
-
-    @property
     def can_harden(self) -> bool:
         """Return whether noise may be turned up: the other accountants need it fixed before."""
         return self._budget.can_harden
@@ -203,7 +189,7 @@ class DPSGD(Defense):
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return the public settings, the accountant and the noise multiplier."""
         values = super().settings() | {"accountant": self._budget.kind, **self._noise.settings()}
-        values["poisson"] = values.pop("poisson_sampling")  # the name in records
+        values["poisson"] = True
         clip, release, users = self.clip, self.release, self.users
         optional = {
             "noise_multiplier": self.noise_multiplier,
@@ -215,31 +201,16 @@ class DPSGD(Defense):
         values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
-    def group_privacy(self, rows: int) -> Privacy:
-        """Return the cost of the releases so far to ``rows`` examples, added or removed together.
-
-        ``unit=Users()`` from the start costs less. With it the group is of users.
-
-        Returns:
-            Epsilon at the delta of :attr:`privacy` (``accounting.group_epsilon``). With
-            ``accountant="filter"`` or correlated noise, k times the epsilon of one example at delta
-            ``k e^((k - 1) epsilon)`` times its; infinite where that is over 1.
-
-        Raises:
-            DefenseError: ``rows`` is below 1, or the training data are not known yet.
-        """
-        return self._budget.group_privacy(rows, independent=not self._noise.correlated)
-
     def curve(self) -> Curve:
         """Return pairs (epsilon, delta); raise an error where users or places are protected."""
         if self.users is not None:
             raise DefenseError("its unit is a user, and rows were left out: leave out whole users")
-        if not self.poisson_sampling or self._noise.correlated:
+        if self._noise.correlated:
             raise DefenseError("an example that is left out moves others to other batches")
         return self._budget.curve()
 
     def harden(self) -> str | None:
-        """Multiply the noise by ``harden_factor``, from the next release on."""
+        """Double the noise, from the next release on."""
         changed = self._budget.harden()
         if changed is not None and self._step is not None:
             self._step.check.unchecked = True
@@ -255,7 +226,7 @@ class DPSGD(Defense):
         self._noise.begin_fit()
         self._team = team = Team(context)
         with team.together():
-            setup_checks.check_trainer(context, poisson=self.poisson_sampling)
+            setup_checks.check_trainer(context)
             setup_checks.check_model(context.root, self.clip.form)
             setup_checks.check_shards(context.root, context.processes)
         self._read_ledger(context)
@@ -266,7 +237,6 @@ class DPSGD(Defense):
             team,
             clip=self._clip,
             noise=self._noise,
-            poisson=self.poisson_sampling,
             trusted=self.clip.loss == "trusted",
             max_rows=self.max_physical_batch_size,
         )
@@ -295,7 +265,6 @@ class DPSGD(Defense):
                 dataloader,
                 context,
                 draws,
-                by_chance=self.poisson_sampling,
                 noise=self._noise,
                 trust=self.release.trust,
                 users=self.users,
@@ -312,7 +281,7 @@ class DPSGD(Defense):
             self._budget.settle(sampling.rate, delta, planned)
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
-        setup_checks.check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
+        setup_checks.check_same_data(sampling.loader, team)
         self._forget_if_moved()
         # Computed on another machine, it may differ in its last bits.
         self._budget.noise_multiplier = team.broadcast(self.noise_multiplier)
@@ -416,7 +385,8 @@ class DPSGD(Defense):
                 self._budget.record(self._budget.noise_now)
         self.releases += 1
         gauge = NoiseGauge(std * noise.scale, expected) if checking else None
-        add = functools.partial(noise.add, key=functools.partial(self._key, context))
+        key = functools.partial(noise_key, client=context.client, name=self.name)
+        add = functools.partial(noise.add, key=key)
         clipped.release(parameters, team, std, expected, add, gauge)
         if gauge is not None:
             with team.together():
@@ -439,7 +409,8 @@ class DPSGD(Defense):
         std = self.noise_std(context)
         if std:
             number, step.canaries = step.canaries, step.canaries + 1
-            key = self._key(context, self._base(context), self.releases, number, "canary")
+            place = self._base(context), self.releases, number
+            key = noise_key(*place, client=context.client, name=self.name, stream="canary")
             like = released.samples
             noise = standard_normal(key, like.shape[1:], like.device, like.dtype)
             released = released.noised(noise * std, std)
@@ -532,13 +503,3 @@ class DPSGD(Defense):
 
     def _base(self, context: DefenseContext) -> bytes:
         return base_of(context.entropy, self.seed if self._budget.seeded else None)
-
-    def _key(
-        self,
-        context: DefenseContext,
-        base: bytes,
-        release: int,
-        index: int,
-        stream: str = "gradient",
-    ) -> bytes:
-        return noise_key(base, context.client, release, index, self.name, stream)

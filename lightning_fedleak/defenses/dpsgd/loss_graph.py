@@ -74,7 +74,7 @@ _STEPS = (
     *("Abs", "Clamp", "Hard", "LeakyRelu", "Max", "Min", "NanToNum", "Prelu", "Relu", "Rrelu"),
     *("Sign", "Softshrink", "Threshold", "Where"),
 )
-"""Beginnings of operations whose slope depends on the batch, which no second derivative shows."""
+"""Prefixes of operations whose slope depends on the batch, which no second derivative shows."""
 _REENTRANT = "CheckpointFunctionBackward"
 _MEAN = 1  # torch's number of the reduction "mean"
 _DIMENSIONS = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")

@@ -278,10 +278,10 @@ def weighted_sum(
     for part in parts:
         if isinstance(part, Dense):
             wide = _wide(part.values)
-            term = torch.tensordot(weights.to(wide.dtype), wide, dims=1)
+            term = torch.tensordot(weights.to(wide), wide, dims=1)
         elif isinstance(part, Outer):
             left, right = _wide(part.left), _wide(part.right)
-            column = weights.to(left.dtype)[:, None, None]
+            column = weights.to(left)[:, None, None]
             if left.shape[2] < right.shape[2]:
                 left = left * column
             else:
@@ -292,7 +292,8 @@ def weighted_sum(
                 continue
             term = left.T @ right
         else:
-            source = _wide(part.values) * weights.to(_wide(part.values).dtype)[:, None, None]
+            source = _wide(part.values)
+            source = source * weights.to(source)[:, None, None]
             total = source.new_zeros(shape) if total is None else total
             total.index_add_(0, part.ids.flatten(), source.flatten(0, 1))
             continue

@@ -212,41 +212,11 @@ class UserBatchSampler(PoissonBatchSampler):
         return [rows[i] for i in sorted(sample.tolist())]
 
 
-class RowCollate:
-    """A collate function that refuses another number of rows than of examples.
+class EmptyCollate:
+    """A collate function that also returns an empty batch, of the same form, for no examples.
 
     It refuses a batch whose ``input_ids``, or where there are none all tensors, have not one row
     for each example, because rows are clipped and privacy is accounted for examples.
-
-    Args:
-        collate: of the loader.
-
-    Raises:
-        DefenseError: in a call, another number of rows than of examples.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, examples: list[Any]) -> Any:
-        """Return the batch of these examples."""
-        batch = self.collate(examples)
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        tensors = tensors_of(batch)
-        if isinstance(ids, Tensor) and ids.dim() > 1:  # beside packed ids are documents' lengths
-            tensors = iter([ids])
-        sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
-        if len(sizes) == 1 and sizes != {len(examples)}:
-            raise DefenseError(
-                f"the collate function made {sizes.pop()} rows of {len(examples)} examples. "
-                "Each row would be clipped by itself, while privacy is accounted for an "
-                "example: let it give one row for each, and split or pack texts in the dataset."
-            )
-        return batch
-
-
-class EmptyCollate(RowCollate):
-    """A collate function that also returns an empty batch, of the same form, for no examples.
 
     For no examples it collates one example once and twice. What grew with the number of examples is
     cut to length 0: tensors in the dimension that grew, and sequences. What did not grow belongs to
@@ -262,21 +232,33 @@ class EmptyCollate(RowCollate):
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, index: int) -> None:
-        super().__init__(collate)
+        self.collate = collate
         self.dataset = dataset
         self.index = index
 
     def placeholder(self) -> Any:
         """Return the batch of one example, for a process that must run the model and drew none."""
-        return super().__call__([self.dataset[self.index]])
+        return self([self.dataset[self.index]])
 
     def __call__(self, examples: list[Any]) -> Any:
         """Return the batch of these examples."""
-        if examples:
-            return super().__call__(examples)
-        once = self.collate([self.dataset[self.index]])
-        twice = self.collate([self.dataset[self.index], self.dataset[self.index]])
-        return _emptied(once, twice)
+        if not examples:
+            once = self.collate([self.dataset[self.index]])
+            twice = self.collate([self.dataset[self.index], self.dataset[self.index]])
+            return _emptied(once, twice)
+        batch = self.collate(examples)
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        tensors = tensors_of(batch)
+        if isinstance(ids, Tensor) and ids.dim() > 1:  # beside packed ids are documents' lengths
+            tensors = iter([ids])
+        sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+        if len(sizes) == 1 and sizes != {len(examples)}:
+            raise DefenseError(
+                f"the collate function made {sizes.pop()} rows of {len(examples)} examples. "
+                "Each row would be clipped by itself, while privacy is accounted for an "
+                "example: let it give one row for each, and split or pack texts in the dataset."
+            )
+        return batch
 
 
 def _emptied(once: Any, twice: Any) -> Any:
@@ -332,10 +314,14 @@ class Sampling:
     groups: int = 1
 
     @property
+    def _sampler(self) -> PoissonBatchSampler:
+        assert isinstance(self.loader.batch_sampler, PoissonBatchSampler)
+        return self.loader.batch_sampler
+
+    @property
     def next_step(self) -> int:
         """Return the number of the next Poisson batch, where the next loader continues."""
-        sampler = self.loader.batch_sampler
-        return sampler.step if isinstance(sampler, PoissonBatchSampler) else 0
+        return self._sampler.step
 
     @property
     def users_digest(self) -> int:
@@ -358,12 +344,7 @@ class Sampling:
         Raises:
             DefenseError: something between the loader and the training step changed the batch.
         """
-        sampler, size = self.loader.batch_sampler, self.loader.batch_size
-        if isinstance(sampler, PoissonBatchSampler):
-            return sampler.claim(samples, row)
-        if size is not None and samples > size:
-            raise _foreign(samples)
-        return None
+        return self._sampler.claim(samples, row)
 
     def placeholder(self) -> Any:
         """Return a batch of one example that was not drawn and must not count."""

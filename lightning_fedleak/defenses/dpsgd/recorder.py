@@ -20,7 +20,6 @@ Layout = tuple[str, int]
 row, ("flat", n) where it has n rows, and ("expanded", 1) where one row for all samples was expanded
 to one row for each."""
 
-FIRST_COLUMNS = 4  # columns compared first: most rows that differ already differ there. Not tuned
 SMALL_BATCH = 5  # samples; in a smaller batch one sample may be part of every match. Not tuned
 
 _EXPANDED = (
@@ -372,15 +371,9 @@ class Recorder:
             self._failure = self._failure or error
 
 
-def _equal_rows(rows: Tensor, others: Tensor) -> Tensor:
-    """Return (N, B) booleans: whether a row of (N, W) equals one of the (B, W) others."""
-    equal = rows[:, :1] == others[:, 0]
-    for column in range(1, min(FIRST_COLUMNS, rows.shape[1])):
-        equal &= rows[:, column, None] == others[:, column]
-    for sample in equal.any(0).nonzero().flatten().tolist():
-        candidates = equal[:, sample].nonzero().flatten()
-        equal[candidates, sample] = (rows[candidates] == others[sample]).all(1)
-    return equal
+def _equal_rows(rows: Tensor, samples: Tensor) -> Tensor:
+    """Return (N, B) booleans: whether a row of (N, W) equals one of the (B, W) samples'."""
+    return torch.stack([(rows == sample).all(1) for sample in samples], 1)
 
 
 def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,8 +23,7 @@ LOADING = (
 )
 """Settings of a DataLoader that the new one takes over."""
 _ALREADY = (
-    "DP-SGD samples each example independently and replaces the sampler, or with "
-    "poisson_sampling=False counts each example once in a batch: it must know the sampler's rule."
+    "DP-SGD samples each example independently and replaces the sampler, whose rule it must know."
 )
 
 
@@ -34,7 +32,6 @@ def sampling_of(
     context: DefenseContext,
     draws: poisson.Draws,
     *,
-    by_chance: bool,
     noise: ReleaseNoise,
     trust: Trust,
     users: Users | None = None,
@@ -44,7 +41,6 @@ def sampling_of(
     ================  =================  =========================================
     batches           drawn              chance of one of them to be in a batch
     ================  =================  =========================================
-    the loader's      all examples       1
     Poisson           examples or users  mean batch size over their number
     of ``noise``      those of a group   as its mechanism says, by groups in turn
     ================  =================  =========================================
@@ -52,10 +48,8 @@ def sampling_of(
     Args:
         dataloader: as Lightning has prepared it.
         context: client and process.
-        draws: entropy and step; the groups follow from the noise.
-        by_chance: whether to draw Poisson samples; of a dataset with a ``public_length`` by that,
-            not by its length. Otherwise the loader's batches are taken, and each example is
-            accounted as if it were in all of them.
+        draws: entropy and step; the groups follow from the noise. A dataset with a
+            ``public_length`` is drawn from by that, not by its length.
         noise: may draw from groups of the examples in turn.
         trust: in the server.
         users: None to draw examples.
@@ -71,11 +65,6 @@ def sampling_of(
     if context.processes > 1:
         _check_shares(dataloader, context)
     dataset, batch_size = dataloader.dataset, dataloader.batch_size
-    if not by_chance:
-        _check_repeats(dataloader, context)
-        loader = checked_loader(dataloader)
-        check_documents(loader, by_user=False)
-        return poisson.Sampling(loader, 1.0, float(batch_size * context.processes), len(dataset))
     by_key = None if users is None else rows_by_user(dataset, users.group_by)
     population, absent = _population(dataset, by_key, public=not noise.correlated)
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
@@ -136,24 +125,6 @@ def _check_shares(dataloader: Any, context: DefenseContext) -> None:
         )
 
 
-def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
-    """Raise an error where two processes may get the same example in one step.
-
-    A sampler that splits the data repeats the first examples at the end of an epoch, so that parts
-    have equal sizes. Several clients with more than one step in an epoch are accounted for that.
-    """
-    if not is_sharded(dataloader) or (context.processes == 1 and len(dataloader) > 1):
-        return
-    sampler = dataloader.sampler
-    if len(dataloader.dataset) % sampler.num_replicas and not sampler.drop_last:
-        raise DefenseError(
-            "DPSGD: poisson_sampling=False takes the batches of a sampler that repeats examples, "
-            f"because {len(dataloader.dataset)} of them are not the same number for each of the "
-            f"{sampler.num_replicas} processes. Use poisson_sampling=True, or leave examples out "
-            "(DistributedSampler(drop_last=True), torch.utils.data.Subset)."
-        )
-
-
 def poisson_loader(
     loader: data.DataLoader[Any],
     rate: float,
@@ -209,25 +180,6 @@ def poisson_loader(
     loading = {name: getattr(loader, name) for name in LOADING}
     collate = poisson.EmptyCollate(loader.collate_fn, loader.dataset, first)
     return data.DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
-
-
-def checked_loader(loader: data.DataLoader[Any]) -> data.DataLoader[Any]:
-    """Return the same loader, which yields an example once in an epoch at most, as one row.
-
-    Under a DistributedSampler another process may repeat an example, in one batch of an epoch.
-
-    Args:
-        loader: with a map-style dataset and a sampler of torch's own.
-
-    Raises:
-        DefenseError: a loader that may yield an example twice, or with an unknown sampler.
-    """
-    check_torch_loader(loader)
-    _shard(loader)
-    checked = copy.copy(loader)
-    checked._iterator = None
-    checked.collate_fn = poisson.RowCollate(loader.collate_fn)
-    return checked
 
 
 def is_sharded(loader: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from lightning_fedleak import validate
@@ -12,6 +13,10 @@ from lightning_fedleak.defenses.base import DefenseError, State, refuse
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.defenses.noise import ReleaseNoise
+
+_check_choice = partial(validate.check_choice, error=DefenseError)
+_check_integer = partial(validate.check_integer, error=DefenseError)
+_check_number = partial(validate.check_number, error=DefenseError)
 
 GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
@@ -36,9 +41,9 @@ class ClipSettings:
     loss: Literal["checked", "trusted"] = "checked"
 
     def __post_init__(self) -> None:
-        _check_choice("form", self.form, ("auto", "per_sample", "ghost"))
-        _check_number("gamma", self.gamma, above=0)
-        _check_choice("loss", self.loss, ("checked", "trusted"))
+        _check_choice("DPSGD: form", self.form, ("auto", "per_sample", "ghost"))
+        _check_number("DPSGD: gamma", self.gamma, above=0)
+        _check_choice("DPSGD: loss", self.loss, ("checked", "trusted"))
 
 
 class NoiseMechanism(Protocol):
@@ -59,8 +64,8 @@ class ReleaseSettings:
             independent noise.
         on_budget: whether a spent ``target_epsilon`` ends the fit (``"stop"``) or raises
             :class:`BudgetSpent` (``"raise"``). Nothing is released beyond it.
-        harden_factor: by which a gate multiplies the noise, with ``accountant="filter"``.
-        max_hardenings: how often it may; None for no limit.
+        max_hardenings: how often a gate may double the noise, with ``accountant="filter"``; None
+            for no limit.
 
     Raises:
         DefenseError: a value out of range.
@@ -69,19 +74,17 @@ class ReleaseSettings:
     trust: Trust = "local"
     mechanism: NoiseMechanism | None = None
     on_budget: Literal["stop", "raise"] = "stop"
-    harden_factor: float = 2.0
     max_hardenings: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("trust", self.trust, ("local", "central"))
+        _check_choice("DPSGD: trust", self.trust, ("local", "central"))
         if self.mechanism is not None and not hasattr(self.mechanism, "noise"):
             raise DefenseError(
                 f"ReleaseSettings: mechanism={self.mechanism!r} must be None, or for example "
                 "lightning_fedleak.labs.correlated_noise.CorrelatedNoise(bands=4)"
             )
-        _check_choice("on_budget", self.on_budget, ("stop", "raise"))
-        _check_number("harden_factor", self.harden_factor, above=1)
-        _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)
+        _check_choice("DPSGD: on_budget", self.on_budget, ("stop", "raise"))
+        _check_integer("DPSGD: max_hardenings", self.max_hardenings, at_least=0, optional=True)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Users:
 
     def __post_init__(self) -> None:
         hint = "None takes all rows"
-        _check_integer("rows_per_user", self.rows_per_user, optional=True, hint=hint)
+        _check_integer("DPSGD: rows_per_user", self.rows_per_user, optional=True, hint=hint)
 
 
 Unit = Literal["example"] | Users
@@ -123,11 +126,11 @@ def check_budget(
     Raises:
         DefenseError: says which.
     """
-    _check_choice("accountant", accountant, ("prv", "rdp", "filter"))
+    _check_choice("DPSGD: accountant", accountant, ("prv", "rdp", "filter"))
     filtered, targeted = accountant == "filter", target_epsilon is not None
     count = "neither" if noise_multiplier is None else "both"
-    _check_number("noise_multiplier", noise_multiplier, at_least=0, optional=True)
-    _check_number("target_epsilon", target_epsilon, above=0, optional=True)
+    _check_number("DPSGD: noise_multiplier", noise_multiplier, at_least=0, optional=True)
+    _check_number("DPSGD: target_epsilon", target_epsilon, above=0, optional=True)
     refusals: dict[str, object] = {
         "accountant='filter' keeps the run within a budget that is fixed before it. Give "
         "target_epsilon and target_delta.": filtered and not targeted,
@@ -141,7 +144,7 @@ def check_budget(
         "target_epsilon.": targeted and seed is not None,
     }
     refuse("DPSGD: ", refusals)
-    _check_number("target_delta", target_delta, above=0, below=1, optional=True)
+    _check_number("DPSGD: target_delta", target_delta, above=0, below=1, optional=True)
 
 
 def check_combination(
@@ -150,8 +153,6 @@ def check_combination(
     unit: Unit,
     accountant: str,
     max_physical_batch_size: int | None,
-    *,
-    poisson: bool,
 ) -> None:
     """Raise an error for a clip norm or a number of rows out of range, and what contradicts.
 
@@ -159,23 +160,20 @@ def check_combination(
         DefenseError: says which.
     """
     if max_grad_norm != "auto":
-        _check_number("max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
+        _check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
     most, rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
-    _check_integer("max_physical_batch_size", most, optional=True, hint="rows that are run at once")
+    hint = "rows that are run at once"
+    _check_integer("DPSGD: max_physical_batch_size", most, optional=True, hint=hint)
     if isinstance(unit, Users):
         rows = unit.rows_per_user
     else:
-        _check_choice("unit", unit, ("example",), hint="or Users(group_by)")
+        _check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
     correlated = release.mechanism is not None
     refusals = {
-        "users are drawn by chance, and poisson_sampling=False takes the loader's batches as they "
-        "are: leave it out": by_user and not poisson,
         f"max_physical_batch_size={most} runs whole users, and one may have more rows: pass "
         f"Users(..., rows_per_user={most}) or fewer": (
             by_user and most is not None and (rows is None or rows > most)
         ),
-        "mechanism= decides itself how batches are drawn, and poisson_sampling=False takes the "
-        "loader's as they are: leave one out": correlated and not poisson,
         "mechanism= needs noise that is fixed before the run, and accountant='filter' is there to "
         "turn it up. Use accountant='prv' or 'rdp'.": correlated and accountant == "filter",
     }
@@ -203,9 +201,17 @@ def check_continued(state: State, releases: int, trust: Trust, unit: str) -> Non
 
 
 def guarantee_of(
-    trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool, unit: str = "example"
+    trust: Trust, seed: int | None, unit: str, *, fixed_places: bool, fixed_budget: bool
 ) -> str:
-    """Return what DP-SGD with these settings guarantees, and against whom."""
+    """Return what DP-SGD with these settings guarantees, and against whom.
+
+    Args:
+        trust: in the server.
+        seed: of noise that can be guessed; None: none can.
+        unit: of privacy.
+        fixed_places: whether an example's place decides which steps it may be in.
+        fixed_budget: whether the account is a filter's.
+    """
     if seed is not None:
         return "none: with a seed the noise can be guessed and subtracted"
     server = (
@@ -213,7 +219,7 @@ def guarantee_of(
         if trust == "local"
         else "whoever sees only the sum of all clients' updates (secure aggregation)"
     )
-    change = "added or removed" if poisson else "put in the place of nothing"
+    change = "put in the place of nothing" if fixed_places else "added or removed"
     protected = "one example" if unit == "example" else "one user with all of their rows,"
     shared = "an example" if unit == "example" else "a user"
     budget = (
@@ -228,15 +234,3 @@ def guarantee_of(
         "Give each client separate data. Not covered: what is logged or sent otherwise, and "
         "decisions taken in sight of the data."
     )
-
-
-def _check_choice(name: str, value: object, choices: Sequence[object], hint: str = "") -> None:
-    validate.check_choice(f"DPSGD: {name}", value, choices, hint=hint, error=DefenseError)
-
-
-def _check_integer(name: str, value: object, **limits: Any) -> None:
-    validate.check_integer(f"DPSGD: {name}", value, error=DefenseError, **limits)
-
-
-def _check_number(name: str, value: object, **limits: Any) -> None:
-    validate.check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)

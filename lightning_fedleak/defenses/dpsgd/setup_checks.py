@@ -21,12 +21,8 @@ PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 """Lightning's names of the precisions without a gradient scaler."""
 
 
-def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
+def check_trainer(context: DefenseContext) -> None:
     """Raise an error for settings of the Trainer that break the guarantee or have no effect.
-
-    Args:
-        context: holds the Trainer.
-        poisson: whether batches are Poisson samples.
 
     Raises:
         DefenseError: says which setting.
@@ -56,8 +52,9 @@ def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
             accumulated != 1
         ),
         f" draws each batch from all of the data, so that overfit_batches={repeated} would not "
-        "repeat the same batches. Give the loader a few rows alone (torch.utils.data.Subset), or "
-        "pass DPSGD(poisson_sampling=False).": poisson and repeated,
+        "repeat the same batches. Give the loader a few rows alone (torch.utils.data.Subset).": (
+            repeated
+        ),
     }
     refuse("DPSGD", refusals)
 
@@ -176,28 +173,22 @@ def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "targ
     return int(min(counts))
 
 
-def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:
+def check_same_data(loader: DataLoader[Any], team: Team) -> None:
     """Raise an error for processes of one client whose parts may overlap; a collective.
 
-    The parts are places in the dataset. Where processes have shuffled or split it differently, or
-    where samplers that are not replaced have different seeds, an example may be in several parts:
-    clipped in each, and more than once in the sum. A few examples are compared, if loading one
-    twice gives the same.
+    The parts are places in the dataset. Where processes have shuffled or split it differently, an
+    example may be in several parts: clipped in each, and more than once in the sum. A few examples
+    are compared, if loading one twice gives the same.
 
     Args:
         loader: for training; its dataset is whole in each process.
         team: the processes of this client.
-        poisson: whether the sampler was replaced.
 
     Raises:
         DefenseError: they differ, or an example cannot be loaded.
     """
     if team.size == 1:
         return
-    if not poisson:
-        sampler: Any = loader.sampler
-        names = "seed", "shuffle", "drop_last"
-        team.check_alike(**{f"the sampler's {n}": float(getattr(sampler, n)) for n in names})
     with team.together():
         digest, repeated = _digest(loader.dataset), _digest(loader.dataset)
     changes, high, low = team.largest([digest != repeated, digest, -digest])

@@ -33,14 +33,9 @@ StepForm = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
 
 
 class DrawnBatches:
-    """A check that every batch is released once, and alone.
+    """A check that every batch is released once, and alone."""
 
-    Args:
-        poisson: whether batches are Poisson samples, none of which may be released twice.
-    """
-
-    def __init__(self, poisson: bool) -> None:
-        self._poisson = poisson
+    def __init__(self) -> None:
         self._current: Any = None
         self._released: Any = None
         self._waiting = False
@@ -54,13 +49,11 @@ class DrawnBatches:
         _check_one_loader(context)
         self._current = _number_of(batch, context)
         repeated = self._released is not None and self._is_released()
-        if self._poisson and repeated:
+        if repeated:
             raise DefenseError(
                 "DPSGD: this batch was released already (a second optimizer step on it, in an "
                 "overridden optimizer_step perhaps). Every release is accounted as a Poisson "
-                "sample of its own. Take one optimizer step on each batch, or pass "
-                "poisson_sampling=False: then each example is accounted as if it were in all of "
-                "them."
+                "sample of its own. Take one optimizer step on each batch."
             )
         if self._waiting:
             raise DefenseError(
@@ -172,7 +165,6 @@ class WatchedStep:
         root: the module that is trained; hooks are put on its layers.
         team: the processes of this client.
         clip: how samples are clipped.
-        poisson: whether batches are Poisson samples.
         trusted: whether the user has proved that the loss is a mean of per-sample means.
         max_rows: rows that are run at once; None for all.
         noise: of the releases; it knows the number of the next one in its mechanism.
@@ -194,7 +186,6 @@ class WatchedStep:
         *,
         clip: Clip,
         noise: ReleaseNoise,
-        poisson: bool,
         trusted: bool,
         max_rows: int | None = None,
     ) -> None:
@@ -203,7 +194,7 @@ class WatchedStep:
         self.weights = Weights()
         self._team = team
         self.clip = clip
-        self._batches = DrawnBatches(poisson)
+        self._batches = DrawnBatches()
         self._compilation = ExitStack()
         self._compilation.enter_context(_compiled_with_hooks(root))
         self._recorder = Recorder(root)

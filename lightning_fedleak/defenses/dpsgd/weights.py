@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -205,7 +206,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Args:
         tensor: of any type; of a DTensor this process's part.
     """
-    part = local_part(tensor.detach())
+    part = tensor.detach()
+    if isinstance(part, DTensor):
+        part = part.to_local()
     flatten = getattr(part, "__tensor_flatten__", None)
     if flatten is not None:
         inner = (getattr(part, name) for name in flatten()[0])

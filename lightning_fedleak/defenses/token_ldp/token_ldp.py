@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, Privacy, State
 from lightning_fedleak.defenses.noise import base_of, noise_key
-from lightning_fedleak.defenses.token_ldp import randomness, words
+from lightning_fedleak.defenses.token_ldp import words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.words import BatchForm
-from lightning_fedleak.model.batches import write_batch
+from lightning_fedleak.model.batches import BatchError, write_batch
 from lightning_fedleak.validate import check_choice, check_number
 
 Per = Literal["token", "sequence"]
@@ -41,7 +43,7 @@ class ReleaseCounter:
     """How often at most one row has been released, over all fits so far.
 
     Rows are distinguished by digests, see
-    :func:`~lightning_fedleak.defenses.token_ldp.randomness.row_digests`, which are kept for one fit
+    :func:`row_digests`, which are kept for one fit
     only.
 
     Attributes:
@@ -323,13 +325,16 @@ class TokenLDP(Defense):
         text = words.text_of(tokens, ready, self.keep_special)
         ids, n_words = text.ids[text.words], text.words.sum(1)
         rows = torch.split(ids, n_words.tolist())
-        digests = randomness.row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
+        digests = row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
         replacements = self._replacements(ids, n_words, ready, digests, context)
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         self._agree(context)
         self._earlier = max(self._earlier, self.epsilon_per_sequence)
         randomised = text.written(tokens, replacements)
-        return write_batch(batch, randomised)
+        try:
+            return write_batch(batch, randomised)
+        except BatchError as error:
+            raise words.unreadable(error) from error
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return counts that hold for every process: batches, releases of an example, longest row.
@@ -442,7 +447,7 @@ class TokenLDP(Defense):
         if self.per == "sequence":
             epsilon = (self.epsilon / n_words.double()).repeat_interleave(n_words)
         randomizer = self._randomizer(len(domain))
-        indices = randomness.draw_replacements(randomizer, index, outside, epsilon, keys, counts)
+        indices = draw_replacements(randomizer, index, outside, epsilon, keys, counts)
         return torch.index_select(domain, 0, indices)
 
     def _streams(
@@ -451,6 +456,74 @@ class TokenLDP(Defense):
         """Return the keys of the secret random numbers, and how many words in turn use each."""
         base, client = base_of(context.entropy, self.seed), context.client
         if self.memoize:
-            return randomness.row_keys(base, client, digests, self.name), n_words.tolist()
-        key = noise_key(base, client, self.batches, context.process, self.name, stream="token")
+            return row_keys(base, client, digests, self.name), n_words.tolist()
+        place = base, self.batches, context.process
+        key = noise_key(*place, client=client, name=self.name, stream="token")
         return [key], [int(n_words.sum())]
+
+
+def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[bytes]:
+    """Return 16 bytes that distinguish rows, by their words and their examples' ids.
+
+    Args:
+        rows: (n_i,) int64 words of each row, on the CPU.
+        examples: one integer for each row.
+    """
+    ids = [0] * len(rows) if examples is None else examples
+    return [
+        hashlib.blake2b(
+            row.numpy().tobytes(), digest_size=16, salt=i.to_bytes(16, "big", signed=True)
+        ).digest()
+        for row, i in zip(rows, ids, strict=True)
+    ]
+
+
+def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:
+    """Return 32 bytes for each row: the same wherever this client has the row in this fit."""
+    key = noise_key(base, 0, 0, client=client, name=name, stream="row")
+    return [hashlib.blake2b(digest, key=key, digest_size=32).digest() for digest in digests]
+
+
+def uniforms(keys: Sequence[bytes], counts: Sequence[int], columns: int) -> Tensor:
+    """Return (n, columns) float64 in [0, 1), n the sum of ``counts``: a function of the keys alone.
+
+    Args:
+        keys: one for each stream.
+        counts: draws of each stream, (len(keys),).
+        columns: numbers of each draw.
+    """
+    streams = b"".join(
+        hashlib.shake_128(key).digest(8 * columns * count)
+        for key, count in zip(keys, counts, strict=True)
+    )
+    words = np.frombuffer(streams, dtype="<u8") >> np.uint64(11)
+    return torch.from_numpy(words * 2.0**-53).reshape(-1, columns)
+
+
+def draw_replacements(
+    randomizer: Randomizer,
+    index: Tensor,
+    outside: Tensor | None,
+    epsilon: float | Tensor,
+    keys: Sequence[bytes],
+    counts: Sequence[int],
+) -> Tensor:
+    """Return one replacement for each word, as an index of the domain.
+
+    Args:
+        randomizer: mechanism, domain and decoding rule.
+        index: (n,) int64, each word's index in the domain.
+        outside: (n,) bool, words that the domain lacks: a uniform one of the domain enters the
+            mechanism in their place. None where every word is in the domain.
+        epsilon: of each draw: one number, or (n,) float64.
+        keys: of the random streams, each used for ``counts`` words in turn.
+        counts: likewise; they add up to n.
+
+    Returns:
+        (n,) int64.
+    """
+    k = randomizer.k
+    numbers = uniforms(keys, counts, 2 + (outside is not None))
+    if outside is not None:
+        index = torch.where(outside, (numbers[:, -1] * k).long().clamp_(max=k - 1), index)
+    return randomizer.sample(index, epsilon, numbers)

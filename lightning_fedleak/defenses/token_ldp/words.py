@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -38,6 +38,14 @@ def refused(reason: str) -> DefenseError:
     return DefenseError(f"TokenLDP: {reason}")
 
 
+def unreadable(error: batches.BatchError) -> DefenseError:
+    """Return the error of a batch that cannot be read or copied."""
+    return refused(
+        f"the batch cannot be read ({str(error).removesuffix(batches.ADAPTER)}) Let the collate "
+        "function return a dict with input_ids and labels"
+    )
+
+
 @dataclass(frozen=True)
 class Words:
     """What counts as a word.
@@ -54,17 +62,11 @@ class Words:
     special: Tensor
     domain: Tensor | None
     size: int | None
-    _table: Tensor = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        table = torch.full((0,), -1)
-        if self.domain is not None:
-            table = torch.full((int(self.domain.max()) + 1,), -1)
-            table[self.domain] = torch.arange(len(self.domain))
-        object.__setattr__(self, "_table", table)
 
     def index_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of each id in the domain, and whether it is in there; (n,) each.
+
+        The index of an id that is not is that of any other.
 
         Raises:
             DefenseError: an id that the model does not have.
@@ -75,12 +77,9 @@ class Words:
                 f"the batch holds ids outside of the model's {self.size} words: it was made with "
                 "another model's tokenizer"
             )
-        if low >= 0 and high < len(self._table):
-            index = self._table[ids]
-        else:
-            in_table = (ids >= 0) & (ids < len(self._table))
-            index = torch.where(in_table, self._table[torch.where(in_table, ids, 0)], -1)
-        return index, index >= 0
+        assert self.domain is not None
+        index = torch.searchsorted(self.domain, ids).clamp_(max=len(self.domain) - 1)
+        return index, self.domain[index] == ids
 
 
 def words_of(
@@ -285,11 +284,7 @@ class BatchForm:
             allowed = {*PUBLIC_FIELDS, *self.public_fields, self.example_ids}
             unknown = [name for name in batches.other_fields(batch) if name not in allowed]
         except batches.BatchError as error:
-            form = str(error).removesuffix(batches.ADAPTER)
-            raise refused(
-                f"the batch cannot be read ({form}) Let the collate function return a dict with "
-                "input_ids and labels"
-            ) from error
+            raise unreadable(error) from error
         if unknown:
             raise refused(
                 f"the batch holds the fields {', '.join(unknown)}, which would reach the model as "

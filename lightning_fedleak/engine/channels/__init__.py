@@ -3,12 +3,11 @@
 from lightning_fedleak.engine.channels.base import Channel as Channel
 from lightning_fedleak.engine.channels.canaries import CanaryChannel as CanaryChannel
 from lightning_fedleak.engine.channels.membership import MembershipChannel as MembershipChannel
+from lightning_fedleak.engine.channels.membership import (
+    PassiveMembershipChannel as PassiveMembershipChannel,
+)
 from lightning_fedleak.engine.channels.memorization import (
     MemorizationChannel as MemorizationChannel,
 )
-from lightning_fedleak.engine.channels.passive import (
-    PassiveMembershipChannel as PassiveMembershipChannel,
-)
 from lightning_fedleak.engine.channels.texts import TextsChannel as TextsChannel
 from lightning_fedleak.engine.channels.words import WordsChannel as WordsChannel
-from lightning_fedleak.engine.options import Games as Games

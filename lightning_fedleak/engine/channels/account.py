@@ -20,8 +20,8 @@ BOUND = "bound/"
 class AccountGame:
     """The account of a run, compared with what the trained weights show.
 
-    The game is the account's own. Every text was left out by a fair coin of its own, before the
-    run; all that a coin let in count, whether a batch has held them or not. Looks and attacks share
+    The game is the account's own. A fair draw decided of every text, before the run, whether it is
+    trained on; all that are in count, whether a batch has held them or not. Looks and attacks share
     the probability of error, so that an account that holds is refuted in at most that share of
     runs.
 
@@ -43,7 +43,7 @@ class AccountGame:
         if len(defenses) > 1:
             self.why_not = "several defences account, and what they allow together is not known"
         elif run.processes > 1 and run.client == "rank" and defenses:
-            self.why_not = "a row that is left out moves others from one client to the next"
+            self.why_not = "a row that is held out moves further ones from one client to the next"
         elif self._defense is not None:
             try:
                 self._defense.curve()
@@ -78,7 +78,7 @@ class AccountGame:
         Args:
             attack: its name.
             scores: (N,) of all texts, by one rule.
-            members: (N,) bool, how the coins fell.
+            members: (N,) bool, the inclusion bits.
             error: probability with which an account that holds is refuted here.
             alpha: the same of all looks and attacks together.
         """
@@ -94,7 +94,7 @@ class AccountGame:
             f"{self._run.watcher}: THE ACCOUNT IS REFUTED by '{attack}' at step "
             f"{self._run.step}: {self._defense.name} accounts for epsilon "
             f"{privacy.epsilon:.3g} at delta {privacy.delta:g}, and what it accounts for lets "
-            f"{len(scores)} texts be told apart so well with a probability below "
+            f"{len(scores)} texts be distinguished so well with a probability below "
             f"{error:.2g}. Its noise, clipping or sampling is not what it accounts for, or "
             "something else lets texts into the weights. (An account that holds is refuted in "
             f"at most {alpha:.0%} of runs.)"
@@ -102,11 +102,11 @@ class AccountGame:
         return 1.0
 
 
-def too_few_others(counts: list[int], alpha: float) -> str | None:
-    """Return at which look ``shown`` has too few others, the farthest one; None: at none.
+def too_few_non_members(counts: list[int], alpha: float) -> str | None:
+    """Return at which look ``shown`` has too few non-members, the farthest one; None: at none.
 
     Args:
-        counts: of others, at look 1, 2, and so on.
+        counts: of non-members, at look 1, 2, and so on.
         alpha: probability of error over all looks together.
     """
     lacks = [others_needed(look, alpha) - count for look, count in enumerate(counts, start=1)]
@@ -114,4 +114,4 @@ def too_few_others(counts: list[int], alpha: float) -> str | None:
         return None
     look = 1 + lacks.index(max(lacks))
     needed, count = others_needed(look, alpha), counts[look - 1]
-    return f"'shown' needs {needed} others at look {look}, and has {count}"
+    return f"'shown' needs {needed} non-members at look {look}, and has {count}"

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fedleak.attacks import (
     HONEST_BUT_CURIOUS,
@@ -58,14 +58,31 @@ from lightning_fedleak.model.taps import Draw
 from lightning_fedleak.report.records import Family
 
 
+@dataclass(frozen=True)
+class Requirement:
+    """What a rate needs to be known.
+
+    Attributes:
+        looks: after so many it is first known.
+        why: why it takes so many.
+        never: why it cannot become known in this run, and the mend; None: it can.
+        never_alone: why it cannot judge one client's update alone; None: it can.
+    """
+
+    looks: int = 1
+    why: str = ""
+    never: str | None = None
+    never_alone: str | None = None
+
+
 class Channel(ABC):
     """Do everything that the engine needs for the attacks of one family of leak.
 
-    Lives as long as its monitor. :meth:`open` begins a fit and :meth:`close` ends it; a look is
-    :meth:`arm`, then :meth:`batch_ends` for each micro-batch but the last, :meth:`at_moment` and
-    :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last,
-    :meth:`results`, :meth:`disarm` and :meth:`reveal`. A family must define how a guess is
-    scored (:meth:`score`) and how the results of clients are combined (:meth:`pooled`).
+    Lives as long as its monitor. :meth:`open` begins a fit; a look is :meth:`arm`, then
+    :meth:`batch_ends` for each micro-batch but the last, :meth:`at_moment` and
+    :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last, :meth:`score`
+    and :meth:`disarm`. A family must define how a guess is scored (:meth:`score`) and how the
+    results of clients are combined (:meth:`pooled`).
 
     Args:
         attacks: the attacks of this family; may be empty.
@@ -74,22 +91,24 @@ class Channel(ABC):
     Attributes:
         listed_attacks: the attacks of this family.
         attacks: the attacks that are played in this fit.
+        plans: of those of them that give results, in their order.
+        removers: remove what :meth:`open` and :meth:`arm` have put into the model.
         guesses: the class of what ``run`` of its attacks returns.
         reads: the class of the attacks that it takes (of several channels the one whose class is
             nearest to the attack's own).
         leak: what it measures, and the words in which a report speaks of it.
         family: the leak's name, as in the logs.
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
-        headline: the leak's metric that stands for the others on a page or in a table.
-        charts: the further rates that have a chart.
         width: numbers in a packed result.
+        headline: the leak's metric that stands for the others on a page or in a table.
         extras: names of its values that have no interval.
         ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
-        limits: log name of what an account allows, by metric.
         own_threshold: rates of the attacks' own decisions, low even where all scores are right.
         parted: each process holds a part of the result, also where all processes are one client.
         plays_games: its attacks are asked about texts, of the user's own too.
         reads_updates: its attacks can read the weight change of several steps.
+        reads_states: an attack may read hidden states, or layers that a server adds, in place of
+            gradients of the client's own parameters.
         adversary: what its adversaries have by default, besides what they see.
         sees: what they see because the monitor shows it to them.
         at_weights: its attacks read the trained weights and nothing of a step, as those of
@@ -110,15 +129,14 @@ class Channel(ABC):
     family: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
-    charts: ClassVar[tuple[str, ...]] = ()
     width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
-    limits: Mapping[str, str] = MappingProxyType({})
     own_threshold: ClassVar[tuple[str, ...]] = ()
     parted: ClassVar[bool] = False
     plays_games: ClassVar[bool] = False
     reads_updates: ClassVar[bool] = False
+    reads_states: ClassVar[bool] = False
     adversary: frozenset[Capability] = HONEST_BUT_CURIOUS
     sees: ClassVar[frozenset[Capability]] = frozenset()
     at_weights: ClassVar[bool] = False
@@ -140,21 +158,26 @@ class Channel(ABC):
         self.attacks: tuple[Any, ...] = self.listed_attacks
         self.settings = settings
         self.plans: tuple[Plan, ...] = ()
+        self.removers: list[Callable[[], object]] = []
         if attacks:
-            self.check_settings()
+            self._check_settings()
 
-    def check_settings(self) -> None:
+    def _check_settings(self) -> None:
         """Refuse settings that do not fit the attacks.
 
         Raises:
             ValueError: says which setting to change.
         """
-        if self.settings.local_steps is not None and not self.reads_updates:
-            name = self.attacks[0].name
-            raise ValueError(
-                f"local_steps attacks a weight change, and '{name}' reads what one step "
-                "sends: give it a monitor of its own, without local_steps"
-            )
+        rounds = self.settings.local_steps is not None
+        for attack in self.attacks if rounds else ():
+            if not self._reads_updates(attack):
+                raise ValueError(
+                    f"a round sends a weight change, and '{attack.name}' reads what one step sends"
+                )
+
+    def _reads_updates(self, attack: Attack) -> bool:
+        """Return whether an attack can read the weight change of several steps."""
+        return self.reads_updates
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -162,44 +185,14 @@ class Channel(ABC):
         """Return the series of an attack's results at those of the stages where it has one."""
         return [Series.at(stage, attack.name) for stage in stages if stage != Stage.RELEASED]
 
-    def charted(self, series: Series) -> tuple[str, ...]:
-        """Return the rates of a series that have a chart, the headline first."""
-        return (self.headline, *self.charts)
+    def requirement(self, metric: str, clients: int = 1) -> Requirement:
+        """Return what a rate needs to be known. Default: nothing, it is known at every look.
 
-    def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
-        """Return after how many looks a rate is first known, and why; None: at every look."""
-        return None
-
-    def never_known(self, metric: str) -> str | None:
-        """Return why a rate cannot become known in this run, and the mend; None: it can."""
-        return None
-
-    def never_judged(self, metric: str) -> str | None:
-        """Return why a rate cannot judge one client's update alone; None where it can."""
-        return None
-
-    def never_read(self, name: str, *, fresh: bool) -> Unknown | NothingShared | None:
-        """Return what an attack answers to every update of a federation; None where it varies."""
-        attack = next(a for a in self.listed_attacks if a.name == name)
-        plan = None
-        with suppress(ValueError):
-            plan = self.plan(attack)
-        if plan is None or not plan.exposed:
-            return NothingShared()
-        if (why := no_sum(plan)) is not None:
-            return Unknown(why, applies=False)
-        facts, steps = plan.facts(self.run, self.settings.local_steps, 0), None
-        if (how := facts.compression) and how.method not in attack.reads_compressed:
-            return Unknown(explain_compression(how.method), applies=False)
-        with suppress(UnusableObservation):  # some attacks read updates of any optimizer
-            steps = LocalSteps.from_facts(facts)
-        try:
-            attack.check_updates(facts)
-            if steps is not None:
-                steps.check_fresh(fresh)
-        except UnusableObservation as error:
-            return Unknown(str(error), applies=not isinstance(error, Inapplicable))
-        return None
+        Args:
+            metric: its name, or that of an end of its interval.
+            clients: whose results are pooled.
+        """
+        return Requirement()
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -207,33 +200,12 @@ class Channel(ABC):
         """Begin a fit: insert taps."""
         self.run = run
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """Leave some attacks out of this fit."""
-        self.attacks = tuple(a for a in self.attacks if a.name not in names)
-
-    def plan(self, attack: Attack) -> Plan:
-        """Check an attack against the model and the run at this moment, and return its plan.
-
-        Default: a plan that reads gradients of the client's own parameters.
-
-        Raises:
-            ValueError: it cannot read this model.
-        """
-        return gradient_plan(attack, self.run)
-
-    def follow(self, plans: Sequence[Plan]) -> None:
-        """Use these plans from now on, one for each attack."""
-        self.plans = tuple(plans)
-
     def check(self, attack: Attack) -> None:  # noqa: B027
         """Try as much of a calibrated attack as is possible before the first step.
 
         Raises:
             ValueError: an attack does not work on this model.
         """
-
-    def close(self) -> None:  # noqa: B027
-        """End a fit: remove taps. May be called twice, and without :meth:`open`."""
 
     # ---- a look -----------------------------------------------------------------------------
 
@@ -245,36 +217,14 @@ class Channel(ABC):
 
     def at_moment(self, moment: Moment) -> None:
         """Let the attacks guess at this moment, at some stages. Default: from gradients."""
-        self.read_gradients(moment, self.plans)
+        read_gradients(self, moment)
 
     def before_defense(  # noqa: B027
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
         """Prepare for a defence that acts on the gradients next."""
 
-    def results(self, look: Look) -> dict[Series, Result]:
-        """Return this process's result of each series; every process calls it at every look."""
-        empty = self.holds_nothing(look)
-        return {
-            series: self._result(look, plan, series, empty=empty)
-            for plan in self.plans
-            for series in self.series(plan.attack, self.settings.stages)
-        }
-
-    def _result(self, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
-        if look.truth_error is not None:
-            return Unknown(f"the batch could not be read: {look.truth_error}")
-        if empty or not look.stepped or not plan.exposed:
-            return NothingShared()
-        answer = look.answers.get(series, Unknown("the attack was not run"))
-        if isinstance(answer, Unknown | Waiting):
-            return answer
-        try:
-            return Found(self.score(look, series, answer), look.controls.get(plan.attack.name))
-        except Exception as error:
-            return Unknown(reason(error))
-
-    def holds_nothing(self, look: Look) -> bool:
+    def _holds_nothing(self, look: Look) -> bool:
         """Return whether no batch of the look can leak anything; called once in a look."""
         return not any(batch.input_ids.numel() for batch in look.batches)
 
@@ -283,8 +233,8 @@ class Channel(ABC):
         """Return the score of a guess against the truth, as :attr:`width` packed numbers.
 
         Args:
-            look: the look with its batches; what a page shows of the guess goes into
-                ``look.notes``.
+            look: the look with its batches; ``look.notes`` may get a function that writes what was
+                recovered.
             series: the series of the guess.
             answer: the guess that :meth:`at_moment` stored in ``look.answers``.
 
@@ -295,10 +245,6 @@ class Channel(ABC):
     def rates_now(self, look: Look, plan: Plan, answer: Any) -> Mapping[str, float]:
         """Return the rates of a guess against the truth of this process so far in the look."""
         return {}
-
-    def gives_control(self, attack: str) -> bool:
-        """Return whether an attack is given the control of a look, by its name."""
-        return self.controlled and any(a.name == attack and a.needs_control for a in self.attacks)
 
     def control_rates(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
@@ -313,18 +259,8 @@ class Channel(ABC):
         """
         raise NotImplementedError
 
-    def without_truth(self, answer: Any) -> dict[str, float]:
-        """Return the values of a guess that the adversary itself knows, without the truth.
-
-        The values are among :attr:`extras`. Default: none.
-        """
-        return {}
-
     def disarm(self, look: Look) -> None:  # noqa: B027
         """End a look, also one that failed: free what it used."""
-
-    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: Any) -> None:  # noqa: B027
-        """Write what was recovered at a look that counts to local files."""
 
     # ---- over clients and looks -------------------------------------------------------------
 
@@ -337,37 +273,102 @@ class Channel(ABC):
             rows: by number of the client; at least one.
         """
 
-    def clear(self) -> None:  # noqa: B027
-        """Forget the looks of an earlier fit."""
-
-    def series_state(self, series: Series) -> dict[str, Tensor]:
-        """Return the state of one series for a checkpoint. Default: nothing."""
-        return {}
-
-    def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Restore what :meth:`series_state` returned."""
-
     def state_dict(self) -> dict[str, object]:
-        """Return the other state for a checkpoint, by names that no other channel uses."""
+        """Return the state for a checkpoint, by names that no other channel uses."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:  # noqa: B027
-        """Restore what :meth:`state_dict` returned, from the joint state of all channels."""
+        """Restore what :meth:`state_dict` returned, from the joint state of all channels.
 
-    # ---- what channels have in common -------------------------------------------------------
+        An empty state forgets the looks of an earlier fit.
+        """
 
-    def read_gradients(self, moment: Moment, plans: Sequence[Plan]) -> None:
-        """Let each attack guess once from the gradients at the wanted stages."""
-        owners = (None, moment.optimizer)
-        stepped = [p for p in plans if moment.optimizer is None or p.optimizer in owners]
-        readable = [p for p in stepped if p.exposed and p.roles]
-        if not moment.wanted or not readable:
-            return
-        view = moment.gradients()
-        for plan in readable:
-            series = self.series(plan.attack, moment.wanted)
-            if silent := [s for s in series if s not in moment.look.answers]:
-                moment.look.answers |= dict.fromkeys(silent, guess(plan, view, self.run))
+
+# ---- what channels have in common -----------------------------------------------------------
+
+
+def read_gradients(channel: Channel, moment: Moment) -> None:
+    """Let each attack of a channel guess once from the gradients at the wanted stages."""
+    owners = (None, moment.optimizer)
+    stepped = [p for p in channel.plans if moment.optimizer is None or p.optimizer in owners]
+    readable = [p for p in stepped if p.exposed and p.roles]
+    if not moment.wanted or not readable:
+        return
+    view = moment.gradients()
+    for plan in readable:
+        series = channel.series(plan.attack, moment.wanted)
+        if silent := [s for s in series if s not in moment.look.answers]:
+            moment.look.answers |= dict.fromkeys(silent, guess(plan, view, channel.run))
+
+
+def results_of(channel: Channel, look: Look) -> dict[Series, Result]:
+    """Return this process's result of each series; every process calls it at every look."""
+    empty = channel._holds_nothing(look)
+    return {
+        series: _result(channel, look, plan, series, empty=empty)
+        for plan in channel.plans
+        for series in channel.series(plan.attack, channel.settings.stages)
+    }
+
+
+def _result(channel: Channel, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
+    if look.truth_error is not None:
+        return Unknown(f"the batch could not be read: {look.truth_error}")
+    if empty or not look.stepped or not plan.exposed:
+        return NothingShared()
+    answer = look.answers.get(series, Unknown("the attack was not run"))
+    if isinstance(answer, Unknown | Waiting):
+        return answer
+    try:
+        return Found(channel.score(look, series, answer), look.controls.get(plan.attack.name))
+    except Exception as error:
+        return Unknown(reason(error))
+
+
+def exclude(channel: Channel, names: Collection[str]) -> None:
+    """Exclude some attacks from this fit."""
+    channel.attacks = tuple(a for a in channel.attacks if a.name not in names)
+
+
+def gives_control(channel: Channel, attack: str) -> bool:
+    """Return whether an attack is given the control of a look, by its name."""
+    named = (a for a in channel.attacks if a.name == attack)
+    return channel.controlled and any(a.needs_control for a in named)
+
+
+def plan_of(channel: Channel, attack: Attack) -> Plan:
+    """Check an attack against the model and the run at this moment, and return its plan.
+
+    Raises:
+        ValueError: it cannot read this model.
+    """
+    if channel.reads_states and not attack.needs(channel.run.anatomy).gradients:
+        return Plan(attack, (), True, None)
+    return gradient_plan(attack, channel.run)
+
+
+def never_read(channel: Channel, name: str, *, fresh: bool) -> Unknown | NothingShared | None:
+    """Return what an attack answers to every update of a federation; None where it varies."""
+    attack = next(a for a in channel.listed_attacks if a.name == name)
+    plan = None
+    with suppress(ValueError):
+        plan = plan_of(channel, attack)
+    if plan is None or not plan.exposed:
+        return NothingShared()
+    if (why := no_sum(plan)) is not None:
+        return Unknown(why, applies=False)
+    facts, steps = plan.facts(channel.run, channel.settings.local_steps, 0), None
+    if (how := facts.compression) and how.method not in attack.reads_compressed:
+        return Unknown(explain_compression(how.method), applies=False)
+    with suppress(UnusableObservation):  # some attacks read updates of any optimizer
+        steps = LocalSteps.from_facts(facts)
+    try:
+        attack.check_updates(facts)
+        if steps is not None:
+            steps.check_fresh(fresh)
+    except UnusableObservation as error:
+        return Unknown(str(error), applies=not isinstance(error, Inapplicable))
+    return None
 
 
 def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:

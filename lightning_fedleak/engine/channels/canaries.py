@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.attacks.memorization import Canaries
-from lightning_fedleak.engine.channels.account import too_few_others
+from lightning_fedleak.engine.channels.account import too_few_non_members
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.pool import CanaryPool, Pool
 from lightning_fedleak.engine.outcomes import AUDIT, Series
@@ -24,10 +24,10 @@ _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 
 
 class CanaryChannel(MemorizationChannel):
-    """Ask the trained weights about the user's own canaries, in the data or left out by a coin.
+    """Ask the trained weights about the user's own canaries, in the data or held out at random.
 
     Each number of repetitions has a series of its own, ``audit/<attack>_x<times>``. Those that were
-    trained on so far are compared with all that were left out.
+    trained on so far are compared with all that were held out.
 
     Raises:
         ValueError: no canaries, or tokens that one of them does not have.
@@ -47,13 +47,13 @@ class CanaryChannel(MemorizationChannel):
     file = "canaries_base.safetensors"
     absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
-    def check_settings(self) -> None:
+    def _check_settings(self) -> None:
         """Take the canaries; refuse attacks without any, or on tokens that one of them lacks.
 
         Raises:
             ValueError: says what to give.
         """
-        super().check_settings()
+        super()._check_settings()
         canaries = self.settings.games.canaries
         if canaries is None:
             raise ValueError(
@@ -69,10 +69,6 @@ class CanaryChannel(MemorizationChannel):
                     f"not its first, and one has {shortest} tokens: ask for at most {shortest - 1}"
                 )
 
-    def charted(self, series: Series) -> tuple[str, ...]:
-        """Return the rates of a tier."""
-        return ("auc", "exposure", "extracted", "greedy")
-
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of each number of repetitions."""
         return [
@@ -81,18 +77,20 @@ class CanaryChannel(MemorizationChannel):
             if Stage.RELEASED in stages
         ]
 
-    def never_known(self, metric: str) -> str | None:
-        """Return why a rate cannot become known: few canaries were left out."""
+    def _never_known(self, metric: str) -> str | None:
+        """Return why a rate cannot become known: few canaries were held out."""
+        if self._pool is None:
+            return None
         alpha = self.settings.memorization.alpha / len(self._canaries.record.times)
-        others = int((~self._canaries.included).sum())
-        counts = [others] * self._planned_looks
-        return too_few_others(counts, alpha) if metric == "shown" else None
+        non_members = int((~self._canaries.included).sum())
+        counts = [non_members] * self._planned_looks
+        return too_few_non_members(counts, alpha) if metric == "shown" else None
 
     def _drawn(self) -> Pool:
         """Return all canaries; they are asked about, or the attack is not played.
 
         Raises:
-            NoOthers: the budget does not pay for them.
+            NoNonMembers: the budget does not pay for them.
         """
         return CanaryPool.of_canaries(
             self._canaries, self.run.training_loader, self.settings.memorization
@@ -102,8 +100,8 @@ class CanaryChannel(MemorizationChannel):
         """Return in words what is compared, for the line-up."""
         if self._pool is None:
             return ""
-        n, n_others = int(self._pool.trains.sum()), int((~self._pool.trains).sum())
-        return f"{n} canaries in the data and {n_others} that were left out"
+        n, n_non_members = int(self._pool.trains.sum()), int((~self._pool.trains).sum())
+        return f"{n} canaries in the data and {n_non_members} that were held out"
 
     def pool_line(self) -> PoolLine | None:
         """Return nothing: each line of results has the numbers of canaries."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.targets import special_ids
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
@@ -120,7 +120,7 @@ class Controls:
         if channel is None or not plan.exposed:
             return False
         reads = bool(plan.roles) or channel.controls_states
-        return reads and channel.gives_control(plan.attack.name)
+        return reads and gives_control(channel, plan.attack.name)
 
     def _channel(self, plan: Plan) -> Channel:
         return self._channels[plan.attack.name]

@@ -120,7 +120,6 @@ def _without_clients(outcome: Outcome) -> Outcome:
     return replace(
         outcome,
         worst={},
-        trials={},
         p_value=math.nan,
         unknown=None if outcome.unknown is None else "the attack failed on another client",
         pending=None if outcome.pending is None else OTHER_WAITS,

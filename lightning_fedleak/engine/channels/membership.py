@@ -21,16 +21,19 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks import (
     CRAFTED,
     DISHONEST_SERVER,
+    HONEST_BUT_CURIOUS,
     Attack,
+    Capability,
     MembershipAttack,
     MembershipGuess,
+    PassiveMembership,
     UnusableObservation,
     direction_of,
     upstream_of,
 )
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.engine.channels import played
-from lightning_fedleak.engine.channels.base import Channel, check_guess
+from lightning_fedleak.engine.channels.base import Channel, Requirement, check_guess, guess
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.targets import (
     Rows,
@@ -49,7 +52,7 @@ from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR, R
 from lightning_fedleak.model.anatomy import without_peft
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, Observation, Stage
 from lightning_fedleak.model.taps import (
     ActivationTap,
     Draw,
@@ -115,12 +118,12 @@ class MembershipChannel(Channel):
     guesses = MembershipGuess
     reads: ClassVar[Any] = MembershipAttack
     plays_games = True
+    reads_states: ClassVar[bool] = True
     tests_looks: ClassVar[bool] = True
     controlled: ClassVar[bool] = True
     controls_states: ClassVar[bool] = True
     leak = MEMBERSHIP
     metrics = RATES
-    charts = ("accuracy", "advantage", "tpr_at_fpr_0.01")
     ranges: ClassVar[Any] = {
         **dict.fromkeys(("accuracy", "auc"), (0.0, 1.0, 0.5)),
         **dict.fromkeys(("f1", "tpr_at_fpr_"), (0.0, 1.0, 0.0)),
@@ -133,47 +136,44 @@ class MembershipChannel(Channel):
         super().__init__(attacks, settings)
         self.games = games = settings.games
         self.width = 1 + 3 * 2 * games.targets
-        self._windows: dict[Series, played.Window] = {}
+        self._windows: dict[str, played.Window] = {}
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
         self._layers: set[int] = set()
         self._table: GameTable | None = None
         self._leaving = False
 
-    def check_settings(self) -> None:
+    def _check_settings(self) -> None:
         """Refuse texts that an attack knows to be outside.
 
         Raises:
             ValueError: says which setting to change.
         """
-        super().check_settings()
+        super()._check_settings()
         for attack in self.attacks:
             check_held_out(attack, self.settings.games.held_out)
 
-    def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
-        """Return the looks that a TPR needs: a small rate of false positives takes many texts."""
-        if not metric.startswith("tpr_at_fpr_"):
-            return None
-        fpr = float(metric.removeprefix("tpr_at_fpr_"))
-        others = self.games.targets * clients
-        return math.ceil(NEGATIVES_PER_FPR / fpr / others - 1e-9), (
-            f"a rate at {fpr:g} false positives is known only from {NEGATIVES_PER_FPR / fpr:.0f} "
-            f"texts that are not in the batch, and a look has {others} of them"
-        )
-
-    def never_judged(self, metric: str) -> str | None:
-        """Return why the attack's own threshold, an interval or a TPR cannot judge one update."""
-        if metric in self.own_threshold:
-            return (
+    def requirement(self, metric: str, clients: int = 1) -> Requirement:
+        """Return the looks that a TPR needs, and why a rate cannot judge one update alone."""
+        rate = metric.removesuffix("_worst_client").removesuffix("_low").removesuffix("_high")
+        looks, why = 1, ""
+        if rate.startswith("tpr_at_fpr_"):  # a small rate of false positives takes many texts
+            fpr, n = float(rate.removeprefix("tpr_at_fpr_")), self.games.targets * clients
+            looks = math.ceil(NEGATIVES_PER_FPR / fpr / n - 1e-9)
+            why = (
+                f"a rate at {fpr:g} false positives is known only from "
+                f"{NEGATIVES_PER_FPR / fpr:.0f} texts that are not in the batch, and a look has "
+                f"{n} of them"
+            )
+        alone = why if looks > 1 else played.too_few(self.games.targets)
+        if metric.endswith(("_low", "_high")):
+            alone = "intervals are of the games of all rounds, and a gate judges one round"
+        elif metric in self.own_threshold:
+            alone = (
                 "it is of the attack's own threshold, so that it may be 0 of an update that is "
                 "read without an error"
             )
-        if metric.endswith(("_low", "_high")):
-            return "intervals are of the games of all rounds, and a gate judges one round"
-        requirement = self.looks_until_known(metric.removesuffix("_worst_client"), 1)
-        if requirement is None or requirement[0] <= 1:
-            return played.too_few(self.games.targets)
-        return requirement[1]
+        return Requirement(looks, why, never_alone=alone)
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -184,6 +184,7 @@ class MembershipChannel(Channel):
             ValueError: the client's part of the games is not known; says which setting to change.
         """
         super().open(run)
+        self.removers = [self._remove_taps]
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._sources = Sources(
             self.games,
@@ -196,45 +197,18 @@ class MembershipChannel(Channel):
         self._check_processes(run)
 
     def _check_processes(self, run: Run) -> None:
-        games = f"'{self.attacks[0].name}' plays membership games, which"
+        many, why = run.processes > 1, ""
         if run.is_sharded:
+            why = "need whole layers, and this model is sharded: use DDP with client='rank'"
+        elif many and run.client == "world":
+            why = "query one process's batch, and with client='world' it is spread: use 'rank'"
+        elif many and Stage.AGGREGATE in self.settings.stages:
+            why = "query one client's batch: leave 'aggregate' out of stages="
+        if why:
             raise ValueError(
-                f"{games} need whole layers, and this model is sharded. Use DDP with "
-                "client='rank', or one device; attacks on words and texts run under FSDP2 too."
+                f"'{self.attacks[0].name}' plays membership games, which {why}, or one device; or "
+                "give these attacks a monitor of their own"
             )
-        if run.processes == 1:
-            return
-        if run.client == "world":
-            raise ValueError(
-                f"{games} ask one process's batch; with client='world' the batch is spread over "
-                "several. Use client='rank', or run one process."
-            )
-        if Stage.AGGREGATE in self.settings.stages:
-            raise ValueError(
-                f"{games} ask one client's batch; what remains of it in the mean over clients is "
-                "not computed. Leave 'aggregate' out of stages=, or give these attacks a monitor "
-                "of their own."
-            )
-
-    def plan(self, attack: Attack) -> Plan:
-        """Return a plan without roles, because the server adds the layers that are read.
-
-        Raises:
-            ValueError: the model has no such layer.
-        """
-        attack.needs(self.run.anatomy)
-        return Plan(attack, (), True, None)
-
-    def follow(self, plans: Sequence[Plan]) -> None:
-        """Tap the layers that are read."""
-        super().follow(plans)
-        layers = {a.layer for a in self.attacks}
-        if layers != self._layers:
-            self.close()
-            if layers:
-                self._tap = self._place_tap(sorted(layers))
-                self._calls = ModelCalls(self.run.anatomy) if self._replaced else None
-            self._layers = layers
 
     def _place_tap(self, layers: Sequence[int]) -> ActivationTap:
         # A server that adds trainable layers gets a gradient there, whatever is frozen below. In a
@@ -267,23 +241,27 @@ class MembershipChannel(Channel):
                 f"{self.run.watcher}: '{attack.name}' cannot be played on this model: {error}"
             ) from error
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        if self._tap is not None:
-            self._tap.close()
-        if self._calls is not None:
-            self._calls.close()
-        self._tap = self._calls = None
-        self._layers = set()
-
     # ---- a look -----------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Start a look."""
+        """Start a look: record at the layers that are read."""
+        layers = {attack.layer for attack in self.attacks} if self.reads_states else set()
+        if layers != self._layers:
+            self._remove_taps()
+            self._layers = layers
+            self._tap = self._place_tap(sorted(layers)) if layers else None
+            self._calls = ModelCalls(self.run.anatomy) if layers and self._replaced else None
         if self._tap is not None:
             self._tap.arm()
         if self._calls is not None:
             self._calls.arm()
+
+    def _remove_taps(self) -> None:
+        for tap in (self._tap, self._calls):
+            if tap is not None:
+                tap.close()
+        self._tap = self._calls = None
+        self._layers = set()
 
     def disarm(self, look: Look) -> None:
         """End a look, free its tensors, and remember its batches."""
@@ -546,16 +524,65 @@ class MembershipChannel(Channel):
         return self._window(series).add(rows)
 
     def _window(self, series: Series) -> played.Window:
-        return self._windows.setdefault(series, played.Window(self.games.window))
+        return self._windows.setdefault(series.log_name, played.Window(self.games.window))
 
-    def clear(self) -> None:
-        """Forget earlier games."""
+    def state_dict(self) -> dict[str, object]:
+        """Return the games of each series' window."""
+        return {f"games of {name}": one.state_dict() for name, one in self._windows.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the windows."""
         self._windows.clear()
+        for attack in self.listed_attacks:
+            for series in self.series(attack, ON_THE_WAY):
+                if saved := state.get(f"games of {series.log_name}"):
+                    self._window(series).load_state_dict(saved)
 
-    def series_state(self, series: Series) -> dict[str, Tensor]:
-        """Return the games of the window."""
-        return self._window(series).state_dict()
 
-    def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:
-        """Restore the window."""
-        self._window(series).load_state_dict(state)
+class PassiveMembershipChannel(MembershipChannel):
+    """Play the same games for a server that adds no layers and reads what is shared anyway."""
+
+    reads = PassiveMembership
+    reads_updates: ClassVar[bool] = True
+    reads_states: ClassVar[bool] = False
+    adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
+
+    def check(self, attack: Attack) -> None:
+        """Do nothing, because no attack can be tried without a gradient."""
+
+    @torch.no_grad()
+    def at_moment(self, moment: Moment) -> None:
+        """Ask every attack about texts, from what is shared at this moment."""
+        look = moment.look
+        if not self.attacks or not moment.wanted or look.truth_error is not None:
+            return
+        if self._table is None:
+            draw = self._sources.population
+            self._table = GameTable(draw_targets(draw, look.step, look.all_batches))
+        for plan in self.plans:
+            stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
+            expected = self.series(plan.attack, self.settings.stages)
+            silent = any(series not in look.answers for series in expected)
+            if not plan.exposed or not stepped or not silent:
+                continue
+            answer = self._answer(plan, self._table.targets, moment)
+            for series in self.series(plan.attack, moment.wanted):
+                look.answers.setdefault(series, answer)
+
+    def _answer(
+        self, plan: Plan, targets: Targets | Waiting | Unknown, moment: Moment
+    ) -> played.Played | Unknown | Waiting:
+        if not isinstance(targets, Targets):
+            return targets
+        answer = guess(plan, moment.gradients(), self.run, targets.query())
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        return played.played_games(answer, targets.members)
+
+    def _control_games(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
+    ) -> played.Played | Unknown | Waiting:
+        answer = guess(plan, view, self.run, targets.query())
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        return played.played_games(answer, targets.members)

@@ -22,10 +22,15 @@ from lightning_fedleak.attacks.memorization import (
     MemorizationAttack,
     blind_scores,
 )
-from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_others
-from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.channels.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
+from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
+from lightning_fedleak.engine.channels.base import Channel, Requirement
+from lightning_fedleak.engine.channels.pool import (
+    NO_CONTROLS,
+    NoNonMembers,
+    Pool,
+    collect,
+    forwards_of,
+)
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -82,6 +87,7 @@ class MemorizationChannel(Channel):
     )
     width = 3 * len(metrics) + len(extras)
     reads_updates = True
+    reads_states = True
     at_weights = True
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
@@ -110,11 +116,6 @@ class MemorizationChannel(Channel):
     def _played(self) -> list[Series]:
         """The series of the attacks that are played."""
         return [one for attack in self.attacks for one in self.series(attack, (Stage.RELEASED,))]
-
-    def charted(self, series: Series) -> tuple[str, ...]:
-        """Return the rates of membership, or those of extraction."""
-        extracts = {attack.name for attack in self.attacks if isinstance(attack, Extraction)}
-        return ("extracted", "greedy") if series.attack in extracts else ("auc", "shown")
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -145,11 +146,11 @@ class MemorizationChannel(Channel):
         run, refusal = self.run, ""
         try:
             if run.anatomy.kind != "causal":
-                raise NoOthers(
+                raise NoNonMembers(
                     f"a {run.anatomy.kind} model has no head that predicts every next token"
                 )
             self._pool = self._drawn()
-        except NoOthers as error:
+        except NoNonMembers as error:
             refusal = str(error)
         if run.on_any_process(bool(refusal)):
             return refusal or "another process could not read the training data"
@@ -161,23 +162,16 @@ class MemorizationChannel(Channel):
                 "others: give every process the same data set and a DistributedSampler"
             )
         self._account = AccountGame(run, self._pool.no_game)
-        names = {"auc": f"leakage/{BOUND}auc", "shown": f"leakage/{BOUND}tpr_at_fpr_0.01"}
-        self.limits = names if self._plays else {}
         return ""
 
     def _drawn(self) -> Pool:
-        """Return the texts that the model is asked about; raise NoOthers for none."""
+        """Return the texts that the model is asked about; raise NoNonMembers for none."""
         return collect(
             self.run.training_loader,
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
-            rounds=self.run.unit == "round",
         )
-
-    def plan(self, attack: Attack) -> Plan:
-        """Return the plan of an attack on the released model."""
-        return Plan(attack, (), True, None)
 
     def describe(self) -> str:
         """Return in words who is compared, for the line-up."""
@@ -189,8 +183,13 @@ class MemorizationChannel(Channel):
 
     # ---- a step -----------------------------------------------------------------------------
 
-    def never_known(self, metric: str) -> str | None:
-        """Return why a rate cannot become known: few others, or none after the first epoch."""
+    def requirement(self, metric: str, clients: int = 1) -> Requirement:
+        """Return why a rate cannot become known, and that none is of a client's update."""
+        never_alone = "it is of the model that was sent, and of no client's update"
+        return Requirement(never=self._never_known(metric), never_alone=never_alone)
+
+    def _never_known(self, metric: str) -> str | None:
+        """Return why a rate cannot become known: few non-members, or none after the first epoch."""
         pool = self._pool
         if pool is None or self._refusal:
             return None
@@ -202,17 +201,13 @@ class MemorizationChannel(Channel):
             alone = int(pool.alone.sum())
             counts = [round((1 - share) * alone) for share in shares]
         alpha = self.settings.memorization.alpha
-        return too_few_others(counts, alpha) if metric == "shown" else None
+        return too_few_non_members(counts, alpha) if metric == "shown" else None
 
     @property
     def _planned_looks(self) -> int:
         """Return how many looks the run is to have, or its first epoch where nobody knows."""
         first_epoch = forwards_of(self.settings.memorization, last_step=True) - 1
         return first_epoch + max(0, (self.run.epochs or 1) - 1)
-
-    def never_judged(self, metric: str) -> str | None:
-        """Return that it is of the model that was sent, and of no client's update."""
-        return "it is of the model that was sent, and of no client's update"
 
     def trains_on(self, batch: object) -> None:
         """Note which texts of the pool a batch holds."""
@@ -254,7 +249,7 @@ class MemorizationChannel(Channel):
             self._restore(pool)
             if self.run.on_any_process(self._base is None):  # a file that one of them does not see
                 self._base = None
-        elif self.run.holds_base:  # later weights are no base
+        elif self.run.step == 0:  # later weights are no base
             self._base = self._ask(pool)
         if self._base is not None and pool.way == "given":
             alone = pool.alone.nonzero()[:, 0]
@@ -323,21 +318,18 @@ class MemorizationChannel(Channel):
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-2] > 0
         passed, unread = (int(one) for one in counts[-2:])
-        if self.run.unit == "round" and not passed:
-            waits = Waiting("nothing of this client has left it so far", soon=False)
-            return look.answers.update(dict.fromkeys(every, waits))
         self._looks += 1
         try:
             if unread and pool.way == "not yet seen":
-                raise NoOthers(
+                raise NoNonMembers(
                     f"{unread} batches could not be read, and may have held texts that were to be "
-                    "others: add leave_out"
+                    "non-members: add leave_out"
                 )
             if self._void:
-                raise NoOthers(self._void)
+                raise NoNonMembers(self._void)
             rows, members = pool.compared(epoch, passed, everyone=self._plays)
             answers = self._ask(pool)
-        except (NoOthers, UnusableObservation) as error:
+        except (NoNonMembers, UnusableObservation) as error:
             look.answers |= dict.fromkeys(every, str(error))
             return
         values = self._read_texts(pool, answers, rows, members)
@@ -354,7 +346,7 @@ class MemorizationChannel(Channel):
     ) -> dict[str, _Answer]:
         """Return what each attack reads off some of the texts by its name, and their digest.
 
-        Texts that stand in one row are told from others; all are asked whether they can be
+        Texts that are in one row are compared; all are asked whether they can be
         extracted.
         """
         assert self._base is not None
@@ -410,11 +402,10 @@ class MemorizationChannel(Channel):
         }
 
     def results(self, look: Look) -> dict[Series, Result]:
-        """Return what each attack's values are, packed."""
-        return {one: self._packed(look, one) for one in self._played}
+        """Return the values of each attack, packed."""
+        return {one: self._result(look.answers.get(one)) for one in self._played}
 
-    def _packed(self, look: Look, series: Series) -> Result:
-        answer = look.answers.get(series, "the attack was not run")
+    def _result(self, answer: Any) -> Result:
         if isinstance(answer, dict):
             return Found([answer.get(name, math.nan) for name in self._names])
         return answer if isinstance(answer, Waiting) else Unknown(str(answer))
@@ -438,9 +429,9 @@ class MemorizationChannel(Channel):
 
     def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
         """Return the outcome of an attack's values on a pool of texts, by its digest."""
-        triples = (self._names[n : n + 3] for n in range(0, 3 * len(self.metrics), 3))
         rates = {
-            triple[0]: Rate(*(values.get(name, math.nan) for name in triple)) for triple in triples
+            name: Rate(*(values.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high")))
+            for name in self.metrics
         }
         extra = {name: values.get(name, math.nan) for name in self.extras}
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
@@ -456,10 +447,6 @@ class MemorizationChannel(Channel):
         return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
 
     # ---- checkpoints ------------------------------------------------------------------------
-
-    def clear(self) -> None:
-        """Forget the looks of an earlier fit."""
-        self._looks = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Write the base's answers to a private file, and return where it is and its hash."""

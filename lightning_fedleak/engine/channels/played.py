@@ -14,14 +14,13 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.engine.channels.base import worst_of
-from lightning_fedleak.engine.outcomes import Outcome, Trials, Unknown
+from lightning_fedleak.engine.outcomes import Outcome, Unknown
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics import MembershipInference, Rate
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
 
-RESAMPLES = 200  # bootstrap samples of an interval at a look; not tuned
 LEAST_MEMBERS = 16
-"""Texts of a batch, and as many others, that one look needs before it can judge an update.
+"""Texts of a batch, and as many non-members, that one look needs before it can judge an update.
 
 The standard error of an AUC is at most ``sqrt(.25 / members)`` for any distribution of the scores
 (Van Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of
@@ -67,12 +66,8 @@ class Window:
     Accuracy, F1 and advantage follow from the adversary's own decisions, so that one look is enough
     for them. The threshold of a TPR is fitted on other games than those scored.
 
-    Intervals are two. That of the rates is of these looks as they were: each game is a trial. That
-    over steps takes the looks as some of many, whose games may fail together: the games of one
-    client at one look are one cluster
-    (:func:`~lightning_fedleak.evaluation.metrics.membership.membership_rates`). Looks are treated
-    as independent, also where an epoch repeats the texts of an earlier one. Whether one look leaked
-    at all is an exact test within it (:mod:`lightning_fedleak.evaluation.metrics.within`).
+    Intervals are of these looks as they were: each game is a trial. Whether one look leaked at all
+    is an exact test within it (:mod:`lightning_fedleak.evaluation.metrics.within`).
     """
 
     def __init__(self, looks: int) -> None:
@@ -94,13 +89,11 @@ class Window:
         now = each[0] if len(games) == 1 else _rates(self._looks[-1])
         members = int(self._looks[-1][:, 3].sum())
         return Outcome(
-            _rates(pooled, by_game=True),
+            _rates(pooled),
             len(pooled),
             worst=worst_of([_values(rates) for rates in each]),
             now=_values(now),
-            trials=_trials(games, each),
             p_value=lowest_p_value([_p_value(g) for g in games]),
-            over_steps=_rates(pooled, RESAMPLES) if len(self._looks) + len(games) > 2 else {},
             too_few=too_few(members),
         )
 
@@ -128,23 +121,10 @@ def too_few(members: int) -> str | None:
     if members >= LEAST_MEMBERS:
         return None
     return (
-        f"{members} texts of the update were asked for, and as many others: fewer than "
+        f"{members} texts of the update were asked for, and as many non-members: fewer than "
         f"{LEAST_MEMBERS}, of which a rate may be low by chance (games=Games(targets=...), and "
         "more texts a round, give more)"
     )
-
-
-def _trials(clients: Sequence[Tensor], rated: Sequence[Mapping[str, Rate]]) -> dict[str, Trials]:
-    """Return the mean AUC and advantage of one look's clients, by disjoint pairs of texts."""
-    members = [int((games[:, 3] == 1).sum()) for games in clients]
-    pairs = [min(m, len(games) - m) for m, games in zip(members, clients, strict=True)]
-    if not (total := sum(pairs)):
-        return {}
-    each = [(rates, n) for rates, n in zip(rated, pairs, strict=True) if n]
-    return {
-        name: Trials(sum(rates[name].value * n for rates, n in each) / total, total)
-        for name in ("auc", "advantage")
-    }
 
 
 def _p_value(games: Tensor) -> float:
@@ -156,14 +136,10 @@ def _values(rates: Mapping[str, Rate]) -> dict[str, float]:
     return {name: rate.value for name, rate in rates.items()}
 
 
-def _rates(games: Tensor, resamples: int = 100, *, by_game: bool = False) -> dict[str, Rate]:
-    """Return the rates; each look of each client is a cluster, or each game (``by_game``)."""
-    width = int(games[:, 1].max()) + 1
-    cluster = (games[:, 0] * width + games[:, 1]).long()
-    if by_game:
-        cluster = torch.arange(len(games))
-    metric = MembershipInference(resamples=resamples, sync_on_compute=False)
-    metric.update(games[:, 2], games[:, 3] == 1, cluster, games[:, 4] == 1)
+def _rates(games: Tensor) -> dict[str, Rate]:
+    """Return the rates; each game is a trial."""
+    metric = MembershipInference(resamples=100, sync_on_compute=False)
+    metric.update(games[:, 2], games[:, 3] == 1, torch.arange(len(games)), games[:, 4] == 1)
     return metric.rates()
 
 
@@ -191,8 +167,8 @@ def played_games(guess: Any, members: Tensor) -> Played | Unknown:
 
 def chances_of(games: Played) -> tuple[float, float]:
     """Return the chance that scores which know nothing do as well (exact), and its least value."""
-    members, others = games.scores[games.members], games.scores[~games.members]
-    if not len(members) or not len(others):
+    members, non_members = games.scores[games.members], games.scores[~games.members]
+    if not len(members) or not len(non_members):
         return 1.0, 1.0
-    chance = float(mannwhitneyu(members, others, alternative="greater").pvalue)
+    chance = float(mannwhitneyu(members, non_members, alternative="greater").pvalue)
     return chance, 1 / math.comb(len(games.scores), len(members))

@@ -1,6 +1,6 @@
 """Who is compared: rows of the training data that were trained on, and texts that were not.
 
-A membership score means nothing without others that follow the same law as the members. There are
+A membership score means nothing without non-members from the members' distribution. There are
 three ways to get them. Rows that a shuffled first epoch has not come to yet (nothing to give); rows
 that :func:`~lightning_fedleak.evaluation.canaries.leave_out` left out; and a set of texts of one's
 own, if nothing but the training tells it apart.
@@ -29,7 +29,7 @@ from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
 
 Way = Literal["not yet seen", "left out", "given"]
-"""Where the others come from: rows that the first epoch has not come to, rows left out by a draw,
+"""Where non-members come from: rows that the first epoch has not come to, rows held out by a draw,
 or texts of the user's own."""
 
 FORWARD_SHARE = 0.4
@@ -43,7 +43,7 @@ NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
 MOST_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
 
 
-class NoOthers(ValueError):
+class NoNonMembers(ValueError):
     """Nobody can be compared; the message says which argument would change that."""
 
 
@@ -52,22 +52,22 @@ class Pool:
     """The texts that the model is asked about.
 
     Attributes:
-        way: where the others come from.
-        texts: N texts, each once; of copies the first that was trained on, behind all others.
+        way: where the non-members come from.
+        texts: N texts, each once; of copies the first that was trained on, at the end.
         trains: (N,) bool, rows of the training data.
         seen: (N,) bool, rows that have been trained on so far.
         length: texts of the training data; of rows that hold several, as many as a row of those
             asked about holds on average.
         once: an epoch takes each row once.
         times: (N,) int64, rows of the training data that a text stands in. One that stands in
-            several is no unit of a game of membership, since each row has a coin of its own.
+            several is no unit of a game of membership, since each row has an inclusion bit.
         no_game: why no account of examples that are added or removed is compared; None: each text
-            was left out by a coin of its own.
+            was held out by a draw of its own.
         passed: texts that have been in batches so far, on this process.
         unread: batches that could not be read so far, on this process.
-        repeated: texts of which another row repeats the whole or a part, so that they are not told
-            from others.
-        short: texts that were left out because they have fewer than 8 label tokens.
+        repeated: texts of which another row repeats the whole or a part, so that they are not
+            compared.
+        short: texts that were excluded because they have fewer than 8 label tokens.
         searched: share of the data's rows that was searched for repeats.
     """
 
@@ -96,7 +96,7 @@ class Pool:
 
     @property
     def alone(self) -> Tensor:
-        """Return (N,) bool, the texts that occur once; they alone are told from others."""
+        """Return (N,) bool, the texts that occur once; they alone are compared."""
         return self.times == 1
 
     @property
@@ -126,64 +126,64 @@ class Pool:
             everyone: all training rows are members, also those that no batch has held yet.
 
         Raises:
-            NoOthers: too few of either side, or rows that were trained on and not recognised; what
-                was known before says nothing of the weights now.
+            NoNonMembers: too few of either side, or rows that were trained on and not recognised;
+                what was known before says nothing of the weights now.
         """
         members = self.trains & self.seen
-        others = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
-        others &= self.alone
-        if self.way == "not yet seen" and (epoch > 0 or not bool(others.any())):
-            raise NoOthers(NO_CONTROLS)
+        non_members = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
+        non_members &= self.alone
+        if self.way == "not yet seen" and (epoch > 0 or not bool(non_members.any())):
+            raise NoNonMembers(NO_CONTROLS)
         n = int((members & self.alone).sum())
         if not n:
-            raise NoOthers("no row of the training data was recognised in its batches")
+            raise NoNonMembers("no row of the training data was recognised in its batches")
         rows, share = int((self.trains & self.alone).sum()), passed / self.length
         drawn = min(1.0, share) if self.once else -math.expm1(-share)
         if n < rows * drawn - MISSED * math.sqrt(rows * drawn * (1 - drawn)) - 1:
-            raise NoOthers(
+            raise NoNonMembers(
                 f"only {n} of {rows} rows were recognised in the batches, after {passed} of "
                 f"{self.length} were trained on: a row must read in a batch as it does alone "
                 "(padded with an attention_mask, or cut to a fixed length), and a round of a "
                 "federation must not begin with the same rows as the one before"
             )
         members = self.trains if everyone else members
-        n, n_others = int((members & self.alone).sum()), int(others.sum())
-        if min(n, n_others) < LEAST_TEXTS:
-            raise NoOthers(
-                f"{n} texts were trained on and {n_others} were not: {LEAST_TEXTS} of each are "
-                "needed"
+        n, n_non_members = int((members & self.alone).sum()), int(non_members.sum())
+        if min(n, n_non_members) < LEAST_TEXTS:
+            raise NoNonMembers(
+                f"{n} texts were trained on and {n_non_members} were not: {LEAST_TEXTS} of each "
+                "are needed"
             )
-        index = (members | others).nonzero()[:, 0]
+        index = (members | non_members).nonzero()[:, 0]
         return index, members[index]
 
     @property
     def cost(self) -> str:
         """Return in words what is compared, for the line-up."""
         n, n_copied = int((self.trains & self.alone).sum()), int((~self.alone).sum())
-        n_others = int((~self.trains).sum())
+        n_non_members = int((~self.trains).sum())
         controls = {
-            "not yet seen": "those that the first epoch has not come to yet are the others",
-            "left out": f"{n_others} that were left out are the others",
-            "given": f"{n_others} of others= are the others",
+            "not yet seen": "those that the first epoch has not come to yet are the non-members",
+            "left out": f"{n_non_members} that were held out are the non-members",
+            "given": f"{n_non_members} of others= are the non-members",
         }[self.way]
         part = "" if self.searched == 1 else f" (in {self.searched:.0%} of the rows)"
         copied = f"; {n_copied} texts that stand in several rows are asked about alone"
         return (
             f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
-            f"repeat{part} and {self.short} short ones were left out"
+            f"repeat{part} and {self.short} short ones were excluded"
             f"{copied * (n_copied > 0)}"
         )
 
 
 class CanaryPool(Pool):
-    """The canaries that the model is asked about, in the data or left out."""
+    """The canaries that the model is asked about, in the data or held out."""
 
     @classmethod
     def of_canaries(cls, canaries: CanarySet, loader: Any, settings: Memorization) -> CanaryPool:
         """Return all canaries; the budget pays for all, or the attack is not played.
 
         Raises:
-            NoOthers: the budget does not pay for them.
+            NoNonMembers: the budget does not pay for them.
         """
         check_loader(loader)
         length = len(loader.dataset)
@@ -227,7 +227,6 @@ def collect(
     read: Callable[[Any], TokenBatch],
     *,
     resumed: bool = False,
-    rounds: bool = False,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
@@ -239,10 +238,9 @@ def collect(
         settings: the user's settings.
         read: reads a batch.
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
-        rounds: a client trains in rounds, of which the pool is asked in each.
 
     Raises:
-        NoOthers: nobody can be compared, with the argument that would change that.
+        NoNonMembers: nobody can be compared, with the argument that would change that.
     """
     check_loader(loader)
     dataset = loader.dataset
@@ -250,37 +248,31 @@ def collect(
     way: Way = "left out" if settings.others is None else "given"
     if others is None:
         way = "not yet seen"
-        if rounds:
-            raise NoOthers(
-                "over the rounds of a federation a client comes to all of its rows: add "
-                "leave_out(...) to its data"
-            )
         check_shuffle(loader)
         if resumed:
-            raise NoOthers(
+            raise NoNonMembers(
                 "a resumed fit may have trained on any row before: add leave_out(...) to the data"
             )
     no_game = _no_game(dataset, way)
-    length, size = len(dataset), settings.most_texts
-    if not rounds:
-        size = affordable(
-            length if no_game else dataset.public_length,
-            settings,
-            LEAST_POOL,
-            forwards_of(settings, last_step=way != "not yet seen"),
-        )
+    length = len(dataset)
+    size = affordable(
+        length if no_game else dataset.public_length,
+        settings,
+        LEAST_POOL,
+        forwards_of(settings, last_step=way != "not yet seen"),
+    )
     generator = torch.Generator().manual_seed(settings.seed)
     sources = [(dataset, row) for row in range(length)]
     held_out = [] if others is None else [(others, row) for row in range(len(others))]
-    if no_game is None:  # which rows are asked about, in which order, depends on no coin
+    if no_game is None:  # which rows are asked about, in which order, depends on no inclusion bit
         everyone = dataset.sources()
         sample, _ = _drawn([everyone[row] for row in dataset.record.candidates], size, generator)
         absent = {*everyone} - {*sample}
         rest = [source for source in everyone if source in absent]
     else:
-        n_others = min(size // 2, len(held_out))
-        inside, rest = _drawn(sources, size - n_others, generator)
-        outside, rest_held_out = _drawn(held_out, n_others, generator)
+        n_non_members = min(size // 2, len(held_out))
+        inside, rest = _drawn(sources, size - n_non_members, generator)
+        outside, rest_held_out = _drawn(held_out, n_non_members, generator)
         sample, rest = inside + outside, rest + rest_held_out
     unread = len(rest)
     rest, _ = _drawn(rest, MOST_ROWS, generator)
@@ -288,7 +280,7 @@ def collect(
         read_rows = [_row_texts(loader, *source, read) for source in sample]
         packed = any(len(texts) != 1 for texts in read_rows)
         if packed and way == "not yet seen":
-            raise NoOthers(
+            raise NoNonMembers(
                 "several texts are packed into a row, so that none is seen alone: add leave_out"
             )
         texts = [*chain(*read_rows)]
@@ -312,7 +304,7 @@ def collect(
         round(length * len(texts) / max(1, len(read_rows))),
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
         scored.times,
-        "several texts are packed into a row, and share its coin" if packed else no_game,
+        "several texts are packed into a row, and share its inclusion bit" if packed else no_game,
     )
 
 
@@ -322,11 +314,11 @@ def _no_game(dataset: Any, way: Way) -> str | None:
     if way == "not yet seen":
         return f"rows are compared by whether they were drawn, which the account hides: {mend}"
     if way == "given":
-        return f"no coin decided which texts are in the data: {mend}"
+        return f"no draw decided which texts are in the data: {mend}"
     if not isinstance(dataset, TrainingRows):
         return "another data set wraps the rows of leave_out: leave rows out of that one"
     if not dataset.record.coins:
-        return f"the number of rows left out was fixed, so that their coins depend: {mend}"
+        return f"the number of rows held out was fixed, so that inclusion bits depend: {mend}"
     return None
 
 
@@ -336,7 +328,7 @@ _Source = tuple[Any, int]
 def _drawn(
     sources: list[_Source], size: int, generator: torch.Generator
 ) -> tuple[list[_Source], list[_Source]]:
-    """Return so many rows at random, and the others."""
+    """Return so many rows at random, and the rest."""
     order = torch.randperm(len(sources), generator=generator).tolist()
     return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
 
@@ -351,14 +343,14 @@ def affordable(length: int, settings: Memorization, least: int, forwards: int) -
         forwards: how often each is asked about in an epoch.
 
     Raises:
-        NoOthers: it pays for fewer; names the budget that pays for enough.
+        NoNonMembers: it pays for fewer; names the budget that pays for enough.
     """
     count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards) + 1e-9)  # rounding
     size = min(settings.most_texts, count)
     if size >= least:
         return size
     needed = math.ceil(100 * least * FORWARD_SHARE * forwards / length) / 100
-    raise NoOthers(
+    raise NoNonMembers(
         f"within max_overhead={settings.max_overhead:g} only {count} texts can be asked about "
         f"{forwards} times in an epoch of {length} rows, and {least} are needed: "
         f"Memorization(max_overhead={needed:g}) asks about {least}"
@@ -369,29 +361,29 @@ def check_loader(loader: Any) -> None:
     """Raise an error unless rows of the training data can be read one by one.
 
     Raises:
-        NoOthers: says what the data are.
+        NoNonMembers: says what the data are.
     """
     if loader is None:
-        raise NoOthers("no training data are named to read rows of again: pass loader=")
+        raise NoNonMembers("no training data are named to read rows of again: pass loader=")
     if not isinstance(loader, DataLoader):
-        raise NoOthers(
+        raise NoNonMembers(
             f"the training data come from a {type(loader).__name__}, and one torch DataLoader is "
             "needed to read rows again"
         )
     dataset = loader.dataset
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:
-        raise NoOthers(
+        raise NoNonMembers(
             "the training data are read as a stream, whose rows cannot be drawn ahead: load them "
             "into a map-style data set, and leave_out some"
         )
 
 
 def check_shuffle(loader: DataLoader[Any]) -> None:
-    """Raise an error unless the first epoch takes every row once, in an order that a coin chose.
+    """Raise an error unless the first epoch takes every row once, in random order.
 
     Raises:
-        NoOthers: names the sampler.
+        NoNonMembers: names the sampler.
     """
     batches = loader.batch_sampler
     if isinstance(batches, PoissonBatchSampler):
@@ -410,9 +402,9 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
     ) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
     if not (plain and shuffled):
         name = type(sampler if plain else batches).__name__
-        raise NoOthers(
+        raise NoNonMembers(
             f"a {name} does not take the rows in an order that chance alone chose, so that rows "
-            "not yet seen may differ from the others: use DataLoader(shuffle=True), or add "
+            "not yet seen may differ from the rest: use DataLoader(shuffle=True), or add "
             "leave_out"
         )
 
@@ -423,7 +415,7 @@ def _is_accelerate(thing: object, name: str) -> bool:
 
 
 def _find_left_out(dataset: Any) -> Any:
-    """Return the rows that were left out of a data set, or of one that it wraps; None for none."""
+    """Return the rows that were held out of a data set, or of one that it wraps; None for none."""
     while dataset is not None:
         if isinstance(dataset, TrainingRows):
             return dataset.others
@@ -437,11 +429,11 @@ def _row_texts(
     """Return the texts of a row, read twice.
 
     Raises:
-        NoOthers: it does not read the same twice, or cannot be read.
+        NoNonMembers: it does not read the same twice, or cannot be read.
     """
     first, second = (_read_row(loader, dataset, row, read) for _ in range(2))
     if [text.content for text in first] != [text.content for text in second]:
-        raise NoOthers(
+        raise NoNonMembers(
             "rows of the training data do not read the same twice (augmentation or random cuts), "
             "so that none is recognised when it is trained on: fix each row's form beforehand"
         )
@@ -456,9 +448,9 @@ def _read_row(
         tokens = read(loader.collate_fn([item]))
         texts = texts_in(tokens)
     except (BatchError, ValueError) as error:
-        raise NoOthers(f"a row of the training data cannot be read alone: {error}") from error
+        raise NoNonMembers(f"a row of the training data cannot be read alone: {error}") from error
     if tokens.preferences:
-        raise NoOthers(
+        raise NoNonMembers(
             "the loss prefers chosen texts to rejected ones, which the weights learn to find "
             "unlikely, so that likelihoods do not show what was trained on"
         )

@@ -140,7 +140,7 @@ class Targets:
         rows: (G, L) the target sentences.
         positions: (G,) the token of each that is asked for.
         members: (G,) bool on the CPU, the secret bits, in a random order.
-        places: (G,) which row of the batch each member is, -1 for the others.
+        places: (G,) which row of the batch each member is, -1 for non-members.
     """
 
     rows: Rows
@@ -195,7 +195,7 @@ class Deal:
 
         Args:
             inside: the step's batch.
-            outside: other sentences; those that the batch holds too are left out.
+            outside: other sentences; those that the batch holds too are excluded.
             generator: on the CPU; the draw depends on nothing else.
 
         Returns:
@@ -212,7 +212,7 @@ class Deal:
         n = len(inside)
         batch_texts = set(text_ids[:n])
         members = {text_ids[i]: i for i in range(n) if long_enough[i]}
-        others = {
+        non_members = {
             text_ids[i]: i
             for i in range(n, len(both))
             if long_enough[i] and text_ids[i] not in batch_texts
@@ -224,11 +224,11 @@ class Deal:
                 f"no sentence of the batch has {requirement}{restriction}, so that none can be "
                 "asked for"
             )
-        count = min(self.most, len(members), len(others))
+        count = min(self.most, len(members), len(non_members))
         if count == 0:
             return None
         places = _choose(list(members.values()), count, generator)
-        chosen = torch.cat([places, _choose(list(others.values()), count, generator)])
+        chosen = torch.cat([places, _choose(list(non_members.values()), count, generator)])
         rows = both[chosen].trimmed()
         positions = _choose_token(askable[chosen.to(askable.device)], generator, causal=self.causal)
         places = torch.cat([places, torch.full((count,), -1)])
@@ -313,18 +313,18 @@ class Sources:
         kept = [batch for batch in batches if batch.input_ids.numel()][-EARLIER_BATCHES:]
         if self._held_out is None and kept:
             ids = kept[-1].input_ids
-            others = [look for look in self._earlier if not torch.equal(look[-1].input_ids, ids)]
-            self._earlier = [*others, kept][-EARLIER_LOOKS:]
+            earlier = [look for look in self._earlier if not torch.equal(look[-1].input_ids, ids)]
+            self._earlier = [*earlier, kept][-EARLIER_LOOKS:]
 
     def population(
         self, step: int, batches: Sequence[TokenBatch], *, shuffled: bool = False
     ) -> Targets | Waiting:
-        """Draw sentences of the batch, and others.
+        """Draw members and non-members.
 
         Args:
             step: optimizer step.
             batches: of the step.
-            shuffled: shuffle the tokens of the others over their positions, as a control has them.
+            shuffled: shuffle the tokens of non-members over their positions, as a control has them.
 
         Raises:
             NoTargets: the batch's sentences are too short.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -142,11 +143,11 @@ class TextsChannel(Channel):
         "rouge_2",
         "rouge_l",
     )
-    charts = ("exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
     extras = ("age", "finished", "certified")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     parted = True
     reads_updates = True
+    reads_states = True
     controlled: ClassVar[bool] = True
     controls_states: ClassVar[bool] = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
@@ -155,12 +156,6 @@ class TextsChannel(Channel):
         super().__init__(attacks, settings)
         check_integer("texts", settings.texts)
         self.inverters = [a for a in attacks if isinstance(a, InversionAttack)]
-        if self.inverters and settings.local_steps is not None:
-            raise ValueError(
-                f"local_steps attacks a weight change, and '{self.inverters[0].name}' reads the "
-                "activations that one step sends: give it a monitor of its own, without "
-                "local_steps"
-            )
         if self.inverters and settings.stages == (Stage.AGGREGATE,):
             raise ValueError(
                 f"'{self.inverters[0].name}' reads the activations that a client sends, which are "
@@ -172,6 +167,9 @@ class TextsChannel(Channel):
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
         self._done = False
+
+    def _reads_updates(self, attack: Attack) -> bool:
+        return not isinstance(attack, InversionAttack)
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series at these stages; no activations are reduced over clients."""
@@ -188,11 +186,13 @@ class TextsChannel(Channel):
             ValueError: a stage does not exist at an attack's layer.
         """
         super().open(run)
+        self._tap = None
         self._defended = {layer for d in run.defenses for layer in d.activation_layers}
         self._check_local()
         if self.inverters:
             layers = [a.layer for a in self.inverters]
             self._tap = SplitTap(run.anatomy, layers, self._defended)
+            self.removers = [self._crossed.clear, self._tap.close]
 
     def _check_local(self) -> None:
         """Refuses to measure hidden states "before the defences" that are computed behind one."""
@@ -206,24 +206,6 @@ class TextsChannel(Channel):
                         f"'{attack.name}' reads; what these would be without it is never computed. "
                         "Leave 'local' out, and compare with a run without the defence"
                     )
-
-    def plan(self, attack: Attack) -> Plan:
-        """An attack on hidden states always has something to read; others need gradients.
-
-        Raises:
-            ValueError: the model has no such layer, or no such gradients.
-        """
-        if not isinstance(attack, InversionAttack):
-            return super().plan(attack)
-        attack.needs(self.run.anatomy)
-        return Plan(attack, (), True, None)
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        self._crossed.clear()
-        if self._tap is not None:
-            self._tap.close()
-        self._tap = None
 
     # ---- a look -----------------------------------------------------------------------------
 
@@ -392,15 +374,8 @@ class TextsChannel(Channel):
             [attack] = (a for a in self.attacks if a.name == series.attack)
             answer = self._matched(answer, attack, look.step, look.batches)
         assert isinstance(answer, Inverted)
-        look.notes[series] = answer
+        look.notes[series] = partial(_reveal, answer)
         return answer.pack(self.settings.texts)
-
-    def without_truth(self, answer: object) -> dict[str, float]:
-        """Return whether an attack on gradients finished, and certifies its texts."""
-        if not isinstance(answer, TextGuess):
-            return {}
-        claims = {"finished": answer.finished, "certified": answer.certified}
-        return {name: float(value) for name, value in claims.items() if value is not None}
 
     def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of guessed texts, against those of this process."""
@@ -476,11 +451,6 @@ class TextsChannel(Channel):
         )
         return Inverted(selected_guess, ids[indices], real[indices], attack.age(step), matched=True)
 
-    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: RevealFiles) -> None:
-        """Write texts beside their reconstructions."""
-        for series in (s for s in outcomes if s in look.notes):
-            _reveal(files, f"== step {look.step}, {series.log_name}", look.notes[series])
-
     # ---- over clients -----------------------------------------------------------------------
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
@@ -516,7 +486,7 @@ class TextsChannel(Channel):
         return {name: rates[name] for name in self.metrics}
 
 
-def _reveal(files: RevealFiles, title: str, inverted: Inverted) -> None:
+def _reveal(inverted: Inverted, files: RevealFiles, title: str) -> None:
     """Write each text of one look, the original above the reconstruction."""
     lines = [title]
     for sent, guessed, real in zip(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.engine.channels.base import Channel
+from lightning_fedleak.engine.channels.base import Channel, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
 from lightning_fedleak.engine.choice import Row, in_short
@@ -19,9 +19,6 @@ from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown
 from lightning_fedleak.engine.record import RunRecord, accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Run, reason
-
-Memory = Mapping[str, Any]
-"""What a process needs to know that goes on with looks of another: plain values and tensors."""
 
 
 class WeightLooks:
@@ -91,7 +88,7 @@ class WeightLooks:
                     if not choosing:
                         raise
                     self.refused[attack.name] = in_short(attack.name, str(error))
-            channel.leave_out(self.refused.keys())
+            exclude(channel, self.refused.keys())
             if channel.attacks:
                 try:
                     channel.ask_base()
@@ -99,13 +96,12 @@ class WeightLooks:
                     if not choosing:
                         raise ValueError(str(error)) from error
                     self.refused |= {attack.name: str(error) for attack in channel.attacks}
-                    channel.leave_out(self.refused.keys())
+                    exclude(channel, self.refused.keys())
         silent = [
             f"not played on the trained weights: {names} ({why})"
             for why in dict.fromkeys(self.refused.values())
             for names in [", ".join(name for name, one in self.refused.items() if one == why)]
         ]
-        choosing &= self._run.unit == "step"
         silent += [
             f"not played on the trained weights: {channel.family} ({channel.absent})"
             for channel in self._channels
@@ -207,22 +203,6 @@ class WeightLooks:
             for measure in (torch.sum, torch.linalg.vector_norm)
         ]
         return torch.stack(sums).cpu().nan_to_num() if sums else torch.zeros(0)
-
-    def remember(self, state: Memory) -> None:
-        """Go on with what :meth:`state_dict` returned, from :meth:`begin` on."""
-        for channel in self._channels:
-            channel.load_state_dict(state)
-
-    def follow(self, state: Memory) -> None:
-        """Go on, in the middle of the run, with what :meth:`state_dict` returned elsewhere."""
-        self.remember(state)
-        for channel in self._channels:
-            channel.ask_base()
-
-    def state_dict(self) -> Memory:
-        """Return what a process that goes on with this run needs to know."""
-        states = [channel.state_dict() for channel in self._channels]
-        return {name: value for state in states for name, value in state.items()}
 
     def look(self, channels: Sequence[MemorizationChannel]) -> tuple[Look, dict[Series, Outcome]]:
         """Return a look at the weights as they are, with its outcomes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,8 @@ from lightning_fedleak.engine.channels.base import Channel, guess, worst_of
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Series, Trials, Unknown, Waiting
-from lightning_fedleak.engine.run import Look, Moment, Run, reason
+from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
+from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
 from lightning_fedleak.model.anatomy import matrix_shape
@@ -110,7 +111,6 @@ class WordsChannel(Channel):
     reads = Attack
     leak = WORDS
     metrics = ("precision", "recall", "f1")
-    charts = ("precision", "recall")
     width = WordRecovery.WIDTH
     extras = ("type_count_error", "certified", "capacity")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
@@ -135,11 +135,7 @@ class WordsChannel(Channel):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def at_moment(self, moment: Moment) -> None:
-        """Let the attacks guess from gradients."""
-        self.read_gradients(moment, self.plans)
-
-    def holds_nothing(self, look: Look) -> bool:
+    def _holds_nothing(self, look: Look) -> bool:
         """Return whether the loss was computed on no token."""
         self._truth = self._truth_of(look)
         return self._truth is None or self._truth.n_targets == 0
@@ -202,23 +198,11 @@ class WordsChannel(Channel):
         types = self._truth.types(answer.surface)
         metric = self._metric()
         metric.update(answer, types)
-        look.notes[series] = (answer, types)
+        look.notes[series] = partial(_reveal, answer, types)
         return metric.pack()
-
-    def without_truth(self, answer: object) -> dict[str, float]:
-        """Return whether a guess is certified, and how many types its attack can separate."""
-        if not isinstance(answer, WordGuess):
-            return {}
-        claims = {"certified": answer.certified, "capacity": answer.capacity}
-        return {name: float(value) for name, value in claims.items() if value is not None}
 
     def _metric(self) -> WordRecovery:
         return WordRecovery(self._size, sync_on_compute=False)
-
-    def reveal(self, look: Look, outcomes: Mapping[Series, Outcome], files: RevealFiles) -> None:
-        """Write the recovered, the wrong and the missed words."""
-        for series in (s for s in outcomes if s in look.notes):
-            _reveal(files, f"== step {look.step}, {series.log_name}", *look.notes[series])
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -232,20 +216,16 @@ class WordsChannel(Channel):
             each.append({name: rate.value for name, rate in alone.rates().items()})
             right, wrong, missed = int(alone.tp), int(alone.fp), int(alone.fn)
             by_guessing.append(naming_p_value(right, right + wrong, right + missed, self._size))
-        rates = pooled.rates()
-        named, used = int(pooled.tp + pooled.fp), int(pooled.tp + pooled.fn)
-        numbers = {"precision": named, "recall": used, "f1": named + int(pooled.fn)}
         return Outcome(
-            rates,
-            used,
+            pooled.rates(),
+            int(pooled.tp + pooled.fn),
             worst=worst_of(each),
             extra=pooled.means(),
-            trials={m: Trials(rates[m].value, n) for m, n in numbers.items() if n},
             p_value=lowest_p_value(by_guessing),
         )
 
 
-def _reveal(files: RevealFiles, title: str, answer: WordGuess, truth: Tensor) -> None:
+def _reveal(answer: WordGuess, truth: Tensor, files: RevealFiles, title: str) -> None:
     """Write the recovered, wrong and missed words of one look."""
     true_ids = set(truth.tolist())
     guessed = answer.types.tolist()

@@ -1,4 +1,4 @@
-"""A user's own canary texts, in the training data or not by the flip of a coin."""
+"""A user's own canary texts, in the training data or not by a fair draw."""
 
 from lightning_fedleak.evaluation.canaries.dataset import CanaryDataset as CanaryDataset
 from lightning_fedleak.evaluation.canaries.dataset import CanarySet as CanarySet
@@ -8,7 +8,4 @@ from lightning_fedleak.evaluation.canaries.left_out import TrainingRows as Train
 from lightning_fedleak.evaluation.canaries.left_out import leave_out as leave_out
 from lightning_fedleak.evaluation.canaries.record import InclusionMismatch as InclusionMismatch
 from lightning_fedleak.evaluation.canaries.record import InclusionRecord as InclusionRecord
-from lightning_fedleak.evaluation.canaries.texts import (
-    high_temperature_canaries as high_temperature_canaries,
-)
 from lightning_fedleak.evaluation.canaries.texts import new_token_canaries as new_token_canaries

@@ -1,15 +1,12 @@
-"""Texts to plant in training data: those with a token of their own, and high-temperature samples.
+"""Texts to plant in training data that begin and end with a token that no other text has.
 
-How much of epsilon each shows, beside held-out texts and planted gradients, is in docs/proof.md.
+How much of epsilon they show, beside held-out texts and planted gradients, is in docs/proof.md.
 
 *New tokens* (Panda et al. 2025, arXiv 2503.06808, and its published code): a row of the vocabulary
 that no other text uses. There the token is what the model is to predict at the end. Here the text
 also begins with it, and may let its row start small, which is ours: a norm in the first block makes
 the gradient of a small row large, so that under clipping nearly all of the text's share lies in a
 row that is its own.
-
-*High temperature* (Mitchell et al. 2026, arXiv 2606.10481, whose abstract alone was read): texts
-that the model itself samples, from its distribution made flat.
 """
 
 from __future__ import annotations
@@ -26,11 +23,8 @@ from lightning_fedleak.model.anatomy import (
     find_anatomy,
     without_peft,
 )
-from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.model_runs import context_length, run_logits, undisturbed
+from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.validate import check_integer, check_number
-
-MOST_TRIES = 8  # rounds of samples until all texts differ; not tuned
 
 
 def new_token_canaries(
@@ -84,56 +78,6 @@ def new_token_canaries(
     indices = torch.randint(len(ordinary), (count, length - 2), generator=generator)
     ends = torch.tensor(new_ids)[:, None]
     return [*torch.cat([ends, ordinary[indices], ends], 1)]
-
-
-def high_temperature_canaries(
-    model: nn.Module,
-    count: int,
-    *,
-    length: int = 8,
-    temperature: float = 1.0,
-    seed: int = 0,
-) -> list[Tensor]:
-    """Return texts that the model samples, each token from its logits over ``temperature``.
-
-    Each begins with the model's first token (``bos_token_id``), or an ordinary one at random where
-    it has none. They are the less like the data the higher the temperature is. Sample them before
-    training: a model that was trained on private text may repeat it.
-
-    Args:
-        model: causal; left as it is, and run in eval mode.
-        count: of texts, m.
-        length: tokens of a text that are sampled.
-        temperature: 1 for the model's own distribution; the paper begins at .8.
-        seed: of the samples; nothing global is drawn from.
-
-    Returns:
-        m different rows of token ids, its first and those sampled, int64.
-
-    Raises:
-        ValueError: a number out of range, a model that is not causal, or fewer than m different
-            texts after several tries.
-    """
-    anatomy = _causal(model, "high_temperature_canaries")
-    check_integer("count", count)
-    check_integer("length", length, at_least=2)
-    check_number("temperature", temperature, above=0)
-    _check_length(anatomy, length + 1)
-    generator = torch.Generator().manual_seed(seed)
-    config = getattr(without_peft(anatomy.model), "config", None)
-    special = _special(config)
-    allowed = torch.tensor([i not in special for i in range(anatomy.vocab_size)])
-    texts: dict[tuple[int, ...], Tensor] = {}
-    for _ in range(MOST_TRIES):
-        starts = _starts(config, allowed, count, generator)
-        for row in _sampled(anatomy, starts, allowed, length, temperature, generator):
-            if len(texts) < count:
-                texts.setdefault(tuple(row.tolist()), row)
-        if len(texts) == count:
-            return [*texts.values()]
-    raise ValueError(
-        f"only {len(texts)} of {count} texts are different: raise temperature or length"
-    )
 
 
 def _causal(model: nn.Module, function: str) -> Anatomy:
@@ -190,31 +134,3 @@ def _start_rows(
         rows = torch.randn(len(new_ids), matrix.shape[1], generator=generator)
         rows *= norm * usual / rows.norm(dim=1, keepdim=True)
         matrix[new_ids.to(matrix.device)] = rows.to(matrix)
-
-
-def _starts(config: Any, allowed: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return (count, 1) first tokens."""
-    first = getattr(config, "bos_token_id", None)
-    if first is not None and int(first) < len(allowed):
-        return torch.full((count, 1), int(first))
-    ordinary = allowed.nonzero()[:, 0]
-    return ordinary[torch.randint(len(ordinary), (count, 1), generator=generator)]
-
-
-@torch.no_grad()
-def _sampled(
-    anatomy: Anatomy,
-    ids: Tensor,
-    allowed: Tensor,
-    length: int,
-    temperature: float,
-    generator: torch.Generator,
-) -> Tensor:
-    """Return the rows of ``ids`` with ``length`` more tokens each."""
-    with undisturbed(anatomy) as model:
-        for _ in range(length):
-            batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
-            logits = run_logits(model, batch)[:, -1].float().cpu()
-            chances = (logits.masked_fill(~allowed, -torch.inf) / temperature).softmax(1)
-            ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], 1)
-    return ids

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
@@ -82,7 +80,6 @@ class GameConfig:
             )
 
 
-_SETTINGS = ("attack", "layer", "granularity", "protocol", "relation", "dtype")
 _COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
 
 
@@ -104,7 +101,6 @@ class GameResult:
         positions: (n,) int, the target token (not used by an attack on whole sentences).
         protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.
         dtype: of the model.
-        config: settings of game and attack, plain values.
         seconds: the adversary's own work in all games (A_attack, gradient, A_guess).
         relation: ``"replace_one"`` or ``"add_remove"``, see :class:`GameConfig`.
     """
@@ -120,7 +116,6 @@ class GameResult:
     positions: Tensor
     protocol: Protocol
     dtype: str
-    config: Mapping[str, object] = field(default_factory=dict)
     seconds: float = 0.0
     relation: Relation = "replace_one"
 
@@ -129,11 +124,7 @@ class GameResult:
 
     def without_collisions(self) -> GameResult:
         """Return only the games in which the assumption of Lemma 1 holds."""
-        return self.only(~self.collides)
-
-    def only(self, selection: Tensor) -> GameResult:
-        """Return the games that ``selection``, (n,) bool, holds; ``seconds`` stays that of all."""
-        return replace(self, **{name: getattr(self, name)[selection] for name in _COLUMNS})
+        return replace(self, **{name: getattr(self, name)[~self.collides] for name in _COLUMNS})
 
     def summary(self, confidence: float = 0.95, *, fitted: bool = False) -> dict[str, Rate]:
         """Return accuracy, F1, AUC, advantage and TPR at small FPRs, each with its interval.
@@ -152,42 +143,9 @@ class GameResult:
             self.scores, self.bits, self.batches, guesses, confidence=confidence
         )
 
-    def to_dict(self, games: bool = False) -> dict[str, object]:
-        """Return plain values for JSON: settings, counts, rates with intervals; no text.
-
-        Args:
-            games: whether to add every game's bit, guess, score and flag.
-        """
-        whole, fitted = self.summary(), self.summary(fitted=True)
-        clean = self.without_collisions().summary()
-        plain: dict[str, object] = {
-            **{name: getattr(self, name) for name in _SETTINGS},
-            "games": len(self),
-            "members": int(self.bits.sum()),
-            "collisions": int(self.collides.sum()),
-            "clusters": len(set(self.batches.tolist())),
-            "right": int((self.guesses == self.bits).sum()),
-            "seconds": self.seconds,
-            "config": dict(self.config),
-            "rates": {name: _plain(rate) for name, rate in whole.items()},
-            "rates_fitted": {name: _plain(rate) for name, rate in fitted.items()},
-            "rates_without_collisions": {name: _plain(rate) for name, rate in clean.items()},
-        }
-        if games:
-            for name in _COLUMNS:
-                values = getattr(self, name).tolist()
-                plain[name] = [v if math.isfinite(v) else str(v) for v in values]
-        return plain
-
     def __repr__(self) -> str:
         right = int((self.guesses == self.bits).sum())
         return (
             f"GameResult({self.attack!r}, layer={self.layer}, protocol={self.protocol!r}, "
             f"relation={self.relation!r}, {right} of {len(self)} right)"
         )
-
-
-def _plain(rate: Rate) -> dict[str, float | None]:
-    """Return a rate for JSON, which has no NaN: null where it is unknown."""
-    ends = {"value": rate.value, "low": rate.low, "high": rate.high}
-    return {name: end if math.isfinite(end) else None for name, end in ends.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -259,8 +259,6 @@ class _GameRun:
                     protocol=self.config.protocol,
                     relation=self.config.relation,
                     dtype=self.dtype,
-                    config=asdict(self.config)
-                    | {f"attack.{k}": v for k, v in attack.config().items()},
                     seconds=seconds,
                 )
             )

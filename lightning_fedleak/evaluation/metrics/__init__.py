@@ -1,6 +1,5 @@
 """How good a guess was, against the truth that only the client has."""
 
-from lightning_fedleak.evaluation.metrics.betting import MeanTest as MeanTest
 from lightning_fedleak.evaluation.metrics.membership import (
     MembershipInference as MembershipInference,
 )

@@ -106,11 +106,6 @@ def precision_recall_f1(counts: Counts, confidence: float = 0.95) -> dict[str, R
     }
 
 
-def jaccard_of(f1: float) -> float:
-    """Return the Jaccard index ``tp / (tp + fp + fn)``, a share of types, of an F1."""
-    return f1 / (2 - f1)
-
-
 def proportion(successes: int, trials: int, confidence: float = 0.95) -> Rate:
     """Return ``successes / trials`` with its two-sided Clopper-Pearson interval; NaN for no trials.
 

@@ -396,18 +396,13 @@ def blind_aucs(
     return {name: _auc(score, members, 1 - confidence) for name, score in scores.items()}
 
 
-def follow_one_law(aucs: Mapping[str, Rate]) -> bool:
-    """Return whether every blind AUC is known to lie between .45 and .55."""
-    return all(rate.low >= LEAST_AUC and rate.high <= MOST_AUC for rate in aucs.values())
-
-
 def other_law(aucs: Mapping[str, Rate]) -> str | None:
     """Return which blind AUC may lie outside .45 to .55, the farthest one; None: none of them.
 
     It begins with what that says of the texts: that they are of another law where a whole interval
     lies outside, and else that they are too few to decide.
     """
-    if follow_one_law(aucs):
+    if all(rate.low >= LEAST_AUC and rate.high <= MOST_AUC for rate in aucs.values()):
         return None
 
     def outside(rate: Rate) -> float:

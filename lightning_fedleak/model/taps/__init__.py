@@ -18,14 +18,12 @@ from lightning_fedleak.model.taps.gradients import EmbeddingNoise as EmbeddingNo
 from lightning_fedleak.model.taps.gradients import GradientTap as GradientTap
 from lightning_fedleak.model.taps.gradients import StepError as StepError
 from lightning_fedleak.model.taps.gradients import UpdateError as UpdateError
-from lightning_fedleak.model.taps.gradients import UpdateTap as UpdateTap
 from lightning_fedleak.model.taps.gradients import before_real_step as before_real_step
 from lightning_fedleak.model.taps.gradients import check_optimizer as check_optimizer
 from lightning_fedleak.model.taps.gradients import loss_terms as loss_terms
 from lightning_fedleak.model.taps.gradients import real_optimizer as real_optimizer
 from lightning_fedleak.model.taps.graph import GraphCall as GraphCall
 from lightning_fedleak.model.taps.graph import GraphTap as GraphTap
-from lightning_fedleak.model.taps.graph import PlacedRows as PlacedRows
 from lightning_fedleak.model.taps.graph import ReadCall as ReadCall
 from lightning_fedleak.model.taps.graph import plain_call as plain_call
 from lightning_fedleak.model.taps.graph import read_call as read_call

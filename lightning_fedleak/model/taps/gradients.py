@@ -24,9 +24,7 @@ from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
-    NotYet,
     Stage,
-    UpdateSnapshot,
     whole_tensor,
 )
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
@@ -151,63 +149,6 @@ class GradientTap:
 
 class UpdateError(ValueError):
     """A weight change cannot be put in units of a gradient."""
-
-
-class UpdateTap:
-    """The weight change of several local steps, which FedAvg clients share.
-
-    Args:
-        parameters: parameter by role.
-        tied: recorded in the snapshots.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, tied: bool = False) -> None:
-        self._parameters = dict(parameters)
-        self._tied = tied
-        self._before: dict[int, Tensor] = {}
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Copy the weights into buffers that are allocated once."""
-        for parameter in {id(p): p for p in self._parameters.values()}.values():
-            value = _dense(parameter.detach())
-            buffer = self._before.get(id(parameter))
-            if buffer is None:
-                self._before[id(parameter)] = value.clone()
-            else:
-                buffer.copy_(value)
-
-    @torch.no_grad()
-    def end(
-        self, step: int, stage: Stage, *, learning_rate: float, local_steps: int
-    ) -> UpdateSnapshot:
-        """Return ``(before - after) / learning_rate``, computed in the buffers of :meth:`begin`.
-
-        Raises:
-            UpdateError: the learning rate is not positive.
-            NotYet: it is 0 and no weight has changed.
-        """
-        if learning_rate == 0 and not any(
-            bool(self._before[id(p)].ne(_dense(p.detach())).any())
-            for p in self._parameters.values()
-        ):
-            raise NotYet("the learning rate is 0, so that nothing has moved and nothing is shared")
-        if not learning_rate > 0:
-            raise UpdateError(
-                f"an update has no scale at learning rate {learning_rate}: it must be positive "
-                "(a warm-up that starts at 0? start the round one step later)"
-            )
-        for parameter in {id(p): p for p in self._parameters.values()}.values():
-            self._before[id(parameter)].sub_(_dense(parameter.detach())).div_(learning_rate)
-        tensors = {role: self._before[id(p)] for role, p in self._parameters.items()}
-        return UpdateSnapshot(
-            step,
-            stage,
-            tensors,
-            self._tied,
-            local_steps=local_steps,
-            learning_rate=learning_rate,
-        )
 
 
 def _dense(tensor: Tensor) -> Tensor:

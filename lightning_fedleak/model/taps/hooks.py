@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-
-class HoldsError(Protocol):
-    """A tap that keeps what one of its hooks raised, and raises it when it is read."""
-
-    error: Exception | None
-
-
-_T = TypeVar("_T", bound=HoldsError)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def raised_when_read(
-    hook: Callable[Concatenate[_T, _P], _R],
-) -> Callable[Concatenate[_T, _P], _R | None]:
-    """Return a hook that changes nothing where it fails: the tap keeps the error."""
+    hook: Callable[Concatenate[Any, _P], _R],
+) -> Callable[Concatenate[Any, _P], _R | None]:
+    """Return a hook that changes nothing where it fails: its tap keeps the ``error``."""
 
     @wraps(hook)
-    def run(tap: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+    def run(tap: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
         try:
             return hook(tap, *args, **kwargs)
         except Exception as error:
@@ -34,7 +26,7 @@ def raised_when_read(
     return run
 
 
-def raise_kept(tap: HoldsError) -> None:
+def raise_kept(tap: Any) -> None:
     """Raise what a hook of a tap has raised, once."""
     error, tap.error = tap.error, None
     if error is not None:

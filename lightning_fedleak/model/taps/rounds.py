@@ -38,18 +38,15 @@ class LocalRound:
     why_not: str | None = None
 
     @classmethod
-    def begin(cls, parameters: Sequence[nn.Parameter], *, copy: bool = True) -> LocalRound:
+    def begin(cls, parameters: Sequence[nn.Parameter]) -> LocalRound:
         """Return the round that begins now.
 
         Args:
-            parameters: of the model.
-            copy: keep copies of the trained ones, which takes their memory; else they themselves,
-                where nothing trains them until the round is made again.
+            parameters: of the model, which nothing trains until the round is made again.
         """
         if any(hasattr(p, "full_tensor") for p in parameters):
             return cls({}, why_not="the rounds of a sharded model are not made again")
-        weights = {id(p): p.detach() for p in parameters if p.requires_grad}
-        return cls({key: w.clone() if copy else w for key, w in weights.items()})
+        return cls({id(p): p.detach() for p in parameters if p.requires_grad})
 
     def add_step(self, optimizer: Optimizer, n_calls: int, rate: float | None = None) -> None:
         """Note a step that an optimizer takes after so many calls of the model.

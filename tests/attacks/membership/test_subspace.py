@@ -41,18 +41,18 @@ def test_whole_gradients_tell_members_from_everything_else(family, kind: str) ->
     model = ready(family())
     inside = texts(ROWS, LENGTH)
     other = variants(inside)[kind]
-    said = asked(model, inside, torch.cat([inside, other]))
-    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
-    assert said.members[:ROWS].all()
+    guess = asked(model, inside, torch.cat([inside, other]))
+    assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
+    assert guess.members[:ROWS].all()
 
 
 @pytest.mark.parametrize("kind", ["other", "replaced"])
 def test_lora_tells_members_by_their_words(kind: str) -> None:
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
     inside = texts(ROWS, LENGTH)
-    said = asked(model, inside, torch.cat([inside, variants(inside)[kind]]))
-    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
-    assert not said.members[ROWS:].any()
+    guess = asked(model, inside, torch.cat([inside, variants(inside)[kind]]))
+    assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
+    assert not guess.members[ROWS:].any()
 
 
 @pytest.mark.parametrize("lora", [True, False])
@@ -124,8 +124,8 @@ def test_a_query_may_be_padded() -> None:
     labels = inside.masked_fill(mask == 0, -100)
     other = texts(ROWS, LENGTH)
     query = torch.cat([inside, other])
-    said = asked(model, inside, query, attention_mask=mask, labels=labels)
-    assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
+    guess = asked(model, inside, query, attention_mask=mask, labels=labels)
+    assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
 
 
 def test_padding_on_the_left_uses_up_nothing_of_what_is_read() -> None:
@@ -166,8 +166,8 @@ def test_noise_takes_the_difference_away() -> None:
     right = 0
     for _ in range(12):
         inside = texts(ROWS, LENGTH)
-        said = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]), noise=10.0)
-        right += int((said.scores[:ROWS, None] > said.scores[None, ROWS:]).sum())
+        guess = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]), noise=10.0)
+        right += int((guess.scores[:ROWS, None] > guess.scores[None, ROWS:]).sum())
     assert 0.25 < right / (12 * ROWS * ROWS) < 0.75
 
 

@@ -45,8 +45,8 @@ def test_another_law_is_seen_by_words_and_length() -> None:
     base = TokenSnapshot(-ones * labels, -ones, ones, ~labels, labels)
     scores = blind_scores(base, torch.ones(120), texts, members)
     for name in ("words", "length"):
-        inside, others = scores[name][members], scores[name][~members]
-        assert (inside[:, None] > others).double().mean() > 0.95
+        inside, outside = scores[name][members], scores[name][~members]
+        assert (inside[:, None] > outside).double().mean() > 0.95
     assert (scores["loss"] == scores["loss"][0]).all()
 
 

@@ -182,14 +182,17 @@ def observed(
     return Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
 
 
-def prepared(model: nn.Module) -> tuple[SubspaceWords, Anatomy]:
+def prepared(
+    model: nn.Module, attack: SubspaceWords | None = None
+) -> tuple[SubspaceWords, Anatomy]:
+    """Return the attack, by default one that measures no capacity, on a model."""
     anatomy = find_anatomy(model)
-    attack = SubspaceWords()
+    attack = attack or SubspaceWords(capacity_seconds=0)
     attack.needs(anatomy)
     attack.prepare(anatomy)
     return attack, anatomy
 
 
-def seen(ids: Tensor, *, causal: bool) -> set[int]:
+def exposed_types(ids: Tensor, *, causal: bool) -> set[int]:
     """Types with a part in the first block's gradients: not a causal text's last."""
     return set((ids[:, :-1] if causal else ids).flatten().tolist())

@@ -1,4 +1,4 @@
-"""How many types can be told apart: the formula, and what planted sets say."""
+"""How many types can be distinguished: the formula, and what planted sets say."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def atoms() -> Atoms:
 
 
 def test_more_rows_tell_more_types_apart(atoms: Atoms) -> None:
-    found = [measure_capacity(atoms, rank, seconds=60.0).types for rank in (1, 4, 16, 200)]
-    assert found == sorted(found)
-    assert found[0] < 30
-    assert found[-1] > 50
+    result = [measure_capacity(atoms, rank, seconds=60.0).types for rank in (1, 4, 16, 200)]
+    assert result == sorted(result)
+    assert result[0] < 30
+    assert result[-1] > 50
 
 
 def test_it_ends_between_the_largest_found_and_the_smallest_missed(atoms: Atoms) -> None:

@@ -16,12 +16,12 @@ from tests.attacks.row_space.models import (
     VOCABULARY,
     WIDTH,
     backward,
+    exposed_types,
     gpt2,
     llama,
     observed,
     prepared,
     ready,
-    seen,
     texts,
     with_lora,
 )
@@ -95,7 +95,7 @@ def check_follows(model: nn.Module, change: Callable[[nn.Module], None]) -> None
     ids = torch.cat([texts(2, 8), torch.tensor([[250, 251, 250, 60, 61, 62, 63, 64]])])
     backward(model, ids)
     guess = attack.run(observed(attack, anatomy))
-    assert set(guess.types.tolist()) == seen(ids, causal=True)
+    assert set(guess.types.tolist()) == exposed_types(ids, causal=True)
     assert guess.certified
 
 
@@ -125,9 +125,12 @@ def test_an_embedding_that_was_replaced_is_followed() -> None:
     check_follows(ready(llama()), replace)
 
 
-@pytest.mark.parametrize("family", [llama, gpt2])
-@settings(max_examples=10)
-@given(tokens=st.sets(st.integers(0, VOCABULARY - 1), max_size=60), seed=st.integers(0, 9))
+@settings(max_examples=15)
+@given(
+    family=st.sampled_from([llama, gpt2]),
+    tokens=st.sets(st.integers(0, VOCABULARY - 1), max_size=60),
+    seed=st.integers(0, 9),
+)
 def test_a_dictionary_that_follows_is_one_that_is_built_again(
     family: Callable[[], nn.Module], tokens: set[int], seed: int
 ) -> None:
@@ -176,6 +179,6 @@ def test_tokens_without_an_input_are_named_and_nothing_is_certified() -> None:
     ids[0, 3] = 9
     backward(model, ids)
     guess = attack.run(observed(attack, anatomy))
-    assert set(guess.types.tolist()) == seen(ids, causal=True) - {9}
+    assert set(guess.types.tolist()) == exposed_types(ids, causal=True) - {9}
     assert guess.silent.tolist() == [9]
     assert guess.certified is False

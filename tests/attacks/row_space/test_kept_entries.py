@@ -19,21 +19,21 @@ ODDS = torch.full((V,), math.log(20 / V))
 def sparse(gradient: Tensor, share: float) -> Tensor:
     """The largest entries of a gradient, the others zero."""
     order = np.argsort(-gradient.abs().numpy().ravel())
-    kept = np.zeros(gradient.numel(), dtype=np.float32)
+    retained = np.zeros(gradient.numel(), dtype=np.float32)
     best = order[: int(share * len(order))]
-    kept[best] = gradient.numpy().ravel()[best]
-    return torch.from_numpy(kept.reshape(gradient.shape))
+    retained[best] = gradient.numpy().ravel()[best]
+    return torch.from_numpy(retained.reshape(gradient.shape))
 
 
 def misfit(rows: Tensor, atoms: Tensor) -> float:
     """What least squares leave of the kept entries, row by row, as a share of the rows' norm."""
-    left = 0.0
+    residual = 0.0
     for row in rows.double().numpy():
         places = row.nonzero()[0]
         columns = atoms.double().numpy().T[places]
         fit = np.linalg.lstsq(columns, row[places], rcond=None)[0]
-        left += float(((row[places] - columns @ fit) ** 2).sum())
-    return math.sqrt(left) / float(rows.double().norm())
+        residual += float(((row[places] - columns @ fit) ** 2).sum())
+    return math.sqrt(residual) / float(rows.double().norm())
 
 
 def test_the_rows_that_keep_most_entries_are_read() -> None:
@@ -55,13 +55,13 @@ def test_the_planted_types_are_found_and_each_is_needed(types: int, share: float
     for seed in range(5):
         gradient, truth = planted(atoms, types, 40, seed)
         rows = most_kept(sparse(gradient, share))
-        found = explain_kept(rows, atoms, NOTHING, ODDS)
-        assert found is not None
-        assert set(found.tolist()) == set(truth.tolist())
+        result = explain_kept(rows, atoms, NOTHING, ODDS)
+        assert result is not None
+        assert set(result.tolist()) == set(truth.tolist())
         rows = rows[(rows != 0).sum(1) > 2 * types]
-        assert misfit(rows, atoms[found]) < 1e-6
-        for gone in found.tolist() if types > 1 else ():
-            assert misfit(rows, atoms[[t for t in found.tolist() if t != gone]]) > 1e-3
+        assert misfit(rows, atoms[result]) < 1e-6
+        for gone in result.tolist() if types > 1 else ():
+            assert misfit(rows, atoms[[t for t in result.tolist() if t != gone]]) > 1e-3
 
 
 def test_no_other_pair_of_a_small_vocabulary_fits() -> None:
@@ -73,9 +73,9 @@ def test_no_other_pair_of_a_small_vocabulary_fits() -> None:
         for pair in itertools.combinations(range(16), 2)
         if misfit(rows, atoms[list(pair)]) < 1e-3
     ]
-    found = explain_kept(rows, atoms, NOTHING, ODDS[:16])
-    assert found is not None
-    assert fits == [tuple(sorted(truth.tolist()))] == [tuple(sorted(found.tolist()))]
+    result = explain_kept(rows, atoms, NOTHING, ODDS[:16])
+    assert result is not None
+    assert fits == [tuple(sorted(truth.tolist()))] == [tuple(sorted(result.tolist()))]
 
 
 def test_directions_that_are_no_word_are_no_types() -> None:
@@ -85,9 +85,9 @@ def test_directions_that_are_no_word_are_no_types() -> None:
     beside = torch.nn.functional.normalize(torch.randn(2, D, generator=generator).double(), dim=1)
     mixed = gradient.double() + 20 * torch.randn(40, 2, generator=generator).double() @ beside
     rows = most_kept(sparse(mixed.float(), 0.4))
-    found = explain_kept(rows, atoms, beside, ODDS)
-    assert found is not None
-    assert set(found.tolist()) == set(truth.tolist())
+    result = explain_kept(rows, atoms, beside, ODDS)
+    assert result is not None
+    assert set(result.tolist()) == set(truth.tolist())
     alone = explain_kept(rows, atoms, NOTHING, ODDS)
     assert alone is None or set(alone.tolist()) != set(truth.tolist())
 
@@ -101,9 +101,9 @@ def test_a_type_that_only_came_first_is_taken_back() -> None:
     rows = most_kept(sparse(weights @ atoms[:2], 0.5))
     assert misfit(rows, atoms[2:3]) < misfit(rows, atoms[0:1])
     assert misfit(rows, atoms[2:3]) < misfit(rows, atoms[1:2])
-    found = explain_kept(rows, atoms, NOTHING, ODDS)
-    assert found is not None
-    assert set(found.tolist()) == {0, 1}
+    result = explain_kept(rows, atoms, NOTHING, ODDS)
+    assert result is not None
+    assert set(result.tolist()) == {0, 1}
 
 
 def test_more_types_than_a_row_keeps_entries_are_not_explained() -> None:
@@ -138,8 +138,8 @@ def test_equal_atoms_count_once() -> None:
     gradient, truth = planted(atoms, 4, 40)
     equal = [t for t in range(100, 160) if t not in truth.tolist()]
     atoms[equal] = atoms[truth[0]].clone()
-    found = explain_kept(most_kept(sparse(gradient, 0.2)), atoms, NOTHING, ODDS)
-    assert found is not None
-    names = {int(truth[0]) if t in equal else t for t in found.tolist()}
-    assert len(found) == 4
+    result = explain_kept(most_kept(sparse(gradient, 0.2)), atoms, NOTHING, ODDS)
+    assert result is not None
+    names = {int(truth[0]) if t in equal else t for t in result.tolist()}
+    assert len(result) == 4
     assert names == set(truth.tolist())

@@ -40,8 +40,8 @@ def known_of(model: nn.Module):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_projections_are_found_in_every_family(family: str) -> None:
-    anatomy, found = known_of(ready(FAMILIES[family]()))
-    maps = next(k for k in found if k.width == anatomy.hidden_size or family == "albert").maps
+    anatomy, result = known_of(ready(FAMILIES[family]()))
+    maps = next(k for k in result if k.width == anatomy.hidden_size or family == "albert").maps
     assert {m.name.split(".")[-2] for m in maps} == FIRST[family]
     assert all(".1." not in m.name for m in maps)
     assert {m.axis for m in maps} == ({0} if family == "gpt2" else {1})
@@ -49,9 +49,9 @@ def test_the_first_projections_are_found_in_every_family(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_input_is_its_word_once_what_is_beside_is_projected_out(family: str) -> None:
-    anatomy, found = known_of(ready(FAMILIES[family]()).double())
+    anatomy, result = known_of(ready(FAMILIES[family]()).double())
     ids = texts(3, 9)
-    for known in found:
+    for known in result:
         dictionary = build_dictionary(anatomy, known)
         rows, beside, _ = dictionary.atoms(9)
         assert known.positional == (len(beside) > 0)
@@ -65,8 +65,8 @@ def test_an_input_is_its_word_once_what_is_beside_is_projected_out(family: str) 
 @pytest.mark.parametrize("family", [*FAMILIES, "t5"])
 def test_queries_and_keys_do_not_show_a_token_that_stands_alone(family: str) -> None:
     build = FAMILIES.get(family, t5)
-    _, found = known_of(ready(build()))
-    for known in found:
+    _, result = known_of(ready(build()))
+    for known in result:
         blind = {m.name.split(".")[-2] for m in known.maps if m.name not in known.lone_token_maps}
         assert blind in ({"q_proj", "k_proj"}, {"query", "key"}, {"q", "k"}, set())
         assert bool(blind) == (family not in ("gpt2", "neox", "albert"))
@@ -75,31 +75,31 @@ def test_queries_and_keys_do_not_show_a_token_that_stands_alone(family: str) -> 
 
 def test_adapters_show_what_their_layers_do() -> None:
     model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    _, found = known_of(model.eval())
-    shown = {m.name for known in found for m in known.maps if m.name in known.lone_token_maps}
-    assert shown == {m.name for known in found for m in known.maps if ".v_proj." in m.name}
+    _, result = known_of(model.eval())
+    shown = {m.name for known in result for m in known.maps if m.name in known.lone_token_maps}
+    assert shown == {m.name for known in result for m in known.maps if ".v_proj." in m.name}
 
 
-def test_encoder_and_decoder_are_told_apart() -> None:
-    _, found = known_of(t5().eval())
-    assert [len(k.maps) for k in found] == [3, 3]
-    assert {m.name.split(".")[0] for m in found[0].maps} == {found[0].maps[0].name.split(".")[0]}
+def test_encoder_and_decoder_are_distinguished() -> None:
+    _, result = known_of(t5().eval())
+    assert [len(k.maps) for k in result] == [3, 3]
+    assert {m.name.split(".")[0] for m in result[0].maps} == {result[0].maps[0].name.split(".")[0]}
 
 
 def test_adapters_are_found_by_their_factors() -> None:
     model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    _, found = known_of(model.eval())
-    wide, *narrow = found
+    _, result = known_of(model.eval())
+    wide, *narrow = result
     assert sum(m.factor == "A" for m in wide.maps) == 2
     assert all(m.factor == "B" and k.width == 4 for k in narrow for m in k.maps)
 
 
 def test_adalora_regularises_its_factors() -> None:
     config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["q_proj"])
-    anatomy, found = known_of(get_peft_model(llama(), config).eval())
-    (mine,) = (m for m in found[0].maps if m.factor == "A")
+    anatomy, result = known_of(get_peft_model(llama(), config).eval())
+    (mine,) = (m for m in result[0].maps if m.factor == "A")
     assert mine.regularised
-    rows = factor_rows(anatomy, found[0].maps)[mine.name]
+    rows = factor_rows(anatomy, result[0].maps)[mine.name]
     assert torch.equal(rows, anatomy.parameter(mine.name).detach().double())
 
 
@@ -113,19 +113,19 @@ def test_adalora_regularises_its_factors() -> None:
     ids=["deeper", "ia3", "prompt"],
 )
 def test_what_reads_nothing_known_trains_nothing_that_is_read(config: object) -> None:
-    anatomy, found = known_of(get_peft_model(llama(), config).eval())
-    assert found
-    assert not any(k.trainable_maps(anatomy) for k in found)
+    anatomy, result = known_of(get_peft_model(llama(), config).eval())
+    assert result
+    assert not any(k.trainable_maps(anatomy) for k in result)
 
 
-def test_virtual_tokens_are_left_out() -> None:
+def test_virtual_tokens_are_excluded() -> None:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = llama()
-    anatomy, found = known_of(get_peft_model(model, config).eval())
+    anatomy, result = known_of(get_peft_model(model, config).eval())
     bare, without = known_of(model)
     ids = texts(2, 5)
     torch.testing.assert_close(
-        input_rows(anatomy, found[0], ids), input_rows(bare, without[0], ids)
+        input_rows(anatomy, result[0], ids), input_rows(bare, without[0], ids)
     )
 
 
@@ -144,24 +144,24 @@ def test_a_map_that_is_called_again_is_not_read() -> None:
             x = self.inner(x + x.cumsum(1))
             return self.head(x)
 
-    _anatomy, found = known_of(Twice().eval())
-    assert found == []
+    _anatomy, result = known_of(Twice().eval())
+    assert result == []
 
 
 def test_a_matrix_of_two_maps_is_not_read() -> None:
     model = llama()
     first = model.model.layers[0].self_attn
     first.q_proj.weight = model.model.layers[1].self_attn.q_proj.weight
-    _, found = known_of(model.eval())
-    assert {m.name.split(".")[-2] for m in found[0].maps} == {"k_proj", "v_proj"}
+    _, result = known_of(model.eval())
+    assert {m.name.split(".")[-2] for m in result[0].maps} == {"k_proj", "v_proj"}
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = ready(gpt2()).train()
     before = {n: p.clone() for n, p in model.named_parameters()}
     state = torch.get_rng_state()
-    anatomy, found = known_of(model)
-    build_dictionary(anatomy, found[0])
+    anatomy, result = known_of(model)
+    build_dictionary(anatomy, result[0])
     assert model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
@@ -181,7 +181,7 @@ def test_positions_that_multiply_are_refused() -> None:
             x = self.embedding(input_ids) * self.scale[: input_ids.shape[1]]
             return self.head(self.first(x).cumsum(1))
 
-    anatomy, found = known_of(Scaled().eval())
+    anatomy, result = known_of(Scaled().eval())
     anatomy.model.config = transformers.PretrainedConfig(max_position_embeddings=LENGTH)
     with pytest.raises(NotAdditive, match="no sum of a part of the word"):
-        build_dictionary(anatomy, found[0])
+        build_dictionary(anatomy, result[0])

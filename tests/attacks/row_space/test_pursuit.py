@@ -52,25 +52,25 @@ def solve(rows: Tensor, gradient: Tensor, noise: float = 0.0) -> PursuitResult:
 def test_below_full_rank_the_planted_types_are_found_and_certified(types: int, seed: int) -> None:
     rows = dictionary(seed % 5)
     gradient, truth = planted(rows, types, 8, seed)
-    found = solve(rows, gradient)
-    assert set(found.types.tolist()) == set(truth.tolist())
-    assert found.certified
-    assert found.expected == types
-    assert set(found.scores.topk(types).indices.tolist()) == set(truth.tolist())
+    result = solve(rows, gradient)
+    assert set(result.types.tolist()) == set(truth.tolist())
+    assert result.certified
+    assert result.expected == types
+    assert set(result.scores.topk(types).indices.tolist()) == set(truth.tolist())
 
 
 @given(st.integers(1, D - 6), st.integers(0, 1000))
 def test_at_full_rank_it_is_the_span_test(types: int, seed: int) -> None:
     rows = dictionary(seed % 5)
     gradient, truth = planted(rows, types, D + 10, seed)
-    found = solve(rows, gradient)
+    result = solve(rows, gradient)
     basis = torch.linalg.svd(gradient.double(), full_matrices=False)[2][:types]
     unit = rows.double() / rows.double().norm(dim=1, keepdim=True)
     distance = (unit - (unit @ basis.T) @ basis).norm(dim=1)
     nearest = set(distance.argsort()[:types].tolist())
     assert nearest == set(truth.tolist())
-    assert set(found.types.tolist()) == nearest
-    assert found.certified
+    assert set(result.types.tolist()) == nearest
+    assert result.certified
 
 
 def test_low_rank_alone_puts_no_input_in_the_span() -> None:
@@ -87,7 +87,7 @@ def test_low_rank_alone_puts_no_input_in_the_span() -> None:
 def test_a_set_that_lacks_a_type_is_not_certified(rank: int) -> None:
     """The token that is missing has another atom, as in a dictionary that is stale."""
     wrong = 0
-    for seed in range(30):
+    for seed in range(10):
         rows = dictionary(seed % 5)
         gradient, truth = planted(rows, 12, rank, seed)
         lacking = rows.clone()
@@ -100,14 +100,14 @@ def test_a_set_that_lacks_a_type_is_not_certified(rank: int) -> None:
 @pytest.mark.parametrize("rank", [4, 12, 40])
 def test_a_token_that_leaves_no_trace_ends_a_certificate(rank: int, size: float) -> None:
     """Whether it was there or not, the shared rows are the same up to rounding."""
-    for seed in range(10):
+    for seed in range(4):
         rows = dictionary(seed % 5)
         rows[7] *= size
         gradient, truth = planted(rows, 8, rank, seed)
-        found = solve(rows, gradient)
-        assert set(found.types.tolist()) == set(truth.tolist()) - {7}
-        assert not found.certified
-        assert found.silent.tolist() == [7]
+        result = solve(rows, gradient)
+        assert set(result.types.tolist()) == set(truth.tolist()) - {7}
+        assert not result.certified
+        assert result.silent.tolist() == [7]
 
 
 def test_a_small_input_that_leaves_a_trace_does_not() -> None:
@@ -123,41 +123,41 @@ def test_a_small_input_that_leaves_a_trace_does_not() -> None:
 def test_a_multiple_of_a_types_input_ends_a_certificate_and_one_of_others_does_not(
     factor: float,
 ) -> None:
-    for seed in range(10):
+    for seed in range(4):
         rows = dictionary(seed % 5)
         truth = planted(rows, 8, 12, seed)[1].tolist()
         absent = [i for i in range(V) if i not in truth]
         rows[absent[0]] = factor * rows[absent[1]]
         assert solve(rows, planted(rows, 8, 12, seed)[0]).certified
         rows[absent[0]] = factor * rows[truth[0]]
-        found = solve(rows, planted(rows, 8, 12, seed)[0])
-        assert not found.certified
-        assert {*found.types.tolist(), *found.silent.tolist()} == {*truth, absent[0]}
+        result = solve(rows, planted(rows, 8, 12, seed)[0])
+        assert not result.certified
+        assert {*result.types.tolist(), *result.silent.tolist()} == {*truth, absent[0]}
 
 
-def test_more_types_than_can_be_told_apart_are_not_certified() -> None:
-    for seed in range(10):
+def test_more_types_than_can_be_distinguished_are_not_certified() -> None:
+    for seed in range(4):
         rows = dictionary(seed % 5)
         gradient, truth = planted(rows, 55, 4, seed)
-        found = solve(rows, gradient)
-        assert not found.certified
-        assert set(found.types.tolist()) != set(truth.tolist())
+        result = solve(rows, gradient)
+        assert not result.certified
+        assert set(result.types.tolist()) != set(truth.tolist())
 
 
-def test_more_types_than_can_be_told_apart_are_not_counted() -> None:
+def test_more_types_than_can_be_distinguished_are_not_counted() -> None:
     for rank in (8, 57, 62):
         rows = dictionary()
-        found = solve(rows, planted(rows, 100, rank)[0])
-        assert math.isnan(found.expected)
-        assert not found.certified
+        result = solve(rows, planted(rows, 100, rank)[0])
+        assert math.isnan(result.expected)
+        assert not result.certified
 
 
 def test_as_many_types_as_rows_are_named_in_nearly_all_directions() -> None:
     rows = dictionary()
     gradient, truth = planted(rows, 61, 60)
-    found = solve(rows, gradient)
-    assert set(found.types.tolist()) == set(truth.tolist())
-    assert found.expected == 61
+    result = solve(rows, gradient)
+    assert set(result.types.tolist()) == set(truth.tolist())
+    assert result.expected == 61
 
 
 def test_pruning_takes_out_what_was_planted_besides() -> None:
@@ -165,31 +165,31 @@ def test_pruning_takes_out_what_was_planted_besides() -> None:
     gradient, truth = planted(rows, 12, 6)
     shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
     others = torch.tensor([t for t in range(V) if t not in set(truth.tolist())][:25])
-    kept = prune(Atoms(rows, NOTHING), shared, torch.cat([others, truth]))
-    assert set(kept.tolist()) == set(truth.tolist())
+    retained = prune(Atoms(rows, NOTHING), shared, torch.cat([others, truth]))
+    assert set(retained.tolist()) == set(truth.tolist())
 
 
 def test_equal_atoms_are_one_type() -> None:
     rows = dictionary()
     gradient, truth = planted(rows, 10, 6)
     rows[truth[3]] = rows[(int(truth[3]) + 1) % V] = rows[truth[3]].clone()
-    found = solve(rows, gradient)
+    result = solve(rows, gradient)
     twins = {int(truth[3]), (int(truth[3]) + 1) % V}
-    assert not found.certified
-    assert set(found.types.tolist()) - twins == set(truth.tolist()) - twins
-    assert len(set(found.types.tolist()) & twins) == 1
-    assert {*found.types.tolist(), *found.silent.tolist()} == {*truth.tolist(), *twins}
+    assert not result.certified
+    assert set(result.types.tolist()) - twins == set(truth.tolist()) - twins
+    assert len(set(result.types.tolist()) & twins) == 1
+    assert {*result.types.tolist(), *result.silent.tolist()} == {*truth.tolist(), *twins}
 
 
-def test_nearly_equal_atoms_are_told_apart_as_far_as_rounding_lets_them() -> None:
+def test_nearly_equal_atoms_are_distinguished_as_far_as_rounding_lets_them() -> None:
     """Tokens that were never trained: 200 atoms within 1e-5 of each other."""
     rows = dictionary()
     g = torch.Generator().manual_seed(1)
     rows[200:] = rows[200:201] + 1e-4 * torch.randn(200, D, generator=g)
     weights = torch.randn(12, 10, generator=g, dtype=torch.float64)
     truth = torch.tensor([*range(8), 250, 303])
-    found = solve(rows, (weights @ rows[truth].double()).float())
-    assert set(found.types.tolist()) == set(truth.tolist())
+    result = solve(rows, (weights @ rows[truth].double()).float())
+    assert set(result.types.tolist()) == set(truth.tolist())
 
 
 def test_many_tokens_that_equal_a_type_do_not_hide_the_others(
@@ -213,7 +213,7 @@ def test_many_tokens_that_equal_a_type_do_not_hide_the_others(
 
 @pytest.mark.parametrize("apart", [3e-6, 1e-4])
 def test_equals_are_exchanged_as_least_squares_for_each_place_say(apart: float) -> None:
-    for seed in range(8):
+    for seed in range(4):
         g = torch.Generator().manual_seed(seed)
         rows = dictionary(seed)
         rows[:40] = rows[torch.arange(40) % 4] * (1 + apart * torch.randn(40, D, generator=g))
@@ -267,12 +267,12 @@ def test_no_certificate_stands_in_types_for_one_that_nearly_equals_another(
     apart: float, rank: int
 ) -> None:
     """Unlike types may explain what one of two nearly equal ones explains beside the other."""
-    for seed in range(12):
-        found, truth = nearly_twins(apart, rank, seed, both=True)
-        assert not found.certified or set(found.types.tolist()) <= truth
-        found, truth = nearly_twins(apart, rank, seed, both=False)
-        assert found.certified
-        assert set(found.types.tolist()) == truth
+    for seed in range(5):
+        result, truth = nearly_twins(apart, rank, seed, both=True)
+        assert not result.certified or set(result.types.tolist()) <= truth
+        result, truth = nearly_twins(apart, rank, seed, both=False)
+        assert result.certified
+        assert set(result.types.tolist()) == truth
 
 
 @pytest.mark.parametrize("level", [1e-3, 1e-2, 1e-1])
@@ -284,17 +284,17 @@ def test_noise_leaves_the_loudest_types_and_no_certificate(level: float) -> None
         std = level * float(gradient.square().mean().sqrt())
         g = torch.Generator().manual_seed(seed)
         noisy = gradient + std * torch.randn(gradient.shape, generator=g)
-        found = solve(rows, noisy, std)
-        assert not found.certified
-        right += len(set(found.types.tolist()) & set(truth.tolist()))
-        named += len(found.types)
+        result = solve(rows, noisy, std)
+        assert not result.certified
+        right += len(set(result.types.tolist()) & set(truth.tolist()))
+        named += len(result.types)
     assert right >= (60 if level < 0.05 else 20)
     assert right / named > 0.6
 
 
 @pytest.mark.parametrize("level", [1e-5, 1e-3, 1e-1])
-def test_noise_that_nobody_told_of_is_not_certified(level: float) -> None:
-    for seed in range(15):
+def test_undeclared_noise_is_not_certified(level: float) -> None:
+    for seed in range(6):
         rows = dictionary(seed % 5)
         gradient, _ = planted(rows, 8 + seed % 12, 12, seed)
         g = torch.Generator().manual_seed(seed)
@@ -310,9 +310,9 @@ def test_noise_alone_names_next_to_nothing() -> None:
         shared = SharedRows.stack(
             [torch.randn(8, D, generator=g)], NOTHING, rounding=SINGLE, noise=[1.0]
         )
-        found = explain(Atoms(rows, NOTHING), shared, torch.full((V,), math.log(20 / V)))
-        assert len(found.types) <= 2
-        assert not found.certified
+        result = explain(Atoms(rows, NOTHING), shared, torch.full((V,), math.log(20 / V)))
+        assert len(result.types) <= 2
+        assert not result.certified
 
 
 def test_scale_and_order_of_rows_do_not_matter() -> None:
@@ -356,7 +356,7 @@ def test_products_are_those_of_whitened_unit_atoms(
     assert torch.allclose(atoms.whitened(types), white[types], atol=1e-5)
 
 
-def test_where_positions_fill_all_directions_nothing_is_told_apart() -> None:
+def test_where_positions_fill_all_directions_nothing_is_distinguished() -> None:
     rows = torch.randn(30, 6)
     atoms = Atoms(rows, torch.eye(6, dtype=torch.float64))
     assert not bool(atoms.usable.any())
@@ -378,7 +378,7 @@ def test_what_the_right_types_leave_above_the_noise_is_not_certified(
     spoilt = SharedRows(shared.whole + units * beyond, shared.principal, exact=True)
     odds = torch.full((len(rows),), math.log(20 / V))
     for what, certified in ((shared, True), (spoilt, False)):
-        found = explain(Atoms(rows, NOTHING), what, odds)
-        assert set(found.types.tolist()) >= set(truth.tolist())
-        assert found.certified == certified
-        assert (found.residual > 4) != certified
+        result = explain(Atoms(rows, NOTHING), what, odds)
+        assert set(result.types.tolist()) >= set(truth.tolist())
+        assert result.certified == certified
+        assert (result.residual > 4) != certified

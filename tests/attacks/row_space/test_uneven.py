@@ -29,9 +29,9 @@ def finder(atoms: Atoms, counted: list[int]):
 
     def find(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[PursuitResult, Tensor]:
         shared = SharedRows.stack(rows, atoms.beside, rounding=1e-7, noise=noise)
-        found = explain(atoms, shared, odds)
-        counted.append(len(found.types))
-        return found, atoms.rows(found.types)
+        result = explain(atoms, shared, odds)
+        counted.append(len(result.types))
+        return result, atoms.rows(result.types)
 
     return find
 
@@ -46,27 +46,27 @@ def test_entries_that_are_hardly_known_are_filled_in(seed: int) -> None:
     atoms, truth, rows, generator = planted(12, 22, seed)
     size = rows.abs()
     errors = 1e-6 + 1.0 * size * (size / size.max()) ** 2  # the largest are known worst
-    seen = rows + errors * torch.randn(rows.shape, generator=generator, dtype=torch.float64)
+    observed = rows + errors * torch.randn(rows.shape, generator=generator, dtype=torch.float64)
     counted: list[int] = []
     find = finder(atoms, counted)
-    found = explain_uneven([seen], [errors], find)
-    once, _ = find([seen], [float(errors.square().mean().sqrt())])
+    result = explain_uneven([observed], [errors], find)
+    once, _ = find([observed], [float(errors.square().mean().sqrt())])
     assert len(counted) > 2
-    assert f1(found.types, truth) >= 0.9
-    assert f1(found.types, truth) > f1(once.types, truth)
+    assert f1(result.types, truth) >= 0.9
+    assert f1(result.types, truth) > f1(once.types, truth)
 
 
 def test_only_the_rows_that_are_known_best_are_used() -> None:
     atoms, truth, rows, generator = planted(400, 12)
     errors = torch.full_like(rows, 1e-6)
     errors[256:] = 1e3
-    seen = rows + errors * torch.randn(rows.shape, generator=generator, dtype=torch.float64)
-    found = explain_uneven([seen], [errors], finder(atoms, []))
-    assert set(found.types.tolist()) == set(truth.tolist())
+    observed = rows + errors * torch.randn(rows.shape, generator=generator, dtype=torch.float64)
+    result = explain_uneven([observed], [errors], finder(atoms, []))
+    assert set(result.types.tolist()) == set(truth.tolist())
 
 
 def test_noise_alone_names_nothing() -> None:
     atoms, _, rows, generator = planted(6, 10)
     noise = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
-    found = explain_uneven([noise], [torch.ones_like(noise)], finder(atoms, []))
-    assert len(found.types) <= 1
+    result = explain_uneven([noise], [torch.ones_like(noise)], finder(atoms, []))
+    assert len(result.types) <= 1

@@ -32,103 +32,14 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_parameters,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.snapshots import Observation, Stage, UpdateSnapshot
+from tests.attacks.words.language import VOCAB, WIDTH, generator, mean_f1, observation, rates
 from tests.attacks.words.test_calibration import MODELS, batch_of
 from tests.helpers import models
-
-VOCAB, WIDTH = 600, 32
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-class Language:
-    """Texts of a made-up language: each word has its own few followers, words are Zipfian."""
-
-    def __init__(self, seed=0):
-        g = generator(seed)
-        zipf = 1 / (torch.arange(VOCAB - 3) + 3.0)
-        self.followers = 3 + torch.multinomial(
-            zipf.expand(VOCAB, -1), 12, replacement=False, generator=g
-        )
-        self.likely = torch.tensor([0.3, 0.15, 0.1, 0.1] + [0.35 / 8] * 8)
-
-    def texts(self, n, length, seed):
-        g = generator(seed)
-        ids = torch.randint(3, VOCAB, (n, 1), generator=g)
-        for _ in range(length - 1):
-            pick = torch.multinomial(self.likely, n, replacement=True, generator=g)
-            ids = torch.cat([ids, self.followers[ids[:, -1], pick][:, None]], 1)
-        return ids
-
-
-@pytest.fixture(scope="module")
-def language():
-    return Language()
-
-
-@pytest.fixture(scope="module")
-def trained(language):
-    """A tied GPT-2 after a few seconds of training."""
-    model = models.tiny_gpt2(vocab=VOCAB, d=WIDTH, layers=1, dropout=0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    texts = language.texts(4000, 24, seed=1)
-    for rows in texts.split(40):
-        loss = model(input_ids=rows, labels=rows).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.zero_grad()
-    return find_anatomy(model)
-
-
-@pytest.fixture(scope="module")
-def public(language):
-    return PublicText(language.texts(400, 24, seed=2))
-
-
-@pytest.fixture(scope="module")
-def private(trained, language):
-    """(observation, types) of a few private batches of unequal size."""
-    found = []
-    for i, rows in enumerate(language.texts(60, 24, seed=3).split([4, 8, 16, 32])):
-        batch = PublicText(rows).rows(range(len(rows)), 24, generator())
-        gradient = gradient_of(trained, batch, ["head.weight"])["head.weight"]
-        found.append((seen(gradient, i), batch.target_ids().unique()))
-    return found
-
-
-@pytest.fixture(scope="module")
-def learned(trained, public):
-    attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=8000)
-    attack.prepare(trained)
-    return attack
-
-
-@pytest.fixture(scope="module")
-def by_sign(trained, public):
-    attack = AlignedFlatChat(public, readout="sign")
-    attack.prepare(trained)
-    return attack
-
-
-def seen(gradient, step=0, **more):
-    return Observation((GradientSnapshot(step, Stage.SHARED, {"head.weight": gradient}, **more),))
 
 
 def state_of(u):
     return {"u": u, "aligned_at": torch.tensor(0), "rounding": torch.tensor(0.0)}
-
-
-def rates(types, truth):
-    right = torch.isin(types, truth).sum().item()
-    precision, recall = right / max(1, len(types)), right / len(truth)
-    return precision, recall, 2 * right / (len(types) + len(truth))
-
-
-def mean_f1(attack, cases):
-    return sum(rates(attack.run(view).types, truth)[2] for view, truth in cases) / len(cases)
 
 
 def test_learned_beats_sign_beats_flatchat_with_the_oracle(learned, by_sign, private):
@@ -155,7 +66,7 @@ def test_one_token_in_closed_form():
     gradient = head_gradient(hidden, torch.tensor([17]), weight)
     attack = AlignedFlatChat([[1, 2, 3]], readout="sign")
     attack.load_state_dict(state_of(F.normalize(hidden[0], dim=0)))
-    guess = attack.run(seen(gradient))
+    guess = attack.run(observation(gradient))
     assert guess.types.tolist() == [17]
     assert guess.n_types == 1
     assert guess.scores.argmax() == 17
@@ -170,7 +81,7 @@ def test_no_unused_type_is_named_when_every_state_is_on_the_side_of_u():
     assert (hidden @ u).min() > 0
     attack = AlignedFlatChat([[1, 2, 3]], readout="sign")
     attack.load_state_dict(state_of(u))
-    types = attack.run(seen(head_gradient(hidden, labels, weight))).types
+    types = attack.run(observation(head_gradient(hidden, labels, weight))).types
     assert set(types.tolist()) <= set(labels.tolist())
 
 
@@ -181,7 +92,7 @@ def test_scale_does_not_matter(attack, private, request):
     gradient = view.gradient("head.weight")
     plain = attack.run(view)
     for factor in (1e-4, 37.0):
-        scaled = attack.run(seen(gradient * factor))
+        scaled = attack.run(observation(gradient * factor))
         overlap = torch.isin(scaled.types, plain.types).float().mean()
         assert overlap > 0.98
         assert abs(len(scaled.types) - len(plain.types)) <= 2
@@ -196,7 +107,7 @@ def test_noise_that_hides_the_words_from_flatchat_does_not_hide_them(attack, pri
     for share in (1e-3, 1e-2):
         noise = torch.randn(gradient.shape, generator=generator(12))
         noised = gradient + share * gradient.norm(dim=1).quantile(0.5) * noise
-        precision, _, f1 = rates(attack.run(seen(noised)).types, truth)
+        precision, _, f1 = rates(attack.run(observation(noised)).types, truth)
         assert f1 > plain[2] - 0.1
         assert precision > plain[0] - 0.1
 
@@ -224,9 +135,9 @@ def test_label_smoothing_is_found_and_given_back(attack, trained, language, requ
     logits = leaf(input_ids=rows).logits[:, :-1].flatten(0, 1)
     truth = rows[:, 1:].unique()
     F.cross_entropy(logits, rows[:, 1:].flatten(), label_smoothing=0.1).backward()
-    smoothed = seen(leaf.lm_head.weight.grad)
+    smoothed = observation(leaf.lm_head.weight.grad)
     batch = PublicText(rows).rows(range(2), 24, generator())
-    plain = seen(gradient_of(trained, batch, ["head.weight"])["head.weight"])
+    plain = observation(gradient_of(trained, batch, ["head.weight"])["head.weight"])
     loss = rates(attack.run(plain).types, truth)[2] - rates(attack.run(smoothed).types, truth)[2]
     assert loss < 0.15
 
@@ -239,7 +150,7 @@ def test_rounding_error_is_that_of_storing():
 
 
 def test_noise_alone_names_next_to_nothing(learned, by_sign):
-    noise = seen(torch.randn(VOCAB, WIDTH, generator=generator(13)), noise_std=1.0)
+    noise = observation(torch.randn(VOCAB, WIDTH, generator=generator(13)), noise_std=1.0)
     assert len(by_sign.run(noise).types) <= 3
     assert len(learned.run(noise).types) <= 0.05 * VOCAB
 
@@ -262,7 +173,7 @@ def test_significant_rows_keep_the_false_discovery_rate():
 
 def test_bf16_gradients_are_read(learned, private):
     view, truth = private[3]
-    half = seen(view.gradient("head.weight").bfloat16())
+    half = observation(view.gradient("head.weight").bfloat16())
     exact = rates(learned.run(view).types, truth)[2]
     assert rates(learned.run(half).types, truth)[2] > exact - 0.03
 
@@ -276,15 +187,15 @@ def test_unusable_gradients_are_refused(attack, value, private, request):
     else:
         gradient[3, 2] = value
     with pytest.raises(UnusableObservation):
-        request.getfixturevalue(attack).run(seen(gradient))
+        request.getfixturevalue(attack).run(observation(gradient))
 
 
 def test_a_gradient_without_a_negative_row_is_unknown_unless_noise_explains_it(learned):
     rows = learned.state_dict()["directions.u"].repeat(VOCAB, 1)
     for std in (0.0, math.nan):
         with pytest.raises(UnusableObservation, match="no defence says that it added noise"):
-            learned.run(seen(rows, noise_std=std))
-    guess = learned.run(seen(rows, noise_std=0.1))
+            learned.run(observation(rows, noise_std=std))
+    guess = learned.run(observation(rows, noise_std=0.1))
     assert len(guess.types) == 0
     assert guess.n_types == 0
 
@@ -302,17 +213,21 @@ def test_state_comes_back(readout, trained, public, private, request):
         assert torch.equal(one.scores, two.scores)
 
 
-def test_calibration_is_the_seeds_alone_and_leaves_no_trace(trained, public, learned):
+def test_calibration_is_the_seeds_alone_and_leaves_no_trace(trained, public):
     before = {k: v.clone() for k, v in trained.model.state_dict().items()}
-    rng = torch.get_rng_state()
-    again = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=8000)
-    again.prepare(trained)
-    assert torch.equal(torch.get_rng_state(), rng)
+    states = []
+    for seed in (1, 2):  # of what else is drawn
+        torch.manual_seed(seed)
+        rng = torch.get_rng_state()
+        attack = AlignedFlatChat(public, lengths=(8, 12), calibration_tokens=400)
+        attack.prepare(trained)
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert attack.calibration_seconds > 0
+        states.append(attack.state_dict())
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
     assert all(torch.equal(before[k], v) for k, v in trained.model.state_dict().items())
     assert all(p.grad is None for p in trained.model.parameters())
-    assert again.calibration_seconds > 0
-    for name, tensor in learned.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
 
 
 def test_refresh_turns_with_the_hidden_states(trained, public, language):
@@ -325,7 +240,7 @@ def test_refresh_turns_with_the_hidden_states(trained, public, language):
         head.weight = torch.nn.Parameter(-head.weight)
     moved = find_anatomy(moved.model)
     batch = PublicText(language.texts(16, 24, seed=9)).rows(range(16), 24, generator())
-    view = seen(gradient_of(moved, batch, ["head.weight"])["head.weight"])
+    view = observation(gradient_of(moved, batch, ["head.weight"])["head.weight"])
     truth = batch.target_ids().unique()
     attack = AlignedFlatChat(public, readout="sign", refresh_every=10)
     attack.prepare(trained)
@@ -352,12 +267,12 @@ def test_refresh_learns_what_the_moved_model_expects(trained, public, language):
         optimizer.zero_grad()
         moved.model(input_ids=rows, labels=rows).loss.backward()
         optimizer.step()
-    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=2000, refresh_every=10)
+    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=600, refresh_every=10)
     attack.prepare(trained)
     before = attack.state_dict()
     attack.refresh(moved, 10)
     after = attack.state_dict()
-    (batch,) = attack._batches(moved, 2000)
+    (batch,) = attack._batches(moved, 600)
     with torch.no_grad():
         logits = copy.deepcopy(moved.model).eval()(input_ids=batch.input_ids)["logits"][:, :-1]
     expected = logits.softmax(-1).mean((0, 1))
@@ -379,7 +294,7 @@ def test_every_kind_of_language_model_can_be_calibrated_on(name):
     attack.prepare(anatomy)
     batch = batch_of(kind)
     gradient = gradient_of(anatomy, batch, ["head.weight"])["head.weight"]
-    guess = attack.run(seen(gradient))
+    guess = attack.run(observation(gradient))
     assert guess.scores.shape == (models.VOCAB,)
     assert guess.types.unique().shape == guess.types.shape
 
@@ -397,7 +312,7 @@ def test_parts_make_up_the_gradient_of_any_choice_of_sentences(name):
         labels=batch.labels[chosen],
         attention_mask=batch.attention_mask[chosen],
     )
-    for wanted, found, at in (
+    for wanted, result, at in (
         (batch, parts, None),
         (some, parts.select(chosen), rows),
         (some, parts.concatenate([parts, parts]).select(chosen + 5), None),
@@ -405,7 +320,7 @@ def test_parts_make_up_the_gradient_of_any_choice_of_sentences(name):
         exact = gradient_of(anatomy, wanted, ["head.weight"])["head.weight"]
         exact = exact if at is None else exact[at]
         torch.testing.assert_close(
-            found.gradient(*head_parameters(anatomy), at), exact, atol=1e-6, rtol=1e-4
+            result.gradient(*head_parameters(anatomy), at), exact, atol=1e-6, rtol=1e-4
         )
 
 
@@ -495,7 +410,7 @@ def test_texts_that_share_their_opening_are_opened_both_ways():
 
 def test_running_unprepared_says_so():
     with pytest.raises(RuntimeError, match="prepare"):
-        AlignedFlatChat([[1, 2, 3]]).run(seen(torch.ones(4, 2)))
+        AlignedFlatChat([[1, 2, 3]]).run(observation(torch.ones(4, 2)))
 
 
 @pytest.mark.slow
@@ -515,11 +430,11 @@ def test_a_real_model_on_text_unlike_the_public_text(assets):
         public = ids([t for t in lines if len(t) > 200][:120])
     with gzip.open(assets / "data/imdb/test.jsonl.gz", "rt") as lines:
         reviews = ids([json.loads(next(lines))["text"] for _ in range(8)])
-    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=1200)
+    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=600)
     attack.prepare(anatomy)
     batch = reviews.batch(8, 25, generator())
     truth = batch.target_ids().unique()
-    view = seen(gradient_of(anatomy, batch, ["head.weight"])["head.weight"])
+    view = observation(gradient_of(anatomy, batch, ["head.weight"])["head.weight"])
     flat = FlatChat(n_types=len(truth)).run(view)
     assert rates(attack.run(view).types, truth)[2] > 0.95
     assert rates(flat.types, truth)[2] < 0.9
@@ -545,5 +460,5 @@ def test_rehearsed_batches_are_of_like_lengths_half_the_time():
         assert len(some) in (20, 60)
         assert torch.equal(some, torch.arange(int(some[0]), int(some[0]) + len(some)))
         alike += len(some) == 20
-    assert 120 < alike < 280  # of 400 fair coins: further off once in 10^15
+    assert 120 < alike < 280  # of 400 fair draws: further off once in 10^15
     assert all(len(_draw_pool(by_length, 21, draw)) == 60 for _ in range(20))

@@ -11,12 +11,7 @@ from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.model.compression import Compression
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, UpdateSnapshot
-from tests.attacks.words.test_aligned import language as language
-from tests.attacks.words.test_aligned import learned as learned
-from tests.attacks.words.test_aligned import mean_f1, seen
-from tests.attacks.words.test_aligned import private as private
-from tests.attacks.words.test_aligned import public as public
-from tests.attacks.words.test_aligned import trained as trained
+from tests.attacks.words.language import mean_f1, observation
 
 TOPK = Compression("topk", share=0.1)
 
@@ -26,12 +21,12 @@ def compressed(cases, rule):
     rows = []
     for view, truth in cases:
         gradient = rule.reduce(view.gradient("head.weight"))
-        rows.append((seen(gradient, compression=rule.method), truth))
+        rows.append((observation(gradient, compression=rule.method), truth))
     return rows
 
 
-def fitted(trained, public, rule, **settings):
-    attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=8000, **settings)
+def fitted(trained, public, rule):
+    attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=4000)
     attack.meet(RunFacts(compression=rule))
     attack.prepare(trained)
     return attack
@@ -62,23 +57,25 @@ def test_a_readout_that_was_fitted_on_it_reads_more(trained, public, private, le
 
 
 @pytest.mark.parametrize("met", [None, Compression("int8"), Compression("sign")], ids=str)
-def test_another_compression_is_unknown(trained, public, private, learned, met):
-    attack = learned if met is None else fitted(trained, public, met)
+def test_another_compression_is_unknown(public, private, met):
+    attack = AlignedFlatChat(public)
+    attack.meet(RunFacts(compression=met))
     rule = met if met is not None and met.method == "sign" else TOPK
     [(view, _), *_] = compressed(private, rule)
     with pytest.raises(Inapplicable, match=f"compressed .method '{rule.method}'"):
         attack.run(view)
 
 
-def test_signs_of_rows_and_decayed_rounds_are_unknown(trained, public, private):
+def test_signs_of_rows_and_decayed_rounds_are_unknown(public, private):
     [(view, _), *_] = compressed(private, TOPK)
+    by_sign = AlignedFlatChat(public, readout="sign")
+    by_sign.meet(RunFacts(compression=TOPK))
     with pytest.raises(Inapplicable, match="compressed"):
-        fitted(trained, public, TOPK, readout="sign").run(view)
-    attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=800)
+        by_sign.run(view)
+    attack = AlignedFlatChat(public)
     settings = {"lr": 0.1, "weight_decay": 0.1}
     facts = RunFacts(compression=TOPK, optimizer="SGD", optimizer_settings=settings, local_steps=2)
     attack.meet(facts)
-    attack.prepare(trained)
     last = view.gradients[-1]
     update = UpdateSnapshot(
         0, last.stage, last.tensors, learning_rate=0.1, local_steps=2, compression="topk"

@@ -58,9 +58,9 @@ def test_gradient_is_that_of_the_models_own_loss(name, at_once, monkeypatch):
     make, kind = MODELS[name]
     model = make()
     batch = batch_of(kind)
-    found = gradient_of(find_anatomy(model), batch, ["head.weight", "embedding.weight"])
+    result = gradient_of(find_anatomy(model), batch, ["head.weight", "embedding.weight"])
     for role, wanted in autograd_gradients(model, batch).items():
-        torch.testing.assert_close(found[role], wanted, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(result[role], wanted, atol=1e-6, rtol=1e-4)
         assert wanted.abs().max() > 1e-4
 
 
@@ -68,12 +68,12 @@ def test_named_parameters_have_gradients_too():
     model = models.tiny_gpt2()
     batch = batch_of("causal")
     name = "transformer.h.0.mlp.c_fc.weight"
-    found = gradient_of(find_anatomy(model), batch, [name])[name]
+    result = gradient_of(find_anatomy(model), batch, [name])[name]
     twin = copy.deepcopy(model).eval()
     twin(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)[
         "loss"
     ].backward()
-    torch.testing.assert_close(found, twin.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(result, twin.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -177,7 +177,7 @@ def test_sampled_text_follows_the_model():
         model.lm_head.weight.zero_()
         model.lm_head.weight[7] = 1.0
         model.transformer.ln_f.bias.fill_(3.0)
-    text = PublicText.sampled_from(find_anatomy(model), 4, 9, seed=2, start_token_id=1)
+    text = PublicText.sampled_from(find_anatomy(model), 4, 9, seed=2)
     assert all(s.tolist() == [1] + [7] * 8 for s in text.sentences)
 
 

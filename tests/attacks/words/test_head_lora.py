@@ -42,10 +42,10 @@ def test_the_parts_of_public_text_add_up_to_bs_gradient(*, tied: bool, scaled: b
     ids = texts(3, 8)
     backward(model, ids)
     parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
-    found = parts.gradient(*head_parameters(anatomy))
-    torch.testing.assert_close(found, anatomy.parameter(NAME).grad, rtol=1e-4, atol=1e-7)
+    result = parts.gradient(*head_parameters(anatomy))
+    torch.testing.assert_close(result, anatomy.parameter(NAME).grad, rtol=1e-4, atol=1e-7)
     some = torch.tensor([7, 5, 100])
-    torch.testing.assert_close(parts.gradient(*head_parameters(anatomy), some), found[some])
+    torch.testing.assert_close(parts.gradient(*head_parameters(anatomy), some), result[some])
     logits = model(input_ids=ids).logits
     mine = F.linear(parts.hidden.view(3, 7, -1), *head_parameters(anatomy))
     torch.testing.assert_close(mine, logits[:, :-1], rtol=1e-4, atol=1e-5)
@@ -89,20 +89,28 @@ def shared(model: nn.Module, rows: list[Tensor]) -> tuple[Any, Observation, set[
     return anatomy, view, set(truth[truth >= 0].tolist())
 
 
-def f1(found: Tensor, truth: set[int]) -> float:
-    said = set(found.tolist())
-    return 2 * len(said & truth) / (len(said) + len(truth))
+def f1(result: Tensor, truth: set[int]) -> float:
+    guess = set(result.tolist())
+    return 2 * len(guess & truth) / (len(guess) + len(truth))
 
 
-@pytest.mark.parametrize("readout", ["learned", "sign"])
-def test_its_words_are_read(embedded: Any, readout: Any) -> None:
+@pytest.fixture(scope="module")
+def learned(embedded: Any) -> AlignedFlatChat:
+    model, public, _ = embedded
+    attack = AlignedFlatChat(public, calibration_tokens=1_500)
+    attack.prepare(find_anatomy(model))
+    return attack
+
+
+def test_its_words_are_read(embedded: Any, learned: AlignedFlatChat) -> None:
     model, public, private = embedded
-    attack = AlignedFlatChat(public, readout=readout, calibration_tokens=3_000)
+    by_sign = AlignedFlatChat(public, readout="sign", calibration_tokens=1_500)
     anatomy, view, truth = shared(model, private[:8])
-    assert attack.needs(anatomy).gradients == (NAME,)
-    attack.prepare(anatomy)
-    attack.refresh(anatomy, 0)
-    assert f1(attack.run(view).types, truth) > (0.85 if readout == "learned" else 0.5)
+    by_sign.prepare(anatomy)
+    for attack, least in ((learned, 0.85), (by_sign, 0.5)):
+        assert attack.needs(anatomy).gradients == (NAME,)
+        attack.refresh(anatomy, 0)
+        assert f1(attack.run(view).types, truth) > least
 
 
 def test_flatchat_sums_its_columns(embedded: Any) -> None:
@@ -114,18 +122,22 @@ def test_flatchat_sums_its_columns(embedded: Any) -> None:
     assert f1(attack.run(view).types, truth) > 0.5
 
 
-def test_updates_of_adam_are_unknown_and_of_sgd_are_read(embedded: Any) -> None:
+def test_updates_of_adam_are_unknown_and_of_sgd_are_read(
+    embedded: Any, learned: AlignedFlatChat
+) -> None:
     model, public, private = embedded
-    attack = AlignedFlatChat(public, calibration_tokens=3_000)
     anatomy, view, truth = shared(model, private[:8])
     gradient = view.gradient(NAME)
     update = UpdateSnapshot(0, Stage.SHARED, {NAME: gradient}, local_steps=1, learning_rate=0.1)
+    attack = AlignedFlatChat(public, calibration_tokens=1_500)
     for optimizer in ("AdamW", "SGD"):
         attack.meet(RunFacts(optimizer=optimizer, optimizer_settings={"lr": 0.1}, local_steps=1))
-        attack.prepare(anatomy)
-        attack.refresh(anatomy, 0)
-        if optimizer == "SGD":
+        if optimizer == "SGD":  # as fitted on gradients
+            attack.load_state_dict(learned.state_dict())
+            attack.refresh(anatomy, 0)
             assert f1(attack.run(Observation((update,))).types, truth) > 0.85
             continue
+        attack.prepare(anatomy)
+        attack.refresh(anatomy, 0)
         with pytest.raises(UnusableObservation, match="of AdamW of a LoRA on the head are not"):
             attack.run(Observation((update,)))

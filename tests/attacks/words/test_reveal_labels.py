@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +22,8 @@ from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Sta
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import (
     own_rng,
-    tiny_bert_mlm,
     tiny_gpt2,
     tiny_llama,
-    tiny_marian,
-    tiny_roberta_mlm,
-    tiny_t5,
 )
 
 
@@ -49,7 +44,7 @@ def separable_by_hand(gradient: torch.Tensor) -> set[int]:
     """One full program for each of the V types, in the gradient's own coordinates."""
     matrix = gradient.double().numpy()
     matrix = matrix / np.abs(matrix).max(axis=1, keepdims=True)
-    found = set()
+    result = set()
     for t in range(len(matrix)):
         sign = np.where(np.arange(len(matrix)) == t, 1.0, -1.0)[:, None]
         bound = np.where(np.arange(len(matrix)) == t, -1.0, 0.0)
@@ -57,14 +52,14 @@ def separable_by_hand(gradient: torch.Tensor) -> set[int]:
             np.zeros(matrix.shape[1]), A_ub=sign * matrix, b_ub=bound, bounds=(None, None)
         )
         if solution.status == 0:
-            found.add(t)
-    return found
+            result.add(t)
+    return result
 
 
 @settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 9), spread=st.floats(0.1, 3))
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 8), spread=st.floats(0.1, 3))
 def test_same_types_as_a_program_for_every_row(seed: int, tokens: int, spread: float) -> None:
-    gradient, labels = softmax_model(40, 10, tokens, seed, spread=spread)
+    gradient, labels = softmax_model(24, 10, tokens, seed, spread=spread)
     guess = reveal_labels(gradient)
     assert set(guess.types.tolist()) == separable_by_hand(gradient)
     assert set(labels.tolist()) <= set(guess.types.tolist())
@@ -74,7 +69,7 @@ def test_same_types_as_a_program_for_every_row(seed: int, tokens: int, spread: f
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(10, 30))
 def test_same_types_as_a_program_for_every_row_at_full_rank(seed: int, tokens: int) -> None:
-    gradient, _ = softmax_model(40, 8, tokens, seed)
+    gradient, _ = softmax_model(24, 8, tokens, seed)
     guess = reveal_labels(gradient, allow_full_rank=True)
     assert set(guess.types.tolist()) == separable_by_hand(gradient)
 
@@ -110,8 +105,8 @@ def test_full_rank_is_refused_unless_asked_for() -> None:
     gradient, labels = softmax_model(400, 24, 60, 6, spread=0.1, used=15)
     with pytest.raises(UnusableObservation, match="full rank 24"):
         reveal_labels(gradient)
-    found = reveal_labels(gradient, allow_full_rank=True).types.tolist()
-    assert found == labels.unique().tolist()
+    result = reveal_labels(gradient, allow_full_rank=True).types.tolist()
+    assert result == labels.unique().tolist()
 
 
 def test_an_undecided_program_does_not_name_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,49 +199,18 @@ def test_more_tokens_than_dimensions_of_the_hidden_states_read_unknown(name: str
     make, dimensions = MODELS[name]
     anatomy = find_anatomy(make())
     attack = RevealLabels()
-    attack.prepare(anatomy)
 
-    def seen(n: int, length: int) -> tuple[Observation, list[int]]:
+    def observed(n: int, length: int) -> tuple[Observation, list[int]]:
         batch = TokenBatch(random_ids(n, length, 7), None, None, "causal")
         gradient = gradient_of(anatomy, batch, ["head.weight"])
         view = Observation((GradientSnapshot(0, Stage.SHARED, gradient),))
         return view, batch.target_ids().unique().tolist()
 
     for shape in ((2, 7), (2, 11)):  # up to 20 tokens in 23 or 24 dimensions
-        view, labels = seen(*shape)
+        view, labels = observed(*shape)
         guess = attack.run(view)
         assert guess.types.tolist() == labels
         assert guess.rank == shape[0] * (shape[1] - 1) < dimensions
     for shape in ((2, 14), (8, 12)):
         with pytest.raises(UnusableObservation, match=f"full rank {dimensions}"):
-            attack.run(seen(*shape)[0])
-
-
-def test_a_calibration_outlives_a_checkpoint() -> None:
-    attack, restored = RevealLabels(), RevealLabels()
-    attack.prepare(find_anatomy(tiny_gpt2(tied=False, vocab=400, d=24)))
-    restored.load_state_dict(attack.state_dict())
-    gradient, _ = softmax_model(120, 24, 23, 9)
-    view = Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
-    with pytest.raises(UnusableObservation, match="full rank 23"):
-        restored.run(view)
-
-
-def test_the_calibration_leaves_no_trace() -> None:
-    model = tiny_gpt2(tied=False).train()
-    state = torch.get_rng_state()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    RevealLabels().prepare(find_anatomy(model))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.training
-    assert all(p.grad is None and torch.equal(p, before[n]) for n, p in model.named_parameters())
-
-
-@pytest.mark.parametrize("make", [tiny_bert_mlm, tiny_roberta_mlm, tiny_t5, tiny_marian])
-def test_other_kinds_of_models_can_be_calibrated(make: Any) -> None:
-    model = make()
-    head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    attack = RevealLabels()
-    attack.prepare(find_anatomy(model))
-    assert int(attack.state_dict()["hidden_rank"]) in (15, 16)
+            attack.run(observed(*shape)[0])

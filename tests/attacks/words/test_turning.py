@@ -23,7 +23,7 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def seen(gradient):
+def observed(gradient):
     return Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
 
 
@@ -41,13 +41,13 @@ def away():
 
 def test_unused_rows_are_positive_afterwards(away):
     gradient, hidden, labels, u = away
-    summary, own = turn(gradient, RowSummary.read(gradient, u), u)
-    assert (hidden @ own > 0).all()
-    torch.testing.assert_close(summary.projection, gradient @ own)
+    summary, turned = turn(gradient, RowSummary.read(gradient, u), u)
+    assert (hidden @ turned > 0).all()
+    torch.testing.assert_close(summary.projection, gradient @ turned)
     unused = torch.ones(VOCAB, dtype=torch.bool)
     unused[labels] = False
     assert (summary.projection[unused] > 0).all()
-    assert own.norm() == pytest.approx(1.0)
+    assert turned.norm() == pytest.approx(1.0)
 
 
 def test_only_the_given_rows_are_looked_at(away):
@@ -66,8 +66,8 @@ def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
         gradient.shape, generator=generator(2)
     )
     summary = RowSummary.read(noised, u)
-    after, own = turn(noised, summary, u)
-    assert own is u
+    after, turned = turn(noised, summary, u)
+    assert turned is u
     assert after is summary
 
 
@@ -142,10 +142,10 @@ def tuned():
 def test_text_and_model_that_calibration_has_not_seen(tuned, readout):
     """Calibrated on the model's own text before training, without a start token and after it."""
     start, public, cases = tuned
-    attack = AlignedFlatChat(public, readout=readout, lengths=(24, 48), calibration_tokens=2500)
+    attack = AlignedFlatChat(public, readout=readout, lengths=(24, 48), calibration_tokens=1200)
     attack.prepare(start)
     for gradient, truth in cases:
-        types = attack.run(seen(gradient)).types
+        types = attack.run(observed(gradient)).types
         right = torch.isin(types, truth).sum().item()
         assert right / len(types) > 0.94
         assert right / len(truth) > 0.85

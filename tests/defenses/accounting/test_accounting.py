@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import os
 import pickle
@@ -32,7 +33,6 @@ from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     LEAST_NOISE,
     curve_of,
-    effective_noise_multiplier,
     epsilon_of,
     noise_multiplier_for,
 )
@@ -59,7 +59,8 @@ def google(kind: str, history, delta: float) -> float:
         from dp_accounting.rdp import RdpAccountant as Theirs
     else:
         from dp_accounting.pld import PLDAccountant as Theirs
-    accountant = Theirs(ORDERS) if kind == "rdp" else Theirs()
+    # An interval ten times the default moves epsilon by less than a thousandth here.
+    accountant = Theirs(ORDERS) if kind == "rdp" else Theirs(value_discretization_interval=1e-3)
     for sigma, rate, count in history:
         event = dp.GaussianDpEvent(sigma)
         if rate < 1:
@@ -197,17 +198,31 @@ def test_the_examples_of_the_literature() -> None:
     sigma = noise_multiplier_for(4, 1e-4, 1 / 32, 96, "prv")
     assert sigma == pytest.approx(0.7147, abs=2e-3)
     assert 3.99 < epsilon_of([(sigma, 1 / 32, 96)], 1e-4, "prv") <= 4
-    rare = noise_multiplier_for(0.05, 1e-5, 3e-5, 40, "prv")  # far below what RDP asks for
-    assert rare < 0.5 * noise_multiplier_for(0.05, 1e-5, 3e-5, 40, "rdp")
+
+
+def test_noise_of_prv_is_found_far_below_what_rdp_asks_for(monkeypatch) -> None:
+    asked = noise_multiplier_for(0.05, 1e-5, 3e-5, 40, "rdp")
+    assert epsilon_of([(0.5 * asked, 3e-5, 40)], 1e-5, "prv") < 0.05
+
+    def prv(history, delta, epsilon, rdp):
+        return epsilon / 20  # a bound of PRV's that RDP's is many times of
+
+    monkeypatch.setattr(accounting, "prv_epsilon", prv)
+    rare = noise_multiplier_for(0.05, 1e-5, 3e-5, 40, "prv")
+    assert rare < 0.5 * asked
     assert 0.049 < epsilon_of([(rare, 3e-5, 40)], 1e-5, "prv") <= 0.05
 
 
 @given(st.floats(0.3, 60), st.floats(0.001, 1), st.integers(1, 3000), DELTAS)
 @settings(max_examples=3, deadline=None, phases=ONCE)
 def test_a_calibrated_noise_meets_its_target_and_no_more(target, rate, steps, delta) -> None:
-    sigma = noise_multiplier_for(target, delta, rate, steps, "rdp")
-    assert epsilon_of([(sigma, rate, steps)], delta, "rdp") <= target
-    assert epsilon_of([(sigma * 0.999, rate, steps)], delta, "rdp") > target
+    with pytest.MonkeyPatch.context() as patch:
+        # A tenth of Renyi's orders, which take most of the time.
+        patch.setattr(accounting, "ORDERS", ORDERS[::10])
+        patch.setattr(accounting, "rdp_of", functools.cache(rdp_of.__wrapped__))
+        sigma = noise_multiplier_for(target, delta, rate, steps, "rdp")
+        assert epsilon_of([(sigma, rate, steps)], delta, "rdp") <= target
+        assert epsilon_of([(sigma * 0.999, rate, steps)], delta, "rdp") > target
 
 
 @pytest.mark.parametrize("kind", ["prv", "rdp"])
@@ -255,7 +270,7 @@ def test_counting(kind) -> None:
 def test_with_slack_epsilon_is_an_upper_bound_of_few_calls(monkeypatch) -> None:
     calls = []
 
-    def counted(history, delta, kind, sampling):
+    def counted(history, delta, kind):
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
@@ -279,7 +294,7 @@ def test_with_slack_epsilon_is_an_upper_bound_of_few_calls(monkeypatch) -> None:
 def test_allows_is_exact_in_few_calls(kind, monkeypatch) -> None:
     calls = []
 
-    def counted(history, delta, kind, sampling):
+    def counted(history, delta, kind):
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
@@ -340,19 +355,6 @@ def test_without_opacus_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(DefenseError, match=r"pip install .*\[dp\]"):
         Accountant("rdp")
-
-
-# ---- trust ----------------------------------------------------------------------------------
-
-
-@given(st.floats(0.1, 10), st.integers(1, 50))
-def test_the_sum_of_clients_has_more_noise_than_each(sigma: float, clients: int) -> None:
-    assert effective_noise_multiplier(sigma, clients, "local") == sigma
-    central = effective_noise_multiplier(sigma, clients, "central")
-    assert central == pytest.approx(sigma * clients**0.5)
-    for colluding in range(clients):
-        honest = effective_noise_multiplier(sigma, clients, "central", colluding=colluding)
-        assert honest == pytest.approx(sigma * (clients - colluding) ** 0.5)
 
 
 # ---- ledger ---------------------------------------------------------------------------------
@@ -439,15 +441,15 @@ def test_killed_at_ten_random_points_no_release_is_forgotten(tmp_path: Path) -> 
                 os.write(writer, b"r")
         os.close(writer)
         until = int(rng.integers(1, 40))
-        seen = 0
-        while seen < until:
-            seen += len(os.read(reader, until - seen))
+        observed = 0
+        while observed < until:
+            observed += len(os.read(reader, until - observed))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         while more := os.read(reader, 4096):
-            seen += len(more)
+            observed += len(more)
         os.close(reader)
-        released += seen
+        released += observed
         counted = Ledger(path).steps
         assert released <= counted <= released + 1
         released = counted
@@ -508,12 +510,20 @@ def test_an_adversary_who_stops_when_it_pays_gains_nothing() -> None:
     epsilon, delta, runs = 1.5, 1e-2, 4000
     rng = np.random.default_rng(0)
     losses = np.zeros(runs)
-    for run in range(runs):
+
+    @functools.cache
+    def allows(spent: tuple[tuple[float, int], ...], sigma: float) -> bool:
+        """Whether one more fits after these releases; runs come to the same counts again."""
         budget = RenyiFilter(epsilon, delta)
         budget.begin(6.0, 1.0)
-        loss, sigma = 0.0, 6.0
-        while budget.allows(sigma, 1.0) and budget.steps < 40:
-            budget.step(sigma, 1.0)
+        for earlier, count in spent:
+            budget.step(earlier, 1.0, count)
+        return budget.allows(sigma, 1.0)
+
+    for run in range(runs):
+        loss, sigma, spent = 0.0, 6.0, dict[float, int]()
+        while allows(tuple(sorted(spent.items())), sigma) and sum(spent.values()) < 40:
+            spent[sigma] = spent.get(sigma, 0) + 1
             loss += (1 / sigma**2) * (1 + sigma * rng.standard_normal()) - 1 / (2 * sigma**2)
             sigma = 3.0 if loss > 0.3 else 8.0
         losses[run] = loss

@@ -17,11 +17,11 @@ TARGET, DELTA, STEPS = 2.0, 1e-3, 100
 
 
 def budget(kind: Account = "rdp") -> Budget:
-    return Budget(kind, None, TARGET, DELTA, seeded=False, harden_factor=2.0, max_hardenings=None)
+    return Budget(kind, None, TARGET, DELTA, seeded=False, max_hardenings=None)
 
 
 def fixed(noise: float, *, seeded: bool = False) -> Budget:
-    return Budget("rdp", noise, None, DELTA, seeded=seeded, harden_factor=2.0, max_hardenings=None)
+    return Budget("rdp", noise, None, DELTA, seeded=seeded, max_hardenings=None)
 
 
 def spend(budget: Budget, most: int) -> int:
@@ -37,16 +37,16 @@ def spend(budget: Budget, most: int) -> int:
 @pytest.mark.parametrize(("kind", "saved"), [("rdp", False), ("rdp", True), ("filter", False)])
 def test_noise_is_found_anew_as_long_as_nothing_was_released(kind: Account, saved: bool) -> None:
     """The first fit ends before its first release; the second has twenty times the batch size."""
-    own = budget(kind)
-    own.settle(0.01, DELTA, lambda: STEPS)
-    before = own.noise_now
+    local = budget(kind)
+    local.settle(0.01, DELTA, lambda: STEPS)
+    before = local.noise_now
     if saved:
-        state, own = own.state_dict(), budget(kind)
-        own.load_state_dict(state, 0)
-    own.settle(0.2, DELTA, lambda: 2 * STEPS)
-    assert own.noise_now > 2 * before
-    assert spend(own, 3 * STEPS) == 2 * STEPS
-    assert own.privacy.epsilon <= TARGET
+        state, local = local.state_dict(), budget(kind)
+        local.load_state_dict(state, 0)
+    local.settle(0.2, DELTA, lambda: 2 * STEPS)
+    assert local.noise_now > 2 * before
+    assert spend(local, 3 * STEPS) == 2 * STEPS
+    assert local.privacy.epsilon <= TARGET
 
 
 def test_noise_found_for_a_smaller_sample_rate_covers_nothing_at_a_larger(tmp_path: Path) -> None:
@@ -68,10 +68,10 @@ def test_releases_with_noise_that_can_be_guessed_stay_infinite(
     tmp_path: Path, through: str
 ) -> None:
     def made(seeded: bool) -> Budget:
-        own = fixed(1.0, seeded=seeded)
+        local = fixed(1.0, seeded=seeded)
         if through == "ledger":
-            own.open_ledger(tmp_path / "ledger")
-        return own
+            local.open_ledger(tmp_path / "ledger")
+        return local
 
     seeded = made(True)
     seeded.settle(0.1, DELTA, lambda: STEPS)

@@ -35,12 +35,12 @@ class WithAdam(CausalLM):
 
 
 def test_without_noise_it_is_adamw() -> None:
-    found = []
+    result = []
     for kind in (DPAdamBC, torch.optim.AdamW):
         settings = {"weight_decay": 0.1, "betas": (0.8, 0.95)}
         module, _ = fit(DPSGD(CLIP, noise_multiplier=0.0, seed=1), WithAdam(kind, **settings))
-        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+        result.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    torch.testing.assert_close(*result, rtol=1e-4, atol=1e-6)
 
 
 def by_hand(
@@ -89,10 +89,12 @@ def test_the_second_moment_is_that_of_the_signal() -> None:
         optimizer.step()
     state = optimizer.state[parameter]
     correction = 1 - 0.9999**300
-    found = (state["exp_avg_sq"] - state["noise"]) / correction
+    result = (state["exp_avg_sq"] - state["noise"]) / correction
     for value in (0.5, 2.0):
-        own = found[signal == value]
-        assert float(own.mean()) == pytest.approx(value**2, abs=5 * float(own.std()) / 2000**0.5)
+        local = result[signal == value]
+        assert float(local.mean()) == pytest.approx(
+            value**2, abs=5 * float(local.std()) / 2000**0.5
+        )
 
 
 class Told(Callback):

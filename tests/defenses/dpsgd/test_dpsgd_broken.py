@@ -83,10 +83,16 @@ def spoils(model: nn.Module, sample: int) -> Any:
     return words.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize(
-    "name",
-    ["gpt2 tied", "gpt2 checkpointed", "llama", "bert mlm", "gpt2 lora", "gpt2 prompt tuning"],
+    ("name", "clipping"),
+    [
+        *(("gpt2 tied", clipping) for clipping in CLIPPINGS),
+        *(("gpt2 lora", clipping) for clipping in CLIPPINGS[1:]),
+        ("gpt2 checkpointed", "auto"),
+        ("llama", "ghost"),
+        ("bert mlm", "auto"),
+        ("gpt2 prompt tuning", "ghost"),
+    ],
 )
 def test_nan_in_one_sample_reaches_no_other(name: str, clipping: Any) -> None:
     """Against one backward pass for each of the others, in float64 (Llama's norms are float32)."""
@@ -113,15 +119,15 @@ def test_nan_in_one_sample_reaches_no_other(name: str, clipping: Any) -> None:
 
 def test_a_broken_sample_adds_nothing_to_a_canary() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=0.0))
-    own = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(3))
-    own[BROKEN, 0] = math.inf
+    local = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(3))
+    local[BROKEN, 0] = math.inf
     run.backward(spoilt(math.nan))
-    with_it = run.defense.on_canary(CanaryGradient(own), run.parameters, run.context)
+    with_it = run.defense.on_canary(CanaryGradient(local), run.parameters, run.context)
     assert not bool(with_it.samples[BROKEN].any())
     run.release()
     run.backward(without(first(5)))
     keep = torch.arange(5) != BROKEN
-    alone = run.defense.on_canary(CanaryGradient(own[keep] * 5 / 4), run.parameters, run.context)
+    alone = run.defense.on_canary(CanaryGradient(local[keep] * 5 / 4), run.parameters, run.context)
     torch.testing.assert_close(with_it.released, alone.released)
 
 

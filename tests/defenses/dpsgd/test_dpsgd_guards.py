@@ -151,24 +151,17 @@ LOADERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize(("settings", "message"), LOADERS)
-def test_a_loader_that_gives_an_example_twice_is_refused(settings, message, poisson) -> None:
+def test_a_loader_that_gives_an_example_twice_is_refused(settings, message) -> None:
     given = DataLoader(data(), **settings)
     with pytest.raises(DefenseError, match=f"{message} chooses examples in its own way"):
-        Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson), loader=given)
+        Run(DPSGD(CLIP, noise_multiplier=1.0), loader=given)
 
 
-def test_without_poisson_a_row_is_an_example_and_the_loader_stays() -> None:
-    given = DataLoader(data(), batch_size=8, shuffle=True, drop_last=True)
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=False), loader=given)
-    assert run.loader is not given
-    assert type(given.collate_fn) is not type(run.loader.collate_fn)
-    seen = torch.cat([batch[0] for batch in run.loader])
-    assert len(seen) == len(torch.unique(seen, dim=0)) == 40
+def test_two_rows_of_an_example_are_refused_at_setup() -> None:
     doubled = DataLoader(data(), batch_size=8, collate_fn=twice)
     with pytest.raises(DefenseError, match="16 rows of 8 examples"):
-        Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=False), loader=doubled)
+        Run(DPSGD(CLIP, noise_multiplier=1.0), loader=doubled)
 
 
 # ---- documents packed into rows --------------------------------------------------------------
@@ -185,29 +178,27 @@ def packed() -> list[dict[str, Any]]:
     return [{"input_ids": positions + i, "position_ids": positions, "who": i} for i in range(40)]
 
 
-@pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("lengths", [True, False])
-def test_a_collator_that_merges_rows_is_refused_at_setup(poisson: bool, lengths: bool) -> None:
+def test_a_collator_that_merges_rows_is_refused_at_setup(lengths: bool) -> None:
     collate = DataCollatorWithFlattening(
         return_tensors="pt", return_flash_attn_kwargs=lengths, return_seq_idx=lengths
     )
     given = DataLoader(documents(), batch_size=8, collate_fn=collate)
     with pytest.raises(DefenseError, match="made 1 rows of 8 examples"):
-        Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson), loader=given)
+        Run(DPSGD(CLIP, noise_multiplier=1.0), loader=given)
 
 
-@pytest.mark.parametrize("poisson", [True, False])
-def test_rows_packed_in_the_data_are_one_example_each_and_it_is_said(poisson: bool) -> None:
+def test_rows_packed_in_the_data_are_one_example_each_and_it_is_said() -> None:
     given = DataLoader(packed(), batch_size=8)
     state = torch.get_rng_state()
     with pytest.warns(UserWarning, match="epsilon is of a row as it is packed, not of a document"):
-        run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson), loader=given)
+        run = Run(DPSGD(CLIP, noise_multiplier=1.0), loader=given)
     assert torch.equal(torch.get_rng_state(), state)
     assert len(run.loader.dataset) == 40
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*a row as it is packed")
         Run(
-            DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson),
+            DPSGD(CLIP, noise_multiplier=1.0),
             loader=DataLoader([{"input_ids": torch.arange(5) + i} for i in range(40)], 8),
         )
 
@@ -228,10 +219,6 @@ def test_a_batch_is_released_once() -> None:
         run.step(batch)
     assert run.defense.accountant.steps == 1
     run.step(first(5))
-    each = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=False))
-    each.step(batch)
-    each.step(batch)
-    assert each.defense.accountant.history == ((1.0, 1.0, 2),)
 
 
 # ---- several clients -------------------------------------------------------------------------
@@ -256,9 +243,8 @@ def test_under_central_trust_all_clients_divide_alike() -> None:
     assert float(released[0].norm()) == pytest.approx(CLIP / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("poisson", [True, False])
-def test_clients_that_may_share_examples_are_warned(poisson: bool) -> None:
-    defense = DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson)
+def test_clients_that_may_share_examples_are_warned() -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
     assert "If several clients hold an example, add their epsilons." in defense.guarantee
     with pytest.warns(UserWarning, match="2 clients, and no DistributedSampler splits"):
         Run(defense, clients=2)

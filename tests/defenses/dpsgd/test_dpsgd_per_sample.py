@@ -120,10 +120,10 @@ def one_by_one(
     norms, sums = [], [torch.zeros_like(p, dtype=torch.float64) for p in trained]
     for i in range(len(batch["input_ids"])):
         alone = loss(model, {key: value[i : i + 1] for key, value in batch.items()})
-        found = torch.autograd.grad(alone, trained, allow_unused=True)
+        result = torch.autograd.grad(alone, trained, allow_unused=True)
         pairs = [
             (total, gradient.double())
-            for total, gradient in zip(sums, found, strict=True)
+            for total, gradient in zip(sums, result, strict=True)
             if gradient is not None
         ]
         norm = torch.stack([gradient.norm() for _, gradient in pairs]).norm()
@@ -142,9 +142,9 @@ def ours(
     with recorder.step(samples):
         value = loss(model, batch)
     value.backward()
-    parts = {p: in_form(own, p.shape, clipping) for p, own in recorder.parts.items()}
+    parts = {p: in_form(local, p.shape, clipping) for p, local in recorder.parts.items()}
     recorder.remove()
-    squares = torch.stack([squared_norms(own).double() for own in parts.values()])
+    squares = torch.stack([squared_norms(local).double() for local in parts.values()])
     norms = samples * squares.sum(0).sqrt()
     weights = samples * (clip / norms).clamp(max=1)
     sums = [
@@ -155,8 +155,8 @@ def ours(
     return norms, sums, parts
 
 
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    difference = torch.cat([(a - b).flatten() for a, b in zip(found, expected, strict=True)])
+def distance(result: list[Tensor], expected: list[Tensor]) -> float:
+    difference = torch.cat([(a - b).flatten() for a, b in zip(result, expected, strict=True)])
     return float(difference.norm() / torch.cat([b.flatten() for b in expected]).norm())
 
 
@@ -169,8 +169,8 @@ def test_clipped_sums_are_exact(name: str) -> None:
     clip = float(norms.median())
     norms, expected = one_by_one(model, batch, loss, clip)
     for clipping in CLIPPINGS:
-        found, sums, parts = ours(model, batch, loss, clip, clipping)
-        assert float(((found - norms) / norms).abs().max()) < 1e-6, clipping
+        result, sums, parts = ours(model, batch, loss, clip, clipping)
+        assert float(((result - norms) / norms).abs().max()) < 1e-6, clipping
         assert distance(sums, expected) < 1e-6, clipping
     for parameter in model.parameters():
         assert (parameter.grad is None) == (parameter not in parts)
@@ -192,8 +192,8 @@ def test_clipped_sums_in_bf16(name: str) -> None:
     clip = float(one_by_one(model, batch, loss, 1.0)[0].median())
     norms, expected = one_by_one(model, batch, mixed, clip)
     for clipping in CLIPPINGS:
-        found, sums, _ = ours(model, batch, mixed, clip, clipping)
-        assert float(((found - norms) / norms).abs().max()) < 2e-2, clipping
+        result, sums, _ = ours(model, batch, mixed, clip, clipping)
+        assert float(((result - norms) / norms).abs().max()) < 2e-2, clipping
         assert distance(sums, expected) < 2e-2, clipping
 
 
@@ -229,8 +229,8 @@ def test_layers_of_other_kinds(samples: int) -> None:
 
     norms, expected = one_by_one(model, batch, loss, 0.7)
     for clipping in CLIPPINGS:
-        found, sums, parts = ours(model, batch, loss, 0.7, clipping)
-        torch.testing.assert_close(found, norms, rtol=1e-5, atol=0)
+        result, sums, parts = ours(model, batch, loss, 0.7, clipping)
+        torch.testing.assert_close(result, norms, rtol=1e-5, atol=0)
         assert distance(sums, expected) < 1e-6
         assert len(parts) == len(list(model.parameters()))
 
@@ -439,5 +439,5 @@ def test_only_training_steps_with_autograd_are_recorded() -> None:
     loss(model, batch)
     value.backward()
     length = recorder.parts[model.lm_head.weight][0].right.shape[1]
-    assert {len(own) for own in recorder.parts.values()} == {1}
+    assert {len(local) for local in recorder.parts.values()} == {1}
     assert length == 12

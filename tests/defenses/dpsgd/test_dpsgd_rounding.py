@@ -103,10 +103,10 @@ def test_a_row_that_is_removed_leaves_the_others_as_they_were(form: str, most: i
 
     whole = clipped_sum(*range(33))
     for removed in (0, 32):
-        others = clipped_sum(*(number for number in range(33) if number != removed))
-        own = clipped_sum(removed)
-        assert float((whole - others - own).norm()) < 1e-3 * CLIP
-        assert float((whole - others).norm()) < (1 + 1e-3) * CLIP
+        rest = clipped_sum(*(number for number in range(33) if number != removed))
+        local = clipped_sum(removed)
+        assert float((whole - rest - local).norm()) < 1e-3 * CLIP
+        assert float((whole - rest).norm()) < (1 + 1e-3) * CLIP
 
 
 def exact_sum(run: Pieces, batch: dict[str, Tensor]) -> Tensor:
@@ -127,6 +127,6 @@ def test_half_precision_counts_that_no_name_of_a_precision_shows(half: str) -> N
         run.loss = lambda batch: run.root(**batch).loss  # type: ignore[method-assign]
     whole = exact_sum(run, rows(*range(33)))
     for removed in (0, 32):
-        others = exact_sum(run, rows(*(number for number in range(33) if number != removed)))
-        assert float((whole - others - exact_sum(run, rows(removed))).norm()) < 1e-3 * CLIP
-        assert float((whole - others).norm()) < (1 + 1e-3) * CLIP
+        rest = exact_sum(run, rows(*(number for number in range(33) if number != removed)))
+        assert float((whole - rest - exact_sum(run, rows(removed))).norm()) < 1e-3 * CLIP
+        assert float((whole - rest).norm()) < (1 + 1e-3) * CLIP

@@ -36,8 +36,15 @@ def alone(run: Run, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack(rows).nan_to_num(0.0)
 
 
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("name", ["gpt2 tied", "llama", "bert mlm", "gpt2 lora"])
+@pytest.mark.parametrize(
+    ("name", "clipping"),
+    [
+        *(("gpt2 tied", clipping) for clipping in CLIPPINGS),
+        ("llama", "ghost"),
+        ("bert mlm", "auto"),
+        ("gpt2 lora", "per_sample"),
+    ],
+)
 def test_each_sample_is_clipped_as_its_own_mean(name: str, clipping: Any) -> None:
     run, batch = run_of(name, clipping)
     counts = (batch["labels"] != -100).sum(1)
@@ -57,19 +64,19 @@ def test_what_one_sample_holds_changes_nothing_of_the_others() -> None:
         other = {key: value.clone() for key, value in batch.items()}
         other["labels"][4, 0 if change == "labels" else 3 :] = -100
         run.backward(other)
-        moved = (run.release() - whole) * 8
-        assert 0 < float(moved.norm()) <= (1 if change == "labels" else 2) * CLIP * (1 + 1e-6)
+        shift = (run.release() - whole) * 8
+        assert 0 < float(shift.norm()) <= (1 if change == "labels" else 2) * CLIP * (1 + 1e-6)
 
 
 def test_canaries_beside_it_are_weighed_alike() -> None:
     run, batch = run_of("gpt2 tied")
     counts = (batch["labels"][:, 1:] != -100).sum(1).double()
-    own = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    local = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     norms = alone(run, batch).norm(dim=1)[:, None]
     run.backward(batch)
     # As a server's layers get it: a share of the batch's labels.
     shares = (counts / counts.sum())[:, None, None]
-    out = run.defense.on_canary(CanaryGradient(own * shares), run.parameters, run.context)
-    joint = torch.hypot(own.norm(dim=2), norms)
-    expected = own * (CLIP / joint.clamp(min=CLIP))[..., None] / 8
+    out = run.defense.on_canary(CanaryGradient(local * shares), run.parameters, run.context)
+    joint = torch.hypot(local.norm(dim=2), norms)
+    expected = local * (CLIP / joint.clamp(min=CLIP))[..., None] / 8
     torch.testing.assert_close(out.samples, expected, rtol=1e-5, atol=1e-7)

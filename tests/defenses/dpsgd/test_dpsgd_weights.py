@@ -84,19 +84,19 @@ def average(root: nn.Module) -> list[Tensor]:
 
 
 def swapped_by_copy(root: nn.Module) -> None:
-    kept = [p.detach().clone() for p in root.parameters()]
+    copies = [p.detach().clone() for p in root.parameters()]
     with torch.no_grad():
         for p, mean in zip(root.parameters(), average(root), strict=True):
             p.copy_(mean)
-        for p, old in zip(root.parameters(), kept, strict=True):
+        for p, old in zip(root.parameters(), copies, strict=True):
             p.copy_(old)
 
 
 def swapped_by_pointer(root: nn.Module) -> None:
-    kept = [p.data for p in root.parameters()]
+    copies = [p.data for p in root.parameters()]
     for p, mean in zip(root.parameters(), average(root), strict=True):
         p.data = mean
-    for p, old in zip(root.parameters(), kept, strict=True):
+    for p, old in zip(root.parameters(), copies, strict=True):
         p.data = old.clone()
 
 

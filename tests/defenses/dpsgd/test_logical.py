@@ -84,12 +84,12 @@ def test_what_training_step_gives_is_put_together_by_rows() -> None:
         {"loss": torch.tensor(1.0), "rows": torch.ones(3, 2), "odd": torch.ones(2), "n": 3},
         {"loss": torch.tensor(5.0), "rows": torch.zeros(1, 2), "odd": torch.zeros(2), "n": 1},
     ]
-    found = _combined(None, given[0], 0, 3, 4)
-    found = _combined(found, given[1], 3, 1, 4)
-    assert float(found["loss"]) == 2.0
-    assert found["rows"].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
-    assert found["odd"].tolist() == [0.0, 0.0]
-    assert found["n"] == 1
+    result = _combined(None, given[0], 0, 3, 4)
+    result = _combined(result, given[1], 3, 1, 4)
+    assert float(result["loss"]) == 2.0
+    assert result["rows"].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
+    assert result["odd"].tolist() == [0.0, 0.0]
+    assert result["n"] == 1
 
 
 @pytest.mark.parametrize("clipping", ["auto", "per_sample", "ghost"])
@@ -102,8 +102,8 @@ def test_a_release_in_pieces_is_the_clipped_sum(clipping: Any, most: int) -> Non
     assert loss.item() == pytest.approx(run.loss(batch).item(), rel=1e-6)
     torch.testing.assert_close(run.update(), rows.mean(0), rtol=1e-5, atol=1e-8)
     expected = clipped(rows.double()).sum(0) / 8
-    found = run.release().double()
-    assert float((found - expected).norm() / expected.norm()) < 1e-6
+    result = run.release().double()
+    assert float((result - expected).norm() / expected.norm()) < 1e-6
     assert len(run.sizes) == math.ceil(12 / most)
     assert run.defense.releases == 1
 
@@ -115,7 +115,7 @@ def test_many_pieces_in_half_precision_add_up() -> None:
         def loss(self, batch: Any) -> Tensor:
             return F.cross_entropy(self.root(batch[0]).float(), batch[1])
 
-    n = 400
+    n = 300
     batch = [torch.ones(n, 6).bfloat16(), torch.zeros(n, dtype=torch.long)]
     run = Half(quiet(1), root=Net().bfloat16(), precision="bf16-true")
     expected = run.one_by_one([value[:1] for value in batch])[0].float()
@@ -141,16 +141,16 @@ def test_a_canary_joins_the_norms_of_all_pieces() -> None:
     batch = first(12)
     generator = torch.Generator().manual_seed(2)
     canary = CanaryGradient(torch.randn(12, 3, 40, generator=generator) * 0.01)
-    found = []
+    result = []
     for most in (5, None):
         run = Pieces(quiet(most))
         run.backward(batch)
-        found.append(run.defense.on_canary(canary, run.parameters, run.context).samples)
-        own = run.one_by_one(batch)
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-9)
-    joint = torch.cat([own, 12 * canary.samples[:, 0]], dim=1)
-    expected = clipped(joint)[:, own.shape[1] :] / 8
-    torch.testing.assert_close(found[0][:, 0], expected, rtol=1e-4, atol=1e-8)
+        result.append(run.defense.on_canary(canary, run.parameters, run.context).samples)
+        single = run.one_by_one(batch)
+    torch.testing.assert_close(*result, rtol=1e-5, atol=1e-9)
+    joint = torch.cat([single, 12 * canary.samples[:, 0]], dim=1)
+    expected = clipped(joint)[:, single.shape[1] :] / 8
+    torch.testing.assert_close(result[0][:, 0], expected, rtol=1e-4, atol=1e-8)
     with pytest.raises(DefenseError, match="5 samples in a batch of 12"):
         run.defense.on_canary(CanaryGradient(torch.ones(5, 1, 2)), run.parameters, run.context)
 

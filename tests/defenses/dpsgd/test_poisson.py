@@ -43,10 +43,10 @@ def sampler(n: int = 200, rate: float = 0.1, **changes) -> PoissonBatchSampler:
 
 
 def masks(source: PoissonBatchSampler, steps: int, first: int = 0) -> np.ndarray:
-    found = np.zeros((steps, max(source.shard) + 1), dtype=bool)
+    result = np.zeros((steps, max(source.shard) + 1), dtype=bool)
     for step in range(steps):
-        found[step, source.draw(first + step)] = True
-    return found
+        result[step, source.draw(first + step)] = True
+    return result
 
 
 def numbers(n: int = 20) -> TensorDataset:
@@ -56,9 +56,9 @@ def numbers(n: int = 20) -> TensorDataset:
 def poisson(loader: DataLoader, rate: float = 0.1, **changes) -> DataLoader:
     names = {"entropy", "client", "first_step"}
     where = {name: value for name, value in changes.items() if name in names}
-    others = {name: value for name, value in changes.items() if name not in names}
+    rest = {name: value for name, value in changes.items() if name not in names}
     draws = Draws(**{"entropy": SECRET, **where})
-    return poisson_loader(loader, rate, draws, **others)
+    return poisson_loader(loader, rate, draws, **rest)
 
 
 # ---- the law --------------------------------------------------------------------------------
@@ -78,10 +78,10 @@ def test_batch_sizes_are_binomial() -> None:
     n, rate, steps = 40, 0.05, 4000
     sizes = masks(sampler(n, rate), steps).sum(1)
     law = scipy.stats.binom(n, rate)
-    seen = np.array([*((sizes == k).sum() for k in range(6)), (sizes > 5).sum()])
+    observed = np.array([*((sizes == k).sum() for k in range(6)), (sizes > 5).sum()])
     expected = steps * np.array([*(law.pmf(k) for k in range(6)), law.sf(5)])
-    assert seen[0] > 0  # empty batches come too
-    assert scipy.stats.chisquare(seen, expected).pvalue > 1e-4
+    assert observed[0] > 0  # empty batches come too
+    assert scipy.stats.chisquare(observed, expected).pvalue > 1e-4
 
 
 def _independent(a: np.ndarray, b: np.ndarray) -> float:
@@ -91,13 +91,13 @@ def _independent(a: np.ndarray, b: np.ndarray) -> float:
 
 def test_clients_shards_steps_and_secrets_draw_independently() -> None:
     drawn = masks(sampler(rate=0.3), 300)
-    others = {
+    rest = {
         "client": masks(sampler(rate=0.3, client=1), 300),
         "secret": masks(sampler(rate=0.3, entropy=SECRET[::-1]), 300),
         "step": masks(sampler(rate=0.3), 300, first=300),
         "next step": masks(sampler(rate=0.3), 300, first=1),
     }
-    for other in others.values():
+    for other in rest.values():
         assert not np.array_equal(drawn, other)
         assert _independent(drawn, other) > 1e-4
     neighbours = drawn[:, :-1], drawn[:, 1:]
@@ -146,14 +146,14 @@ def test_the_loader_gives_the_drawn_examples(workers: int) -> None:
 
 def test_under_a_distributed_sampler_the_shard_is_the_clients_own() -> None:
     dataset = numbers(11)  # torch would repeat one example to make three shards alike
-    seen: list[int] = []
+    observed: list[int] = []
     for rank in range(3):
         split = DistributedSampler(dataset, num_replicas=3, rank=rank, shuffle=True)
         loader = DataLoader(dataset, batch_size=2, sampler=split)
         (batch,) = poisson(loader, 1.0, client=rank)
         assert batch[1].tolist() == list(range(rank, 11, 3))
-        seen += batch[1].tolist()
-    assert sorted(seen) == list(range(11))
+        observed += batch[1].tolist()
+    assert sorted(observed) == list(range(11))
 
 
 def test_the_global_generator_is_left_alone() -> None:
@@ -287,7 +287,7 @@ def test_a_collate_function_that_splits_or_packs_examples_is_refused(rows: int) 
         n = rows if len(examples) == 3 else len(examples)
         return {"ids": torch.ones(n, 4), "pair": (torch.ones(n), ["a"])}
 
-    kept = EmptyCollate(collate, [1, 2], 0)
-    assert kept([5, 6])["ids"].shape == (2, 4)
+    wrapped = EmptyCollate(collate, [1, 2], 0)
+    assert wrapped([5, 6])["ids"].shape == (2, 4)
     with pytest.raises(DefenseError, match=f"made {rows} rows of 3 examples"):
-        kept([5, 6, 7])
+        wrapped([5, 6, 7])

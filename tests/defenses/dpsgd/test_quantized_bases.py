@@ -97,6 +97,6 @@ def test_a_row_that_is_removed_leaves_the_others_where_four_bits_compute_in_half
     run = run_of(nf4(folder, compute=torch.bfloat16), clip=0.3)
     whole = exact_sum(run, rows(*range(33)))
     for removed in (0, 32):
-        others = exact_sum(run, rows(*(number for number in range(33) if number != removed)))
-        assert float((whole - others - exact_sum(run, rows(removed))).norm()) < 1e-3 * 0.3
-        assert float((whole - others).norm()) < (1 + 1e-3) * 0.3
+        rest = exact_sum(run, rows(*(number for number in range(33) if number != removed)))
+        assert float((whole - rest - exact_sum(run, rows(removed))).norm()) < 1e-3 * 0.3
+        assert float((whole - rest).norm()) < (1 + 1e-3) * 0.3

@@ -20,11 +20,9 @@ from lightning_fedleak.defenses.dpsgd.settings import Users
 from lightning_fedleak.defenses.noise import ReleaseNoise
 
 
-def sampled(
-    examples: int, batch_size: int, *, poisson: bool, drop_last: bool = False, client: int = 0
-) -> Sampling:
+def sampled(examples: int, batch_size: int, client: int) -> Sampling:
     data = TensorDataset(torch.arange(examples))
-    split = DistributedSampler(data, 2, client, shuffle=False, drop_last=drop_last)
+    split = DistributedSampler(data, 2, client, shuffle=False)
     context = DefenseContext(
         root=nn.Linear(1, 1),
         client=client,
@@ -38,37 +36,15 @@ def sampled(
         DataLoader(data, batch_size=batch_size, sampler=split),
         context,
         Draws(bytes(32), client),
-        by_chance=poisson,
         noise=ReleaseNoise(),
         trust="local",
     )
 
 
-def test_an_example_that_two_clients_would_have_in_one_step_is_refused() -> None:
-    """Both would release it, and each accounts one release."""
-    with pytest.raises(DefenseError, match="repeats examples"):
-        sampled(7, 4, poisson=False)
-
-
-@pytest.mark.parametrize(
-    ("examples", "batch_size", "drop_last"), [(7, 3, False), (8, 4, False), (7, 4, True)]
-)
-def test_what_is_taken_as_it_comes_is_in_one_clients_batch_of_a_step(
-    examples: int, batch_size: int, drop_last: bool
-) -> None:
-    mine, others = (
-        sampled(examples, batch_size, poisson=False, drop_last=drop_last, client=client)
-        for client in range(2)
-    )
-    assert mine.rate == others.rate == 1.0
-    for (one,), (other,) in zip(mine.loader, others.loader, strict=True):
-        assert not torch.isin(one, other).any()
-
-
 def test_poisson_samples_repeat_nobody() -> None:
-    mine, others = (sampled(7, 4, poisson=True, client=client) for client in range(2))
-    assert mine.rate == others.rate == 1.0
-    (one,), (other,) = next(iter(mine.loader)), next(iter(others.loader))
+    first, second = (sampled(7, 4, client) for client in range(2))
+    assert first.rate == second.rate == 1.0
+    (one,), (other,) = next(iter(first.loader)), next(iter(second.loader))
     assert sorted([*one.tolist(), *other.tolist()]) == list(range(7))
 
 
@@ -114,16 +90,16 @@ def shuffled(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 def with_others(rows: Sequence[Row]) -> dict[str, Tensor]:
     """The next row of the batch as a negative."""
-    found = padded(rows)
-    return found | {"negative": found["input_ids"].roll(1, 0)}
+    result = padded(rows)
+    return result | {"negative": result["input_ids"].roll(1, 0)}
 
 
 def masked(rows: Sequence[Row]) -> dict[str, Tensor]:
     """As for masked language models: the labels are drawn too."""
-    found = padded(rows)
-    ids = found["input_ids"]
+    result = padded(rows)
+    ids = result["input_ids"]
     hidden = torch.rand(ids.shape) < 0.3
-    return found | {
+    return result | {
         "input_ids": ids.masked_fill(hidden, 99),
         "labels": ids.masked_fill(~hidden, -100),
     }

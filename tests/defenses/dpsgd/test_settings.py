@@ -32,10 +32,6 @@ def spelled(defense: DPSGD) -> dict[str, Any]:
     ("settings", "new"),
     [
         (
-            {"poisson_sampling": False, "clip": {"form": "ghost"}},
-            {"poisson_sampling": False, "clip": ClipSettings("ghost")},
-        ),
-        (
             {"release": {"mechanism": {"class_path": LABS, "init_args": BANDED}}},
             {"release": ReleaseSettings("local", CorrelatedNoise(**BANDED))},
         ),
@@ -60,7 +56,6 @@ def test_a_config_has_the_settings_in_groups(settings: Any, new: Any) -> None:
     [
         ({"unit": "household"}, "unit must be 'example', got 'household'"),
         ({"max_physical_batch_size": 0}, "max_physical_batch_size must be .* at least 1"),
-        ({"poisson_sampling": False, "unit": Users(KEYS)}, "users are drawn by chance"),
         (
             {"max_physical_batch_size": 4, "unit": Users(KEYS)},
             r"max_physical_batch_size=4 runs whole users.*pass Users\(..., rows_per_user=4\)",

@@ -71,9 +71,9 @@ def brute(run: Pieces, batch: Any, rows: list[int], *, auto: bool = False) -> Te
     each = run.one_by_one(batch).double()
     users = dict.fromkeys(KEYS[row] for row in rows)
     means = [each[[i for i, row in enumerate(rows) if KEYS[row] == user]].mean(0) for user in users]
-    found = torch.stack(means)
-    norm = found.norm(dim=1, keepdim=True)
-    return found / (norm + 0.01) if auto else found * (CLIP / norm.clamp(min=CLIP))
+    result = torch.stack(means)
+    norm = result.norm(dim=1, keepdim=True)
+    return result / (norm + 0.01) if auto else result * (CLIP / norm.clamp(min=CLIP))
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_the_sum_is_of_users_whose_mean_gradient_is_clipped(norm: Any, most: int
     for _ in range(3):
         batch, rows = drawn(run)
         expected = brute(run, batch, rows, auto=norm == "auto").sum(0) / 8
-        found = run.step(batch).double()
-        assert float((found - expected).norm() / expected.norm()) < 1e-6
+        result = run.step(batch).double()
+        assert float((result - expected).norm() / expected.norm()) < 1e-6
     assert len({KEYS[row] for row in rows}) < len(rows)
     assert max(run.sizes) == most or (most is None and max(run.sizes) > 12) or most == 12
 
@@ -151,21 +151,21 @@ def test_norms_have_the_cross_terms_between_a_users_rows(clipping: Any) -> None:
         each = []
         for i in range(6):
             loss = run.loss([ids[i : i + 1]])
-            found = torch.autograd.grad(loss, run.parameters, allow_unused=True)
+            result = torch.autograd.grad(loss, run.parameters, allow_unused=True)
             flat = [
                 torch.zeros_like(p) if g is None else g
-                for p, g in zip(run.parameters, found, strict=True)
+                for p, g in zip(run.parameters, result, strict=True)
             ]
             each.append(torch.cat([g.flatten() for g in flat]).double())
         means = [torch.stack(each[a:b]).mean(0) for a, b in ((0, 3), (3, 4), (4, 6))]
         expected = sum(m * min(1.0, 0.5 / float(m.norm())) for m in means) / 3
-        found = run.step([ids]).double()
-        assert float((found - expected).norm() / expected.norm()) < 1e-6
+        result = run.step([ids]).double()
+        assert float((result - expected).norm() / expected.norm()) < 1e-6
 
 
 @pytest.mark.parametrize("most", [40, 9])
 def test_one_user_moves_the_sum_by_no_more_than_the_clip_with_all_of_their_rows(most: int) -> None:
-    found = []
+    result = []
     for scale in (1.0, 1e5):
         run = Pieces(by_user(max_physical_batch_size=most, rows_per_user=9))
         sampler: Any = run.loader.batch_sampler
@@ -174,16 +174,16 @@ def test_one_user_moves_the_sum_by_no_more_than_the_clip_with_all_of_their_rows(
         mine = [i for i, row in enumerate(rows) if KEYS[row] == "h"]
         batch[0][mine] *= scale
         sampler._counts.append([len(user) for user in sampler.users])
-        found.append(8 * run.step(batch))
+        result.append(8 * run.step(batch))
         assert len(mine) == 5
-    distance = float((found[0] - found[1]).norm())
+    distance = float((result[0] - result[1]).norm())
     assert distance <= 2 * CLIP  # replaced: twice at most
     without = [i for i, row in enumerate(rows) if KEYS[row] != "h"]
     run = Pieces(by_user(max_physical_batch_size=most, rows_per_user=9))
     sampler = run.loader.batch_sampler
     sampler._counts.append([len(user) for user in sampler.users if KEYS[user[0]] != "h"])
     alone = 8 * run.step([value[without] for value in batch])
-    assert float((found[1] - alone).norm()) == pytest.approx(CLIP, rel=1e-4)
+    assert float((result[1] - alone).norm()) == pytest.approx(CLIP, rel=1e-4)
 
 
 @pytest.mark.parametrize("most", [12, 2])

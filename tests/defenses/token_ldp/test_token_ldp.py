@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,12 +72,12 @@ def defended(defense: TokenLDP, root: nn.Module, batch: Any, **fields: Any) -> A
 
 
 def p_value(drawn: Tensor, law: Tensor) -> float:
-    seen = torch.bincount(drawn, minlength=len(law)).double()
+    observed = torch.bincount(drawn, minlength=len(law)).double()
     common = law * len(drawn) >= 5
-    pooled = [torch.cat([v[common], v[~common].sum()[None]]) for v in (seen, law * len(drawn))]
-    kept = pooled[1] > 1e-9
-    found, expected = pooled[0][kept], pooled[1][kept]
-    distance = ((found - expected) ** 2 / expected).sum()
+    pooled = [torch.cat([v[common], v[~common].sum()[None]]) for v in (observed, law * len(drawn))]
+    unchanged = pooled[1] > 1e-9
+    result, expected = pooled[0][unchanged], pooled[1][unchanged]
+    distance = ((result - expected) ** 2 / expected).sum()
     return float(scipy.stats.chi2.sf(distance, len(expected) - 1))
 
 
@@ -98,9 +98,9 @@ def test_every_token_follows_the_law(
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(words)] = law[words.index(50)]
     assert p_value(drawn[:, 2], expected) > 1e-4
-    kept = float((drawn == ids)[:, [0, 1, 3]].double().mean())
+    unchanged = float((drawn == ids)[:, [0, 1, 3]].double().mean())
     sigma = math.sqrt(float(law[0, 0]) / (3 * len(ids)))
-    assert kept == pytest.approx(float(law[0, 0]), abs=5 * sigma)
+    assert unchanged == pytest.approx(float(law[0, 0]), abs=5 * sigma)
 
 
 def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
@@ -110,12 +110,12 @@ def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
     ids[::2, 2:] = 0
     batch = {"input_ids": ids, "attention_mask": mask}
     drawn = defended(TokenLDP("grr", 12.0), gpt2, batch)["input_ids"]
-    kept = (drawn == ids).double()
+    unchanged = (drawn == ids).double()
     k = VOCAB - len(SPECIAL)
     for start, n in ((0, 2), (1, 6)):
         expected = Randomizer.with_defaults("grr", k).keep(12.0 / n)
         sigma = math.sqrt(expected * (1 - expected) / (2000 * n))
-        assert float(kept[start::2, :n].mean()) == pytest.approx(expected, abs=5 * sigma)
+        assert float(unchanged[start::2, :n].mean()) == pytest.approx(expected, abs=5 * sigma)
     assert torch.equal(drawn[::2, 2:], ids[::2, 2:])
 
 
@@ -267,11 +267,11 @@ def test_masked_words_have_one_replacement() -> None:
     assert torch.equal(new["labels"] == -100, ~chosen)
     both = chosen & ~masked
     assert torch.equal(new["input_ids"][both], new["labels"][both])
-    # A position that masking has filled with a random word keeps the word as the others do.
+    # A position that masking has filled with a random word keeps the word like any other.
     expected = Randomizer.with_defaults("grr", VOCAB - 2).keep(4.0)
     for place in (chosen & masked, chosen & (how > 0.9), chosen & (how > 0.8) & (how < 0.9)):
-        kept = float((new["labels"] == ids)[place].double().mean())
-        assert kept == pytest.approx(expected, abs=5 * math.sqrt(0.25 / int(place.sum())))
+        unchanged = float((new["labels"] == ids)[place].double().mean())
+        assert unchanged == pytest.approx(expected, abs=5 * math.sqrt(0.25 / int(place.sum())))
     # Masked anew, the words of a row are the same, and so are their replacements.
     defense = TokenLDP("grr", 4.0, "token", special_ids=[0, MASK_ID])
     first = defended(defense, model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
@@ -289,8 +289,8 @@ def test_both_texts_of_an_encoder_decoder() -> None:
     assert defense.longest == 8
     expected = Randomizer.with_defaults("grr", VOCAB - len(defense._ready.special)).keep(3.0)
     for key, text in (("input_ids", source), ("labels", target[:, :3])):
-        kept = float((new[key][:, : text.shape[1]] == text).double().mean())
-        assert kept == pytest.approx(expected, abs=5 * math.sqrt(0.25 / text.numel()))
+        unchanged = float((new[key][:, : text.shape[1]] == text).double().mean())
+        assert unchanged == pytest.approx(expected, abs=5 * math.sqrt(0.25 / text.numel()))
     assert (new["labels"][:, -1] == -100).all()
     with pytest.raises(DefenseError, match="the fields decoder_input_ids"):
         defense.on_batch({**batch, "decoder_input_ids": target}, context(tiny_t5()))
@@ -328,7 +328,7 @@ def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
     assert defense.epsilon_spent == defense.epsilon_per_sequence == 40.0
 
 
-def test_equal_rows_are_told_apart_by_example_ids(gpt2: nn.Module) -> None:
+def test_equal_rows_are_distinguished_by_example_ids(gpt2: nn.Module) -> None:
     ids = rows(1, 40).expand(2, 40)
     assert torch.equal(*defended(TokenLDP("grr", 40.0), gpt2, ids))
     defense = TokenLDP("grr", 40.0, form=BatchForm(example_ids="idx"))
@@ -421,9 +421,14 @@ def test_labels_that_are_shifted_are_refused(gpt2: nn.Module) -> None:
 
 
 def test_a_batch_of_unknown_form_is_refused_with_what_to_do(gpt2: nn.Module) -> None:
-    with pytest.raises(DefenseError, match=r"no 'input_ids'.*Let the collate function") as refused:
-        defended(TokenLDP("grr", 1.0), gpt2, {"ids": rows(2, 4)})
-    assert "batch_adapter" not in str(refused.value)
+    ids = rows(2, 4)
+    for batch, message in (
+        ({"ids": ids}, "no 'input_ids'"),
+        (MappingProxyType({"input_ids": ids}), "cannot be copied with other ids"),
+    ):
+        with pytest.raises(DefenseError, match=f"{message}.*Let the collate function") as refused:
+            defended(TokenLDP("grr", 1.0), gpt2, batch)
+        assert "batch_adapter" not in str(refused.value)
 
 
 def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
@@ -530,5 +535,5 @@ def test_a_checkpoint_carries_the_counts_and_no_secret(tmp_path: Any) -> None:
     assert len(after.seen) == 2
     assert second.releases_per_example == 3
     assert second.epsilon_spent == 60.0
-    for seen in before.seen:
-        assert not torch.equal(seen["input_ids"], after.seen[0]["input_ids"])
+    for observed in before.seen:
+        assert not torch.equal(observed["input_ids"], after.seen[0]["input_ids"])

@@ -65,13 +65,13 @@ def test_what_all_processes_count_bounds_each(by_process: list[list[bytes]], add
     for counter, rows in zip(counters, by_process, strict=True):
         counter.load(batches=0, releases=2, longest=3)
         counter.count(rows, len(rows), memoized=False)
-    own = [counter.counts for counter in counters]
+    local = [counter.counts for counter in counters]
     each = [Counter(rows) for rows in by_process]
     truth = (
         sum(each, Counter()) if add else Counter({row: max(c[row] for c in each) for row in ROWS})
     )
     for counter in counters:
-        counter.hear(own, add)
+        counter.hear(local, add)
         assert counter.most >= 2 + max(truth.values(), default=0)
         assert counter.longest == max(3, *map(len, by_process))
     assert len({str(counter.state_dict()) for counter in counters}) == 1

@@ -423,7 +423,7 @@ def test_a_gate_on_the_worst_attack_compares_joint_intervals(tmp_path: Path) -> 
 
 
 def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'shown' needs 706 others at look 5, and has 108"):
+    with pytest.raises(ValueError, match="'shown' needs 706 non-members at look 5, and has 108"):
         gated(tmp_path, RiskGate("leakage/combined/shown", at_most=0.2))
     with pytest.raises(ValueError, match="no controls after epoch 1: add leave_out"):
         gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7), data=rows())

@@ -1,4 +1,4 @@
-"""Intervals of games over looks: of these looks as they were, and over steps."""
+"""Intervals of games over looks, of these looks as they were."""
 
 from __future__ import annotations
 
@@ -49,17 +49,6 @@ def test_looks_that_are_the_same_never_widen_what_is_shown(values: list[int], se
     members = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed)) % 2 == 0
     widths = [o.rates["auc"].high - o.rates["auc"].low for o in over(5, packed(scores, members))]
     assert all(after <= before + 1e-9 for before, after in itertools.pairwise(widths))
-
-
-def test_the_interval_over_steps_is_that_of_clusters_and_named_so() -> None:
-    outcomes = over(10, right(16))
-    assert not outcomes[0].over_steps, "one step says nothing about others"
-    lows = [outcome.over_steps["auc"].low for outcome in outcomes[1:]]
-    assert lows == sorted(lows)
-    assert lows[-1] == pytest.approx(0.025 ** (1 / 5))
-    values = outcomes[-1].values("leakage/x")
-    assert values["leakage/x/auc_over_steps_low"] == lows[-1]
-    assert values["leakage/x/auc_low"] > 0.97
 
 
 def test_each_look_has_the_p_value_of_its_own_games() -> None:

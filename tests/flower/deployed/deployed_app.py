@@ -49,14 +49,14 @@ def fault_of(message: Message, context: Context) -> str:
 def malicious(message: Message, context: Context, call_next) -> Message:
     """What no mod of the client's own holds back."""
     reply, fault = call_next(message, context), fault_of(message, context)
-    kept = out(context) / f"returned_{context.node_config['partition-id']}.pt"
+    path = out(context) / f"returned_{context.node_config['partition-id']}.pt"
     if fault == "last":
-        reply.content["arrays"] = ArrayRecord(torch.load(kept))
+        reply.content["arrays"] = ArrayRecord(torch.load(path))
     elif fault == "nothing":
         del reply.content["arrays"]
     elif not reply.has_error():
         state = reply.content["arrays"].to_torch_state_dict()
-        torch.save(state, kept)
+        torch.save(state, path)
         reply.content["arrays"] = ArrayRecord(faulty(fault, state))
     return reply
 
@@ -91,11 +91,11 @@ class Patient:
         waiting = set(self.grid.push_messages(messages))
         replies, end = [], time.monotonic() + timeout
         while waiting and time.monotonic() < end:
-            found = list(self.grid.pull_messages(list(waiting)))
-            if found and not replies:
+            outcome = list(self.grid.pull_messages(list(waiting)))
+            if outcome and not replies:
                 end = min(end, time.monotonic() + self.seconds)
-            replies += found
-            waiting -= {reply.metadata.reply_to_message_id for reply in found}
+            replies += outcome
+            waiting -= {reply.metadata.reply_to_message_id for reply in outcome}
             time.sleep(0.2)
         return replies
 

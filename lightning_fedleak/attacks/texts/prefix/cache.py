@@ -1,8 +1,8 @@
-"""Beginnings of texts, and the bottom model's states of tokens that may follow them.
+"""Prefixes of texts, and the bottom model's states of tokens that may follow them.
 
-A causal model's keys and values of a beginning are cached, so that a token costs one token's work.
+A causal model's keys and values of a prefix are cached, so that a token costs one token's work.
 Candidates for the next token stand side by side as if they were one text: each attends to the
-beginning and to itself, and all have the same position, so that the beginning is neither computed
+prefix and to itself, and all have the same position, so that the prefix is neither computed
 nor copied for each candidate.
 """
 
@@ -142,9 +142,9 @@ class _Slots(Cache):
 
 
 class Prefixes:
-    """Beginnings of several texts, and the hidden states of tokens that may follow.
+    """Prefixes of several texts, and the hidden states of tokens that may follow.
 
-    Tokens are counted without padding: token i of a text is its i-th real one. Beginnings may
+    Tokens are counted without padding: token i of a text is its i-th real one. Prefixes may
     differ in length.
 
     Args:
@@ -153,7 +153,7 @@ class Prefixes:
         cached: cache keys and values; by default where a trial agrees, see :func:`can_cache`.
 
     Attributes:
-        lengths: (B,) tokens of each beginning.
+        lengths: (B,) tokens of each prefix.
         tokens: (B, N) token ids, valid up to ``lengths``.
         computed: number of tokens that went through the bottom so far.
     """
@@ -174,7 +174,7 @@ class Prefixes:
     ) -> Tensor:
         """Return hidden states of ``tokens`` (B, n) as the next n tokens, and of ``others``.
 
-        Beyond a text's end they mean nothing. The beginnings stay as they are until :meth:`keep`.
+        Beyond a text's end they mean nothing. The prefixes stay as they are until :meth:`keep`.
 
         Args:
             tokens: (B, n) in sequence.
@@ -239,7 +239,7 @@ class Prefixes:
         return copy
 
     def _run(self, new: Tensor, places: Tensor, sees: Tensor) -> Tensor:
-        """Return the states of ``new`` tokens that attend to the beginning and to each other."""
+        """Return the states of ``new`` tokens that attend to the prefix and to each other."""
         slots = self._slots
         slots.used = int(self.lengths.max())
         rows, n = new.shape[:2]

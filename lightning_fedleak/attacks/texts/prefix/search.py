@@ -9,7 +9,7 @@ model over the guesses verifies them up to the first mistake. There more candida
 Where no token's state equals the observed one, the states were noised or the copy of the bottom
 model is stale. Then beams read the rest (:class:`BeamSearch`). The true text is then the one whose
 states are nearest to the observed ones in sum, and a wrong token changes all later states a little.
-So several beginnings are continued, each candidate is verified after each of them, and those with
+So several prefixes are continued, each candidate is verified after each of them, and those with
 the smallest total distance stay, as far as noise explains their distance from the best.
 """
 
@@ -37,7 +37,7 @@ REOPENED = 8  # places of one text that may be opened again; bounds the time
 BEAM = 4  # prefixes that are continued side by side; more find more behind noise, and cost time
 OPENING = 16  # candidates of the first ranking that are verified first
 ROUNDS = 32, 64, 128, 256  # more candidates in each round; a round without a nearer one is the last
-GAP = 12.0  # nats by which a beginning may be less likely than the best; less drops true ones
+GAP = 12.0  # nats by which a prefix may be less likely than the best; less drops true ones
 LEARN_AT = 4  # places after which the noise's spread is learned, then at twice as many, and so on
 DOUBT = 16.0  # places that the assumed spread counts for beside the learned one
 
@@ -331,13 +331,13 @@ class BeamSearch:
     """The search for the rest of one text.
 
     Args:
-        prefixes: the text's beginning, which stays.
+        prefixes: the text's prefix, which stays.
         table: ranks candidates.
         observed: (N, d) float32 states by real token.
         first: (N, k) candidates for each place from the observed state alone, the likeliest first.
         expected: returns the log-probabilities (V,) of the token at a place, up to a constant; None
             where nothing is expected.
-        width: beginnings that are continued, at most.
+        width: prefixes that are continued, at most.
         spread: (d,) standard deviation of observed states about the true ones, up to a factor;
             distances count in these units.
 
@@ -460,7 +460,7 @@ class BeamSearch:
         return torch.cat([near, likely.topk(count // 4, dim=1).indices], 1)
 
     def _choose(self, tokens: Tensor, states: Tensor, squares: Tensor) -> None:
-        """Keep the best beginnings, each with its token at this place."""
+        """Keep the best prefixes, each with its token at this place."""
         totals = (self.squares / self.spread.square()).sum(1, keepdim=True) + squares
         ranked = totals.flatten().topk(min(self.width, totals.numel()), largest=False)
         unit = float(ranked.values[0]) / ((self.place - self.start + 1) * len(self.spread))
@@ -482,7 +482,7 @@ class BeamSearch:
         self.place += 1
 
     def _learn(self) -> None:
-        """Learn the spread by dimension from the best beginning's residuals and the assumption."""
+        """Learn the spread by dimension from the best prefix's residuals and the assumption."""
         places = self.place - self.start
         assumed = self.assumed.square()
         level = (self.squares[0] / assumed).mean() / places

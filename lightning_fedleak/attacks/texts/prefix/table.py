@@ -147,7 +147,7 @@ class StateTable:
     def like_verified(
         self, tokens: Tensor, states: Tensor, observed: Tensor, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens whose predicted state after the beginning is near ``observed``.
+        """Return tokens whose predicted state after the prefix is near ``observed``.
 
         The difference of states from entries is regressed on word embeddings, relative to the best
         of the verified tokens and per unit of distance from it.

@@ -77,10 +77,10 @@ class Prior:
 
 @dataclass
 class Task:
-    """The input of a search, and the texts' beginnings so far.
+    """The input of a search, and the texts' prefixes so far.
 
     Attributes:
-        prefixes: the texts' layout, their beginnings so far, and the bottom model.
+        prefixes: the texts' layout, their prefixes so far, and the bottom model.
         table: ranks candidates.
         observed: (B, N, d) float32 states by real token.
         prior: of the next token.
@@ -104,7 +104,7 @@ class Task:
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens (B,) of each beginning."""
+        """The number of tokens (B,) of each prefix."""
         return self.prefixes.lengths
 
 
@@ -254,7 +254,7 @@ class AsSent:
         self.cut = False
 
     def restart(self, rows: Tensor) -> Prefixes:
-        """Return the beginnings of the texts ``rows``, without cache."""
+        """Return the prefixes of the texts ``rows``, without cache."""
         prefixes = self.task.prefixes
         again = Prefixes(prefixes.bottom, prefixes.layout[rows], cached=False)
         again.lengths, again.tokens = prefixes.lengths[rows], prefixes.tokens[rows]

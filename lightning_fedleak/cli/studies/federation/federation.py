@@ -22,9 +22,7 @@ from lightning_fedleak.cli.studies.models import with_lora
 from lightning_fedleak.engine import Games
 from lightning_fedleak.federation import (
     ClientDP,
-    ClientReleaseSettings,
     ClientSampling,
-    QuantileClip,
     RoundGate,
     RoundObserver,
     RoundSettings,
@@ -78,9 +76,7 @@ class Federation:
         watch: what the gate watches; None for the worst of the families that can be known.
         action: what the gate does.
         epsilon: what all rounds together may cost; None for no budget.
-        noise_multiplier: noise on the sum over ``clip``, in place of ``epsilon``.
         clip: largest norm of a client's update.
-        clip_quantile: of the norms of updates, which the clip norm follows; None: it stays.
         delta: of the guarantee.
         trust: who adds the noise.
         sampling: which clients take part in a round.
@@ -110,9 +106,7 @@ class Federation:
     watch: str | None = None
     action: Literal["withhold", "harden", "raise", "warn"] = "withhold"
     epsilon: float | None = None
-    noise_multiplier: float | None = None
     clip: float = 1.0
-    clip_quantile: float | None = None
     delta: float = 1e-5
     trust: Trusted = "central"
     sampling: ClientSampling = "all"
@@ -122,7 +116,7 @@ class Federation:
     @property
     def is_private(self) -> bool:
         """Return whether there is client-level differential privacy."""
-        return self.epsilon is not None or self.noise_multiplier is not None
+        return self.epsilon is not None
 
     # ---- model ------------------------------------------------------------------------------
 
@@ -156,9 +150,7 @@ class Federation:
     def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
         """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
         source = self.text or finetuning.EMBEDDED_MESSAGES
-        texts, labels = finetuning.read_labelled(
-            source, self.partition_by, self.column, option="--column", label_option="--partition-by"
-        )
+        texts, labels = finetuning.read_labelled(source, self.partition_by, self.column)
         if len(texts) < _LEAST_TEXTS:
             raise finetuning.SourceError(
                 f"'{source}' holds {len(texts)} texts; at least {_LEAST_TEXTS} are needed, of "
@@ -334,7 +326,6 @@ class Federation:
             return None
         return ClientDP(
             self.clip,
-            self.noise_multiplier,
             clients=self.clients,
             target_delta=self.delta,
             target_epsilon=self.epsilon,
@@ -344,9 +335,6 @@ class Federation:
             per_round=self.per_round,
             accountant="filter" if self.action == "harden" else "prv",
             ledger=ledger,
-            release=ClientReleaseSettings(
-                quantile=None if self.clip_quantile is None else QuantileClip(self.clip_quantile)
-            ),
         )
 
     def client_account(self, folder: Path, client: int) -> ClientDP | None:

@@ -57,7 +57,7 @@ class Case:
         return float(self.residuals(tokens).square().sum())
 
     def by_brute_force(self, width: int) -> torch.Tensor:
-        """Beam search that verifies every token behind every beginning, without a cache."""
+        """Beam search that verifies every token behind every prefix, without a cache."""
         beams = torch.zeros(1, 0, dtype=torch.int64)
         for place in range(LENGTH):
             tries = torch.cat(
@@ -74,7 +74,7 @@ class Case:
 
 @pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
 @pytest.mark.parametrize("sigma", [0.2, 1.0, 2.0])
-def test_one_beginning_is_greedy_search(make, sigma) -> None:
+def test_one_prefix_is_greedy_search(make, sigma) -> None:
     case = Case(make, 1, sigma)
     assert torch.equal(case.read(1).tokens, case.by_brute_force(1))
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.texts import base as sent_module
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.texts.prefix import inversion, search, verification
@@ -23,6 +19,7 @@ from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
+from tests.attacks.texts.test_embedding_descent import slow_clock
 from tests.helpers import models
 
 STORIES = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
@@ -116,11 +113,11 @@ def rough_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_rounding_hides_is_told_by_a_run_as_the_clients(monkeypatch) -> None:
     """Or doubted, where it does not repeat the client's bit for bit.
 
-    Which beginnings of a text repeat depends on the CPU: with AVX2 those of one order in four do
+    Which prefixes of a text repeat depends on the CPU: with AVX2 those of one order in four do
     not. Without such runs no order is told.
     """
     rough_cache(monkeypatch)
-    told = 0
+    declared = 0
     for seed in range(4):
         model, sent = crowded_llama()
         order = torch.randperm(sent.shape[1], generator=torch.Generator().manual_seed(seed))
@@ -131,8 +128,8 @@ def test_what_rounding_hides_is_told_by_a_run_as_the_clients(monkeypatch) -> Non
         assert guess.finished
         assert set(sent[wrong].tolist()) <= CROWDED
         assert not bool(guess.confidence[wrong].any())
-        told += not bool(wrong.any())
-    assert told >= 2
+        declared += not bool(wrong.any())
+    assert declared >= 2
 
 
 def test_tokens_that_nothing_tells_apart_in_low_precision_are_doubted(monkeypatch) -> None:
@@ -197,14 +194,14 @@ def test_a_client_under_autocast_is_read_exactly(make) -> None:
 def greedy(model, layer: int, hidden: torch.Tensor) -> tuple[list[int], float]:
     """At each place the nearest of all tokens, behind those found; and their total distance."""
     anatomy = find_anatomy(model)
-    found: list[int] = []
+    result: list[int] = []
     total = 0.0
     for target in hidden:
-        tries = torch.tensor([[*found, t] for t in range(anatomy.vocab_size)])
+        tries = torch.tensor([[*result, t] for t in range(anatomy.vocab_size)])
         far = (hidden_states(anatomy, layer, tries)[:, -1] - target).square().sum(1)
-        found.append(int(far.argmin()))
+        result.append(int(far.argmin()))
         total += float(far.min())
-    return found, total
+    return result, total
 
 
 @pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
@@ -225,17 +222,10 @@ def test_noised_states_are_explained_about_as_well_as_by_the_true_text(noised, s
     clean = hidden_states(anatomy, 2, sent)
     hidden = noisy(clean, 0.5, seed)
     guess = prepared(model, 2, noised=noised).reconstruct(hidden, None, None)
-    left = (hidden_states(anatomy, 2, guess.tokens) - hidden).square().sum((1, 2))
-    assert bool((left <= 1.1 * (clean - hidden).square().sum((1, 2))).all())
+    remaining = (hidden_states(anatomy, 2, guess.tokens) - hidden).square().sum((1, 2))
+    assert bool((remaining <= 1.1 * (clean - hidden).square().sum((1, 2))).all())
     assert guess.finished
     assert float(guess.confidence.max()) < 0.9
-
-
-def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """Budgets run by a clock that goes on by a millisecond each time it is read."""
-    clock = (i / 1000 for i in itertools.count())
-    monkeypatch.setattr(sent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    return clock
 
 
 def sure(guess: TextGuess) -> torch.Tensor:
@@ -255,12 +245,12 @@ def test_places_that_the_budget_does_not_reach_are_ranked(monkeypatch: pytest.Mo
     clock = slow_clock(monkeypatch)
     guess = attack.reconstruct(hidden, None, None)
     assert next(clock) < 0.1
-    found = sure(guess)
-    assert bool(found.any(1).all())
-    assert float(found.float().mean()) < 0.7
+    result = sure(guess)
+    assert bool(result.any(1).all())
+    assert float(result.float().mean()) < 0.7
     right = guess.tokens == sent
-    assert float(right[found].float().mean()) > 0.5
-    assert float(right[~found].float().mean()) > 20 / models.VOCAB
+    assert float(right[result].float().mean()) > 0.5
+    assert float(right[~result].float().mean()) > 20 / models.VOCAB
 
 
 @pytest.mark.parametrize("noised", [None, True, False])
@@ -311,7 +301,7 @@ def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch)
     model, sent = crowded_llama()
     hidden = hidden_states(find_anatomy(model), 3, sent)
     ends = set()
-    for milliseconds in (36, *range(44, 51), 10_000):
+    for milliseconds in (36, 47, 10_000):
         with monkeypatch.context() as same:  # and the same rounding in every run
             careless(same)
             attack = prepared(model, 3, budget_seconds=(milliseconds + 0.5) / 1000)
@@ -349,12 +339,12 @@ def test_training_is_not_disturbed(make) -> None:
     model = make(layers=3).train()
     model.gradient_checkpointing_enable()
     model.transformer.h[1].eval() if make is models.tiny_gpt2 else model.model.layers[1].eval()
-    seen: list[int] = []
-    model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(1))
+    observed: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda *_: observed.append(1))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     anatomy = find_anatomy(model)
-    sent = texts()
+    sent = texts(2, 6)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     buffers = {k: v.clone() for k, v in model.named_buffers()}
     flags = [m.training for m in model.modules()]
@@ -368,7 +358,7 @@ def test_training_is_not_disturbed(make) -> None:
         assert sigma or torch.equal(guess.tokens, sent)
     attack.refresh(anatomy, 1000)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert not seen
+    assert not observed
     assert [m.training for m in model.modules()] == flags
     assert [id(p) for p in model.parameters()] == ids
     assert [p.requires_grad for p in model.parameters()] == needs
@@ -450,22 +440,23 @@ def test_a_fit_that_counts_from_zero_again_has_its_own_copy_and_table(monkeypatc
 def test_public_text_is_written_by_the_copy_and_not_by_the_client(monkeypatch) -> None:
     model = models.tiny_llama(layers=3)
     monkeypatch.setattr(inversion, "RENEW_TABLE_EVERY", 1)
+    monkeypatch.setattr("lightning_fedleak.attacks.public_text._LENGTH", 8)
     attack = PrefixInversion(2, "sampled", refresh_every=10**6)
     attack.prepare(find_anatomy(model))
-    own, read = model.model.layers[0].self_attn.q_proj.weight, []
-    held = own.detach().clone()
+    weight, weights = model.model.layers[0].self_attn.q_proj.weight, []
+    copied = weight.detach().clone()
     with torch.no_grad():
-        own.add_(1.0)
+        weight.add_(1.0)
     given = PublicText.resolve
 
     def watched(*args):
-        read.append(model.model.layers[0].self_attn.q_proj.weight.detach().clone())
+        weights.append(model.model.layers[0].self_attn.q_proj.weight.detach().clone())
         return given(*args)
 
     monkeypatch.setattr(PublicText, "resolve", watched)
     attack.refresh(find_anatomy(model), 1)
-    assert torch.equal(read[0], held)
-    assert model.model.layers[0].self_attn.q_proj.weight is own
+    assert torch.equal(weights[0], copied)
+    assert model.model.layers[0].self_attn.q_proj.weight is weight
 
 
 def test_what_it_cannot_read_is_refused() -> None:
@@ -480,7 +471,7 @@ def test_a_trained_model_is_read_exactly_and_under_noise_no_worse_than_by_descen
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval()
     text = "One day a little girl had a big red ball and went to play with her mom."
-    sent = tokenizer(text, return_tensors="pt").input_ids[:, :12]
+    sent = tokenizer(text, return_tensors="pt").input_ids[:, :8]
     commonest = 8500
     assert int(sent.max()) < commonest
     model.resize_token_embeddings(commonest)

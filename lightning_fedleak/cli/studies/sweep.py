@@ -1,16 +1,18 @@
-"""A cell of a grid: a model that is trained under a defence, and attacked as it trains."""
+"""A grid of defences: a model is trained under each, and attacked as it trains."""
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
+import re
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as L
 import transformers
@@ -24,42 +26,98 @@ from lightning_fedleak.cli.finetuning import (
     TextDataModule,
     quiet_logs,
 )
-from lightning_fedleak.cli.studies.sweep.grid import CellResult, GridCell, Setting, leakage_of
+from lightning_fedleak.cli.studies.defense_specs import DefenseSpec
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.report.records import RECORD, EndLine, read_lines
 from lightning_fedleak.strategies import DefendedStrategy
 
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 
 
-def run_cell(cell: GridCell, folder: Path) -> CellResult:
-    """Fine-tune a model under a defence, attack it as it trains, and return what was measured.
+@dataclass(frozen=True)
+class Setting:
+    """What all cells of a grid have in common.
+
+    Attributes:
+        model: causal language model, a folder or a name on the hub; None for the embedded one.
+        text: private text as :func:`~lightning_fedleak.cli.finetuning.texts.read_texts` takes it;
+            None for the embedded messages.
+        column: the field that holds it; None as there.
+        attacks: names out of ``SWEEP_ATTACKS``; all look at the same steps of the same run.
+        layer: where ``fc``, ``attention``, ``prefix`` and ``descent`` read; None for the middle.
+        steps: optimizer steps.
+        batch_size: texts a batch.
+        length: tokens a text, at most.
+        every_n_steps: steps between two looks.
+        lr: learning rate of AdamW.
+        peft: as in :class:`~lightning_fedleak.cli.finetuning.CausalLMFineTuning`.
+        budget_seconds: for one run of ``prefix`` or ``descent``.
+        seed: of split, order, dropout, public text and calibration.
+    """
+
+    model: str | None = None
+    text: str | None = None
+    column: str | None = None
+    attacks: tuple[str, ...] = ("flatchat", "aligned_flatchat", "fc")
+    layer: int | None = None
+    steps: int = 60
+    batch_size: int = 8
+    length: int = 64
+    every_n_steps: int = 5
+    lr: float = 1e-4
+    peft: Literal["lora", "bitfit"] | None = None
+    budget_seconds: float = 10.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting and a defence."""
+
+    setting: Setting
+    defense: DefenseSpec
+
+    @property
+    def name(self) -> str:
+        """Return the name of the folder of its run: the defence, and a hash of all settings."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return f"{re.sub(r'[^A-Za-z0-9_.=,+-]+', '-', str(self.defense))[:80]}-{key}"
+
+
+def is_done(folder: Path) -> bool:
+    """Return whether the run in a folder came to its end."""
+    lines = read_lines(folder / RECORD).lines
+    return any(isinstance(line, EndLine) and line.outcome == "finished" for line in lines)
+
+
+def run_cell(cell: Cell, folder: Path) -> list[str]:
+    """Fine-tune a model under a defence, attack it as it trains, and return what it warned of.
 
     The loss is a mean over texts of each text's mean, as DP-SGD needs it, in every cell.
 
     Args:
         cell: what to run.
-        folder: of the run's ``leakage.jsonl``; what is in it is removed first.
+        folder: of the run's logs; what is in it is removed first.
 
     Raises:
         Exception: whatever stops the run: a defence that refuses, a model that cannot be loaded.
     """
-    start = time.perf_counter()
     shutil.rmtree(folder, ignore_errors=True)
-    setting, defenses = cell.setting, cell.defense.build()
+    setting = cell.setting
     with quiet() as messages:
         L.seed_everything(setting.seed, verbose=False)
         module = CausalLMFineTuning(
             setting.model, lr=setting.lr, peft=setting.peft, loss="sample_mean"
         )
-        adversaries = make_attacks(setting, find_anatomy(module))
         monitor = LeakageMonitor(
-            adversaries,
+            make_attacks(setting, find_anatomy(module)),
             every_n_steps=setting.every_n_steps,
             games=Games(window=setting.steps),
             folder=folder,
         )
         trainer = L.Trainer(
-            strategy=DefendedStrategy("auto", defenses),
+            strategy=DefendedStrategy("auto", cell.defense.build()),
             max_steps=setting.steps,
             devices=1,
             check_val_every_n_epoch=None,
@@ -71,20 +129,13 @@ def run_cell(cell: GridCell, folder: Path) -> CellResult:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        _fit(trainer, module, setting)
-    loss = trainer.callback_metrics.get("val_loss")
-    privacy: dict[str, float | None] = {}
-    for defense in defenses:
-        if (cost := defense.privacy) is not None:
-            fields = {k: v for k, v in asdict(cost).items() if v is not None}
-            privacy |= {k: v if math.isfinite(v) else None for k, v in fields.items()}
-    return CellResult(
-        val_loss=None if loss is None else float(loss),
-        privacy=privacy,
-        leakage=leakage_of(folder / "leakage.jsonl", adversaries),
-        seconds=time.perf_counter() - start,
-        warnings=tuple(dict.fromkeys(messages)),
-    )
+        try:
+            trainer.fit(module, datamodule=data_of(setting))
+        except SystemExit as end:  # Lightning tidies up after an interrupt, then exits
+            raise KeyboardInterrupt from end
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+    return list(dict.fromkeys(messages))
 
 
 def loss_before(setting: Setting) -> float:
@@ -152,15 +203,6 @@ def data_of(setting: Setting) -> TextDataModule:
         length=setting.length,
         seed=setting.seed,
     )
-
-
-def _fit(trainer: L.Trainer, module: L.LightningModule, setting: Setting) -> None:
-    try:
-        trainer.fit(module, datamodule=data_of(setting))
-    except SystemExit as end:  # Lightning tidies up after an interrupt, then exits
-        raise KeyboardInterrupt from end
-    if trainer.interrupted:
-        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -1,1 +1,0 @@
-"""A grid of defences, their strengths and attacks: what each costs and what it hides."""

@@ -25,7 +25,7 @@ from lightning_fedleak.engine import (
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
-from lightning_fedleak.report import write_at_end
+from lightning_fedleak.report.notebook import Displayed
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -35,7 +35,7 @@ _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
 """The id of each Trainer's fit that runs: the same for all its monitors."""
 
 
-class LeakageMonitor(EitherCallback):
+class LeakageMonitor(EitherCallback, Displayed):
     """Attacks what a client would share, during training, and logs how much it gives away.
 
     Training is not disturbed: parameters, optimizer state, logged losses and random numbers are
@@ -231,10 +231,11 @@ class LeakageMonitor(EitherCallback):
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
         boards = trainer_facts.boards_of(trainer)
         destination = Destination(
-            self.folder or Path(trainer.log_dir or trainer.default_root_dir),
+            self.folder or trainer_facts.folder_of(trainer),
             [one for one in trainer.loggers if one not in boards],
             [board.experiment for board in boards] if trainer.is_global_zero else [],
             trainer_facts.training_of(trainer),
+            trainer_facts.settings_of(trainer),
             _FITS.setdefault(trainer, uuid.uuid4().hex),
         )
         self.engine.open(run)
@@ -323,9 +324,7 @@ class LeakageMonitor(EitherCallback):
             self._close()
 
     def _end(self, ending: str) -> None:
-        record = self.engine.end(ending)
-        if record is not None and self._settings.report:
-            write_at_end(record.path, record.run, "LeakageMonitor")
+        self.engine.end(ending)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""

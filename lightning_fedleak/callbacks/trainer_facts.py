@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -206,6 +207,27 @@ def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
 def boards_of(trainer: L.Trainer) -> list[TensorBoardLogger]:
     """Return the TensorBoard loggers of a Trainer."""
     return [one for one in trainer.loggers if isinstance(one, both("loggers.TensorBoardLogger"))]
+
+
+def folder_of(trainer: L.Trainer) -> Path:
+    """Return a folder that is this run's alone, where its logger numbers runs; else the Trainer's.
+
+    W&B and MLflow have one folder for all runs of a project: theirs is below it, by the run's id.
+    """
+    folder, logger = Path(trainer.log_dir or trainer.default_root_dir), trainer.logger
+    if logger is None or logger.log_dir is not None or logger.version is None:
+        return folder
+    return folder / str(logger.name) / str(logger.version)
+
+
+def settings_of(trainer: L.Trainer) -> dict[str, object]:
+    """Return the settings of a Trainer's module and data, as Lightning logs them."""
+    settings: dict[str, object] = {}
+    for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+        if holder is not None and holder._log_hyperparams:
+            settings |= holder.hparams_initial
+    settings.pop("_class_path", None)  # LightningCLI's own
+    return settings
 
 
 def training_of(trainer: L.Trainer) -> dict[str, object]:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_fedleak import report as reports
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine import log, record
+from lightning_fedleak.engine import log, loggers, record
 from lightning_fedleak.engine.channels.base import Channel, exclude, results_of
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
@@ -20,10 +21,9 @@ from lightning_fedleak.engine.options import Options, Selection, check_optimizer
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
-from lightning_fedleak.engine.tensorboard import Cards
+from lightning_fedleak.engine.tensorboard import Cards, add_settings
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
-from lightning_fedleak.report import records
 
 _NOT_SCORED = (
     "whoever looks here does not hold the client's texts, so that what was read off the update "
@@ -126,10 +126,10 @@ class Engine(StepEngine):
         if after_training is not None:
             self._after_training.append(after_training)
 
-    def record_decision(self, decision: records.GateDecision) -> None:
+    def record_decision(self, decision: reports.records.GateDecision) -> None:
         """Leave a line in ``run.jsonl``, on the first process."""
         if self.record is not None:
-            self.record.append(records.GateLine(run="", **vars(decision)))
+            self.record.append(reports.records.GateLine(run="", **vars(decision)))
 
     def reset(self) -> None:
         """Forget the looks of an earlier run."""
@@ -213,6 +213,27 @@ class Engine(StepEngine):
             resumed=earlier,
         )
         self.record.begins(replace(facts, fit=destination.fit or uuid.uuid4().hex))
+        self._tell_loggers(destination, lineup)
+        if options.report == "live":
+            self._after_look.append(reports.LivePage(path, self.jsonl.run, run.watcher).look_ends)
+
+    def _tell_loggers(self, destination: log.Destination, lineup: Lineup) -> None:
+        """Give the loggers the settings of the run, and TensorBoard its table of them."""
+        run = self._fit.run
+        settings = {
+            "attacks": [plan.attack.name for plan in lineup.plans],
+            "defenses": [defense.name for defense in run.defenses],
+            "gates": [f"{g['metric']} at most {g['at_most']}: {g['action']}" for g in self._gates],
+            "stages": [str(stage) for stage in self.options.stages],
+            **{plan.attack.name: repr(plan.attack.config()) for plan in lineup.plans},
+        }
+        worst = [f"{WORST}/{family}" for family in self.results.families]
+        try:
+            loggers.log_settings(destination.loggers, settings, worst)
+            add_settings(destination.boards, {**destination.settings, loggers.KEY: settings}, worst)
+        except Exception as error:
+            assert self.report is not None
+            self.report.warn_once(f"not every logger has the settings of the run: {reason(error)}")
 
     def _new_report(
         self, run: Run, destination: log.Destination, reveal: log.RevealFiles | None
@@ -511,8 +532,8 @@ class Engine(StepEngine):
             self._write_between_looks(self._metrics.at_end(), record.accounting(self.run.defenses))
 
     @contained
-    def end(self, how: str) -> record.RunRecord | None:
-        """End the run's record, ``how`` it ended, and return it; None where it has ended before."""
+    def end(self, how: str) -> None:
+        """End the run's record, ``how`` it ended, and write the report where it is asked for."""
         if self.fit is not None and how != "finished":
             try:
                 self._log_last()
@@ -520,11 +541,14 @@ class Engine(StepEngine):
                 assert self.report is not None
                 self.report.warn_once(f"the last numbers were not logged: {reason(error)}")
         if self.record is None or self.record.ended:
-            return None
+            return
         self._last = self._summary()
         run = self._fit.run
         self.record.ends(run.step, how, record.accounting(run.defenses))
-        return self.record
+        if self.options.report:
+            page = reports.write_at_end(self.record.path, self.record.run, run.watcher)
+            if page is not None and self.options.upload_report and self.report is not None:
+                self.report.upload(page)
 
     def close(self) -> None:
         """Remove every tap, whatever one of them raises; may be called twice."""

@@ -19,6 +19,7 @@ from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.choice import Row
+from lightning_fedleak.engine.loggers import upload_report
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
@@ -57,6 +58,7 @@ class Destination:
         loggers: take every finite value; those of TensorBoard are not among them.
         boards: TensorBoard's writers, on the process that writes.
         training: how the model is trained, for the record.
+        settings: the user's own, for TensorBoard's table of them.
         fit: an id that all that watch this run share; None makes one.
         client: whose results they are, as the lines name it; None: of the run's process, or pooled
             over its processes.
@@ -67,6 +69,7 @@ class Destination:
     loggers: Sequence[Logger] = ()
     boards: Sequence[SummaryWriter] = ()
     training: Mapping[str, object] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     fit: str | None = None
     client: str | int | None = None
     watch: Mapping[str, object] = field(default_factory=dict)
@@ -405,6 +408,13 @@ class Report:
                 self.cards.add(board, finite, step)
         except Exception as error:
             self.leave_boards(error)
+
+    def upload(self, page: Path) -> None:
+        """Attach the report's page to the runs of loggers that take files; warn where one fails."""
+        try:
+            upload_report(self._loggers, page)
+        except Exception as error:
+            self.warn_once(f"{page} was not uploaded: {reason(error)}")
 
     def leave_boards(self, error: Exception) -> None:
         """Go on without TensorBoard, and say why."""

@@ -172,7 +172,10 @@ class WatchSettings:
             on. Without it a causal model writes some itself.
         report: write ``report.html``, ``report.json``, and of differential privacy
             ``report.yaml``, beside the logs when the run ends, as ``fedleak report`` does; also
-            after an error or Ctrl-C.
+            after an error or Ctrl-C. ``"live"``: ``report.html`` also while it goes on, after a
+            look; the open page loads itself again.
+        upload_report: attach ``report.html`` to the runs of W&B and MLflow that the Trainer's
+            loggers write. It says what was read, and no text.
         utility: names of the user's own metrics to repeat as ``utility/<name>`` at looks, and where
             a validation or an epoch changed them; their best is logged at the end. None:
             ``train_loss`` and ``val_loss``, under transformers' Trainer ``loss`` and ``eval_loss``.
@@ -206,7 +209,8 @@ class WatchSettings:
     reveal: bool = False
     tokenizer: Any = None
     public_text: TextSource | None = None
-    report: bool = False
+    report: bool | Literal["live"] = False
+    upload_report: bool = False
     utility: str | Sequence[str] | None = None
     client: Literal["rank", "world"] | None = None
     assume: Collection[Capability] | None = None
@@ -223,6 +227,9 @@ class WatchSettings:
         check_number("look_seconds", self.look_seconds, above=0)
         check_choice("client", self.client, ("rank", "world"), optional=True)
         check_choice("precision", self.precision, PRECISIONS, optional=True)
+        check_choice("report", self.report, (False, True, "live"))
+        if self.upload_report and not self.report:
+            raise ValueError("upload_report=True uploads report.html: pass report=True too")
 
     def refuse(self, face: str, *names: str) -> None:
         """Refuse settings that a face does not have.

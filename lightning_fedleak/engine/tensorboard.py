@@ -186,6 +186,40 @@ class Cards:
             board.add_text("leakage/summary", text, step)
 
 
+def add_settings(
+    boards: Sequence[SummaryWriter], settings: Mapping[str, object], names: Sequence[str]
+) -> None:
+    """Put settings beside leakage in HPARAMS, which is empty there until a look has a value.
+
+    TensorBoard keeps the first table of a run: the user's settings have to be in it too.
+
+    Args:
+        boards: TensorBoard's writers.
+        settings: of the run, by name.
+        names: of the numbers beside them.
+    """
+    if not boards or importlib.util.find_spec("tensorboard") is None:
+        return
+    from torch.utils.tensorboard.summary import hparams
+
+    table = hparams(_flat(settings), dict.fromkeys(names, 0.0))  # type: ignore[no-untyped-call]
+    for board in boards:
+        for part in table:
+            board._get_file_writer().add_summary(part)  # type: ignore[no-untyped-call]
+
+
+def _flat(settings: Mapping[str, object], root: str = "") -> dict[str, bool | int | float | str]:
+    """Return settings as TensorBoard takes them: one level, numbers and strings."""
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{root}{name}/")
+        else:
+            plain = isinstance(value, bool | int | float | str)
+            flat[f"{root}{name}"] = value if plain else str(value)
+    return flat
+
+
 def _tag(name: str) -> str:
     """Return the tag of a value: ends of intervals stand in a group behind all leakage."""
     return _END.sub(r"\1_interval/\2", name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_fedleak.report.content import Findings as Findings
     from lightning_fedleak.report.content import findings as findings
+    from lightning_fedleak.report.files import LivePage as LivePage
     from lightning_fedleak.report.files import print_card as print_card
     from lightning_fedleak.report.files import write as write
     from lightning_fedleak.report.files import write_at_end as write_at_end
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from lightning_fedleak.report.logs import NothingToReport as NothingToReport
     from lightning_fedleak.report.logs import ReportError as ReportError
     from lightning_fedleak.report.logs import read as read
+    from lightning_fedleak.report.overview import explain as explain
     from lightning_fedleak.report.registry import entry as entry
 
 _HOMES = {
     "content": ("Findings", "findings"),
-    "files": ("print_card", "write", "write_at_end"),
+    "files": ("LivePage", "print_card", "write", "write_at_end"),
     "html": ("model_card", "page"),
     "logs": ("Logs", "NothingToReport", "ReportError", "read"),
+    "overview": ("explain",),
     "registry": ("entry",),
 }
 

@@ -75,8 +75,8 @@ def write(
     return list(files)
 
 
-def write_at_end(record: Path, run: str, watcher: str) -> None:
-    """Write the report of a run beside its record; where it cannot be written, warn.
+def write_at_end(record: Path, run: str, watcher: str) -> Path | None:
+    """Write the report of a run beside its record, and return its page; if it cannot, warn.
 
     Args:
         record: its ``run.jsonl``.
@@ -88,6 +88,8 @@ def write_at_end(record: Path, run: str, watcher: str) -> None:
         rank_zero_info(f"{watcher}: {path}")
     except Exception as error:  # a report is no reason to lose a run
         rank_zero_warn(f"{watcher}: no report: {error}")
+        return None
+    return path
 
 
 class LivePage:

@@ -45,6 +45,13 @@ class Part(NamedTuple):
 Sentence = tuple[Part, ...]
 
 
+def explain(overview: Overview) -> str:
+    """Return what was read in lines: the page's sentence, and each reading that was tested."""
+    tested = [one for one in overview.readings if one.verdict != "untested"]
+    lines = [plain(overview.sentence), *(f"{r.title}: {r.answer}. {r.note}" for r in tested)]
+    return "\n".join(lines)
+
+
 def plain(sentence: Sentence) -> str:
     """Return a sentence as text."""
     return "".join(part.text for part in sentence)

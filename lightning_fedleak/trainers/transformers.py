@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.engine import (
     CHOOSE,
+    WORST,
     BeforeDefense,
     Games,
     StageReached,
@@ -28,10 +29,12 @@ from lightning_fedleak.engine import (
     contained,
     names_there_are,
 )
+from lightning_fedleak.engine.loggers import keep_highest
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.private_files import save_private
+from lightning_fedleak.report.notebook import Displayed
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
 from lightning_fedleak.trainers.watch import Watch
 
@@ -43,7 +46,7 @@ _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _COMPARES = {"CustomDPOTrainer", "CustomKTOTrainer"}  # LlamaFactory's: rejected rows have no mark
 
 
-class LeakageCallback(TrainerCallback):
+class LeakageCallback(TrainerCallback, Displayed):
     """Attack what a run of transformers' Trainer would share, log it, and gate the run.
 
     It is given the Trainer, whose ``training_step`` it borrows while training goes on, since a
@@ -111,6 +114,7 @@ class LeakageCallback(TrainerCallback):
         self.watch = TransformersWatch(
             trainer, attacks, gates, None, place, *looks, games, settings
         )
+        self.engine = self.watch.engine
         train = trainer.train
 
         def train_to_an_end(*arguments: Any, **more: Any) -> Any:
@@ -328,6 +332,15 @@ class TransformersWatch(Watch):
         """Collect numbers until the moment is over; the Trainer logs its own metrics itself."""
         if not all(name.startswith("utility/") for name in metrics):
             self._values.update(metrics)
+
+    def log_hyperparams(self, settings: Mapping[str, Any]) -> None:
+        """Give the settings to W&B where the Trainer reports to it, and have it keep the worst."""
+        worst = [f"train/{WORST}/{family}" for family in self.engine.results.families]
+        for callback in self.trainer.callback_handler.callbacks:
+            run = getattr(getattr(callback, "_wandb", None), "run", None)
+            if run is not None:
+                run.config.update(dict(settings), allow_val_change=True)
+                keep_highest(run, worst, step="train/global_step")
 
     def _flush(self) -> None:
         """Log what was collected, and leave it to the Trainer whether it logs its own."""

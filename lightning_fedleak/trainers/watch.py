@@ -32,7 +32,7 @@ from lightning_fedleak.engine import (
 )
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.taps import before_real_step
-from lightning_fedleak.report import write_at_end
+from lightning_fedleak.report.notebook import Displayed
 from lightning_fedleak.trainers.loop import (
     Loop,
     LoopRun,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class Watch:
+class Watch(Displayed):
     """Attack what a training loop would share, log how much it gives away, and gate it.
 
     ``step(batch)`` holds what the loop does with one batch: forward, backward, and the optimizer's
@@ -247,9 +247,7 @@ class Watch:
             raise
         finally:
             try:
-                record = self.engine.end(how)
-                if record is not None and self.settings.report:
-                    write_at_end(record.path, record.run, self.engine.run.watcher)
+                self.engine.end(how)
             finally:
                 self.close()
 

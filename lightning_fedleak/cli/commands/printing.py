@@ -14,7 +14,7 @@ from rich.table import Table
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.report import Findings, findings, read
 from lightning_fedleak.report.comparing import names_of
-from lightning_fedleak.report.overview import plain
+from lightning_fedleak.report.overview import explain, plain
 from lightning_fedleak.report.records.utility import title_of
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
@@ -64,9 +64,7 @@ def explain_run(folder: Path) -> str:
         ReportError: the folder holds no run.
     """
     [overview] = findings(read([folder])).overviews
-    tested = [one for one in overview.readings if one.verdict != "untested"]
-    lines = [plain(overview.sentence), *(f"{r.title}: {r.answer}. {r.note}" for r in tested)]
-    return "\n".join(lines)
+    return explain(overview)
 
 
 def print_comparison(console: Console, content: Findings) -> None:

@@ -25,8 +25,8 @@ class RiskGate(Threshold, EitherCallback):
     it saves a checkpoint (not under ``fast_dev_run``). Other metrics and attacks do not affect it.
 
     The newest value in the logs counts, which may be pooled over looks. A noisy metric exceeds any
-    threshold sooner or later: of membership watch the lower end of the interval,
-    ``"leakage/fc_membership/auc_low"``, or give ``patience``.
+    threshold sooner or later: give ``patience``. The lower end of an interval cannot be watched: it
+    is low where few texts were asked about too.
 
     **The trained weights** (``leakage/combined/auc``, say) are looked at on the same texts again
     and again: the gate acts where the lower end of the interval, which holds at all looks together,

@@ -283,6 +283,7 @@ class Engine(StepEngine):
             channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
         in_steps, series = self._split(run, destination.folder)
         self.fit = Fit(run, lineup, self.options, series, in_steps)
+        self.fit.controls.needs = self._origin._needs
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
         self.results.begin()

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 from lightning_fedleak.engine import GateEvent, Threshold, is_worst, names_there_are
-from lightning_fedleak.engine.gates import judge_worst
+from lightning_fedleak.engine.gates import check_value, judge_worst
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.validate import check_choice
@@ -85,14 +85,13 @@ class RoundGate(Threshold):
                 f"federation: {why}. It would withhold every one. "
                 + (f"Watch {' or '.join(can)}." if can else "Nor can it by any other value.")
             )
+        check_value("RoundGate", self.metric)
         self._watched = observer.engine.results.headlines_of(self.metric) or (self.metric,)
 
     def read(self, look: RoundLook) -> GateEvent:
         """Return what counts of a look at an update, and why it is unknown."""
-        value, why = self._value(look)
-        source = ""
-        if is_worst(self.metric) and value > self.at_most:
-            source = next((name for name in self._watched if look.now.get(name) == value), "")
+        value, source, why = self._value(look)
+        source = source if is_worst(self.metric) else ""
         return GateEvent(
             self.metric,
             look.round_,
@@ -102,6 +101,7 @@ class RoundGate(Threshold):
             self.at_most,
             source=source,
             why=why,
+            read=look.now.get(source or self.metric, math.nan),
             gate=self.name,
             client=look.client,
         )
@@ -110,23 +110,23 @@ class RoundGate(Threshold):
         """Return why nothing can be read of the update so far; None where something can."""
         return look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
 
-    def _value(self, look: RoundLook) -> tuple[float, str]:
-        """Return the watched value, and why it is unknown."""
+    def _value(self, look: RoundLook) -> tuple[float, str, str]:
+        """Return what the watched value counts for, whose it is if it is too high, and why."""
         roots = [name.rpartition("/")[0] for name in self._watched]
         if not is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
-            return math.nan, "what the attack reads is not shared, and something else is"
+            return math.nan, "", "what the attack reads is not shared, and something else is"
         known = {name: look.now.get(name, math.nan) for name in self._watched}
         known = {name: value for name, value in known.items() if not math.isnan(value)}
         judged = judge_worst(look.engine, known, self.at_most)
-        values = [one.value for one in judged.values()]
-        if breaches := [value for value in values if value > self.at_most]:
-            return max(breaches), ""  # whatever else of the worst is unknown
+        if breaches := [name for name, one in judged.items() if one.value > self.at_most]:
+            source = max(breaches, key=lambda name: judged[name].value)
+            return judged[source].value, source, judged[source].why  # whatever else is unknown
         value = look.now.get(self.metric, math.nan)
         few = [look.too_few[root] for root in roots if root in look.too_few]
         few += [one.why for one in judged.values() if math.isnan(one.value)]  # a control is low
         if not math.isnan(value) and not few:
-            return value, ""
+            return value, "", ""
         failures = [look.unknown[root] for root in roots if root in look.unknown]
         waits = [look.not_yet[root] for root in roots if root in look.not_yet]
         nothing = "no result yet, or an attack that does not run here"
-        return math.nan, next(iter([*few, *failures, *waits, *look.unknown.values()]), nothing)
+        return math.nan, "", next(iter([*few, *failures, *waits, *look.unknown.values()]), nothing)

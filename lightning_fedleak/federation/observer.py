@@ -454,6 +454,8 @@ class RoundObserver:
             states = look.before["channels"]
             for channel, state in zip(_in_rounds(look.engine), states, strict=True):
                 channel.load_state_dict(state)
+            assert look.engine.fit is not None
+            look.engine.fit.controls.restore(look.before["controls"])
 
     def _keys(self) -> dict[str, str]:
         """Return the name that was sent for every role that an attack reads."""
@@ -548,4 +550,6 @@ def _in_rounds(engine: Engine) -> list[Channel]:
 def _state_of(engine: Engine) -> dict[str, Any]:
     """Return what one look adds to: results, and the games that rates are pooled over."""
     states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
-    return {"results": engine.results.state_dict(), "channels": states}
+    assert engine.fit is not None
+    controls = engine.fit.controls.state()
+    return {"results": engine.results.state_dict(), "channels": states, "controls": controls}

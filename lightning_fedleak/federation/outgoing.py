@@ -137,7 +137,8 @@ class OutgoingUpdates:
                     "ClientDP(trust='local', accountant='filter', target_epsilon=...)"
                 )
             # Recorded when the first round begins.
-            observer.engine.subscribe(facts=dict(gate.facts))
+            threshold = (gate.metric, gate.at_most)
+            observer.engine.subscribe(facts=dict(gate.facts), threshold=threshold)
 
     # ---- a round ----------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
             name,
             f"{lengths[name]:,}",
             ", ".join(one.name for one in fit.defenses or ()) or "none",
-            f"{utilities[name]:.3f}" if name in utilities else "not recorded",
+            f"{utilities[name]:.3f}" if name in utilities else _last_utility(fit),
             *(_cell(one, key.name) for key in STANDARD_FAMILIES),
             next(fact.value for fact in one.facts if fact.name == "Gate"),
         ]
@@ -127,8 +127,16 @@ def _most(readings: Mapping[str, Reading]) -> float:
 def _cell(one: Overview, family: str) -> str:
     reading = next(reading for reading in one.readings if reading.family == family)
     interval = brief_interval(reading.rate) if reading.rate else ""
-    has_value = interval and reading.verdict != "unknown"
-    return f"{reading.answer} ({interval})" if has_value else reading.answer.lower()
+    silent = f"; no result of {', '.join(reading.silent)}" if reading.silent else ""
+    if not interval or reading.verdict == "unknown":
+        return reading.answer.lower() + silent
+    return f"{reading.answer} ({interval}), {reading.measure} of {reading.attack}{silent}"
+
+
+def _last_utility(fit: FitSummary) -> str:
+    """Return the first of a run's metrics at its last step, where runs have none in common."""
+    name, points = next(iter(utility(fit).items()), ("", ()))
+    return f"{name} {points[-1][1]:.3f} at {points[-1][0]}" if points else "not recorded"
 
 
 def _stop(stopped: str, lengths: Mapping[str, int], readings: Mapping[str, Reading]) -> Sentence:
@@ -160,6 +168,11 @@ def _difference(
         Part(top.answer, "read" if top.verdict == "read" else "strong"),
         *(Part(" in "), Part(high, "strong"), Part(f", {bottom.answer} in "), Part(low, "strong")),
     )
+    if bottom.silent:
+        words = f". There {', '.join(bottom.silent)} gave no result: no difference is shown."
+        return (*start, Part(words))
+    if bottom.attack != top.attack:
+        return (*start, Part(f" by another attack, {bottom.attack}: no difference is shown."))
     end = bottom.rate.high if bottom.rate else None
     begin = top.rate.low if top.rate else None
     if end is None or begin is None or end >= begin:

@@ -73,6 +73,7 @@ class Reading:
         comparisons: what it read before the defence, and of the sum, in words.
         note: what the value rests on.
         attack: name of the attack.
+        silent: the attacks of the family without a result; what they would have read is unknown.
     """
 
     family: str
@@ -88,6 +89,7 @@ class Reading:
     comparisons: Sequence[str] = ()
     note: str = "Nobody looked. That is not safe."
     attack: str = ""
+    silent: Sequence[str] = ()
 
     @property
     def height(self) -> float:
@@ -230,7 +232,7 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
         question=family.asks or f"{capitalized(family.tested)}?",
     )
     if attack is None or attack.quoted is None:
-        return replace(reading, **_without_value(tried)) if tried else reading
+        return replace(reading, **(_without_value(tried) if tried else _unexposed(fit, family)))
     counted = 0.0 if attack.chance else attack.above_chance  # beside its control
     is_little = max(_excess(attack), counted) <= NEXT_TO_NONE
     verdict: _Verdict = "little" if is_little else "inconclusive"
@@ -251,7 +253,17 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
         comparisons=[*_comparisons(fit, attack)],
         note=" ".join(filter(None, _notes(fit, attack, tried, verdict))),
         attack=attack.name,
+        silent=[a.name for a in tried if not a.quoted and a.unknown],
     )
+
+
+def _unexposed(fit: FitSummary, family: Family) -> dict[str, Any]:
+    """Return answer and note where what a family's attacks read did not leave; else nothing."""
+    names = [a.name for a in fit.attacks if a.family.name == family.name and not a.exposed]
+    if not names:
+        return {}
+    note = f"What {', '.join(names)} reads is not shared. Nobody looked at what is."
+    return {"answer": "Not shared", "note": note}
 
 
 def _without_value(tried: Sequence[AttackSummary]) -> dict[str, Any]:

@@ -270,6 +270,48 @@ def test_overlapping_intervals_show_no_difference(tmp_path):
     assert "The intervals overlap: no difference is shown." in found.verdict.sentence
 
 
+def test_a_low_value_beside_an_attack_without_a_result_is_no_difference(tmp_path):
+    attacks = [about("flatchat", "words"), about("strong", "words")]
+    strong = {"a": result(0, "strong", f1=(0.95, 0.9, 1.0)), "b": result(0, "strong", run="b")}
+    for run in "ab":
+        weak = result(0, run=run, f1=(0.02, 0.0, 0.05))
+        written(tmp_path / run, [weak, strong[run]], [begin(run, attacks=attacks), end(9, run)])
+    found = findings(read([tmp_path]))
+    assert "There strong gave no result: no difference is shown." in found.verdict.sentence
+    cells = [row[found.comparison.columns.index("words")] for row in found.comparison.rows]
+    assert cells[0].endswith("F1 of strong")
+    assert cells[1].endswith("F1 of flatchat; no result of strong")
+
+
+def test_values_of_different_attacks_are_no_difference(tmp_path):
+    for run, name, f1 in (("a", "flatchat", (0.8, 0.9, 1.0)), ("b", "bias_sign", (0.0, 0.1, 0.2))):
+        record = [begin(run, attacks=[about(name, "words")]), end(9, run)]
+        low, value, high = f1
+        written(tmp_path / run, [result(0, name, run=run, f1=(value, low, high))], record)
+    sentence = findings(read([tmp_path])).verdict.sentence
+    assert "by another attack, bias_sign: no difference is shown." in sentence
+
+
+def test_runs_without_a_step_in_common_show_the_last_value_of_each(tmp_path):
+    for run, step in (("a", 60), ("b", 100)):
+        record = [begin(run), look(step, run, utility={"val_loss": step / 50}), end(step, run)]
+        written(tmp_path / run, [result(0, run=run, **READ)], record)
+    found = findings(read([tmp_path]))
+    column = found.comparison.columns.index("utility")
+    assert [row[column] for row in found.comparison.rows] == [
+        "val_loss 1.200 at 60",
+        "val_loss 2.000 at 100",
+    ]
+
+
+def test_what_an_attack_reads_and_nobody_shared_is_not_called_untested(tmp_path):
+    line = result(0, f1=(0.0, 0.0, 0.0)) | {"exposed": False}
+    found = found_in(tmp_path, [line], [begin()])
+    reading = reading_of(found, "words")
+    assert (reading.answer, reading.verdict) == ("Not shared", "untested")
+    assert reading.note == "What flatchat reads is not shared. Nobody looked at what is."
+
+
 def test_a_run_that_a_gate_stopped_is_compared_by_what_left(tmp_path):
     stop = decision("stopped", 1, None, run="b")
     found = runs(tmp_path, (0.8, 0.9, 1.0), (0.8, 0.9, 1.0), decisions=[stop])

@@ -84,6 +84,11 @@ def reveal_labels(
             not sum to zero; or the time ran out, or the solver cannot decide a program.
     """
     deadline = time.monotonic() + max_seconds
+    if torch.finfo(gradient.dtype).bits < 32:
+        raise Inapplicable(
+            f"the head's gradient is rounded to {gradient.dtype}, in which its rank is not known: "
+            "this method needs a head in float32"
+        )
     rows = _row_space(gradient)
     n_types, rank = rows.shape
     if rank >= min(gradient.shape) - 1 and not allow_full_rank:
@@ -121,7 +126,7 @@ def reveal_labels(
 class RevealLabels(Attack):
     """RLG (Dang et al. 2021): one linear program for each candidate type.
 
-    It finds every label of a batch with fewer tokens than the hidden size, see
+    It finds every label of a batch with fewer tokens than the hidden size less 1, see
     :func:`reveal_labels`. It is slow: up to a minute at rank 200 and hours at rank 500.
 
     Args:

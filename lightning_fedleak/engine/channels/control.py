@@ -293,6 +293,14 @@ class Controls:
         value = control.rates.get(self._channel(plan).headline, math.nan)
         self._newest[plan.attack.name] = _Newest(value, number)
 
+    def state(self) -> dict[str, _Newest]:
+        """Return when each attack's control was made, and for which number."""
+        return dict(self._newest)
+
+    def restore(self, state: Mapping[str, _Newest]) -> None:
+        """Go back to what :meth:`state` returned."""
+        self._newest = dict(state)
+
     def _need(self, channel: Channel) -> float:
         """Return what a control must exceed for a low number to count."""
         return self.needs.get(channel.family, default_limit(channel.leak.chance))

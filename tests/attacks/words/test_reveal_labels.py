@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.attacks.words.reveal_labels import RevealLabels, reveal_labels
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.snapshots import GradientSnapshot, Inapplicable, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.models import (
     own_rng,
@@ -83,6 +83,13 @@ def test_finds_all_labels_and_nothing_else_while_tokens_stay_below_the_dimension
     assert guess.types.tolist() == labels.unique().tolist()
     assert guess.surface == "output"
     assert guess.candidates < 2 * tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits_are_unknown(dtype: torch.dtype) -> None:
+    """Their rank cannot be told from rounding: with many tokens no label would be named."""
+    with pytest.raises(Inapplicable, match="needs a head in float32"):
+        reveal_labels(torch.randn(40, 8).to(dtype))
 
 
 def test_float32_gradients_give_the_same() -> None:

@@ -97,7 +97,7 @@ def test_texts_are_read_through_it(tmp_path: Path, method: Method) -> None:
     assert monitor.latest["leakage/subspace_texts/exact_sentences"] == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["topk", "low_rank"])  # whose memory is a factor too
 def test_with_error_feedback_what_goes_in_is_read_with_the_noise_before(
     tmp_path: Path, method: Method
 ) -> None:

@@ -25,19 +25,15 @@ from tests.helpers.models import own_rng, tiny_gpt2
 PUBLIC = [[(7 * i + 3 * j) % 94 + 3 for j in range(20)] for i in range(12)]
 
 
-def watchers(*more, **settings):
-    """Return gates and a monitor with an attack of each family, at each layer of the model."""
+def watchers(*more):
+    """Return gates and a monitor with attacks on words and members, and ``more``."""
     attacks = [
         FlatChat(PublicText(PUBLIC), shapes=((1, 8), (2, 8), (4, 12))),
         Probe(),
         FCMembership(layer=1, name="fc_1"),
-        FCMembership(layer=2, granularity="full", name="fc_2"),
-        PrefixInversion(1, None, language_model=False),
-        EmbeddingDescent(0, steps=30, name="descent_0"),
-        EmbeddingDescent(2, steps=6, sweeps=1, name="descent_2"),
         *more,
     ]
-    options = {"stages": ("local", "shared"), "reveal": True, "texts": 2} | settings
+    options = {"stages": ("local", "shared"), "reveal": True, "texts": 1}
     monitor = monitor_with(attacks, every_n_steps=4, **options)
     gates = [
         RiskGate(name, at_most=1.0, strict=False)
@@ -91,7 +87,13 @@ def test_training_is_bit_identical_with_monitor_and_gate(case, tmp_path):
     plain = Kept.of(run("plain", []))
     attention = AttentionMembership(1, PublicText(PUBLIC * 6), batch=8)
     more = [attention] if case in ("fp32 with dropout", "bf16-mixed") else []
-    callbacks, monitor = watchers(*more)
+    callbacks, monitor = watchers(
+        FCMembership(layer=2, granularity="full", name="fc_2"),
+        PrefixInversion(1, None, language_model=False),
+        EmbeddingDescent(0, steps=30, name="descent_0"),
+        EmbeddingDescent(2, steps=6, sweeps=1, name="descent_2"),
+        *more,
+    )
     watched = run("watched", callbacks)
     assert_same(plain, watched)
     assert monitor.looks >= 2
@@ -110,7 +112,7 @@ def test_inversion_neither_disturbs_noised_activations_nor_their_noise(make, tmp
 
     def run(name, callbacks):
         strategy = DefendedStrategy("auto", defenses=[ActivationNoise(1, sigma=0.05)])
-        return fit(callbacks, tmp_path / name, module=make(), strategy=strategy)
+        return fit(callbacks, tmp_path / name, module=make(), strategy=strategy, n=16)
 
     plain = run("plain", [])
     attacks = [EmbeddingDescent(1, steps=20), PrefixInversion(1, None, language_model=False)]

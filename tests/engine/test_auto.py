@@ -24,6 +24,8 @@ from tests.helpers.models import own_rng
 WORST = "leakage/worst/words"
 TEXT = torch.randint(3, VOCABULARY, (60, 12), generator=torch.Generator().manual_seed(5)).tolist()
 LOADER = {"n": 8, "batch_size": 2, "length": 10, "vocab": VOCABULARY}
+FEW = LOADER | {"n": 4}
+"""Two steps: the second has texts of an earlier batch, and a B that is not zero."""
 
 
 def model_of(family: Any = llama, lora: bool = False) -> nn.Module:
@@ -69,7 +71,7 @@ def test_a_whole_model_is_attacked_by_all_that_fit_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        watch = auto(tmp_path, model_of(gpt2)).watch
+        watch = auto(tmp_path, model_of(gpt2), batches=random_token_loader(**FEW)).watch
     words, membership = ("aligned_flatchat", "subspace_words"), ("gradient", "subspace")
     members = tuple(f"{name}_membership" for name in membership)
     assert attacks_in(watch.latest) == {*words, *members, "worst"}
@@ -128,7 +130,8 @@ def test_a_frozen_head_alone_is_no_pass_for_a_gate(tmp_path: Path) -> None:
 
 
 def test_attacks_whose_look_takes_too_long_are_not_played(tmp_path: Path) -> None:
-    watch = auto(tmp_path, model_of(gpt2), look_seconds=1e-9).watch
+    batches = random_token_loader(**FEW)
+    watch = auto(tmp_path, model_of(gpt2), look_seconds=1e-9, batches=batches).watch
     assert "aligned_flatchat" not in attacks_in(watch.latest)
     [line] = watch.lines("aligned_flatchat")
     assert line["unknown"].startswith("not played: a look takes")
@@ -159,14 +162,16 @@ def test_a_masked_model_needs_text_for_what_calibrates(tmp_path: Path) -> None:
 
 
 def test_an_encoder_decoder_is_calibrated_on_frequent_tokens(tmp_path: Path) -> None:
-    watch = auto(tmp_path, model_of(t5), public_text=None, optimizer="sgd").watch
+    few = {"batches": random_token_loader(**FEW), "optimizer": "sgd"}
+    watch = auto(tmp_path, model_of(t5), public_text=None, **few).watch
     assert not watch.engine.results.untested.get("words")
     assert watch.latest["leakage/aligned_flatchat/f1"] >= 0.95
     assert watch.latest[WORST] >= 0.95
 
 
 def test_a_dishonest_server_adds_its_layers(tmp_path: Path) -> None:
-    watch = auto(tmp_path, model_of(gpt2), assume=DISHONEST_SERVER).watch
+    batches = random_token_loader(**FEW)
+    watch = auto(tmp_path, model_of(gpt2), assume=DISHONEST_SERVER, batches=batches).watch
     names = {attack.name for attack in watch.engine.selection.attacks}
     assert {"fc_membership", "attention_membership"} <= names
     assert "fc_membership" in attacks_in(watch.latest)
@@ -174,11 +179,11 @@ def test_a_dishonest_server_adds_its_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_training_is_bit_identical_and_goes_on_where_it_was(lora: bool, tmp_path: Path) -> None:
-    stages = ("local", "shared", "aggregate")
-    training = auto(tmp_path / "a", model_of(lora=lora), stages=stages)
-    assert_same_training(auto(None, model_of(lora=lora)), training)
+    given = {"stages": ("local", "shared", "aggregate"), "batches": random_token_loader(**FEW)}
+    training = auto(tmp_path / "a", model_of(lora=lora), **given)
+    assert_same_training(auto(None, model_of(lora=lora), batches=given["batches"]), training)
     state = training.watch.state_dict()
-    resumed = auto(tmp_path / "b", model_of(lora=lora), stages=stages, state=state).watch
+    resumed = auto(tmp_path / "b", model_of(lora=lora), state=state, **given).watch
     assert resumed.looks == 2 * training.watch.looks
     assert resumed.latest[WORST] == 1
 
@@ -249,7 +254,8 @@ def test_a_model_of_a_users_own_is_attacked_by_what_needs_no_text_of_it(
 def test_with_a_forward_of_input_ids_a_model_of_a_users_own_is_attacked_by_all(
     tmp_path: Path,
 ) -> None:
-    training = auto(tmp_path, Adapted(Decoder()), loss=next_token_loss)
+    batches = random_token_loader(**FEW)
+    training = auto(tmp_path, Adapted(Decoder()), loss=next_token_loss, batches=batches)
     assert {"aligned_flatchat", "gradient_membership"} <= attacks_in(training.watch.latest)
     assert training.watch.latest["leakage/gradient_membership/auc"] == 1
     assert training.watch.failures == 0

@@ -27,6 +27,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.threats import ThreatModelError
+from tests.engine.test_auto import configure
 from tests.helpers.loops import watched
 from tests.helpers.models import own_rng, tiny_marian
 
@@ -80,6 +81,11 @@ ZERO_ROWS = {"llama"}  # models whose padding token has no input, so that it wou
 ADAPTED = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}
 
 
+def subspace() -> SubspaceWords:
+    """Return the attack without a measure of how many types it can hold."""
+    return SubspaceWords(capacity_seconds=0.0)
+
+
 def build_model(
     make: Build, *, lora: list[str] | None = None, task: TaskType | None = None
 ) -> nn.Module:
@@ -104,7 +110,8 @@ def one_look(folder: Path, model: nn.Module, batch: dict[str, Tensor], *attacks:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", ".*could not be tried.*")
-        return watched(folder, list(attacks) or "auto", model, batches=[batch])
+        played = list(attacks) or "auto"
+        return watched(folder, played, model, batches=[batch], configure=configure)
 
 
 def check_words(monitor: Any, attack: Attack, *, certified: bool | None = None) -> None:
@@ -129,8 +136,8 @@ def test_the_words_of_a_classifier_are_recovered(family: str, lora: bool, tmp_pa
     adapted = ADAPTED[family] if lora else None
     model = build_model(make, lora=adapted, task=TaskType.SEQ_CLS if lora else None)
     batch = {"input_ids": ids, "labels": torch.arange(rows) % 2}
-    watch = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
-    check_words(watch, SubspaceWords(), certified=family not in ZERO_ROWS)
+    watch = one_look(tmp_path, model, batch, BagOfWords(), subspace())
+    check_words(watch, subspace(), certified=family not in ZERO_ROWS)
     if lora:
         assert watch.latest["leakage/bag_of_words/exposed"] == 0
     elif family == "t5":  # and the token that its decoder begins with
@@ -153,9 +160,9 @@ def test_labels_that_are_no_class_do_not_matter(labels: str, tmp_path: Path) -> 
     else:
         model = build_model(lambda: build("Bert", "QuestionAnswering"))
         batch |= {name: torch.tensor([2, 3, 4]) for name in ("start_positions", "end_positions")}
-    monitor = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
+    monitor = one_look(tmp_path, model, batch, BagOfWords(), subspace())
     check_words(monitor, BagOfWords())
-    check_words(monitor, SubspaceWords(), certified=True)
+    check_words(monitor, subspace(), certified=True)
 
 
 @pytest.mark.parametrize("family", ["Bert", "Llama"])
@@ -168,9 +175,9 @@ def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
     labels[:, 0] = labels[:, -2:] = -100
     model = build_model(lambda: build(family, "TokenClassification"))
     batch = {"input_ids": ids, "labels": labels}
-    monitor = one_look(tmp_path, model, batch, BagOfWords(), SubspaceWords())
+    monitor = one_look(tmp_path, model, batch, BagOfWords(), subspace())
     check_words(monitor, BagOfWords())
-    check_words(monitor, SubspaceWords(), certified=True)
+    check_words(monitor, subspace(), certified=True)
     assert sees_no_later(find_anatomy(model)) == (family == "Llama")
     batches = [TokenBatch(ids, labels, None, "classifier")]
     truth = WordTruth.from_batches(batches, one_way=family == "Llama")
@@ -228,11 +235,11 @@ def test_of_two_vocabularies_the_source_s_words_are_named(lora: bool, tmp_path: 
     assert (anatomy.vocab_size, anatomy.target_rows) == (TARGETS, TARGETS)
     ids = texts(3)
     batch = {"input_ids": ids, "labels": texts(3, 7, TARGETS, seed=1)}
-    monitor = one_look(tmp_path, model, batch, SubspaceWords(), BagOfWords())
-    check_words(monitor, SubspaceWords(), certified=True)
+    monitor = one_look(tmp_path, model, batch, subspace(), BagOfWords())
+    check_words(monitor, subspace(), certified=True)
     if not lora:  # the decoder's matrix is the head's, the encoder's is its own
         check_words(monitor, BagOfWords())
-    assert all(".encoder." in f".{r}" for r in SubspaceWords().needs(anatomy).gradients)
+    assert all(".encoder." in f".{r}" for r in subspace().needs(anatomy).gradients)
 
 
 def test_one_vocabulary_is_distinguished_from_two() -> None:
@@ -247,6 +254,6 @@ def test_one_vocabulary_is_distinguished_from_two() -> None:
 def test_an_encoder_decoder_of_one_vocabulary_leaks_both_sides(family: Any, tmp_path: Path) -> None:
     model = build_model(lambda: build(family, "ConditionalGeneration"))
     batch = {"input_ids": texts(3), "labels": texts(3, 7, seed=1)}
-    monitor = one_look(tmp_path, model, batch, SubspaceWords())
+    monitor = one_look(tmp_path, model, batch, subspace())
     assert monitor.latest["leakage/subspace_words/recall"] == 1
     assert monitor.latest["leakage/subspace_words/certified"] == 1

@@ -24,7 +24,9 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.report import findings, read
+from lightning_fedleak.threats import HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
+from tests.engine.test_auto import configure
 from tests.helpers import loops
 from tests.helpers.loops import check_undisturbed, still_gpt2
 from tests.helpers.models import tiny_gpt2, tiny_llama
@@ -225,7 +227,8 @@ def test_an_attack_for_uneven_losses_chooses_itself_where_labels_weigh_unevenly(
         return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), weight=weights)
 
     for name, loss in (("plain", loops.model_loss), ("weighted", weighted)):
-        watch = watched(tmp_path / name, "auto", rows=2, loss=loss, steps=1)
+        given = {"assume": HONEST_BUT_CURIOUS, "configure": configure, "rows": 2, "steps": 1}
+        watch = watched(tmp_path / name, "auto", loss=loss, **given)
         assert ("leakage/reveal_labels/f1" in watch.latest) == (name == "weighted")
 
 

@@ -315,11 +315,11 @@ def test_a_frozen_head_is_not_exposed_and_not_called_safe(tmp_path: Path) -> Non
     model = tiny_gpt2(tied=False)
     model.lm_head.weight.requires_grad_(False)
     probe = Probe()
-    with pytest.warns(UserWarning, match="not 'safe'.*other parameters") as caught:
+    with pytest.warns(UserWarning, match="not 'safe'.*trained parameters") as caught:
         watch = watched(tmp_path, probe, model, n=8)
     [message] = [str(w.message) for w in caught if "not 'safe'" in str(w.message)]
     trained = sum(p.requires_grad for p in model.parameters())
-    assert f"other parameters, {trained} in all, do leave the client" in message
+    assert f"of {trained} trained parameters, which are shared, {trained} are tested by" in message
     assert watch.latest["leakage/probe/exposed"] == watch.latest[F1] == 0
     assert (probe.seen, probe.prepared, watch.failures) == ([], 0, 0)
     assert watch.lines()[0]["exposed"] is False

@@ -283,6 +283,6 @@ def test_words_are_read_behind_awq_and_gptq(folder: Path, tmp_path: Path, kind: 
     anatomy = find_anatomy(model)
     assert (anatomy.vocab_size, anatomy.hidden_size, len(anatomy.blocks)) == (VOCAB, 64, 2)
     assert isinstance(anatomy.blocks[0].self_attn.q_proj, kind)
-    watched, lines = looked(tmp_path, model, SubspaceWords())
+    watched, lines = looked(tmp_path, model, SubspaceWords(capacity_seconds=0.0))
     assert min(values(lines, "subspace_words", "f1")) >= 0.99
     assert watched.steps == fit(make(), []).steps

@@ -79,7 +79,7 @@ class CanaryChannel(MemorizationChannel):
 
     def _never_known(self, metric: str) -> str | None:
         """Return why a rate cannot become known: few canaries were held out."""
-        if self._pool is None:
+        if self._pool is None:  # before the run begins
             return None
         alpha = self.settings.memorization.alpha / len(self._canaries.record.times)
         non_members = int((~self._canaries.included).sum())

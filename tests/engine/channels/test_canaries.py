@@ -45,7 +45,10 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 def test_canaries_that_are_repeated_more_are_memorized_more(tmp_path: Path) -> None:
     data = planted()
     watching = watch(data, tmp_path)
-    fit([watching], data=data, max_epochs=2, lr=1e-2)
+    gate = RiskGate("audit/canary_x8/extracted", at_most=0.1, action="warn")
+    fit([watching, gate], data=data, max_epochs=2, lr=1e-2)
+    assert gate.fired is not None
+    assert gate.fired.value > 0.1
     few, many = (lines(tmp_path, f"canary_x{times}") for times in (1, 8))
     assert [line["stage"] for line in many] == ["released"] * 4
     repeats = torch.tensor(data.canaries.record.repeats)
@@ -135,14 +138,6 @@ def test_a_checkpoint_commits_to_the_canaries_and_refuses_others(tmp_path: Path)
     watch(data, tmp_path).load_state_dict(state)
     with pytest.raises(InclusionMismatch):
         watch(other, tmp_path).load_state_dict(state)
-
-
-def test_a_gate_stops_where_canaries_are_written_out(tmp_path: Path) -> None:
-    data = planted()
-    gate = RiskGate("audit/canary_x8/extracted", at_most=0.1)
-    trainer, _ = fit([watch(data, tmp_path), gate], data=data, max_epochs=3)
-    assert trainer.should_stop
-    assert trainer.current_epoch < 3
 
 
 @pytest.mark.slow

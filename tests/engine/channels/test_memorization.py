@@ -21,6 +21,7 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -34,6 +35,7 @@ from transformers import (
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
+from lightning_fedleak.attacks.memorization.blind import blind_scores
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
@@ -41,10 +43,10 @@ from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.pool import collect
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
-from lightning_fedleak.evaluation.metrics.released import visible_tpr
+from lightning_fedleak.evaluation.metrics.released import highest_auc, visible_tpr
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch
-from lightning_fedleak.model.taps.tokens import Text, ask_tokens
+from lightning_fedleak.model.taps.tokens import Text, ask_tokens, compressed_bytes
 from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report import findings, page, read
 from tests.helpers.lightning_modules import CausalLMModule
@@ -116,8 +118,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     _, module = fit([watching, checkpoint], data=data, enable_checkpointing=True)
     early = min((folder / "kept").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     return SimpleNamespace(
-        folder=folder, latest=watching.latest, module=module, data=data, early=early
-    )
+        folder=folder, latest=watching.latest, module=module, data=data, early=early,
+        series=watching.engine.series,
+    )  # fmt: skip
 
 
 def test_members_are_distinguished_from_rows_that_were_held_out(whole: Any) -> None:
@@ -159,6 +162,20 @@ def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(whole: Any) 
     assert logged["auc"]["low"] == pytest.approx(single["auc_low"], abs=1e-9)
     assert logged["p_value"]["value"] == pytest.approx(single["p_value"])
     assert logged["auc_joint_low"]["value"] == pytest.approx(joint["auc_low"])
+
+
+def test_what_scores_know_without_the_training_is_logged(whole: Any) -> None:
+    [channel] = {c for s, c in whole.series.items() if s.name == "combined"}
+    pool, base = channel._pool, channel._base
+    assert pool is not None
+    assert base is not None
+    scores = blind_scores(base, compressed_bytes(pool.texts), pool.texts, pool.trains)
+    areas = [roc_auc_score(pool.trains.numpy(), score.numpy()) for score in scores.values()]
+    expected = max(max(one, 1 - one) for one in areas)
+    assert highest_auc(scores, pool.trains) == pytest.approx(expected)
+    logged = whole.latest["leakage/blind/auc"]
+    assert logged == pytest.approx(expected)
+    assert lines(whole.folder)[-1]["metrics"]["blind/auc"]["value"] == logged
 
 
 def query_base(data: Any) -> tuple[ReleasedPool, Any]:

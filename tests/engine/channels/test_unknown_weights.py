@@ -6,25 +6,19 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Loss
-from lightning_fedleak.attacks.memorization.blind import blind_scores
 from lightning_fedleak.callbacks import WatchSettings
-from lightning_fedleak.evaluation.metrics.released import highest_auc
 from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import ReleasedModel
-from lightning_fedleak.model.taps.tokens import compressed_bytes
 from tests.engine.channels.test_memorization import (
     SETTINGS,
     Validated,
     fit,
     lines,
-    monitor,
     rows,
     tiny,
 )
@@ -122,19 +116,3 @@ def test_a_model_that_cannot_be_asked_is_unknown_and_training_goes_on(tmp_path: 
     first, *later = lines(tmp_path)
     assert first["unknown"] is None
     assert all("the model cannot be asked: RuntimeError" in line["unknown"] for line in later)
-
-
-def test_what_scores_know_without_the_training_is_logged(tmp_path: Path) -> None:
-    watching = monitor(tmp_path)
-    fit([watching], max_epochs=1)
-    [channel] = {c for s, c in watching.engine.series.items() if s.name == "combined"}
-    pool, base = channel._pool, channel._base
-    assert pool is not None
-    assert base is not None
-    scores = blind_scores(base, compressed_bytes(pool.texts), pool.texts, pool.trains)
-    areas = [roc_auc_score(pool.trains.numpy(), score.numpy()) for score in scores.values()]
-    expected = max(max(one, 1 - one) for one in areas)
-    assert highest_auc(scores, pool.trains) == pytest.approx(expected)
-    logged = watching.latest["leakage/blind/auc"]
-    assert logged == pytest.approx(expected)
-    assert lines(tmp_path)[-1]["metrics"]["blind/auc"]["value"] == logged

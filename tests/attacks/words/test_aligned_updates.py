@@ -107,15 +107,14 @@ def test_what_was_fitted_on_such_updates_reads_them(
     least: float,
 ) -> None:
     made = attack(public, round_)
-    anatomy = trained
-    made.prepare(anatomy)
+    made.prepare(trained)
     observations = cases(trained.model, language, round_)
     result = f1(made, observations)
     assert result > least
     assert result > f1(learned, observations), "fitted on gradients"
     again = attack(public, round_)
     again.load_state_dict({k: v.clone() for k, v in made.state_dict().items()})
-    again.refresh(anatomy, 0)
+    again.refresh(trained, 0)
     assert torch.equal(again.run(observations[0][0]).types, made.run(observations[0][0]).types)
 
 
@@ -142,13 +141,12 @@ def test_public_updates_are_those_a_client_would_share(
     round_ = facts(steps=steps)
     known = LocalSteps.from_facts(round_)
     assert known is not None
-    anatomy = trained
-    weight, bias = head_parameters(anatomy)
+    weight, bias = head_parameters(trained)
     batches = list(language.texts(4 * steps, 12, seed=9).split(4))
     generator = torch.Generator().manual_seed(0)
     if steps == 1:
         (ids,) = batches
-        parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
+        parts = gradient_parts(trained, TokenBatch(ids, ids, None, "causal"))
         public = next(one_step_updates(parts, weight, bias, known, generator))
     else:
         remaining = iter(batches)
@@ -158,7 +156,7 @@ def test_public_updates_are_those_a_client_would_share(
             return TokenBatch(ids, ids, None, "causal")
 
         before = {n: p.detach().clone() for n, p in trained.model.named_parameters()}
-        public = next(training_updates(anatomy, batch, known, generator))
+        public = next(training_updates(trained, batch, known, generator))
         assert all(torch.equal(before[n], p) for n, p in trained.model.named_parameters())
     view, truth = shared(trained.model, round_, batches)
     rows = normalize_update(view.gradient(HEAD_WEIGHT), weight, RATE, known)
@@ -196,5 +194,5 @@ def test_what_is_not_rehearsed_is_unknown_with_the_mend(
 def test_a_calibration_is_of_its_round(public: PublicText) -> None:
     one, other = attack(public, facts()), attack(public, facts(steps=2))
     assert one.fingerprint() != other.fingerprint()
-    gradients = AlignedFlatChat(public, calibration_tokens=4000)
+    gradients = AlignedFlatChat(public, calibration_tokens=2000)
     assert gradients.fingerprint() == attack(public, facts("SGD")).fingerprint()

@@ -138,7 +138,6 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
         DataLoader(dataset, batch_size=4, collate_fn=collate),
         context,
         Draws(bytes(32)),
-        by_chance=True,
         noise=ReleaseNoise(),
         trust="local",
         users=Users([row // 2 for row in range(len(dataset))]),  # type: ignore[arg-type]
@@ -195,9 +194,7 @@ def test_a_public_length_decides_rate_steps_and_mean_size_in_place_of_the_length
         )
         loader = DataLoader(Rows(torch.arange(length)), batch_size=8, shuffle=True)
         draws = Draws(bytes(32))
-        return sampling_of(
-            loader, context, draws, by_chance=True, noise=ReleaseNoise(), trust="local"
-        )
+        return sampling_of(loader, context, draws, noise=ReleaseNoise(), trust="local")
 
     one, more = draw(120), draw(121)
     for sampling in (one, more):

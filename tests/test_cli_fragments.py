@@ -163,7 +163,7 @@ def test_memorization_needs_enough_texts(fitted) -> None:
 
 def test_dp_sgd(fitted) -> None:
     pytest.importorskip("opacus")
-    trainer = fitted("membership", "dp_sgd", more=("--model.loss=sample_mean",))
+    trainer = fitted("word_leakage", "dp_sgd", more=("--model.loss=sample_mean",))
     still_has_the_users_own(trainer)
     [defense] = trainer.strategy.defenses
     assert isinstance(defense, DPSGD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import TypeGuard
@@ -242,3 +243,26 @@ def test_no_folder_is_a_drawer_of_loose_parts() -> None:
         for folder in [ROOT, *(p for p in ROOT.rglob("*") if p.is_dir())]
     }
     assert {name: len(held) for name, held in modules.items() if len(held) > 16} == {}
+
+
+def test_the_engine_runs_where_there_is_no_lightning(tmp_path: Path) -> None:
+    program = f"""
+import subprocess
+import sys
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {(*LIGHTNING, "flwr")!r}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuses())
+import pkgutil, importlib
+import {PACKAGE}.engine as engine
+
+for module in pkgutil.walk_packages(engine.__path__, engine.__name__ + "."):
+    importlib.import_module(module.name)
+
+pages = [name for name in sys.modules if name.startswith("{PACKAGE}.report.")]
+assert all(name.startswith("{PACKAGE}.report.records") for name in pages), pages
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)

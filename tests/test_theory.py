@@ -8,17 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from benchmarks.papers import (
+from benchmarks.papers.lemma import (
     advantage_bound,
-    box_probability,
     condition,
     direction_probability,
-    projection_probability,
     projection_radius,
     retrieval_error,
-    simulate_bound,
     smallest_beta,
 )
+from benchmarks.papers.synthetic import box_probability, projection_probability, simulate_bound
 
 probability = st.floats(0, 1)
 length = st.integers(2, 64)

@@ -29,10 +29,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, ask_tokens
 
-SMOKE = (
-    "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1",
-    "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",
-)
+SMOKE = ("--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",)
 
 
 FPR = 0.01  # of the TPR that is printed, the usual one

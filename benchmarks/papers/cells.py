@@ -205,7 +205,7 @@ def run(
                 known(cell, measured(cell, measures, models))
         return failures
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # once, not in each process
+    context.set_forkserver_preload(["torch", __name__])  # once, not in each process
     with ProcessPoolExecutor(jobs, context) as pool:
         parts = {pool.submit(_group, group, measures, models, until): group for group in order}
         for part in as_completed(parts):

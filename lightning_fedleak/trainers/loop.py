@@ -276,7 +276,7 @@ def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
     """
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     gradients = [(p.grad, getattr(p, "summed_grad", None)) for g in groups for p in g["params"]]
-    if any(kept is not None for _, kept in gradients):
+    if any(summed is not None for _, summed in gradients):
         return True
     return any(zeros or bool(grad.any()) for grad, _ in gradients if grad is not None)
 

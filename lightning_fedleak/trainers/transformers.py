@@ -255,8 +255,8 @@ class TransformersWatch(Watch):
             "DataParallel": trainer.args.n_gpu > 1,
         }
         super()._check(*(name for name, wraps in wrappers.items() if wraps))
-        if found := _COMPARES.intersection(kind.__name__ for kind in type(trainer).__mro__):
-            raise ValueError(f"{found.pop()} compares texts, and no batch says which are rejected")
+        if names := _COMPARES.intersection(kind.__name__ for kind in type(trainer).__mro__):
+            raise ValueError(f"{names.pop()} compares texts, and no batch says which are rejected")
         if any(name in optim.lower() for name in _IN_BACKWARD):
             raise ValueError(
                 f"LeakageCallback finds no gradient with optim={optim}, which steps while backward "
@@ -304,7 +304,7 @@ class TransformersWatch(Watch):
             state = scaler._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.READY:  # without clipping nobody has unscaled
                 scaler.unscale_(optimizer)
-            if any(bool(found) for found in state["found_inf_per_device"].values()):
+            if any(map(bool, state["found_inf_per_device"].values())):
                 return
         if self.loop.stage_reached is not None:
             self.loop.stage_reached(Stage.AGGREGATE, optimizer)

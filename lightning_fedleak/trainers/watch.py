@@ -238,16 +238,16 @@ class Watch(Displayed):
         """End the run; ``error`` is the class of what ended the loop, None where it is finished."""
         if self.engine.fit is None:
             return
-        how = "finished" if error is None else error.__name__
+        ending = "finished" if error is None else error.__name__
         try:
             if error is None:
                 self.engine.training_ends()
         except BaseException as raised:
-            how = type(raised).__name__
+            ending = type(raised).__name__
             raise
         finally:
             try:
-                self.engine.end(how)
+                self.engine.end(ending)
             finally:
                 self.close()
 

@@ -26,7 +26,7 @@ def _own_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("--data.lenght=3", ["lenght", "'fedleak fit --help' lists the settings."]),
+        ("--data.lenght=3", ["lenght", "'fedleak fit --print_config' shows all settings"]),
         ("--data.length=abc", ['"data.length"', "abc"]),
         ("--trainer.callbacks=RiskGte", ["RiskGte"]),
         ("--config=rum.yaml", ["rum.yaml"]),

@@ -33,9 +33,9 @@ def opened(*attacks, stages=("shared",), **processes):
 def test_each_rank_of_ddp_may_be_a_client_and_nothing_else():
     for stages in (("shared",), ("local", "shared")):
         opened(FCMembership(1), stages=stages)
-    with pytest.raises(ValueError, match=r"'fc_membership' .* client='world' it is spread"):
+    with pytest.raises(ValueError, match=r"'fc_membership' .* client='world' it is spread: use"):
         opened(Probe(), FCMembership(1), client="world")
-    with pytest.raises(ValueError, match="Leave 'aggregate' out of stages"):
+    with pytest.raises(ValueError, match="leave 'aggregate' out of stages"):
         opened(FCMembership(1), stages=("shared", "aggregate"))
     # Attacks on words are not concerned.
     opened(Probe(), client="world")

@@ -247,11 +247,16 @@ def test_a_planted_client_is_found_as_often_as_the_law_says(sigma):
 # ---- the account --------------------------------------------------------------------------------
 
 
-def theirs(kind, event, rounds):
+def theirs(kind, event, rounds, replace=False, orders=None):
     dp_accounting = pytest.importorskip("dp_accounting")
     from dp_accounting import pld, rdp
 
-    account = rdp.RdpAccountant() if kind == "rdp" else pld.PLDAccountant()
+    neighbours = dp_accounting.NeighboringRelation
+    relation = neighbours.REPLACE_ONE if replace else neighbours.ADD_OR_REMOVE_ONE
+    if kind == "rdp":
+        account = rdp.RdpAccountant(orders, neighboring_relation=relation)
+    else:
+        account = pld.PLDAccountant(neighboring_relation=relation)
     account.compose(dp_accounting.SelfComposedDpEvent(event(dp_accounting), rounds))
     return account.get_epsilon(DELTA)
 

@@ -206,8 +206,8 @@ class MembershipChannel(Channel):
             why = "query one client's batch: leave 'aggregate' out of stages="
         if why:
             raise ValueError(
-                f"'{self.attacks[0].name}' plays membership games, which {why}, or train on one device; or "
-                "give these attacks a monitor of their own"
+                f"'{self.attacks[0].name}' plays membership games, which {why}, or train on one "
+                "device; or give these attacks a monitor of their own"
             )
 
     def _place_tap(self, layers: Sequence[int]) -> ActivationTap:

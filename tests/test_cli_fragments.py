@@ -127,7 +127,7 @@ def test_membership_and_its_gate(fitted) -> None:
     assert monitor.failures == 0
     for metric in ("auc", "accuracy", "advantage"):
         assert float(trainer.callback_metrics[f"leakage/fc_membership/{metric}"]) == 1
-    assert (gate.metric, gate.at_most) == ("leakage/fc_membership/auc_low", 0.6)
+    assert (gate.metric, gate.at_most) == ("leakage/fc_membership/auc", 0.6)
 
 
 def test_inversion_and_its_gate(fitted) -> None:

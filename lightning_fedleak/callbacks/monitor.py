@@ -25,7 +25,7 @@ from lightning_fedleak.engine import (
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
-from lightning_fedleak.report.notebook import Displayed
+from lightning_fedleak.report.watched import Reported
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -35,7 +35,7 @@ _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
 """The id of each Trainer's fit that runs: the same for all its monitors."""
 
 
-class LeakageMonitor(EitherCallback, Displayed):
+class LeakageMonitor(EitherCallback, Reported):
     """Attacks what a client would share, during training, and logs how much it gives away.
 
     Training is not disturbed: parameters, optimizer state, logged losses and random numbers are
@@ -240,6 +240,7 @@ class LeakageMonitor(EitherCallback, Displayed):
         )
         self.engine.open(run)
         self.engine.begin(run, destination)
+        self._report_begins()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
@@ -324,7 +325,7 @@ class LeakageMonitor(EitherCallback, Displayed):
             self._close()
 
     def _end(self, ending: str) -> None:
-        self.engine.end(ending)
+        self._report_ends(ending)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak import report as reports
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, loggers, record
 from lightning_fedleak.engine.channels.base import Channel, exclude, results_of
@@ -24,6 +23,7 @@ from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, 
 from lightning_fedleak.engine.tensorboard import Cards, add_settings
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
+from lightning_fedleak.report import records
 
 _NOT_SCORED = (
     "whoever looks here does not hold the client's texts, so that what was read off the update "
@@ -126,10 +126,10 @@ class Engine(StepEngine):
         if after_training is not None:
             self._after_training.append(after_training)
 
-    def record_decision(self, decision: reports.records.GateDecision) -> None:
+    def record_decision(self, decision: records.GateDecision) -> None:
         """Leave a line in ``run.jsonl``, on the first process."""
         if self.record is not None:
-            self.record.append(reports.records.GateLine(run="", **vars(decision)))
+            self.record.append(records.GateLine(run="", **vars(decision)))
 
     def reset(self) -> None:
         """Forget the looks of an earlier run."""
@@ -214,8 +214,6 @@ class Engine(StepEngine):
         )
         self.record.begins(replace(facts, fit=destination.fit or uuid.uuid4().hex))
         self._tell_loggers(destination, lineup)
-        if options.report == "live":
-            self._after_look.append(reports.LivePage(path, self.jsonl.run, run.watcher).look_ends)
 
     def _tell_loggers(self, destination: log.Destination, lineup: Lineup) -> None:
         """Give the loggers the settings of the run, and TensorBoard its table of them."""
@@ -533,8 +531,8 @@ class Engine(StepEngine):
             self._write_between_looks(self._metrics.at_end(), record.accounting(self.run.defenses))
 
     @contained
-    def end(self, how: str) -> None:
-        """End the run's record, ``how`` it ended, and write the report where it is asked for."""
+    def end(self, how: str) -> record.RunRecord | None:
+        """End the run's record, ``how`` it ended, and return it; None where it has ended before."""
         if self.fit is not None and how != "finished":
             try:
                 self._log_last()
@@ -542,14 +540,11 @@ class Engine(StepEngine):
                 assert self.report is not None
                 self.report.warn_once(f"the last numbers were not logged: {reason(error)}")
         if self.record is None or self.record.ended:
-            return
+            return None
         self._last = self._summary()
         run = self._fit.run
         self.record.ends(run.step, how, record.accounting(run.defenses))
-        if self.options.report:
-            page = reports.write_at_end(self.record.path, self.record.run, run.watcher)
-            if page is not None and self.options.upload_report and self.report is not None:
-                self.report.upload(page)
+        return self.record
 
     def close(self) -> None:
         """Remove every tap, whatever one of them raises; may be called twice."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_fedleak.report.content import Findings as Findings
     from lightning_fedleak.report.content import findings as findings
-    from lightning_fedleak.report.files import LivePage as LivePage
     from lightning_fedleak.report.files import print_card as print_card
     from lightning_fedleak.report.files import write as write
     from lightning_fedleak.report.files import write_at_end as write_at_end
+    from lightning_fedleak.report.files import write_live as write_live
     from lightning_fedleak.report.html import model_card as model_card
     from lightning_fedleak.report.html import page as page
     from lightning_fedleak.report.logs import Logs as Logs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "content": ("Findings", "findings"),
-    "files": ("LivePage", "print_card", "write", "write_at_end"),
+    "files": ("print_card", "write", "write_at_end", "write_live"),
     "html": ("model_card", "page"),
     "logs": ("Logs", "NothingToReport", "ReportError", "read"),
     "overview": ("explain",),

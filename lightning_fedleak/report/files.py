@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
-import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +17,6 @@ from lightning_fedleak.report.records import as_json
 from lightning_fedleak.report.registry import entry
 
 REPORT_TOML = "report.toml"
-SECONDS = 0.02
-"""Seconds of processor that a live page may take a look, on average.
-
-More: pages of long runs are newer. Less: they wait for more looks.
-"""
 
 
 def write(
@@ -75,6 +68,21 @@ def write(
     return list(files)
 
 
+def write_live(record: Path, run: str) -> None:
+    """Write the page of a run that goes on beside its record; it loads itself again.
+
+    Args:
+        record: its ``run.jsonl``.
+        run: its id.
+
+    Raises:
+        ReportError: it cannot be read.
+        OSError: the page cannot be written.
+    """
+    content = findings(read([record], run=run), _people(None, record.parent))
+    _write_whole(record.parent / "report.html", page(content, live=True))
+
+
 def write_at_end(record: Path, run: str, watcher: str) -> Path | None:
     """Write the report of a run beside its record, and return its page; if it cannot, warn.
 
@@ -90,40 +98,6 @@ def write_at_end(record: Path, run: str, watcher: str) -> Path | None:
         rank_zero_warn(f"{watcher}: no report: {error}")
         return None
     return path
-
-
-class LivePage:
-    """Rewrites ``report.html`` while a run goes on; the page loads itself again until it ends.
-
-    A page that takes more than :data:`SECONDS` is written at so few looks that it takes as much on
-    average.
-
-    Args:
-        record: its ``run.jsonl``.
-        run: its id.
-        watcher: the class that watches it, for the message.
-    """
-
-    def __init__(self, record: Path, run: str, watcher: str) -> None:
-        self._record, self._run, self._watcher = record, run, watcher
-        self._wait = 1
-
-    def look_ends(self) -> None:
-        """Write the page, if it is its turn; where it cannot be written, warn and stop."""
-        self._wait -= 1
-        if self._wait:
-            return
-        start = time.thread_time()
-        try:
-            content = findings(
-                read([self._record], run=self._run), _people(None, self._record.parent)
-            )
-            _write_whole(self._record.parent / "report.html", page(content, live=True))
-        except Exception as error:
-            self._wait = -1
-            rank_zero_warn(f"{self._watcher}: no live report: {error}")
-            return
-        self._wait = max(1, math.ceil((time.thread_time() - start) / SECONDS))
 
 
 def print_card(runs: Sequence[Path], about: Path | None = None) -> None:

@@ -34,7 +34,7 @@ from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.private_files import save_private
-from lightning_fedleak.report.notebook import Displayed
+from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
 from lightning_fedleak.trainers.watch import Watch
 
@@ -46,7 +46,7 @@ _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _COMPARES = {"CustomDPOTrainer", "CustomKTOTrainer"}  # LlamaFactory's: rejected rows have no mark
 
 
-class LeakageCallback(TrainerCallback, Displayed):
+class LeakageCallback(TrainerCallback, Reported):
     """Attack what a run of transformers' Trainer would share, log it, and gate the run.
 
     It is given the Trainer, whose ``training_step`` it borrows while training goes on, since a

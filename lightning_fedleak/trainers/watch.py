@@ -32,7 +32,7 @@ from lightning_fedleak.engine import (
 )
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.taps import before_real_step
-from lightning_fedleak.report.notebook import Displayed
+from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import (
     Loop,
     LoopRun,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class Watch(Displayed):
+class Watch(Reported):
     """Attack what a training loop would share, log how much it gives away, and gate it.
 
     ``step(batch)`` holds what the loop does with one batch: forward, backward, and the optimizer's
@@ -227,6 +227,7 @@ class Watch(Displayed):
         loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
         place = Destination(self.folder, loggers, boards, training)
         engine.begin(run, place)
+        self._report_begins()
         self._first_batch = loop.batches
         engine.training_begins()
 
@@ -247,7 +248,7 @@ class Watch(Displayed):
             raise
         finally:
             try:
-                self.engine.end(ending)
+                self._report_ends(ending)
             finally:
                 self.close()
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
-from lightning_fedleak.report import files
+from lightning_fedleak.report import files, watched
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.models import tiny_gpt2
@@ -38,7 +38,7 @@ def monitor(folder: Path, settings: WatchSettings = LIVE) -> LeakageMonitor:
 
 
 def test_the_page_is_written_after_each_look_and_loads_itself_until_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "SECONDS", 1e9)
+    monkeypatch.setattr(watched, "SECONDS", 1e9)
     pages = Pages(tmp_path)
     fit([monitor(tmp_path), pages], tmp_path)
     assert all("data-live" in text for text in pages.texts)
@@ -48,7 +48,7 @@ def test_the_page_is_written_after_each_look_and_loads_itself_until_the_end(tmp_
 
 
 def test_a_page_that_costs_much_is_written_at_few_looks(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "SECONDS", 1e-9)
+    monkeypatch.setattr(watched, "SECONDS", 1e-9)
     pages = Pages(tmp_path)
     fit([monitor(tmp_path), pages], tmp_path)
     assert len(set(pages.texts)) == 1

@@ -33,6 +33,7 @@ class Asks(PassiveMembership):
 
     default_name = "asks"
     reads_adaptive_updates = True
+    needs_control = False  # it reads nothing of an update
 
     def __init__(self, data, sign=1.0):
         super().__init__(texts(3))
@@ -48,9 +49,13 @@ class Asks(PassiveMembership):
         return MembershipGuess(scores=scores, members=torch.zeros(len(scores), dtype=torch.bool))
 
 
-def asked(folder, data, gate, *, sign=1.0, targets=16):
+class Controlled(Asks):
+    needs_control = True
+
+
+def asked(folder, data, gate, *, sign=1.0, targets=16, kind=Asks):
     games = Games(targets=targets, held_out=texts(5, n=4 * targets))
-    watched = observer(folder, attacks=[Asks(data, sign)], steps=len(data), games=games)
+    watched = observer(folder, attacks=[kind(data, sign)], steps=len(data), games=games)
     out, net = OutgoingUpdates(watched, [gate]), model()
     sent = trained_state(net)
     return out.leaves(0, sent, train(net, data), data)
@@ -94,6 +99,17 @@ def test_of_too_few_texts_an_update_can_be_found_to_leak_but_not_to_be_safe(tmp_
     assert "15 texts of the update were asked for" in low.events[0].why
     one_more = asked(tmp_path / "enough", batches(1, n=4, rows=4), gate(), sign=-1.0)
     assert not one_more.withheld
+
+
+def test_a_low_value_whose_control_is_low_too_does_not_let_an_update_leave(tmp_path):
+    gate = RoundGate(MEMBERSHIP, at_most=0.9)
+    result = asked(tmp_path, batches(1, n=4, rows=4), gate, sign=-1.0, kind=Controlled)
+    assert result.look.now[MEMBERSHIP] == 0.0
+    assert result.withheld
+    [event] = result.events
+    assert math.isnan(event.value)
+    assert event.read == 0.0
+    assert "its control could not be read" in event.why
 
 
 # ---- what can never be known --------------------------------------------------------------------

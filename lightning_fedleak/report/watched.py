@@ -1,0 +1,108 @@
+"""What whoever watches a run writes and shows of it: its report, live or at its end."""
+
+from __future__ import annotations
+
+import math
+import time
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from lightning_fedleak import report
+from lightning_fedleak.messages import rank_zero_warn
+
+SECONDS = 0.02
+"""Seconds of processor that a live page may take a look, on average.
+
+More: pages of long runs are newer. Less: they wait for more looks.
+"""
+
+
+class LivePage:
+    """Rewrites ``report.html`` while a run goes on; the page loads itself again until it ends.
+
+    A page that takes more than :data:`SECONDS` is written at so few looks that it takes as much on
+    average.
+
+    Args:
+        record: its ``run.jsonl``.
+        run: its id.
+        watcher: the class that watches it, for the message.
+    """
+
+    def __init__(self, record: Path, run: str, watcher: str) -> None:
+        self._record, self._run, self._watcher = record, run, watcher
+        self._wait = 1
+
+    def look_ends(self) -> None:
+        """Write the page, if it is its turn; where it cannot be written, warn and stop."""
+        self._wait -= 1
+        if self._wait:
+            return
+        start = time.thread_time()
+        try:
+            report.write_live(self._record, self._run)
+        except Exception as error:
+            self._wait = -1
+            rank_zero_warn(f"{self._watcher}: no live report: {error}")
+            return
+        self._wait = max(1, math.ceil((time.thread_time() - start) / SECONDS))
+
+
+class Reported:
+    """What is watched by an engine: it writes a report, and a notebook displays it."""
+
+    engine: Any
+
+    def _report_begins(self) -> None:
+        """Write a live page after each look from now on, where it is asked for."""
+        record = self.engine.record
+        if record is not None and self.engine.options.report == "live":
+            page = LivePage(record.path, record.run, self.engine.run.watcher)
+            self.engine.subscribe(page.look_ends)
+
+    def _report_ends(self, ending: str) -> None:
+        """End the run's record, which ended so, and write the report where it is asked for."""
+        record, options, log = self.engine.end(ending), self.engine.options, self.engine.report
+        if record is None or not options.report:
+            return
+        page = report.write_at_end(record.path, record.run, self.engine.run.watcher)
+        if page is not None and options.upload_report and log is not None:
+            log.upload(page)
+
+    def _newest_run(self) -> tuple[list[Path], str] | None:
+        """Return the record and the id of the newest run; None before the first."""
+        jsonl = self.engine.jsonl
+        return None if jsonl is None else ([jsonl.path.parent / "run.jsonl"], jsonl.run)
+
+    def show(self, height: int = 900) -> None:
+        """Display the report of the newest run in a notebook, while it goes on too.
+
+        Args:
+            height: of the frame, in pixels.
+
+        Raises:
+            ImportError: IPython is not installed.
+            RuntimeError: no run has begun.
+            ReportError: its logs cannot be read.
+        """
+        from IPython.display import HTML, display
+
+        if (newest := self._newest_run()) is None:
+            raise RuntimeError("show() is about a run: train first")
+        records, run = newest
+        document = escape(report.page(report.findings(report.read(records, run=run))))
+        style = f"width:100%;height:{height}px;border:0"
+        display(HTML(f'<div><iframe srcdoc="{document}" style="{style}"></iframe></div>'))
+
+    def _repr_html_(self) -> str:
+        """Return what the newest run gave away, in the report's sentences."""
+        lines = [repr(self)]
+        if (newest := self._newest_run()) is not None:
+            records, run = newest
+            try:
+                [overview] = report.findings(report.read(records, run=run)).overviews
+                lines += ["", report.explain(overview)]
+            except report.NothingToReport:
+                lines += ["", "Nothing has been measured yet."]
+        return f"<pre>{escape(chr(10).join(lines))}</pre>"

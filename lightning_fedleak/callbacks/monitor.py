@@ -102,6 +102,8 @@ class LeakageMonitor(EitherCallback, Reported):
         ValueError: contradictory or unknown arguments.
     """
 
+    engine: Engine
+
     def __init__(
         self,
         attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
@@ -325,7 +327,9 @@ class LeakageMonitor(EitherCallback, Reported):
             self._close()
 
     def _end(self, ending: str) -> None:
-        self._report_ends(ending)
+        record = self.engine.end(ending)
+        if record is not None and self._settings.report:
+            self._write_report(record)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""

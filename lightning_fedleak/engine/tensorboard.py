@@ -215,8 +215,7 @@ def _flat(settings: Mapping[str, object], root: str = "") -> dict[str, bool | in
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{root}{name}/")
         else:
-            plain = isinstance(value, bool | int | float | str)
-            flat[f"{root}{name}"] = value if plain else str(value)
+            flat[f"{root}{name}"] = value if isinstance(value, bool | int | float) else str(value)
     return flat
 
 

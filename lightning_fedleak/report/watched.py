@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from html import escape
@@ -61,13 +62,11 @@ class Reported:
             page = LivePage(record.path, record.run, self.engine.run.watcher)
             self.engine.subscribe(page.look_ends)
 
-    def _report_ends(self, ending: str) -> None:
-        """End the run's record, which ended so, and write the report where it is asked for."""
-        record, options, log = self.engine.end(ending), self.engine.options, self.engine.report
-        if record is None or not options.report:
-            return
+    def _write_report(self, record: Any) -> None:
+        """Write the report of a run whose record has ended, and upload its page if asked to."""
         page = report.write_at_end(record.path, record.run, self.engine.run.watcher)
-        if page is not None and options.upload_report and log is not None:
+        log = self.engine.report
+        if page is not None and self.engine.options.upload_report and log is not None:
             log.upload(page)
 
     def _newest_run(self) -> tuple[list[Path], str] | None:
@@ -86,14 +85,14 @@ class Reported:
             RuntimeError: no run has begun.
             ReportError: its logs cannot be read.
         """
-        from IPython.display import HTML, display
-
         if (newest := self._newest_run()) is None:
             raise RuntimeError("show() is about a run: train first")
         records, run = newest
         document = escape(report.page(report.findings(report.read(records, run=run))))
         style = f"width:100%;height:{height}px;border:0"
-        display(HTML(f'<div><iframe srcdoc="{document}" style="{style}"></iframe></div>'))
+        frame = f'<div><iframe srcdoc="{document}" style="{style}"></iframe></div>'
+        notebook: Any = importlib.import_module("IPython.display")
+        notebook.display(notebook.HTML(frame))
 
     def _repr_html_(self) -> str:
         """Return what the newest run gave away, in the report's sentences."""

@@ -22,6 +22,7 @@ from lightning_fedleak.engine import (
     CHOOSE,
     WORST,
     BeforeDefense,
+    Engine,
     Games,
     StageReached,
     Threshold,
@@ -94,6 +95,8 @@ class LeakageCallback(TrainerCallback, Reported):
         ValueError: contradictory arguments; when training begins also a Trainer, a gate or an
             attack that does not fit.
     """
+
+    engine: Engine
 
     def __init__(
         self,

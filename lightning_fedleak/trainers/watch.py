@@ -105,6 +105,7 @@ class Watch(Reported):
             or an attack that does not fit, when the loop begins.
     """
 
+    engine: Engine
     run: ClassVar[type[LoopRun]] = LoopRun
     utility_names: ClassVar[Sequence[str]] = ("train_loss", "val_loss")
     resume: ClassVar[str] = ""
@@ -248,7 +249,9 @@ class Watch(Reported):
             raise
         finally:
             try:
-                self._report_ends(ending)
+                record = self.engine.end(ending)
+                if record is not None and self.settings.report:
+                    self._write_report(record)
             finally:
                 self.close()
 

@@ -28,7 +28,7 @@ from lightning_fedleak.model.taps import before_real_step, real_optimizer
 
 SLACK = 0.02  # of the steps that an epsilon is of, so that not each look composes: 1% too large
 MOST_DELTA = 1e-5
-"""Of the epsilon that is reported; a tenth of 1/N where the data has more than 10,000 examples."""
+"""Largest delta of a reported epsilon: a tenth of 1/N where the data has over 10,000 examples."""
 
 
 class OptimizerDP(Defense):

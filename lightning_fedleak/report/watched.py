@@ -104,4 +104,6 @@ class Reported:
                 lines += ["", report.explain(overview)]
             except report.NothingToReport:
                 lines += ["", "Nothing has been measured yet."]
+            except report.ReportError as error:
+                lines += ["", str(error)]
         return f"<pre>{escape(chr(10).join(lines))}</pre>"

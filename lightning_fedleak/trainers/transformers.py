@@ -86,7 +86,9 @@ class LeakageCallback(TrainerCallback, Reported):
         attacks: the attacks, each with a name of its own; or ``"auto"``: all that can read it.
         gates: thresholds on what is logged.
         folder: of the files; default the Trainer's ``output_dir``.
-        every_n_steps, max_overhead, games: as :class:`~lightning_fedleak.trainers.Watch` has them.
+        every_n_steps: as :class:`~lightning_fedleak.trainers.Watch` has it.
+        max_overhead: as there.
+        games: as there.
         settings: what is rarely changed: :class:`~lightning_fedleak.trainers.WatchSettings`.
             Precision and scaler are the Trainer's.
 

@@ -360,14 +360,14 @@ def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path)
     ids = torch.randint(3, 2000, (30, 24), generator=torch.Generator().manual_seed(5))
     often = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids for _ in range(6)]
     data = leave_out([*rows(300, 24), *often], 120, seed=1)[0]
-    settings = Memorization(max_overhead=10)
+    settings = Memorization(max_overhead=10, looks=())
     watching = LeakageMonitor(
         [Combined(), Extraction(tokens=4)],
         folder=tmp_path,
         settings=WatchSettings(memorization=settings),
     )
     pool = collect(DataLoader(data, batch_size=8, shuffle=True), settings, READ)
-    _, module = fit([watching], data=data, max_epochs=12)
+    _, module = fit([watching], data=data, max_epochs=6, lr=2e-2)
     inside = [tuple(data[n]["input_ids"].tolist()) for n in range(len(data))]
     counts = [inside.count(tuple(row)) for row in ids.tolist()]
     groups = pool.times[~pool.alone]

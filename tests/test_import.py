@@ -26,11 +26,13 @@ PUBLIC = sorted(
     for module in pkgutil.iter_modules(folder.__path__)
     if not module.name.startswith("_")
 )
-# Runs in a fresh process. What a new module sets up for itself, such as a logger of its own name,
-# is no change; what was there before is to be as it was.
+# Runs in a fresh process, which each case leaves by a fork of its own: none sees what another has
+# imported, and torch and torchmetrics, which all import first, are loaded once. What a new module
+# sets up for itself, such as a logger of its own name, is no change; what was there before is to be
+# as it was.
 COMPARE = """
 import importlib, json, logging, os, sys, warnings
-import torch
+import torch, torchmetrics
 from lightning_utilities.core import rank_zero
 
 def logger_state(one):
@@ -76,73 +78,87 @@ def state():
 def change(before, after):
     return {n: [before[n], after[n]] for n in before if before[n] != after[n]}
 
-first, names = json.loads(sys.argv[1])
-for name in first:
-    importlib.import_module(name)
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
-logging.getLogger("lightning_fabric").setLevel(logging.CRITICAL)
-logging.getLogger("transformers").setLevel(logging.CRITICAL)
-changes, imported = {}, []
-for name in names:
-    before = state()
-    importlib.import_module(name)
-    changed = change(before, state())
-    if changed:
-        changes[name] = changed
-    imported.append(name)
-changes["imported"] = imported
-print(json.dumps(changes))
+def count():
+    return sum(name.startswith("lightning_fedleak") for name in sys.modules)
+
+def logs():
+    one = logging.getLogger("lightning.pytorch")
+    return [rank_zero.log.name, rank_zero.rank_zero_only.rank, one.level, one.propagate]
+
+def compare(first, names):
+    for name in first:
+        importlib.import_module(name)
+    begun = logs() if first == ["lightning.pytorch"] else None
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
+    logging.getLogger("lightning_fabric").setLevel(logging.CRITICAL)
+    logging.getLogger("transformers").setLevel(logging.CRITICAL)
+    changes = {}
+    for name in names:
+        before = state()
+        importlib.import_module(name)
+        changed = change(before, state())
+        if changed:
+            changes[name] = changed
+    return {"changes": changes, "logs": begun}
+
+def alone(*homes):
+    counts = []
+    for home, name in homes:
+        getattr(importlib.import_module(home), name)
+        counts.append(count())
+    importlib.import_module("lightning_fedleak.callbacks")
+    return {"counts": counts, "logs": logs()}
+
+for case, (function, *arguments) in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if not child:
+        print(json.dumps([case, globals()[function](*arguments)]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
+NAMES = ["lightning_fedleak", *PUBLIC]
+LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
+CASES = {
+    **{first: ("compare", [first], NAMES) for first in LIGHTNINGS},
+    "none": (
+        "compare",
+        ["transformers", "peft"],  # which set their own loggers
+        ["lightning_fedleak", *(f"lightning_fedleak.{name}" for name in WITHOUT)],
+    ),
+    "alone": (
+        "alone",
+        ("lightning_fedleak", "SubspaceWords"),
+        ("lightning_fedleak.attacks", "SubspaceTexts"),
+    ),
+}
 
 
-def changes(first: list[str], names: list[str]) -> dict[str, Any]:
-    """Return what importing modules in a fresh process changes, by module."""
-    command = [sys.executable, "-c", COMPARE, json.dumps([first, names])]
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    """Return what importing modules changes, by case."""
+    command = [sys.executable, "-c", COMPARE, json.dumps(CASES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    assert found.keys() == CASES.keys(), done.stderr
     return found
 
 
-@pytest.mark.parametrize("first", ["lightning.pytorch", "pytorch_lightning"])
-def test_importing_changes_nothing_beside_lightning(first: str) -> None:
-    names = ["lightning_fedleak", *PUBLIC]
-    assert changes([first], names) == {"imported": names}
+@pytest.mark.parametrize("first", LIGHTNINGS)
+def test_importing_changes_nothing_beside_lightning(results: dict[str, Any], first: str) -> None:
+    assert results[first]["changes"] == {}
 
 
-def test_what_needs_no_lightning_changes_nothing_at_all() -> None:
+def test_what_needs_no_lightning_changes_nothing_at_all(results: dict[str, Any]) -> None:
     """Not even which process prints, which Lightning sets for all."""
-    names = ["lightning_fedleak", *(f"lightning_fedleak.{name}" for name in WITHOUT)]
-    others = ["transformers", "peft", "torchmetrics"]  # which set their own loggers
-    assert changes(others, names) == {"imported": names}
+    assert results["none"]["changes"] == {}
 
 
-def test_alone_it_leaves_what_lightning_alone_leaves() -> None:
+def test_alone_it_leaves_what_lightning_alone_leaves(results: dict[str, Any]) -> None:
     """The log that messages go to is that of the Lightning which is imported."""
-    code = (
-        "import sys, importlib, logging; importlib.import_module(sys.argv[1]); "
-        "from lightning_utilities.core import rank_zero; "
-        "one = logging.getLogger('lightning.pytorch'); "
-        "print(rank_zero.log.name, rank_zero.rank_zero_only.rank, one.level, one.propagate)"
-    )
-    own, ours = (
-        subprocess.run(
-            [sys.executable, "-c", code, name], capture_output=True, text=True, check=True
-        )
-        for name in ("lightning.pytorch", "lightning_fedleak.callbacks")
-    )
-    assert own.stdout == ours.stdout != ""
+    assert results["alone"]["logs"] == results["lightning.pytorch"]["logs"] is not None
 
 
-@pytest.mark.parametrize(
-    ("name", "home"),
-    [("SubspaceWords", "lightning_fedleak"), ("SubspaceTexts", "lightning_fedleak.attacks")],
-)
-def test_one_attack_loads_few_files(name: str, home: str) -> None:
-    code = (
-        f"import sys; from {home} import {name}; "
-        "print(sum(module.startswith('lightning_fedleak') for module in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) <= 60
+def test_one_attack_loads_few_files(results: dict[str, Any]) -> None:
+    """The second count is of the files of both attacks."""
+    assert max(results["alone"]["counts"]) <= 60

@@ -31,7 +31,7 @@ PUBLIC = sorted(
 # sets up for itself, such as a logger of its own name, is no change; what was there before is to be
 # as it was.
 COMPARE = """
-import importlib, json, logging, os, sys, warnings
+import importlib, json, logging, os, pkgutil, sys, warnings
 import torch, torchmetrics
 from lightning_utilities.core import rank_zero
 
@@ -81,6 +81,21 @@ def change(before, after):
 def count():
     return sum(name.startswith("lightning_fedleak") for name in sys.modules)
 
+def engine(*without):
+    assert not sys.modules.keys() & set(without)
+
+    class Refuses:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in without:
+                raise ModuleNotFoundError(name)
+
+    sys.meta_path.insert(0, Refuses())
+    parts = importlib.import_module("lightning_fedleak.engine")
+    modules = [m.name for m in pkgutil.walk_packages(parts.__path__, parts.__name__ + ".")]
+    for name in modules:
+        importlib.import_module(name)
+    return {"modules": modules, "all": list(sys.modules)}
+
 def logs():
     one = logging.getLogger("lightning.pytorch")
     return [rank_zero.log.name, rank_zero.rank_zero_only.rank, one.level, one.propagate]
@@ -126,6 +141,7 @@ CASES = {
         ["transformers", "peft"],  # which set their own loggers
         ["lightning_fedleak", *(f"lightning_fedleak.{name}" for name in WITHOUT)],
     ),
+    "engine": ("engine", "lightning", "pytorch_lightning", "lightning_fabric", "flwr"),
     "alone": (
         "alone",
         ("lightning_fedleak", "SubspaceWords"),
@@ -162,3 +178,10 @@ def test_alone_it_leaves_what_lightning_alone_leaves(results: dict[str, Any]) ->
 def test_one_attack_loads_few_files(results: dict[str, Any]) -> None:
     """The second count is of the files of both attacks."""
     assert max(results["alone"]["counts"]) <= 60
+
+
+def test_the_engine_runs_where_there_is_no_lightning(results: dict[str, Any]) -> None:
+    imported = results["engine"]["modules"]
+    assert "lightning_fedleak.engine.channels.pool" in imported
+    pages = [n for n in results["engine"]["all"] if n.startswith("lightning_fedleak.report.")]
+    assert all(name.startswith("lightning_fedleak.report.records") for name in pages), pages

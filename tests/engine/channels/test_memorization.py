@@ -254,7 +254,7 @@ def test_lora_with_dropout_is_trained_the_same_and_read(tmp_path: Path) -> None:
         torch.manual_seed(1)
         return get_peft_model(model, config)
 
-    check_same(tmp_path, adapted, precision="bf16-mixed", max_epochs=2)
+    check_same(tmp_path, adapted, precision="bf16-mixed", max_epochs=1)
 
 
 def four_bit(*, dequantized: bool = False) -> Any:
@@ -339,12 +339,12 @@ def test_the_last_look_is_at_the_weights_that_a_fit_ends_with(
     data = leave_out(rows(), 140, seed=1)[0]
     gate = RiskGate("leakage/combined/auc", at_most=0.999, action="warn")
     callbacks = [watching, average, gate] if first else [average, watching, gate]
-    _, module = fit(callbacks, data=data)
+    _, module = fit(callbacks, data=data, max_epochs=2)
     pool, answers = query_base(data)
     averaged = ask_tokens(find_anatomy(module.model), pool.texts)
     looks = lines(tmp_path)
-    assert [line["step"] for line in looks] == [17, 30, 33, 66, 99, 99]
-    expected = pool.compare(answers, averaged, [Combined()], look=6).values["combined"]
+    assert [line["step"] for line in looks] == [17, 30, 33, 66, 66]
+    expected = pool.compare(answers, averaged, [Combined()], look=5).values["combined"]
     *_, before, last = (line["metrics"]["auc"] for line in looks)
     assert last["value"] == pytest.approx(expected["auc"])
     assert last["low"] == pytest.approx(expected["auc_low"], abs=1e-9)
@@ -359,7 +359,7 @@ def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path)
     """Each of 30 texts is in six rows: none plays a game, and all are learned first."""
     ids = torch.randint(3, 2000, (30, 24), generator=torch.Generator().manual_seed(5))
     often = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids for _ in range(6)]
-    data = leave_out([*rows(300, 24), *often], 120, seed=1)[0]
+    data = leave_out([*rows(180, 24), *often], 120, seed=1)[0]
     settings = Memorization(max_overhead=10, looks=())
     watching = LeakageMonitor(
         [Combined(), Extraction(tokens=4)],
@@ -425,9 +425,9 @@ def test_a_gate_acts_once_the_lower_end_is_above(tmp_path: Path) -> None:
     assert gate.fired.value == watching.latest["leakage/combined/auc_low"] > 0.6
     assert trainer.global_step == gate.fired.step < 99
     untrained = RiskGate("leakage/combined/auc", at_most=0.6)
-    trainer, _ = gated(tmp_path / "untrained", untrained, lr=0.0)
+    trainer, _ = gated(tmp_path / "untrained", untrained, lr=0.0, max_epochs=1)
     assert untrained.fired is None
-    assert trainer.global_step == 99
+    assert trainer.global_step == 33
 
 
 def test_a_gate_on_the_worst_attack_compares_joint_intervals(tmp_path: Path) -> None:
@@ -445,9 +445,9 @@ def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -
     with pytest.raises(ValueError, match="no controls after epoch 1: add leave_out"):
         gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7), data=rows())
     patient = RiskGate("leakage/combined/shown", at_most=0.2, strict=False)
-    trainer, _ = gated(tmp_path, patient)
+    trainer, _ = gated(tmp_path, patient, max_epochs=1)
     assert patient.fired is None
-    assert trainer.global_step == 99
+    assert trainer.global_step == 33
 
 
 def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks import base as attacks_base
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.memorization import MemorizationAttack
+from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.callbacks import Games
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -133,6 +134,11 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "embedding_descent": lambda: EmbeddingDescent(1, steps=3, sweeps=1),
     "token_relaxation": lambda: TokenRelaxation(1, steps=3, initial="mean"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _few_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import lightning_fedleak.cli
 import lightning_fedleak.evaluation
 import lightning_fedleak.model
 
+ROOT = Path(__file__).parents[1]
 WITHOUT = (
     *("attacks", "evaluation.metrics", "evaluation.games", "defenses", "engine"),
     *("report.records", "report", "trainers"),
@@ -94,7 +97,33 @@ def engine(*without):
     modules = [m.name for m in pkgutil.walk_packages(parts.__path__, parts.__name__ + ".")]
     for name in modules:
         importlib.import_module(name)
-    return {"modules": modules, "all": list(sys.modules)}
+    return {"modules": modules, "all": list(sys.modules), **train()}
+
+def train():
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from lightning_fedleak.attacks import BagOfWords
+    from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
+
+    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2,
+        tie_word_embeddings=False)
+    model = GPT2LMHeadModel(config)
+    ids = torch.arange(3, 35).view(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    settings = dict(every_n_steps=1, settings=WatchSettings(report=True))
+    with Watch(model, optimizer, [BagOfWords()], folder="loop", **settings) as watch:
+        for _ in range(3):
+            with watch.step(dict(input_ids=ids, labels=ids)):
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    arguments = TrainingArguments("trainer", max_steps=3, report_to=[],
+        use_cpu=True, save_strategy="no", disable_tqdm=True)
+    trainer = Trainer(model, arguments, train_dataset=[dict(input_ids=x, labels=x) for x in ids])
+    gate = Threshold("leakage/worst/words", at_most=0.5, action="warn")
+    callback = LeakageCallback(trainer, [BagOfWords()], [gate], **settings)
+    trainer.add_callback(callback)
+    trainer.train()
+    return {"latest": [watched.latest["leakage/bag_of_words/f1"] for watched in (watch, callback)]}
 
 def logs():
     one = logging.getLogger("lightning.pytorch")
@@ -151,13 +180,21 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    """Return what importing modules changes, by case."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("import")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    """Return what importing modules changes, by case, and what was written to stderr."""
     command = [sys.executable, "-c", COMPARE, json.dumps(CASES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    found = dict(map(json.loads, done.stdout.splitlines()))
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=folder, env=os.environ | paths
+    )
+    found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
     assert found.keys() == CASES.keys(), done.stderr
-    return found
+    return {**found, "stderr": done.stderr}
 
 
 @pytest.mark.parametrize("first", LIGHTNINGS)
@@ -185,3 +222,13 @@ def test_the_engine_runs_where_there_is_no_lightning(results: dict[str, Any]) ->
     assert "lightning_fedleak.engine.channels.pool" in imported
     pages = [n for n in results["engine"]["all"] if n.startswith("lightning_fedleak.report.")]
     assert all(name.startswith("lightning_fedleak.report.records") for name in pages), pages
+
+
+def test_loops_and_trainers_of_transformers_need_no_lightning(
+    results: dict[str, Any], folder: Path
+) -> None:
+    assert results["engine"]["latest"] == [1.0, 1.0]
+    for face in ("Watch: ", "LeakageCallback: "):  # says where its report is, without any logging
+        assert face in results["stderr"]
+    assert (folder / "loop" / "report.html").exists()
+    assert json.loads((folder / "trainer" / "report.json").read_text())

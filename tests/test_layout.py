@@ -172,8 +172,8 @@ def test_no_circles() -> None:
 
 
 def test_folders_only_hand_names_on() -> None:
-    faces = [path for path in FILES if path.name == "__init__.py"]
-    for path, node in ((path, node) for path in faces for node in parse(path).body):
+    nodes = [(p, node) for p in FILES if p.name == "__init__.py" for node in parse(p).body]
+    for path, node in nodes:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         constant = isinstance(node, ast.Assign) and all(
             isinstance(t, ast.Name) and t.id in {"__all__", "__version__", "_HOMES"}

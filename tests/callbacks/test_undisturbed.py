@@ -63,12 +63,13 @@ def frozen():
 CASES = {
     "fp32 with dropout": ({}, None),
     "bf16-mixed": ({"precision": "bf16-mixed"}, None),
-    "bf16-true": ({"precision": "bf16-true"}, None),
-    "accumulation and clipping": ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, None),
-    "LoRA": ({}, adapted),
+    "LoRA, accumulation and clipping": (
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+        adapted,
+    ),
     "gradient checkpointing": ({}, checkpointing),
     "reentrant checkpointing": ({}, lambda: checkpointing(reentrant=True)),
-    "frozen lower layers": ({}, frozen),
+    "bf16-true, frozen lower layers": ({"precision": "bf16-true"}, frozen),
     "gradient noise": (
         {"strategy": lambda: DefendedStrategy("auto", [GradientNoise(1.0, 0.01, seed=4)])},
         None,
@@ -90,7 +91,7 @@ def test_training_is_bit_identical_with_monitor_and_gate(case, tmp_path):
     callbacks, monitor = watchers(
         FCMembership(layer=2, granularity="full", name="fc_2"),
         PrefixInversion(1, None, language_model=False),
-        EmbeddingDescent(0, steps=30, name="descent_0"),
+        EmbeddingDescent(0, steps=12, name="descent_0"),
         EmbeddingDescent(2, steps=6, sweeps=1, name="descent_2"),
         *more,
     )

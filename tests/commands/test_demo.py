@@ -3,18 +3,29 @@ from __future__ import annotations
 import json
 import signal
 import stat
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from rich.text import Text
 
+from lightning_fedleak.attacks import AlignedFlatChat
 from lightning_fedleak.cli.commands import demo as run_module
 from lightning_fedleak.cli.commands.printing import INTERRUPTED
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _calibrated_on_few_tokens() -> Iterator[None]:
+    small = partial(AlignedFlatChat, calibration_tokens=400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "AlignedFlatChat", small)
+        yield
 
 
 @pytest.fixture(scope="module")

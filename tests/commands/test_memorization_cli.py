@@ -22,7 +22,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.taps import Text
 from tests.helpers.commands import run_command
 
-TEXTS = 30
+TEXTS = 24
 """On each side."""
 
 
@@ -156,7 +156,7 @@ def test_members_that_are_copies_are_asked_for_extraction_by_how_often_they_repe
     members = [json.loads(line)["text"] for line in lines["members"]]
     often = [row.ids for row in tokenize(members[:12], tokenizer, 32)]
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    train(model, often, 2e-3, 25)
+    train(model, often, 4e-3, 12)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     written = [*lines["members"][:12] * 6, *lines["members"][12:]]

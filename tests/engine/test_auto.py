@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
-from lightning_fedleak.attacks.words import aligned_updates
+from lightning_fedleak.attacks.words import aligned_readout, aligned_updates
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
@@ -43,6 +43,7 @@ def model_of(family: Any = llama, lora: bool = False) -> nn.Module:
 @pytest.fixture(autouse=True)
 def _few_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aligned_updates, "_UPDATES", 4)
+    monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
 
 
 def configure(watch: Any) -> None:

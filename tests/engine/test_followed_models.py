@@ -95,21 +95,22 @@ def test_attacks_follow_the_adapter_that_is_trained_at_a_step(tmp_path: Path, in
     attacks: list[Any] = [SubspaceWords(capacity_seconds=0)]
     attacks += [SubspaceTexts(), *members] if inside else []
     model = two_adapters()
-    watch = watched(tmp_path, attacks, model, **settings(model, adapter_at, inside=inside, steps=5))
-    assert values(watch.lines("subspace_words"), "f1") == ones(range(2, 5))
+    watch = watched(tmp_path, attacks, model, **settings(model, adapter_at, inside=inside, steps=4))
+    assert values(watch.lines("subspace_words"), "f1") == ones(range(2, 4))
     if inside:
-        assert values(watch.lines("subspace_texts"), "exact_sentences") == ones(range(2, 5))
+        assert values(watch.lines("subspace_texts"), "exact_sentences") == ones(range(2, 4))
         for attack in members:
             aucs = values(watch.lines(attack.name), "auc")
-            assert aucs.keys() >= {2, 3, 4}
+            assert aucs.keys() >= {2, 3}
             assert min(aucs.values()) > 0.9
 
 
 def test_copies_of_an_embedding_are_followed_with_their_adapter(tmp_path: Path) -> None:
     """Their role has one name, and another parameter at each step."""
     model = two_adapters(modules_to_save=["embed_tokens"])
-    watch = watched(tmp_path, [BagOfWords()], model, **settings(model, adapter_at, inside=False))
-    assert values(watch.lines(), "f1") == ones(range(6))
+    given = settings(model, adapter_at, inside=False, steps=4)
+    watch = watched(tmp_path, [BagOfWords()], model, **given)
+    assert values(watch.lines(), "f1") == ones(range(4))
 
 
 def test_training_with_switched_adapters_is_not_disturbed(tmp_path: Path) -> None:
@@ -142,41 +143,40 @@ class Switching(CausalLMModule):
 
 def test_a_lightning_module_may_switch_in_its_step(tmp_path: Path) -> None:
     monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
-    data = random_token_loader(n=12, batch_size=2, length=10, vocab=VOCABULARY)
+    data = random_token_loader(n=8, batch_size=2, length=10, vocab=VOCABULARY)
     fit([monitor], tmp_path, module=Switching(two_adapters().train()), loader=data)
-    assert values(lines_of(tmp_path, "subspace_words"), "f1") == ones(range(2, 6))
+    assert values(lines_of(tmp_path, "subspace_words"), "f1") == ones(range(2, 4))
 
 
 def test_trained_tokens_are_read_at_every_look(tmp_path: Path) -> None:
     """Their rows move at each step, and the table that 298 other tokens read does not."""
     tokens = batch_at(3)["input_ids"].flatten().unique()[:2].tolist()
     model = get_peft_model(seeded(), config(trainable_token_indices=tokens))
-    watch = watched(
-        tmp_path, [SubspaceWords(capacity_seconds=0.0), SubspaceTexts()], model, **settings(model)
-    )
+    attacks = [SubspaceWords(capacity_seconds=0.0), SubspaceTexts()]
+    watch = watched(tmp_path, attacks, model, **settings(model, steps=4))
     for metric in ("f1", "certified"):
-        assert values(watch.lines("subspace_words"), metric) == ones(range(1, 6))
-    assert values(watch.lines("subspace_texts"), "exact_sentences") == ones(range(1, 6))
+        assert values(watch.lines("subspace_words"), metric) == ones(range(1, 4))
+    assert values(watch.lines("subspace_texts"), "exact_sentences") == ones(range(1, 4))
 
 
 def test_blocks_that_are_unfrozen_one_by_one_are_read_as_they_come(tmp_path: Path) -> None:
     def thaw(model: nn.Module, step: int) -> None:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("layers.1." in name or step >= 3)
+            parameter.requires_grad_("layers.1." in name or step >= 2)
 
     attacks = [SubspaceWords(capacity_seconds=0.0), BagOfWords(), SubspaceMembership(public_rows=8)]
     model = seeded(tie_word_embeddings=False)
-    watch = watched(tmp_path, attacks, model, **settings(model, thaw, inside=False))
+    watch = watched(tmp_path, attacks, model, **settings(model, thaw, inside=False, steps=4))
     for name in ("subspace_words", "bag_of_words"):
-        assert not any(line["exposed"] for line in watch.lines(name) if line["step"] < 3)
-        assert values(watch.lines(name), "f1", start=3) == ones(range(3, 6))
+        assert not any(line["exposed"] for line in watch.lines(name) if line["step"] < 2)
+        assert values(watch.lines(name), "f1", start=2) == ones(range(2, 4))
     aucs = values(watch.lines("subspace_membership"), "auc", start=1)
-    assert aucs.keys() == {1, 2, 3, 4, 5}
+    assert aucs.keys() == {1, 2, 3}
     assert min(aucs.values()) > 0.9
 
 
 def test_layers_that_are_replaced_are_followed(tmp_path: Path) -> None:
-    """The optimizer owns the new ones from the start; they take their places at step 3."""
+    """The optimizer owns the new ones from the start; they take their places at step 2."""
     model = seeded(tie_word_embeddings=False)
     embedding, values_map = nn.Embedding(VOCABULARY, 64), nn.Linear(64, 32, bias=False)
     block = model.model.layers[0]
@@ -184,20 +184,20 @@ def test_layers_that_are_replaced_are_followed(tmp_path: Path) -> None:
     nn.init.uniform_(norm.weight, 0.5, 2.0)
 
     def replace(model: nn.Module, step: int) -> None:
-        if step == 3:
+        if step == 2:
             model.set_input_embeddings(embedding)
             block.self_attn.v_proj, block.input_layernorm = values_map, norm
 
     more = [p for layer in (embedding, values_map, norm) for p in layer.parameters()]
-    given = settings(model, replace, inside=False, more=more)
+    given = settings(model, replace, inside=False, more=more, steps=4)
     watch = watched(
         tmp_path, [SubspaceWords(capacity_seconds=0.0), SubspaceTexts()], model, **given
     )
     for metric in ("f1", "certified"):
-        assert values(watch.lines("subspace_words"), metric) == ones(range(6))
+        assert values(watch.lines("subspace_words"), metric) == ones(range(4))
     texts = watch.lines("subspace_texts")
-    assert values(texts[:3], "exact_sentences") == ones(range(3))
-    assert all(line["unknown"] for line in texts[3:])  # its copy of the model has the old embedding
+    assert values(texts[:2], "exact_sentences") == ones(range(2))
+    assert all(line["unknown"] for line in texts[2:])  # its copy of the model has the old embedding
 
 
 # ---- attacks that choose themselves -------------------------------------------------------------

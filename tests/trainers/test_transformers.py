@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -438,51 +435,3 @@ def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -
     assert values[0] == float("inf")
     assert trainer.state.best_metric == min(values) < 1
     assert callback.watch.utility.keys() == {"loss", "eval_loss"}
-
-
-def test_neither_needs_lightning(tmp_path: Path) -> None:
-    program = f"""
-import sys
-
-class Refuses:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric", "flwr"):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Refuses())
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-from lightning_fedleak.attacks import BagOfWords
-from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
-
-config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2,
-    tie_word_embeddings=False)
-model = GPT2LMHeadModel(config)
-ids = torch.arange(3, 35).view(4, 8)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-settings = dict(every_n_steps=1, settings=WatchSettings(report=True))
-place = {str(tmp_path / "loop")!r}
-with Watch(model, optimizer, [BagOfWords()], folder=place, **settings) as watch:
-    for _ in range(3):
-        with watch.step(dict(input_ids=ids, labels=ids)):
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-arguments = TrainingArguments({str(tmp_path / "trainer")!r}, max_steps=3, report_to=[],
-    use_cpu=True, save_strategy="no", disable_tqdm=True)
-trainer = Trainer(model, arguments, train_dataset=[dict(input_ids=x, labels=x) for x in ids])
-gate = Threshold("leakage/worst/words", at_most=0.5, action="warn")
-callback = LeakageCallback(trainer, [BagOfWords()], [gate], **settings)
-trainer.add_callback(callback)
-trainer.train()
-print(watch.latest["leakage/bag_of_words/f1"], callback.latest["leakage/bag_of_words/f1"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-2:] == ["1.0", "1.0"]
-    assert "Watch: " in done.stderr  # where the report is: nobody has set up logging
-    assert "LeakageCallback: " in done.stderr
-    assert (tmp_path / "loop" / "report.html").exists()
-    assert json.loads((tmp_path / "trainer" / "report.json").read_text())

@@ -220,6 +220,7 @@ def test_a_lora_with_as_many_rows_as_tokens() -> None:
     assert guess.certified
 
 
+@pytest.mark.slow
 def test_below_the_rank_more_blocks_tell_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two directions a block, 11 tokens: block 2 alone does not do."""
     model, ids = deep_llama(6, seed=3), texts(1, 12)

@@ -197,7 +197,11 @@ def test_the_examples_of_the_literature() -> None:
     sigma = noise_multiplier_for(4, 1e-4, 1 / 32, 96, "prv")
     assert sigma == pytest.approx(0.7147, abs=2e-3)
     assert 3.99 < epsilon_of([(sigma, 1 / 32, 96)], 1e-4, "prv") <= 4
-    rare = noise_multiplier_for(0.05, 1e-5, 3e-5, 40, "prv")  # far below what RDP asks for
+
+
+@pytest.mark.slow
+def test_noise_for_rare_examples_is_far_below_what_rdp_asks_for() -> None:
+    rare = noise_multiplier_for(0.05, 1e-5, 3e-5, 40, "prv")
     assert rare < 0.5 * noise_multiplier_for(0.05, 1e-5, 3e-5, 40, "rdp")
     assert 0.049 < epsilon_of([(rare, 3e-5, 40)], 1e-5, "prv") <= 0.05
 

@@ -9,7 +9,9 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import functools
 import gc
+import importlib.metadata
 import logging
 import random
 import sys
@@ -21,6 +23,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Each fit asks for versions and plugins, and reads and parses the same files for them.
+importlib.metadata.version = functools.cache(importlib.metadata.version)
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 gc.disable()  # until all is collected: little of what imports make is garbage
 torch.set_num_threads(1)
 settings.register_profile(

@@ -76,7 +76,7 @@ def attacks() -> list[Any]:
 
 @pytest.mark.parametrize("noise", [by_setting, by_a_hook])
 def test_noise_on_embeddings_is_unknown_with_its_size(tmp_path: Path, noise: Any) -> None:
-    listed = [*attacks(), SubspaceTexts(budget_seconds=1)]
+    listed = [*attacks(), SubspaceTexts(budget_seconds=0.3)]
     watch = check_undisturbed(tmp_path, listed, lambda: noise(adapted()), **settings())
     lines = last(watch)
     assert len(lines) == 4

@@ -403,7 +403,9 @@ def padded(sentences, length, left=False):
     return ids, mask
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def states(request, assets):
     """hidden states of padded sentences at every layer, in one precision."""
     folder = assets / "models/stories15M"

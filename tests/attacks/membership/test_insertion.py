@@ -449,6 +449,7 @@ def test_bad_input_is_refused(change: dict[str, Any], error: type, message: str)
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.slow
 def test_the_model_can_be_compiled_after_the_insertion() -> None:
     model = tiny_gpt2(layers=2, dropout=0.0).double().train()
     anatomy = find_anatomy(model)

@@ -15,6 +15,7 @@ from lightning_fedleak.attacks import (
     PrefixInversion,
     SubspaceTexts,
 )
+from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.cli.commands.fit import fit
 from lightning_fedleak.defenses import DPSGD, Freeze, GradientNoise
@@ -55,6 +56,7 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     defaults = AlignedFlatChat.__init__.__kwdefaults__
     assert defaults["calibration_tokens"] > 2_000
     monkeypatch.setitem(defaults, "calibration_tokens", 2_000)
+    monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
 
     def run(*fragments: str, more: tuple[str, ...] = ()) -> L.Trainer:
         configs = [ROOT / "examples" / "finetune.yaml", config]

@@ -239,8 +239,7 @@ def main(root: Path) -> None:
 
     for case, settings in {
         "fp32": {},
-        "accumulation": {"accumulate_grad_batches": 2},
-        "clipping": {"gradient_clip_val": 0.01},
+        "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01},
     }.items():
         plain = run(root / f"plain-{case}", [], **settings)
         before = footprint(plain), logged_losses(plain) if plain.is_global_zero else []

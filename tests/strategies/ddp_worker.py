@@ -112,8 +112,9 @@ def identity(build: Callable[[], ToyLM] = ToyLM, **settings: Any) -> Case:
 
 
 CASES["identity fp32"] = identity()
-CASES["identity accumulation"] = identity(accumulate_grad_batches=2)
-CASES["identity clipping"] = identity(gradient_clip_val=0.05)
+CASES["identity accumulation and clipping"] = identity(
+    accumulate_grad_batches=2, gradient_clip_val=0.05
+)
 CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ManualLM)
 

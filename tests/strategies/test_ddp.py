@@ -32,7 +32,7 @@ def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:
     return [found[name] for found in ranks]
 
 
-@pytest.mark.parametrize("name", ["fp32", "accumulation", "clipping", "bf16-mixed", "manual"])
+@pytest.mark.parametrize("name", ["fp32", "accumulation and clipping", "bf16-mixed", "manual"])
 def test_without_gradient_defences_it_is_plain_ddp(ranks, name: str) -> None:
     expected = {"same": True, "wrapped": True, "stages": ["aggregate"], "separates": False}
     for found in of(ranks, f"identity {name}"):

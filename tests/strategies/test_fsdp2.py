@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 @pytest.mark.ddp
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("fp32", 3), ("accumulation", 2), ("clipping", 3), ("bf16-mixed", 3), ("manual", 6)],
+    [("fp32", 3), ("accumulation and clipping", 2), ("bf16-mixed", 3), ("manual", 6)],
 )
 def test_without_defences_it_is_the_plain_strategy(ranks, name: str, steps: int) -> None:
     stages = ["aggregate", "local", "shared"]

@@ -19,7 +19,7 @@ that the numbers lie in; so results are those of the CPU, to the bit. As on a GP
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,9 +29,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 DEVICE = torch.device("meta")
+_HOST = torch.device("cpu")
 aten = torch.ops.aten
 
 READS = {
@@ -284,12 +285,18 @@ def _computed(
     op: Any, args: Any, kwargs: dict[str, Any], count: Counter[str], no_float64: bool = False
 ) -> Any:
     """The operation on what the tensors hold."""
-    flat, spec = tree_flatten((args, kwargs))
-    for t in flat:
-        if isinstance(t, Tensor) and t.device == DEVICE and not isinstance(t, There):
-            raise AssertionError(f"{op}: a tensor without numbers")
-    there = [t for t in flat if isinstance(t, There)]
-    here = [t for t in flat if isinstance(t, Tensor) and not isinstance(t, There)]
+    there: list[There] = []
+    here: list[Tensor] = []
+    generators: list[torch.Generator] = []
+    for item in _leaves((*args, *kwargs.values())):
+        if isinstance(item, There):
+            there.append(item)
+        elif isinstance(item, Tensor):
+            if item.device == DEVICE:
+                raise AssertionError(f"{op}: a tensor without numbers")
+            here.append(item)
+        elif isinstance(item, torch._C.Generator):
+            generators.append(item)
     asked = kwargs.get("device")
     asked = None if asked is None else torch.device(asked)
     goes_there = asked == DEVICE if asked is not None else bool(there)
@@ -312,20 +319,12 @@ def _computed(
             isinstance(i, Tensor) and not isinstance(i, There) for i in args[1]
         ):
             count["copy to the device"] += 1
-    for item in flat:
-        if isinstance(item, torch._C.Generator) and (item._cdata in _there) != goes_there:
+    for generator in generators:
+        if (generator._cdata in _there) != goes_there:
             raise MixedDevices(f"{op}: a generator of the {'host' if goes_there else 'device'}")
     wanted = {id(t.held): t for t in there}
-    host = torch.device("cpu")
-    inner = [
-        t.held
-        if isinstance(t, There)
-        else host
-        if isinstance(t, torch.device) and t == DEVICE
-        else t
-        for t in flat
-    ]
-    inner_args, inner_kwargs = tree_unflatten(inner, spec)
+    inner_args = tuple(map(_on_the_host, args))
+    inner_kwargs = {name: _on_the_host(value) for name, value in kwargs.items()}
     if op is aten._to_copy.default and source_there != goes_there:
         # Else of the same kind and place: PyTorch would hand on the tensor itself.
         inner_args = (inner_args[0].clone(), *inner_args[1:])
@@ -337,14 +336,36 @@ def _computed(
     if not goes_there:
         return made
 
-    def wrapped(tensor: Tensor) -> Tensor:
-        if id(tensor) in wanted:
-            return wanted[id(tensor)]
-        if no_float64 and tensor.dtype == torch.float64:
+    def wrapped(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(wrapped, value))
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in wanted:
+            return wanted[id(value)]
+        if no_float64 and value.dtype == torch.float64:
             raise TypeError(f"{op}: the device has no float64")
-        return There(tensor)
+        return There(value)
 
-    return tree_map_only(Tensor, wrapped, made)
+    return wrapped(made)
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """What an operation is given: the entries of lists too, which hold no lists."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _on_the_host(value: Any) -> Any:
+    """An argument with the tensors that hold the numbers."""
+    if isinstance(value, There):
+        return value.held
+    if isinstance(value, list | tuple):
+        return [_on_the_host(one) for one in value]
+    return _HOST if isinstance(value, torch.device) and value == DEVICE else value
 
 
 def _check(op: Any, args: Any, here: list[Tensor]) -> None:

@@ -25,7 +25,7 @@ SUFFIX = 4
 def planted(seed: int = 1, m: int = 90, times: tuple[int, ...] = (1, 8), **more: Any) -> Any:
     ids = torch.randint(3, 2000, (m, 14), generator=torch.Generator().manual_seed(9))
     canaries = [{"input_ids": row, "labels": row} for row in ids]
-    return with_canaries(rows(100), canaries, seed, times=times, **more)
+    return with_canaries(rows(300), canaries, seed, times=times, **more)
 
 
 def watch(data: Any, folder: Path, *, budget: float = 1.0, **more: Any) -> LeakageMonitor:
@@ -117,7 +117,7 @@ def test_a_tier_of_few_canaries_is_unknown_and_says_why(tmp_path: Path) -> None:
     assert "canaries of tier x16" in line["unknown"]
     assert "53 were left out: 10 of each are needed" in line["unknown"]
     data = planted()  # of which no batch holds any
-    fit([watch(data, tmp_path / "absent")], data=rows(100), max_epochs=1)
+    fit([watch(data, tmp_path / "absent")], data=rows(300), max_epochs=1)
     for line in lines(tmp_path / "absent", "canary_x8"):
         assert line["unknown"].startswith("0 canaries of tier x8")
 

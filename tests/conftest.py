@@ -33,7 +33,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],  # a slow machine is no failure
-    max_examples=50,
+    max_examples=20,
 )
 settings.load_profile("fedleak")
 

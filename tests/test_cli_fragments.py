@@ -132,6 +132,7 @@ def test_membership_and_its_gate(fitted) -> None:
     assert (gate.metric, gate.at_most) == ("leakage/fc_membership/auc", 0.6)
 
 
+@pytest.mark.slow
 def test_inversion_and_its_gate(fitted) -> None:
     trainer = fitted("inversion", "gate_inversion")
     still_has_the_users_own(trainer)
@@ -144,6 +145,7 @@ def test_inversion_and_its_gate(fitted) -> None:
     assert (gate.metric, gate.at_most) == ("leakage/prefix_inversion/token_accuracy", 0.5)
 
 
+@pytest.mark.slow
 def test_whole_texts_and_its_gate(fitted) -> None:
     small = ("--data.batch_size=1", "--data.length=6")
     trainer = fitted("whole_texts", "gate_whole_texts", more=small)
@@ -163,6 +165,7 @@ def test_memorization_needs_enough_texts(fitted) -> None:
         fitted("memorization")
 
 
+@pytest.mark.slow
 def test_dp_sgd(fitted) -> None:
     pytest.importorskip("opacus")
     trainer = fitted("word_leakage", "dp_sgd", more=("--model.loss=sample_mean",))

@@ -267,6 +267,7 @@ def test_under_gradient_checkpointing(reentrant: bool) -> None:
     assert torch.equal(hidden_states(find_anatomy(model), 2, ids, mask), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_models_run_eagerly_and_are_not_recompiled(whole: bool) -> None:
     model = tiny_gpt2(layers=3, dropout=0.0)

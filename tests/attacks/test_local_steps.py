@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -41,7 +41,6 @@ def trained(kind: type, before: Tensor, gradients: list[Tensor], **made: Any) ->
     dampening=st.floats(0.0, 0.5),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=60, deadline=None)
 def test_without_decay_an_update_of_sgd_is_a_combination_of_its_gradients(
     steps: int, rate: float, decay: float, momentum: float, dampening: float, seed: int
 ) -> None:
@@ -147,7 +146,6 @@ def test_single_gradients_are_no_round() -> None:
     eps=st.sampled_from([1e-8, 1e-6]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=60, deadline=None)
 def test_a_first_step_of_adam_gives_its_gradient_back(
     kind: str, decay: float, rate: float, eps: float, seed: int
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fedleak.evaluation.canaries.repeats import (
@@ -60,7 +60,6 @@ def label_tokens(row: Text) -> list[int]:
     rows=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=40), min_size=1, max_size=12),
     gap=st.integers(0, 30),
 )
-@settings(max_examples=60, deadline=None)
 def test_repeats_are_those_of_a_search_over_pairs(rows: list[list[int]], gap: int) -> None:
     texts = [text(ids, [place != gap for place in range(len(ids))]) for ids in rows]
     runs = [slow_runs(each) for each in texts]

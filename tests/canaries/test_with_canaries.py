@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset
@@ -113,7 +113,6 @@ def test_where_a_canary_stands_does_not_depend_on_the_others_coins() -> None:
 # The data set
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(0, 30),
     m=st.integers(1, 12),

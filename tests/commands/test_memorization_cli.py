@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli import main
@@ -45,27 +46,36 @@ def _models_are_asked_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a trained model, adapters, and the texts of both sides."""
+    """Return a folder with a trained model, and the texts of both sides."""
     folder = tmp_path_factory.mktemp("released")
     words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))[: 2 * TEXTS]
     sides = {"members": words[::2], "others": words[1::2]}
     for name, side in sides.items():
         lines = "".join(json.dumps({"text": text}) + "\n" for text in side)
         (folder / f"{name}.jsonl").write_text(lines)
-    tokenizer = load_tokenizer(None)
-    rows = [text.ids for text in tokenize(sides["members"], tokenizer, 32)]
+    tokenizer, rows = rows_of(sides["members"])
     base = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
     train(base, rows, 1e-3, 4)
     base.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    from peft import LoraConfig, get_peft_model
+    return folder
 
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path) -> None:
+    """Train adapters in the same folder."""
+    lines = (folder / "members.jsonl").read_text().splitlines()
+    _, rows = rows_of([json.loads(line)["text"] for line in lines])
     torch.manual_seed(0)
     fresh = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
     adapted = get_peft_model(fresh, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     train(adapted, rows, 5e-3, 4)
     adapted.save_pretrained(folder / "adapters")
-    return folder
+
+
+def rows_of(texts: list[str]) -> tuple[PreTrainedTokenizerBase, list[torch.Tensor]]:
+    tokenizer = load_tokenizer(None)
+    return tokenizer, [text.ids for text in tokenize(texts, tokenizer, 32)]
 
 
 def train(model: torch.nn.Module, rows: list[torch.Tensor], rate: float, epochs: int) -> None:
@@ -96,8 +106,12 @@ def run(folder: Path, model: str = "model", **settings: object) -> tuple[int, st
     )
 
 
-@pytest.mark.parametrize("model", ["model", "adapters"])
-def test_a_trained_model_gives_its_texts_away(folder: Path, tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize("model", ["model", pytest.param("adapters", marks=pytest.mark.slow)])
+def test_a_trained_model_gives_its_texts_away(
+    folder: Path, tmp_path: Path, model: str, request: pytest.FixtureRequest
+) -> None:
+    if model == "adapters":
+        request.getfixturevalue("adapters")
     output = tmp_path / "result.json"
     status, text = run(folder, model, drawn=True, at_most=0.6, out=output)
     assert status == BREACH
@@ -147,6 +161,7 @@ def test_members_that_are_distinguished_wholly_never_pass(
     assert "give more texts" in text.lower() or n == 20
 
 
+@pytest.mark.slow
 def test_members_that_are_copies_are_asked_for_extraction_by_how_often_they_repeat(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -102,7 +102,6 @@ def test_low_rank_is_a_step_of_the_power_iteration() -> None:
     steps=st.integers(1, 5),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=30, deadline=None)
 def test_what_left_and_the_residual_are_all_updates(method, dtype, steps: int, seed: int) -> None:
     compression = GradientCompression(method, share=0.1, rank=2)
     sums = {name: np.zeros(t.shape) for name, t in updates().items()}

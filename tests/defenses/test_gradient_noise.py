@@ -8,7 +8,7 @@ import dp_accounting
 import pytest
 import scipy.stats
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -60,7 +60,6 @@ def noise_of(defense: GradientNoise, where: DefenseContext) -> torch.Tensor:
     clip=st.floats(1e-3, 1e3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
-@settings(max_examples=40, deadline=None)
 def test_clipping_is_exact(seed: int, scale: float, clip: float, dtype: torch.dtype) -> None:
     parameters = parameters_with(seed, dtype, scale)
     before = flat(parameters)
@@ -198,7 +197,6 @@ def test_epsilon_counts_the_releases_and_is_infinite_where_nothing_holds() -> No
 
 
 @given(ratio=st.floats(1e-3, 200.0), log_delta=st.floats(-12.0, -1.0))
-@settings(max_examples=40, deadline=None)
 def test_gaussian_epsilon_is_googles(ratio: float, log_delta: float) -> None:
     delta = 10**log_delta
     expected = dp_accounting.get_epsilon_gaussian(1 / ratio, delta)

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
@@ -319,7 +319,6 @@ def test_an_encoder_cannot_be_read_left_to_right(tmp_path):
 # ---- the channel --------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.integers(0, 10**6))
 def test_clients_are_pooled_by_text(clients, n, length, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -54,7 +54,7 @@ def long(tensors):
 
 
 @given(seed=st.integers(0, 10**6), scale=st.floats(1e-6, 1e6), clip=st.floats(1e-3, 1e3))
-@settings(max_examples=60, deadline=None, phases=ONCE)
+@settings(phases=ONCE)
 def test_the_joint_norm_is_clipped(seed, scale, clip):
     given = update(seed, scale)
     out = clipped(given, clip, LIKE)
@@ -87,7 +87,7 @@ def test_what_has_no_norm_or_another_form_is_no_update(given, message):
     scale=st.floats(0.1, 100),
     fixed=st.booleans(),
 )
-@settings(max_examples=30, deadline=None, phases=ONCE)
+@settings(phases=ONCE)
 def test_neighbours_are_no_further_apart_than_is_accounted(seeds, scale, fixed):
     clip, n = 0.7, 5
     more = {"sampling": "fixed", "per_round": n, "clients": 20} if fixed else {"clients": n}
@@ -322,7 +322,7 @@ def theorem_27(sigma, rate, order):
 @given(
     sigma=st.floats(0.3, 60), rate=st.floats(1e-4, 0.999), order=st.sampled_from((2, 3, 8, 33, 64))
 )
-@settings(max_examples=40, deadline=None, phases=ONCE)
+@settings(phases=ONCE)
 def test_renyi_divergence_without_replacement_is_below_theorem_27(sigma, rate, order):
     found = rdp_of(sigma, rate, "without_replacement")[ORDERS.index(order)]
     assert found <= theorem_27(sigma, rate, order) * (1 + 1e-9)
@@ -330,7 +330,7 @@ def test_renyi_divergence_without_replacement_is_below_theorem_27(sigma, rate, o
 
 @pytest.mark.slow
 @given(sigma=st.floats(0.3, 60), rate=st.floats(1e-4, 0.999))
-@settings(max_examples=40, deadline=None, phases=ONCE)
+@settings(phases=ONCE)
 def test_drawing_a_fixed_number_never_costs_more_than_taking_all(sigma, rate):
     ours = rdp_of(sigma, rate, "without_replacement")
     assert (ours >= 0).all()

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import precision_recall_fscore_support
 
@@ -38,7 +38,6 @@ def bisect(function, target: float) -> float:
     return (low + high) / 2
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     guessed=st.lists(st.integers(0, VOCAB - 1), min_size=1),
     used=st.lists(st.integers(0, VOCAB - 1), min_size=1),

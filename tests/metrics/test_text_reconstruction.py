@@ -8,7 +8,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torchmetrics.functional.text.rouge import rouge_score
@@ -45,7 +45,6 @@ def longest_common_subsequence(a: list[int], b: list[int]) -> int:
     return max(longest_common_subsequence(a[1:], b), longest_common_subsequence(a, b[1:]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(texts)
 def test_rates_are_what_counting_gives(data: list[list[tuple[int, int, bool]]]) -> None:
     shares, exact, rouge, right, total = [], [], [], 0, 0
@@ -88,7 +87,6 @@ def test_rouge_is_the_librarys() -> None:
         assert bool(scores.isnan().all())
 
 
-@settings(max_examples=60, deadline=None)
 @given(sentence)
 def test_rouge_1_and_2_are_the_librarys_with_gaps_and_repeats(data) -> None:
     guessed, truth, _ = as_tensors([data])
@@ -140,7 +138,6 @@ def test_intervals_of_means_cover_the_truth() -> None:
     assert min(covered.values()) / worlds > 0.92, covered
 
 
-@settings(max_examples=20, deadline=None)
 @given(texts, texts)
 def test_the_metric_is_the_functions_over_all(first, second) -> None:
     one = TextReconstruction()
@@ -198,7 +195,6 @@ def test_no_global_random_numbers() -> None:
     assert (np.random.get_state()[1] == states[1]).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_texts_in_any_order_are_put_where_most_tokens_are_right(data) -> None:
     n, rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, hypergeom, mannwhitneyu
 
@@ -42,7 +42,6 @@ def by_enumeration(score, member) -> float:
     st.integers(1, 8),
     st.randoms(use_true_random=False),
 )
-@settings(deadline=None, max_examples=60)
 def test_the_rank_test_counts_all_choices_with_ties(values, members, random) -> None:
     score = np.array(values, dtype=float)
     member = np.arange(score.size) < min(members, score.size - 1)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fedleak.attacks.base import WordGuess
@@ -30,7 +30,6 @@ def truth(types: list[int]) -> torch.Tensor:
     return torch.tensor(types, dtype=torch.int64)
 
 
-@settings(max_examples=40, deadline=None)
 @given(batches)
 def test_compute_uses_pooled_counts(data: list[tuple[list[int], list[int], float | None]]) -> None:
     metric = WordRecovery(VOCAB)

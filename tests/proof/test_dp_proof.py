@@ -186,7 +186,7 @@ def planted(sigma: float, **settings) -> PlantedNeuron:
     return PlantedNeuron(tiny_gpt2(dropout=0.0).train(), ids, defense, sample_rate=rate, seed=1)
 
 
-@pytest.mark.parametrize("sigma", [0.5, 2.0])
+@pytest.mark.parametrize("sigma", [0.5, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_a_planted_neuron_under_dpsgd_is_the_gaussian_mechanism(sigma: float) -> None:
     neuron = planted(sigma)
     assert abs(neuron.gradient) > 100 * 1e-3

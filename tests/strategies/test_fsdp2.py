@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import scipy.stats
-from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, Freeze, GradientNoise
-from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.processes import Found, two_processes
 from tests.strategies.test_ddp import of
+
+pytestmark = [pytest.mark.ddp, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return two_processes("tests.strategies.fsdp2_worker", folder, gpus=True)
 
 
-@pytest.mark.ddp
 @pytest.mark.parametrize(
     ("name", "steps"),
     [("fp32", 3), ("accumulation and clipping", 2), ("bf16-mixed", 3), ("manual", 6)],
@@ -33,13 +31,11 @@ def test_without_defences_it_is_the_plain_strategy(ranks, name: str, steps: int)
         assert found == {"same": True, "stages": stages, "sharded": True, "steps": steps}
 
 
-@pytest.mark.ddp
 def test_a_defence_knows_its_share_of_the_clients_data(ranks) -> None:
     for rank, found in enumerate(of(ranks, "processes of one client")):
         assert found == {"client": [0, rank], "alike": True}
 
 
-@pytest.mark.ddp
 @pytest.mark.parametrize(
     ("name", "releases"), [("noise clipped", 6), ("noise alone", 6), ("noise accumulated", 3)]
 )
@@ -57,14 +53,12 @@ def test_one_client_shares_the_reduced_gradient_with_noise_of_every_shards_own(
             assert found[fact], fact
 
 
-@pytest.mark.ddp
 def test_the_clip_bounds_the_norm_over_all_shards(ranks) -> None:
     for facts in of(ranks, "clip binds the joint norm"):
         assert facts["before"] > 0.06
         assert facts["after"] == pytest.approx([1.0] * 3, rel=1e-6)
 
 
-@pytest.mark.ddp
 def test_activation_noise_differs_between_the_processes_of_one_client(ranks) -> None:
     for facts in of(ranks, "activation noise"):
         assert facts["std"] == pytest.approx(1.0, abs=0.2)
@@ -72,7 +66,6 @@ def test_activation_noise_differs_between_the_processes_of_one_client(ranks) -> 
         assert abs(facts["correlation"]) < 0.4  # 1 if both processes drew the same
 
 
-@pytest.mark.ddp
 def test_resume_restores_defences_and_making_optimizer_state_is_no_release(ranks) -> None:
     expected: dict[str, Any] = {
         "saved": {"gradient_noise": {"releases": 3, "spent": math.inf}},
@@ -85,7 +78,6 @@ def test_resume_restores_defences_and_making_optimizer_state_is_no_release(ranks
         assert found == {"folder": expected, "file": expected}
 
 
-@pytest.mark.ddp
 def test_refusals_when_the_model_is_known(ranks) -> None:
     first, second = of(ranks, "refused")
     for found in (first, second):
@@ -96,30 +88,8 @@ def test_refusals_when_the_model_is_known(ranks) -> None:
     assert "infinity in head.weight" in second["nan"]
 
 
-@pytest.mark.ddp
 def test_norm_and_numbers_of_shards(ranks) -> None:
     first, second = of(ranks, "shards")
     assert first["norm"] == second["norm"] == pytest.approx(1.0, rel=1e-6)
     assert (first["numbers"], second["numbers"]) == ([0, 0, 0], [1, 0, 0])
     assert (first["grid"], second["grid"]) == ([0, 0, 0], [1, 0, 1])
-
-
-class WholeOnly(Defense):
-    """A defence that knows nothing of shards."""
-
-    name, guarantee = "whole_only", "a test's"
-
-    def on_gradients(self, parameters, context) -> None:
-        pass
-
-
-def test_refusals_at_construction() -> None:
-    with pytest.raises(DefenseError, match=r"reduced inside backward.*client='world'"):
-        DefendedStrategy(ModelParallelStrategy(), [GradientNoise(1.0, 1.0)])
-    with pytest.raises(DefenseError, match=r"whole_only.*takes_shards = True"):
-        DefendedStrategy(ModelParallelStrategy(), [WholeOnly()], client="world")
-    with pytest.raises(DefenseError, match=r"reduced inside backward.*client='world'"):
-        DefendedStrategy(ModelParallelStrategy(), [DPSGD(1.0, noise_multiplier=1.0)])
-    strategy = DefendedStrategy(ModelParallelStrategy(), [Freeze("head")], client="world")
-    assert isinstance(strategy, ModelParallelStrategy)
-    assert strategy.separates_stages

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, GradientNoise
+from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, Freeze, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.processes import free_port
 from tests.strategies.toy import ToyLM, fit, loader, trainer
@@ -182,3 +183,24 @@ def test_noise_is_not_found_for_the_steps_of_a_learning_rate_finder(tmp_path) ->
     find(accounted)
     assert steps[:5] == [0, 1, 2, 3, 0]
     assert accounted.releases == accounted.privacy.releases == len(steps)
+
+
+class WholeOnly(Defense):
+    """A defence that knows nothing of shards."""
+
+    name, guarantee = "whole_only", "a test's"
+
+    def on_gradients(self, parameters, context) -> None:
+        pass
+
+
+def test_sharded_strategies_are_refused_what_they_cannot_do() -> None:
+    with pytest.raises(DefenseError, match=r"reduced inside backward.*client='world'"):
+        DefendedStrategy(ModelParallelStrategy(), [GradientNoise(1.0, 1.0)])
+    with pytest.raises(DefenseError, match=r"whole_only.*takes_shards = True"):
+        DefendedStrategy(ModelParallelStrategy(), [WholeOnly()], client="world")
+    with pytest.raises(DefenseError, match=r"reduced inside backward.*client='world'"):
+        DefendedStrategy(ModelParallelStrategy(), [DPSGD(1.0, noise_multiplier=1.0)])
+    strategy = DefendedStrategy(ModelParallelStrategy(), [Freeze("head")], client="world")
+    assert isinstance(strategy, ModelParallelStrategy)
+    assert strategy.separates_stages

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
@@ -350,7 +350,6 @@ def causal_call(labels: Tensor, sizes: Tensor, **fields: Tensor) -> ReadCall:
     return replace(read, placed=replace(read.placed, rows=rows))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_tokens_move_and_stay_in_number(seed: int, with_words: bool) -> None:
     special = frozenset(IDS[0, :2].tolist())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -423,7 +423,6 @@ def losses(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, labels, weights * (-1 if kind == "pushed" else 1), gradient.float()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(losses())
 def test_rows_of_any_loss(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     logits, labels, weights, gradient = case

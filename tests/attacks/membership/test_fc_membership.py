@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
@@ -90,6 +90,7 @@ def test_the_games_of_the_test_above_have_members_and_non_members():
     """What hypothesis draws covers rungs that fire and rungs that do not."""
     observed = []
 
+    @settings(max_examples=50)
     @given(games())
     def collect(game):
         attack, targets, hidden, mask, upstream = game
@@ -403,9 +404,7 @@ def padded(sentences, length, left=False):
     return ids, mask
 
 
-@pytest.fixture(
-    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def states(request, assets):
     """hidden states of padded sentences at every layer, in one precision."""
     folder = assets / "models/stories15M"
@@ -433,6 +432,7 @@ def asked_alone(states, sentences):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.assets
 @pytest.mark.parametrize("granularity", ["token", "full"])
 def test_every_member_and_no_other_is_named_at_every_layer(
@@ -456,6 +456,7 @@ def test_every_member_and_no_other_is_named_at_every_layer(
         assert auc(guess.scores, truth) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.assets
 def test_where_the_lemmas_assumption_fails_it_is_seen_to_fail(states, sentences):
     """Layer 0 knows the word alone, and a causal model's first positions the prefix alone."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
@@ -132,7 +132,6 @@ def test_parts_add_up_to_the_gradient_that_backward_gives(family: Any) -> None:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 3.0))
 def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float) -> None:
     generator = torch.Generator().manual_seed(seed)

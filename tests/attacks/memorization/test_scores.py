@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import rankdata
 
@@ -107,7 +107,6 @@ def slow(name: str, r: ReleasedModel) -> list[float]:
     ],
 )
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None)
 def test_a_score_is_that_of_a_loop(name: str, attack: MemorizationAttack, seed: int) -> None:
     released = random_release(seed)
     scores = attack.run(Observation(released=released)).scores
@@ -115,7 +114,6 @@ def test_a_score_is_that_of_a_loop(name: str, attack: MemorizationAttack, seed: 
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None)
 def test_error_zone_is_that_of_a_loop_and_a_text_that_was_learned_is_first(seed: int) -> None:
     released = random_release(seed)
     scores, expected = ErrorZone().score(released), slow("error_zone", released)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -204,7 +204,6 @@ def test_the_true_texts_are_certified(rows: int) -> None:
     assert certain(true)
 
 
-@settings(max_examples=40)
 @given(data=st.data())
 @pytest.mark.parametrize("rows", [1, 3])
 def test_no_other_texts_are(rows: int, data: st.DataObject) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -348,7 +348,6 @@ def test_the_true_texts_are_certified() -> None:
     assert checked(true) == (true, True)
 
 
-@settings(max_examples=100)
 @given(data=st.data())
 def test_no_other_texts_are(data: st.DataObject) -> None:
     _, bag, true = searched()
@@ -395,7 +394,6 @@ def test_ends_that_explain_nothing_are_cut_off() -> None:
     assert checked(longer) == (true, True)
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 9), inside=st.booleans())
 def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, inside: bool) -> None:
     generator = torch.Generator().manual_seed(seed)

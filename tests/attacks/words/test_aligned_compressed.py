@@ -34,7 +34,11 @@ def fitted(trained, public, rule):
 
 @pytest.mark.parametrize(
     ("rule", "lost"),
-    [(TOPK, 0.05), (Compression("int8"), 0.05), (Compression("low_rank", rank=12), 0.15)],
+    [
+        (TOPK, 0.05),
+        pytest.param(Compression("int8"), 0.05, marks=pytest.mark.slow),
+        pytest.param(Compression("low_rank", rank=12), 0.15, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_words_are_read_through_it_and_beside_it(trained, public, private, learned, rule, lost):

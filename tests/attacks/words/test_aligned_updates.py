@@ -94,7 +94,7 @@ def cases(
     ("round_", "least"),
     [
         (facts(), 0.9),
-        (facts("RMSprop", weight_decay=0.0), 0.85),
+        pytest.param(facts("RMSprop", weight_decay=0.0), 0.85, marks=pytest.mark.slow),
         (facts(steps=4), 0.8),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fedleak.attacks.base import UnusableObservation
@@ -24,7 +24,6 @@ def bias_gradient(seed: int, tokens: int, spread: float) -> tuple[torch.Tensor, 
     return torch.autograd.grad(loss, bias)[0], labels
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 60), spread=st.floats(0.01, 4))
 def test_names_used_types_only_and_all_that_outweigh_their_probability(
     seed: int, tokens: int, spread: float

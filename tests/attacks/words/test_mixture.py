@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.mixture import GaussianMixture
 
@@ -85,7 +85,6 @@ def test_regularization_is_reg_covar(reg_covar: float) -> None:
     assert abs(log_likelihood(x, fitted) - reached) <= 1e-6 * abs(reached)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     share=st.floats(0.02, 0.4),

@@ -125,7 +125,7 @@ def test_prv_is_googles_pld(sigma: float, rate: float, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("sigma", "rate", "steps", "delta"),
-    [(0.7, 1e-3, 10, 1e-5), (1.0, 1e-3, 10, 1e-5), (2.0, 1e-3, 10, 1e-7), (5.0, 1e-3, 10, 1e-5)],
+    [(0.7, 1e-3, 10, 1e-5), (5.0, 1e-3, 10, 1e-5)],
 )
 def test_prv_is_googles_pld_where_rdp_is_many_times_as_much(sigma, rate, steps, delta) -> None:
     history = [(sigma, rate, steps)]
@@ -468,7 +468,6 @@ def test_one_order_for_the_planned_noise_is_rdp_itself() -> None:
 
 
 @given(st.lists(st.sampled_from([0.8, 1.0, 1.7, 3.0]), min_size=1, max_size=60))
-@settings(deadline=None, max_examples=25)
 def test_whatever_fits_costs_no_more_than_the_budget(choices) -> None:
     budget = begun()
     for sigma in choices:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -248,7 +248,6 @@ def squared_terms(part: Part) -> Tensor:
     kinds=st.lists(st.sampled_from(["outer", "rows", "dense"]), min_size=1, max_size=4),
     lengths=st.lists(st.integers(1, 5), min_size=4, max_size=4),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_form_says_the_same(
     seed: int, samples: int, kinds: list[str], lengths: list[int]
 ) -> None:

@@ -11,7 +11,7 @@ import scipy.integrate
 import scipy.optimize
 import scipy.stats
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,7 +86,6 @@ def chi_square(drawn: Tensor, law: Tensor) -> float:
     k=st.integers(2, 6),
     epsilon=st.floats(0.05, 12),
 )
-@settings(max_examples=60, deadline=None)
 def test_the_law_is_that_of_the_decoded_vector(rule: tuple, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
     rates = the_rates(epsilon) if rule[0] == "the" else bit_rates(epsilon)
@@ -95,7 +94,6 @@ def test_the_law_is_that_of_the_decoded_vector(rule: tuple, k: int, epsilon: flo
 
 
 @given(data=st.data(), k=st.integers(2, 6), epsilon=st.floats(0.05, 12))
-@settings(max_examples=60, deadline=None)
 def test_the_law_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, data.draw(st.integers(1, k)))
     expected = by_enumeration(randomizer, *bit_rates(epsilon))
@@ -103,7 +101,6 @@ def test_the_law_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) 
 
 
 @given(rule=st.sampled_from(RULES), k=st.integers(2, 40), epsilon=st.floats(0.01, 20))
-@settings(max_examples=200, deadline=None)
 def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
     law = randomizer.law(epsilon)
@@ -117,7 +114,6 @@ def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
 
 
 @given(data=st.data(), k=st.integers(2, 30), epsilon=st.floats(0.01, 20))
-@settings(max_examples=60, deadline=None)
 def test_epsilon_holds_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, data.draw(st.integers(1, k)))
     law = randomizer.law(epsilon)

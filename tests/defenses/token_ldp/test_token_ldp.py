@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import scipy.stats
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -120,7 +120,6 @@ def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
 
 
 @given(epsilon=st.floats(0.1, 8), k=st.integers(2, 12), n=st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
 def test_a_row_has_the_epsilon_it_is_said_to_have(epsilon: float, k: int, n: int) -> None:
     """Over all rows and outputs, tokens outside of the public set included."""
     law = Randomizer.with_defaults("rappor", k).law(epsilon / n)
@@ -221,7 +220,6 @@ def test_causal_labels_are_the_new_inputs(gpt2: nn.Module, kind: str) -> None:
     memoize=st.booleans(),
     dtype=st.sampled_from([torch.int64, torch.int32]),
 )
-@settings(max_examples=60, deadline=None)
 def test_whatever_the_batch_holds(
     data: st.DataObject, shape: tuple, mechanism: str, per: str, memoize: bool, dtype: torch.dtype
 ) -> None:

@@ -326,7 +326,7 @@ def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Pat
     ("averaging", "settings", "first"),
     [
         ("StochasticWeightAveraging", {"swa_lrs": 1e-2, "swa_epoch_start": 1}, True),
-        ("EMAWeightAveraging", {"decay": 0.98}, False),
+        pytest.param("EMAWeightAveraging", {"decay": 0.98}, False, marks=pytest.mark.slow),
     ],
 )
 def test_the_last_look_is_at_the_weights_that_a_fit_ends_with(

@@ -466,6 +466,7 @@ def test_what_it_cannot_read_is_refused() -> None:
         PrefixInversion(9).prepare(find_anatomy(models.tiny_gpt2()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STORIES.exists(), reason="FEDLEAK_ASSETS has no stories15M")
 def test_a_trained_model_is_read_exactly_and_under_noise_no_worse_than_by_descent() -> None:
     tokenizer = AutoTokenizer.from_pretrained(STORIES)

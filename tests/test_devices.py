@@ -123,12 +123,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
         LENGTH, texts=ROWS, beam=4, moves=2, budget_seconds=None
     ),
     "gradient_matching": lambda: GradientMatching(
-        ROWS,
-        LENGTH,
-        steps=3,
-        starts=1,
-        swaps=1,
-        budget_seconds=None,
+        ROWS, LENGTH, steps=3, starts=1, swaps=1, budget_seconds=None
     ),
     "prefix_inversion": lambda: PrefixInversion(1, PUBLIC, types=32),
     "embedding_descent": lambda: EmbeddingDescent(1, steps=3, sweeps=1),
@@ -282,11 +277,7 @@ def passive() -> list[Attack]:
 
 @pytest.mark.parametrize(
     ("make_attacks", "settings"),
-    [
-        (crafted, {}),
-        (crafted, {"targets_per_batch": 2}),
-        (passive, {}),
-    ],
+    [(crafted, {}), (crafted, {"targets_per_batch": 2}), (passive, {})],
 )
 def test_games_on_another_device_are_the_same(
     make_attacks: Callable[[], list[Attack]], settings: dict[str, Any]
@@ -374,10 +365,7 @@ def fit(
 
 def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
     return monitor_with(
-        [ATTACKS[name]() for name in names],
-        every_n_steps=every,
-        games=Games(targets=2),
-        **settings,
+        [ATTACKS[name]() for name in names], every_n_steps=every, games=Games(targets=2), **settings
     )
 
 
@@ -385,10 +373,7 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
     ("names", "defenses"),
     [
         (("flatchat", "fc, token", "gradient", "token_relaxation"), ()),
-        (
-            ("flatchat", "fc, token"),
-            (lambda: DPSGD(1.0, noise_multiplier=1.0),),
-        ),
+        (("flatchat", "fc, token"), (lambda: DPSGD(1.0, noise_multiplier=1.0),)),
     ],
     ids=["plain", "dpsgd"],
 )

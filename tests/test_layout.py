@@ -225,9 +225,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch) -> N
     here = sys.modules[__name__]
     monkeypatch.setattr(here, "ROOT", tmp_path / PACKAGE)
     monkeypatch.setattr(
-        here,
-        "MODULES",
-        {f"{PACKAGE}.anatomy": source, f"{PACKAGE}.callbacks.monitor": source},
+        here, "MODULES", {f"{PACKAGE}.anatomy": source, f"{PACKAGE}.callbacks.monitor": source}
     )
     assert imported(source) == {
         "typing",

@@ -61,11 +61,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bart": tiny_bart,
     "marian": lambda: tiny_marian(layers=3),
 }
-FINAL_NORM = {
-    "gpt2": "transformer.ln_f",
-    "llama": "model.norm",
-    "t5": "encoder.final_layer_norm",
-}
+FINAL_NORM = {"gpt2": "transformer.ln_f", "llama": "model.norm", "t5": "encoder.final_layer_norm"}
 
 
 def text(b: int = 5, length: int = 9, side: str = "right", seed: int = 1) -> tuple[Tensor, Tensor]:

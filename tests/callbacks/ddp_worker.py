@@ -172,10 +172,7 @@ def run(
 def of_either_package(root: Path) -> dict[str, Any]:
     """One defended run until its gate stops it, by the Trainer of each package."""
     found = {}
-    for kind, module in (
-        (L.Trainer, CausalLMModule),
-        (pl.Trainer, TwinModule),
-    ):
+    for kind, module in ((L.Trainer, CausalLMModule), (pl.Trainer, TwinModule)):
         model = module(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
         strategy = DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)])
         monitor = LeakageMonitor(

@@ -6,10 +6,6 @@ Every case runs on both ranks; test_harden_ddp.py says what they must have found
 from __future__ import annotations
 
 import csv
-import json
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,13 +27,14 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
+from tests.helpers.cases import Case, Cases
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
-from tests.strategies.ddp_worker import Case, ranks_agree
+from tests.strategies.ddp_worker import ranks_agree
 from tests.strategies.dpsgd_runs import CausalLM
 
 F1 = "leakage/probe/f1"
-CASES: dict[str, Case] = {}
+CASES = Cases()
 
 
 class Notches(L.Callback):
@@ -212,11 +209,7 @@ CASES["resumed rank"] = resumed("rank")
 CASES["resumed world"] = resumed("world")
 
 
-def case(name: str) -> Callable[[Case], Case]:
-    return lambda function: CASES.setdefault(name, function)
-
-
-@case("one decides")
+@CASES.named("one decides")
 def one_decides(folder: Path) -> dict[str, Any]:
     """Of a value that each process has its own of, the first process's counts."""
     gate = {"at_most": 0.0, "patience": 1}
@@ -227,7 +220,7 @@ def one_decides(folder: Path) -> dict[str, Any]:
     return {"seen": seen, "value": found.fired.value, "own": monitor.latest["monitor/seconds"]}
 
 
-@case("fails on one")
+@CASES.named("fails on one")
 def fails_on_one(folder: Path) -> dict[str, Any]:
     metric = "leakage/fails_on_one/f1"
     trainer, found, monitor, seen, _ = watched(
@@ -241,7 +234,7 @@ def fails_on_one(folder: Path) -> dict[str, Any]:
     }
 
 
-@case("refused")
+@CASES.named("refused")
 def refused(folder: Path) -> dict[str, Any]:
     found = {}
     for defense in ("freeze", "both"):
@@ -252,20 +245,5 @@ def refused(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    results: dict[str, Any] = {}
-    for name, run in CASES.items():
-        try:
-            place = folder / name.replace(" ", "-")
-            results[name] = run(place)
-        except Exception:
-            # Go no further: the other rank may be waiting in the middle of this case.
-            results[name] = {"error": traceback.format_exc()}
-            break
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    CASES.run()

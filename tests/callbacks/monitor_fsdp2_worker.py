@@ -5,11 +5,7 @@ The reference is computed here too: one process, without sharding, on the same t
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,19 +37,15 @@ from lightning_fedleak.model.snapshots import Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.attacks.row_space.models import llama, with_lora
 from tests.callbacks.runs import Probe, fit
+from tests.helpers.cases import Case, Cases, gathered
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
-from tests.strategies.ddp_worker import Case, gathered
 from tests.strategies.fsdp2_worker import whole
 
 CLIP, SIGMA, TEXTS, STEPS = 0.05, 0.02, 4, 3
 RANK = int(os.environ["LOCAL_RANK"])
 STAGES = ("local", "shared", "aggregate")
-CASES: dict[str, Case] = {}
-
-
-def case(name: str) -> Callable[[Case], Case]:
-    return lambda function: CASES.setdefault(name, function)
+CASES = Cases()
 
 
 class Sharded(CausalLMModule):
@@ -185,7 +177,7 @@ class Each(L.Callback):
             self.looks.append(values_of(self.monitor))
 
 
-@case("values undefended")
+@CASES.named("values undefended")
 def undefended(folder: Path) -> dict[str, Any]:
     """Without a DefendedStrategy."""
     out: dict[str, Any] = {}
@@ -223,7 +215,7 @@ class Tapped(L.Callback):
         self.taken = Taken(trainer.strategy, lambda: module.model.lm_head.weight)  # type: ignore[arg-type]
 
 
-@case("values noised")
+@CASES.named("values noised")
 def values_noised(folder: Path) -> dict[str, Any]:
     """What is logged, and the same attack by hand on what really left."""
     monitor = LeakageMonitor(
@@ -248,7 +240,7 @@ def values_noised(folder: Path) -> dict[str, Any]:
     return out
 
 
-@case("undisturbed")
+@CASES.named("undisturbed")
 def undisturbed(folder: Path) -> dict[str, Any]:
     """Dropout, AdamW and noise that a seed gives, with and without looks."""
     found = []
@@ -286,7 +278,7 @@ class ReadsFailOnOne(PrefixInversion):
         return super().reconstruct(*given)
 
 
-@case("fails on one")
+@CASES.named("fails on one")
 def fails_on_one(folder: Path) -> dict[str, Any]:
     failing: list[Attack] = [FailsOnOne(n_types=40), ReadsFailOnOne(1, public_text(), types=None)]
     monitor = LeakageMonitor([*failing, *attacks()], every_n_steps=1)
@@ -298,7 +290,7 @@ def fails_on_one(folder: Path) -> dict[str, Any]:
     }
 
 
-@case("unreadable on one")
+@CASES.named("unreadable on one")
 def unreadable_on_one(folder: Path) -> dict[str, Any]:
     """One process cannot read its second batch (the first is read twice, to check)."""
     read = []
@@ -321,7 +313,7 @@ def unreadable_on_one(folder: Path) -> dict[str, Any]:
     return {"steps": trainer.global_step, "unknown": unknown, "attacks": len(attacks())}
 
 
-@case("refused")
+@CASES.named("refused")
 def refused(folder: Path) -> dict[str, Any]:
     said = []
     for monitor in (LeakageMonitor(FCMembership(layer=1)),):
@@ -332,7 +324,7 @@ def refused(folder: Path) -> dict[str, Any]:
     return {"said": said}
 
 
-@case("hardened")
+@CASES.named("hardened")
 def hardened(folder: Path) -> dict[str, Any]:
     """A gate turns the noise up at the first two looks; the run is saved, and goes on."""
     out: dict[str, Any] = {}
@@ -378,7 +370,7 @@ class ShardedLlama(CausalLMModule):
             fully_shard(self.model, mesh=mesh)
 
 
-@case("shared rows")
+@CASES.named("shared rows")
 def shared_rows(folder: Path) -> dict[str, Any]:
     """Words and membership off the row spaces of sharded gradients."""
     out: dict[str, Any] = {}
@@ -402,7 +394,7 @@ def shared_rows(folder: Path) -> dict[str, Any]:
     return out
 
 
-@case("auto")
+@CASES.named("auto")
 def auto(folder: Path) -> dict[str, Any]:
     """Attacks that choose themselves; membership games need whole layers."""
     out: dict[str, Any] = {}
@@ -428,19 +420,5 @@ def auto(folder: Path) -> dict[str, Any]:
     return out
 
 
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    results: dict[str, Any] = {}
-    for name, function in CASES.items():
-        try:
-            results[name] = function(folder / name.replace(" ", "-"))
-        except Exception:
-            # Go no further: the other rank may be waiting in the middle of this case.
-            results[name] = {"error": traceback.format_exc()}
-            break
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    CASES.run()

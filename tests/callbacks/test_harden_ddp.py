@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cases import of
 from tests.helpers.processes import two_processes
 
 pytestmark = [pytest.mark.ddp, pytest.mark.slow]
@@ -16,12 +17,6 @@ HEAD = "model.lm_head.weight"
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by case."""
     return two_processes("tests.callbacks.harden_ddp_worker", tmp_path_factory.mktemp("harden"))
-
-
-def of(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    for found in ranks:
-        assert "error" not in found[name], found[name]["error"]
-    return [found[name] for found in ranks]
 
 
 TWO_NOTCHES = [f"{d} {c}" for d in ("noise", "activations") for c in ("rank", "world")]

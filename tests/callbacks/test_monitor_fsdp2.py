@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cases import of
 from tests.helpers.processes import two_processes
 
 pytestmark = [pytest.mark.ddp, pytest.mark.slow]
@@ -16,12 +17,6 @@ pytestmark = [pytest.mark.ddp, pytest.mark.slow]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by case."""
     return two_processes("tests.callbacks.monitor_fsdp2_worker", tmp_path_factory.mktemp("fsdp2"))
-
-
-def of(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    for found in ranks:
-        assert "error" not in found[name], found[name]["error"]
-    return [found[name] for found in ranks]
 
 
 def compared(values):

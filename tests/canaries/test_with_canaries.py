@@ -20,11 +20,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fedleak.evaluation.canaries import (
-    InclusionMismatch,
-    InclusionRecord,
-    with_canaries,
-)
+from lightning_fedleak.evaluation.canaries import InclusionMismatch, InclusionRecord, with_canaries
 from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
 from lightning_fedleak.evaluation.canaries.record import seed_key
 
@@ -113,11 +109,7 @@ def test_where_a_canary_stands_does_not_depend_on_the_others_coins() -> None:
 # The data set
 
 
-@given(
-    n=st.integers(0, 30),
-    m=st.integers(1, 12),
-    seed=st.integers(0, 10**6),
-)
+@given(n=st.integers(0, 30), m=st.integers(1, 12), seed=st.integers(0, 10**6))
 def test_every_item_once_and_each_included_canary_once(n: int, m: int, seed: int) -> None:
     plain = data(n)
     dataset = with_canaries(plain, texts(m), seed)

@@ -14,10 +14,7 @@ from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.evaluation.auditing import audit_games, audit_scores
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
-from lightning_fedleak.evaluation.games.client import (
-    client_states,
-    generic_upstream,
-)
+from lightning_fedleak.evaluation.games.client import client_states, generic_upstream
 from lightning_fedleak.evaluation.games.pool import pad
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states

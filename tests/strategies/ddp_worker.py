@@ -5,16 +5,12 @@ Every case runs on both ranks and returns numbers and booleans; test_ddp.py says
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
@@ -23,26 +19,12 @@ from lightning_fedleak.defenses import Defense, DefenseContext, GradientNoise
 from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.cases import Case, Cases, gathered
 from tests.strategies.test_stages import Recorder, brute_force
 from tests.strategies.toy import ManualLM, ToyLM, fit, same, state_of
 
 CLIP, SIGMA = 0.05, 0.5
-Case = Callable[[Path], dict[str, Any]]
-CASES: dict[str, Case] = {}
-
-
-def case(name: str) -> Callable[[Case], Case]:
-    def register(function: Case) -> Case:
-        CASES[name] = function
-        return function
-
-    return register
-
-
-def gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None, None]
-    dist.all_gather_object(found, value)
-    return found
+CASES = Cases()
 
 
 def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -119,7 +101,7 @@ CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ManualLM)
 
 
-@case("processes of one client")
+@CASES.named("processes of one client")
 def processes(_: Path) -> dict[str, Any]:
     found = {}
     for client in ("rank", "world"):
@@ -207,14 +189,14 @@ CASES["rank reducer settings"] = rank_clients(
 )
 
 
-@case("control: plain DDP reduces")
+@CASES.named("control: plain DDP reduces")
 def control(_: Path) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         _, run = fit("ddp", sgd, devices=2, **VALIDATION)
     return {"all-reduces": all_reduces(profile), "steps": run.global_step}
 
 
-@case("rank huge noise")
+@CASES.named("rank huge noise")
 def huge(_: Path) -> dict[str, Any]:
     def differing() -> ToyLM:
         torch.manual_seed(100 + int(os.environ["LOCAL_RANK"]))
@@ -236,7 +218,7 @@ def huge(_: Path) -> dict[str, Any]:
     }
 
 
-@case("rank resume")
+@CASES.named("rank resume")
 def resume(folder: Path) -> dict[str, Any]:
     def defended() -> DefendedStrategy:
         return DefendedStrategy("ddp", [GradientNoise(CLIP, SIGMA, seed=7)])
@@ -258,7 +240,7 @@ def resume(folder: Path) -> dict[str, Any]:
 # ----- all ranks one client -------------------------------------------------------------------
 
 
-@case("world")
+@CASES.named("world")
 def world(_: Path) -> dict[str, Any]:
     tap, batches = Recorder(), Batches()
     strategy = DefendedStrategy("ddp", [GradientNoise(CLIP, SIGMA)], client="world")
@@ -285,18 +267,5 @@ def world(_: Path) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for name, run in CASES.items():
-        try:
-            results[name] = run(folder)
-        except Exception:
-            # Go no further: the other rank may be waiting in the middle of this case.
-            results[name] = {"error": traceback.format_exc()}
-            break
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    CASES.run()

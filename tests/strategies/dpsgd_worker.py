@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_fedleak.defenses import DPSGD, ReleaseSettings
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.cases import Cases, gathered
 from tests.helpers.models import tiny_gpt2
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, fit, loader, looked, trainer
-
-
-def gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None, None]
-    dist.all_gather_object(found, value)
-    return found
 
 
 def agree(module: torch.nn.Module) -> bool:
@@ -80,31 +68,18 @@ def rare() -> dict[str, Any]:
     }
 
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "exact tied 32": lambda: exact(True, "32-true"),
-    "exact untied 32": lambda: exact(False, "32-true"),
-    "exact pieces": lambda: exact(True, "32-true", most=3),
-    "exact tied bf16": lambda: exact(True, "bf16-mixed"),
-    "noise local": lambda: noise("local"),
-    "noise central": lambda: noise("central"),
-    "rare": rare,
-}
-
-
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    for name, case in CASES.items():
-        try:
-            found[name] = case()
-        except Exception:
-            found[name] = {"error": traceback.format_exc()}
-            break
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    sys.stdout.flush()
-    os._exit(0)
+CASES = Cases(
+    {
+        "exact tied 32": lambda _: exact(True, "32-true"),
+        "exact untied 32": lambda _: exact(False, "32-true"),
+        "exact pieces": lambda _: exact(True, "32-true", most=3),
+        "exact tied bf16": lambda _: exact(True, "bf16-mixed"),
+        "noise local": lambda _: noise("local"),
+        "noise central": lambda _: noise("central"),
+        "rare": lambda _: rare(),
+    }
+)
 
 
 if __name__ == "__main__":
-    main()
+    CASES.run()

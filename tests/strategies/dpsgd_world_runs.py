@@ -6,12 +6,6 @@ must be.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +37,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.cases import gathered
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, trainer
 
@@ -50,12 +45,6 @@ N, BATCH = 24, 4
 EXPECTED = 2 * BATCH
 Found = dict[str, Any]
 Build = Callable[[], "LM"]
-
-
-def gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None, None]
-    dist.all_gather_object(found, value)
-    return found
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -621,23 +610,4 @@ BREAKS: dict[str, Callable[[LM, Tensor], Any]] = {
 }
 
 
-def run_cases(cases: dict[str, Callable[[], Found]]) -> None:
-    """Writes what each case found, as JSON, and goes no further than the first that fails."""
-    folder, rank = Path(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    found: dict[str, Found] = {}
-    for name, case in cases.items():
-        try:
-            found[name] = case()
-        except Exception:
-            # The other rank may be waiting in the middle of this case.
-            found[name] = {"error": traceback.format_exc()}
-            break
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    sys.stdout.flush()
-    os._exit(0)
-
-
-__all__ = ["BREAKS", "LM", "MODELS", "Found", "Own", "Runs", "gpt2", "run_cases"]
+__all__ = ["BREAKS", "LM", "MODELS", "Found", "Own", "Runs", "gpt2"]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import DDPStrategy
 
+from tests.helpers.cases import Cases
 from tests.strategies import dpsgd_fsdp2_worker as fsdp2
-from tests.strategies.dpsgd_world_runs import BREAKS, MODELS, Runs, run_cases
+from tests.strategies.dpsgd_world_runs import BREAKS, MODELS, Runs
 
 RUNS = Runs(DDPStrategy)
 STATIC = Runs(lambda: DDPStrategy(static_graph=True))
@@ -45,4 +46,10 @@ CASES = {
 
 if __name__ == "__main__":
     both = {"ddp": CASES, "fsdp2": fsdp2.CASES}
-    run_cases({f"{s} {name}": case for s, cases in both.items() for name, case in cases.items()})
+    Cases(
+        {
+            f"{kind} {name}": lambda _, case=case: case()
+            for kind, cases in both.items()
+            for name, case in cases.items()
+        }
+    ).run()

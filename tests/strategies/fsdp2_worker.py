@@ -6,9 +6,6 @@ be.
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,34 +18,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_fedleak.defenses import (
-    ActivationNoise,
-    Defense,
-    DefenseError,
-    GradientNoise,
-)
+from lightning_fedleak.defenses import ActivationNoise, Defense, DefenseError, GradientNoise
 from lightning_fedleak.defenses.processes import global_norm, local_part, shard_number
 from lightning_fedleak.model.anatomy.blocks import states_out
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
+from tests.helpers.cases import Case, Cases, gathered
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
-from tests.strategies.ddp_worker import Batches, Probe, distance, flat, gathered
+from tests.strategies.ddp_worker import Batches, Probe, distance, flat
 from tests.strategies.test_stages import brute_force
 from tests.strategies.toy import ManualLM, ToyLM, fit, same, trainer
 
 CLIP, SIGMA = 0.05, 0.5
-Case = Callable[[Path], dict[str, Any]]
-CASES: dict[str, Case] = {}
-
-
-def case(name: str) -> Callable[[Case], Case]:
-    def register(function: Case) -> Case:
-        CASES[name] = function
-        return function
-
-    return register
+CASES = Cases()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +118,7 @@ CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ShardedManualLM)
 
 
-@case("processes of one client")
+@CASES.named("processes of one client")
 def processes(_: Path) -> dict[str, Any]:
     probe = Probe()
     fit(defended(probe), sgd, devices=2, max_steps=1)
@@ -170,12 +154,7 @@ def noised(clip: float | None, accumulate: int = 1) -> Case:
         strategy = defended(noise)
         strategy.add_tap(tap)
         model, _run = fit(
-            strategy,
-            sgd,
-            n=48,
-            devices=2,
-            callbacks=[batches],
-            accumulate_grad_batches=accumulate,
+            strategy, sgd, n=48, devices=2, callbacks=[batches], accumulate_grad_batches=accumulate
         )
         errors, own, replicas = [], [], []
         for step, weights in enumerate(tap.weights):
@@ -214,7 +193,7 @@ CASES["noise alone"] = noised(None)
 CASES["noise accumulated"] = noised(CLIP, accumulate=2)
 
 
-@case("clip binds the joint norm")
+@CASES.named("clip binds the joint norm")
 def clip_binds(_: Path) -> dict[str, Any]:
     tap = Recorder()
     strategy = defended(GradientNoise(CLIP, 0.0))
@@ -226,7 +205,7 @@ def clip_binds(_: Path) -> dict[str, Any]:
     }
 
 
-@case("resume")
+@CASES.named("resume")
 def resume(folder: Path) -> dict[str, Any]:
     folder = Path(gathered(str(folder))[0])
     found: dict[str, Any] = {}
@@ -281,7 +260,7 @@ class ShardedGPT2(CausalLMModule):
         )
 
 
-@case("activation noise")
+@CASES.named("activation noise")
 def activation_noise(_: Path) -> dict[str, Any]:
     """The same text on both ranks, in one step whose states are read with and without noise."""
     text = random_token_loader(n=1, batch_size=1, length=48)
@@ -326,7 +305,7 @@ def message(strategy: DefendedStrategy, build: Callable[[], ToyLM]) -> str:
     return "nothing was refused"
 
 
-@case("refused")
+@CASES.named("refused")
 def refused(_: Path) -> dict[str, Any]:
     tensor_parallel = fsdp2(data_parallel_size=1, tensor_parallel_size=2)
 
@@ -345,7 +324,7 @@ def refused(_: Path) -> dict[str, Any]:
 # ----- the arithmetic of shards ----------------------------------------------------------------
 
 
-@case("shards")
+@CASES.named("shards")
 def shards(_: Path) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), (4, 2))]
@@ -367,18 +346,5 @@ def shards(_: Path) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for name, run in CASES.items():
-        try:
-            results[name] = run(folder)
-        except Exception:
-            # Go no further: the other rank may be waiting in the middle of this case.
-            results[name] = {"error": traceback.format_exc()}
-            break
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    CASES.run()

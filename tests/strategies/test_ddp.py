@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import scipy.stats
 import torch
 
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.cases import of
 from tests.helpers.processes import Found, free_port, spawn_imported, two_processes
 from tests.strategies.toy import ToyLM, fit
 
@@ -21,15 +20,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank found, by case."""
     folder = tmp_path_factory.mktemp("ddp")
     return two_processes("tests.strategies.ddp_worker", folder, gpus=True)
-
-
-def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:
-    """One case on both ranks; fails with the traceback of the case that stopped a worker."""
-    for found in ranks:
-        if name not in found or "error" in found[name]:
-            errors = [v["error"] for v in found.values() if "error" in v]
-            pytest.fail("\n".join(errors) or f"{name} did not run")
-    return [found[name] for found in ranks]
 
 
 @pytest.mark.parametrize("name", ["fp32", "accumulation and clipping", "bf16-mixed", "manual"])
@@ -48,8 +38,7 @@ def test_a_defence_knows_its_client_and_its_share_of_the_clients_data(ranks) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"),
-    [("fp32", 3), ("accumulation", 1), ("clipping", 3), ("reducer settings", 1)],
+    ("name", "steps"), [("fp32", 3), ("accumulation", 1), ("clipping", 3), ("reducer settings", 1)]
 )
 def test_each_rank_is_a_client(ranks, name: str, steps: int) -> None:
     (control, _) = of(ranks, "control: plain DDP reduces")

@@ -21,6 +21,7 @@ from lightning_fedleak.defenses import (
     ReleaseSettings,
 )
 from lightning_fedleak.strategies import StepError
+from tests.helpers.cases import of
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
 from tests.helpers.processes import Found, two_processes
@@ -176,14 +177,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank found, by case."""
     folder = tmp_path_factory.mktemp("dpsgd")
     return two_processes("tests.strategies.dpsgd_worker", folder, gpus=True)
-
-
-def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:
-    for found in ranks:
-        if name not in found or "error" in found[name]:
-            errors = [value["error"] for value in found.values() if "error" in value]
-            pytest.fail("\n".join(errors) or f"{name} did not run")
-    return [found[name] for found in ranks]
 
 
 @pytest.mark.ddp

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cases import of
 from tests.helpers.processes import Found, two_processes
-from tests.strategies.test_ddp import of
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import scipy.stats
 
+from tests.helpers.cases import of
 from tests.helpers.processes import Found, two_processes
-from tests.strategies.test_ddp import of
 
 pytestmark = [pytest.mark.ddp, pytest.mark.slow]
 

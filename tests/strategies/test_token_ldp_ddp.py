@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 
 from lightning_fedleak.defenses.token_ldp.mechanisms import grr_keep
+from tests.helpers.cases import of
 from tests.helpers.models import VOCAB
 from tests.helpers.processes import Found, two_processes
 from tests.strategies.token_ldp_worker import BATCH, EPSILON, LENGTH, ROWS
@@ -25,15 +26,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank saw, by case."""
     folder = tmp_path_factory.mktemp("token_ldp")
     return two_processes("tests.strategies.token_ldp_worker", folder, gpus=True)
-
-
-def of(ranks: list[Found], name: str) -> list[dict[str, Any]]:
-    """One case on both ranks; fails with the traceback of the case that stopped a worker."""
-    for facts in ranks:
-        if name not in facts or "error" in facts[name]:
-            errors = [v["error"] for v in facts.values() if "error" in v]
-            pytest.fail("\n".join(errors) or f"{name} did not run")
-    return [facts[name] for facts in ranks]
 
 
 def pairs(facts: dict[str, Any]) -> list[tuple[Row, Row]]:

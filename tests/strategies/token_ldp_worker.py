@@ -5,11 +5,7 @@ Every case runs on both ranks and returns what this rank saw; the test says what
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 from lightning_fedleak.defenses import TokenLDP
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.cases import Cases
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_gpt2
 
@@ -167,34 +164,21 @@ def update() -> dict[str, Any]:
     return results
 
 
-CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "rank memoised": lambda _: run(ldp()),
-    "rank fresh": lambda _: run(ldp(memoize=False)),
-    "rank shuffled": lambda _: run(ldp(), shuffle=True),
-    "world memoised": lambda _: run(ldp(), "world"),
-    "world fresh": lambda _: run(ldp(memoize=False), "world"),
-    "world shuffled": lambda _: run(ldp(), "world", shuffle=True),
-    "resume memoised": lambda folder: resumed(folder, True),
-    "resume fresh": lambda folder: resumed(folder, False),
-    "resume uneven": uneven,
-    "update": lambda _: update(),
-}
-
-
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for name, case in CASES.items():
-        try:
-            results[name] = case(folder)
-        except Exception:
-            # Go no further: the other rank may be waiting in the middle of this case.
-            results[name] = {"error": traceback.format_exc()}
-            break
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-    sys.stdout.flush()
-    os._exit(0)
+CASES = Cases(
+    {
+        "rank memoised": lambda _: run(ldp()),
+        "rank fresh": lambda _: run(ldp(memoize=False)),
+        "rank shuffled": lambda _: run(ldp(), shuffle=True),
+        "world memoised": lambda _: run(ldp(), "world"),
+        "world fresh": lambda _: run(ldp(memoize=False), "world"),
+        "world shuffled": lambda _: run(ldp(), "world", shuffle=True),
+        "resume memoised": lambda folder: resumed(folder, True),
+        "resume fresh": lambda folder: resumed(folder, False),
+        "resume uneven": uneven,
+        "update": lambda _: update(),
+    }
+)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    CASES.run()

@@ -147,10 +147,7 @@ HARD: dict[str, tuple[Loss, Tensor]] = {
         PADDED_LABELS,
     ),
     "loss mask": (masked_loss, ANSWER_LABELS),
-    "class weights": (
-        lambda m: loss_by_class(m(input_ids=IDS).logits, weight=CLASS_WEIGHTS),
-        FULL,
-    ),
+    "class weights": (lambda m: loss_by_class(m(input_ids=IDS).logits, weight=CLASS_WEIGHTS), FULL),
     "token weights": (
         lambda m: (each_loss(m(input_ids=IDS).logits.float()) * TOKEN_WEIGHTS).mean(),
         FULL,

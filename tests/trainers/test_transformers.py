@@ -320,10 +320,7 @@ class Raises(TrainerCallback):
         setattr(self, moment, raises)
 
 
-@pytest.mark.parametrize(
-    "moment",
-    ["on_pre_optimizer_step", "on_evaluate", "on_train_end"],
-)
+@pytest.mark.parametrize("moment", ["on_pre_optimizer_step", "on_evaluate", "on_train_end"])
 def test_whatever_raises_the_trainer_is_put_back(tmp_path: Path, moment: str) -> None:
     trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=2, eval_dataset=rows(4))
     callback = watched(trainer, [BagOfWords(), FCMembership(1)], games=Games(targets=4))

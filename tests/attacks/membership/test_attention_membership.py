@@ -33,6 +33,7 @@ from lightning_fedleak.attacks.row_space.whitening import fit_whitening
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from tests.attacks.membership.test_fc_membership import by_autograd, generator
 from tests.helpers import models
 
 PUBLISHED = AttentionSettings(beta="authors", whiten=False, score="coordinates")
@@ -43,10 +44,6 @@ def attention(layer, public=None, **arguments):
     names = {field.name for field in fields(AttentionSettings)} & arguments.keys()
     settings = AttentionSettings(**{name: arguments.pop(name) for name in names})
     return AttentionMembership(layer, public, attention=settings, **arguments)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def expect(attack, *, defended, replaced=False):
@@ -71,21 +68,6 @@ def built(whitening=None, gamma=0.7, **given):
         attack._calibration = Calibration(whitening, torch.zeros(0), attack.widths.index(width))
     attack._d = None if whitening is None else len(whitening.mean)
     return attack
-
-
-def by_autograd(attack, targets, hidden, mask, upstream):
-    """(B, G, K): one backward per sample through the crafted layers of one target."""
-    rows = []
-    for b in range(len(hidden)):
-        grads = []
-        for target in targets:
-            layers = attack.craft(target)
-            part = None if mask is None else mask[b : b + 1]
-            out = layers(hidden[b : b + 1], part)
-            (out * upstream[b : b + 1, :, None]).sum().backward()
-            grads.append(layers.bias.grad)
-        rows.append(torch.stack(grads))
-    return torch.stack(rows)
 
 
 @st.composite
@@ -425,8 +407,7 @@ def public():
     "make", [models.tiny_bert_mlm, models.tiny_gpt2, models.tiny_llama], ids=lambda m: m.__name__
 )
 @pytest.mark.parametrize(
-    "given",
-    [{}, {"score": "coordinates"}, {"gamma": "lemma", "score": "coordinates"}],
+    "given", [{}, {"score": "coordinates"}, {"gamma": "lemma", "score": "coordinates"}]
 )
 def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, public):
     anatomy = find_anatomy(make())
@@ -502,8 +483,7 @@ def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response
 
 
 @pytest.mark.parametrize(
-    ("given", "width"),
-    [({}, 0.1), ({"widths": (0.02, 0.08, 0.6)}, 0.08), ({"whiten": False}, 0.1)],
+    ("given", "width"), [({}, 0.1), ({"widths": (0.02, 0.08, 0.6)}, 0.08), ({"whiten": False}, 0.1)]
 )
 def test_against_defended_gradients_one_band_is_crafted(public, given, width):
     """Bands share the clip norm, and one of K carries 1 / sqrt(K) of the signal."""
@@ -607,10 +587,7 @@ def few(n, tokens=12):
         (lambda: attention(1, [[1, 2]], batch=0), "batch"),
         (lambda: attention(1, [[1, 2]], false_positive_rate=0.0), "false_positive_rate"),
         (lambda: attention(1, [[1, 2]], score="band", gamma="lemma"), "one threshold"),
-        (
-            lambda: attention(3, few(99)).prepare(find_anatomy(models.tiny_gpt2())),
-            "out of range",
-        ),
+        (lambda: attention(3, few(99)).prepare(find_anatomy(models.tiny_gpt2())), "out of range"),
         (
             lambda: attention(1, few(2, 5)).prepare(find_anatomy(models.tiny_gpt2())),
             "cannot whiten 16 dimensions",

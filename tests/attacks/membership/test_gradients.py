@@ -225,8 +225,7 @@ def test_updates_are_read(family: Any, optimizer: str, more: dict[str, float]) -
     model = family()
     rate = 1e-3
     anatomy, attack = prepared(
-        model,
-        RunFacts(optimizer=optimizer, optimizer_settings={"lr": rate, **more}, local_steps=1),
+        model, RunFacts(optimizer=optimizer, optimizer_settings={"lr": rate, **more}, local_steps=1)
     )
     names = attack.needs(anatomy).gradients
     weights = {name: anatomy.parameter(name) for name in names}

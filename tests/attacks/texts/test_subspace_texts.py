@@ -21,12 +21,7 @@ from lightning_fedleak.attacks.texts.subspace_candidates import PartialText
 from lightning_fedleak.attacks.texts.subspace_rows import Remainder, shared_rows
 from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch, _Certificate
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.model.snapshots import (
-    GradientSnapshot,
-    Observation,
-    Stage,
-    UpdateSnapshot,
-)
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.row_space.models import (
     backward,
     bert,

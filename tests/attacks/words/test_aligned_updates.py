@@ -80,10 +80,7 @@ def f1(made: AlignedFlatChat, cases: list[tuple[Observation, Tensor]]) -> float:
 
 
 def cases(
-    model: Any,
-    language: Language,
-    round_: RunFacts,
-    texts: int = 4,
+    model: Any, language: Language, round_: RunFacts, texts: int = 4
 ) -> list[tuple[Observation, Tensor]]:
     steps = round_.local_steps or 1
     drawn = [language.texts(texts * steps, 16, seed=100 + i).split(texts) for i in range(4)]
@@ -119,9 +116,7 @@ def test_what_was_fitted_on_such_updates_reads_them(
 
 
 def test_sgd_with_momentum_and_decay_is_read_as_gradients_are(
-    trained: Any,
-    public: PublicText,
-    language: Language,
+    trained: Any, public: PublicText, language: Language
 ) -> None:
     round_ = facts("SGD", steps=3, momentum=0.9, weight_decay=0.2)
     made = attack(public, round_)
@@ -131,10 +126,7 @@ def test_sgd_with_momentum_and_decay_is_read_as_gradients_are(
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_public_updates_are_those_a_client_would_share(
-    trained: Any,
-    language: Language,
-    steps: int,
-    monkeypatch: pytest.MonkeyPatch,
+    trained: Any, language: Language, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same text, against a client's own training."""
     monkeypatch.setattr(aligned_updates, "_TEXTS", (4,))
@@ -166,9 +158,7 @@ def test_public_updates_are_those_a_client_would_share(
 
 
 def test_what_is_not_rehearsed_is_unknown_with_the_mend(
-    trained: Any,
-    public: PublicText,
-    language: Language,
+    trained: Any, public: PublicText, language: Language
 ) -> None:
     ((view, _), *_) = cases(trained.model, language, facts())
     by_sign = attack(public, facts(), readout="sign")

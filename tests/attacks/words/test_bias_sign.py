@@ -56,8 +56,7 @@ def test_a_head_without_bias_is_refused_at_setup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gradient", "message"),
-    [(torch.tensor([1.0, torch.nan]), "NaN"), (torch.zeros(4), "all zero")],
+    ("gradient", "message"), [(torch.tensor([1.0, torch.nan]), "NaN"), (torch.zeros(4), "all zero")]
 )
 def test_what_cannot_be_attacked_is_unknown(gradient: torch.Tensor, message: str) -> None:
     with pytest.raises(UnusableObservation, match=message):

@@ -37,11 +37,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
-from lightning_fedleak.evaluation.auditing import (
-    curve_tpr,
-    gaussian_epsilon,
-    gaussian_tpr,
-)
+from lightning_fedleak.evaluation.auditing import curve_tpr, gaussian_epsilon, gaussian_tpr
 from tests.helpers.gaussian import gaussian_delta
 
 pytest.importorskip("opacus")
@@ -124,8 +120,7 @@ def test_prv_is_googles_pld(sigma: float, rate: float, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sigma", "rate", "steps", "delta"),
-    [(0.7, 1e-3, 10, 1e-5), (5.0, 1e-3, 10, 1e-5)],
+    ("sigma", "rate", "steps", "delta"), [(0.7, 1e-3, 10, 1e-5), (5.0, 1e-3, 10, 1e-5)]
 )
 def test_prv_is_googles_pld_where_rdp_is_many_times_as_much(sigma, rate, steps, delta) -> None:
     history = [(sigma, rate, steps)]

@@ -16,24 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses import (
-    BatchForm,
-    DefenseContext,
-    DefenseError,
-    TokenLDP,
-)
+from lightning_fedleak.defenses import BatchForm, DefenseContext, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.token_ldp.ldpy_clients import reference_sample
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.models import (
-    VOCAB,
-    tiny_bert_classifier,
-    tiny_bert_mlm,
-    tiny_gpt2,
-    tiny_t5,
-)
+from tests.helpers.models import VOCAB, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_t5
 
 SPECIAL = {0, 1, 2}
 """Pad, start and end of tiny_gpt2."""

@@ -249,6 +249,8 @@ class Source:
                 if name in modules and name != self.module:
                     lines.setdefault(name, node.lineno)  # type: ignore[attr-defined]
             for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.expr):
+                    continue  # which holds no statement
                 if in_functions or not isinstance(child, Function):
                     visit(child)
 

@@ -66,7 +66,7 @@ SUPPLIED = {
 }
 
 
-CALIBRATED_ON = {"calibration_tokens": 2_000}  # for the sake of time
+CALIBRATED_ON = {"calibration_tokens": 600}  # for the sake of time
 
 
 def language_model() -> LlamaForCausalLM:

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, Freeze, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.helpers.processes import free_port
+from tests.helpers.processes import free_port, spawn_imported
 from tests.strategies.toy import ToyLM, fit, loader, trainer
 
 
@@ -147,6 +147,7 @@ def test_updates_by_hand_beside_an_optimizer_of_something_else_are_refused() -> 
 
 @pytest.mark.slow
 def test_what_was_released_in_processes_that_ended_is_remembered(monkeypatch) -> None:
+    spawn_imported(monkeypatch)
     defense = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp")
     for releases in (2, 4):
         monkeypatch.setenv("MASTER_PORT", str(free_port()))

@@ -138,7 +138,7 @@ def test_a_client_and_a_sum_have_controls(tmp_path, kind, control):
         assert look.values[f"{name}/words/control"] == pytest.approx(control)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_whole_texts_are_read_off_rounds_of_sgd(tmp_path, momentum):
     make = partial(torch.optim.SGD, lr=0.05, momentum=momentum)
     net, each = tiny_llama(d=32).train(), [batches(seed, 1, length=6) for seed in (4, 5)]

@@ -102,6 +102,7 @@ def in_a_loop(place: Path, at_most: float) -> float:
     return best
 
 
+@pytest.mark.slow
 def test_three_faces_say_the_same_and_choose_the_same(tmp_path: Path) -> None:
     faces = {"lightning": in_lightning, "trainer": under_the_trainer, "loop": in_a_loop}
     scores = {name: face(tmp_path / name, 1.0) for name, face in faces.items()}

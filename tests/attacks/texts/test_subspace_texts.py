@@ -458,7 +458,7 @@ def test_rounds_of_steps_of_sgd_are_read(
             attack.run(Observation((update,)))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_a_round_of_several_steps_on_batches_of_their_own(momentum: float) -> None:
     torch.manual_seed(0)
     rate, model = 1e-3, ready(llama())
@@ -509,6 +509,7 @@ def test_the_model_is_left_as_it_was(family: Any) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.slow
 def test_no_certificate_where_a_text_may_go_on_with_its_last_token() -> None:
     """A model that was trained on rows of end tokens: each reads nearly as the one before it."""
     torch.manual_seed(0)

@@ -29,8 +29,6 @@ from lightning_fedleak.lightning_packages import PACKAGES, both, package_of, twi
 from tests.callbacks.runs import Probe
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
-ROOT = Path(__file__).parents[1]
-RECIPES = ROOT / "callbacks"
 OTHER = dict(zip(PACKAGES, reversed(PACKAGES), strict=True))
 
 

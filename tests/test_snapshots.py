@@ -2,34 +2,9 @@
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps.gradients import GradientTap
-
-
-def updates_by_hand(kind, gradients, lr):
-    """(before - after) / lr over the given gradients, in float64, from the optimizers' papers."""
-    total = torch.zeros_like(gradients[0])
-    velocity = torch.zeros_like(total)
-    first, second = torch.zeros_like(total), torch.zeros_like(total)
-    for k, g in enumerate(gradients, start=1):
-        if kind == "sgd":
-            total += g
-        elif kind == "momentum":
-            velocity = 0.9 * velocity + g
-            total += velocity
-        else:
-            first = 0.9 * first + 0.1 * g
-            second = 0.999 * second + 0.001 * g * g
-            total += (first / (1 - 0.9**k)) / ((second / (1 - 0.999**k)).sqrt() + 1e-8)
-    return total
-
-
-def optimizer_of(kind, parameters, lr):
-    if kind == "adam":
-        return torch.optim.Adam(parameters, lr=lr)
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.9 if kind == "momentum" else 0.0)
 
 
 def test_view_is_no_copy_and_leaves_out_what_has_no_gradient():
@@ -72,22 +47,6 @@ def test_sparse_gradients_are_made_dense():
     dense = got.tensors["embedding.weight"]
     assert dense.layout is torch.strided
     assert dense.sum(1).tolist() == [0.0, 4.0, 0.0, 2.0, 0.0]
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 4)
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        return self.head(torch.tanh(self.body(self.embedding(ids))))
-
-
-def loss_of(model, ids):
-    return functional.cross_entropy(model(ids[:-1]), ids[1:])
 
 
 def test_sharded_gradients_are_made_whole(tmp_path):

@@ -62,15 +62,6 @@ def context(number=0, run=1):
     return Context(run, 7 + number, {"partition-id": number}, RecordDict(), {})
 
 
-def rows_of(seed):
-    return [row for batch in data_of(seed, 1) for row in batch["input_ids"].repeat(1, 2)]
-
-
-def stacked(rows):
-    ids = torch.stack([*rows])
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 

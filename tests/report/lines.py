@@ -9,9 +9,6 @@ from typing import Any
 
 from lightning_fedleak.report import Findings
 
-OF_MODEL = "whether a given text was trained on, from the trained model alone"
-"""What is not tested where no attack reads the trained weights."""
-
 
 def result(
     step: int,

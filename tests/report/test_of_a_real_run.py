@@ -100,12 +100,6 @@ def test_the_command_writes_no_entry_where_no_privacy_was(folder, tmp_path, caps
     assert "probe" in html.read_text()
 
 
-@pytest.fixture
-def private_folder(tmp_path):
-    record = [begin(defenses=[dpsgd()]), look(3, privacy=[spent(2.5, 3)]), end(4)]
-    return written(tmp_path / "private", [result(0, f1=0.5)], record)
-
-
 def test_the_report_of_a_fit_is_of_that_fit_alone_and_never_ends_it(tmp_path):
     for seed in (1, 2):
         strategy = DefendedStrategy("auto", [GradientNoise(clip=1.0, sigma=0.1, seed=seed)])

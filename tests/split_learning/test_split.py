@@ -239,21 +239,6 @@ def test_the_model_is_left_as_it_was():
     handle.remove()
 
 
-class Shares(torch.nn.Module):
-    """A block that leaves something for a later one, which in another process never comes."""
-
-    def __init__(self, block, shared):
-        super().__init__()
-        self.block, self.shared = block, shared
-
-    def forward(self, hidden_states, *args, **kwargs):
-        if "left" in self.shared:
-            hidden_states = hidden_states + self.shared.pop("left")
-        else:
-            self.shared["left"] = hidden_states
-        return self.block(hidden_states, *args, **kwargs)
-
-
 def test_the_example_of_its_docstring_runs():
     results = doctest.testmod(split.cut)
     assert results.attempted > 0

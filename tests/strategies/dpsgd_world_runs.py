@@ -44,7 +44,6 @@ from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, trainer
 N, BATCH = 24, 4
 EXPECTED = 2 * BATCH
 Found = dict[str, Any]
-Build = Callable[[], "LM"]
 
 
 def whole(tensor: Tensor) -> Tensor:

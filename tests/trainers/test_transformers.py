@@ -21,7 +21,6 @@ from tests.helpers.models import tiny_gpt2
 from tests.helpers.settings import grouped
 from tests.trainers.test_watch import attacks, lines
 
-ROOT = Path(__file__).parents[2]
 WORDS = "leakage/worst/words"
 
 

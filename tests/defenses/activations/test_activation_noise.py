@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.activations.noise import ActivationNoise, _Remembered
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
@@ -413,10 +413,3 @@ def test_a_gate_turns_the_noise_up_and_a_resumed_run_keeps_it() -> None:
     assert float(noise_of(resumed, runs=8).std()) == pytest.approx(2 * before, rel=0.05)
     assert resumed.epsilon(1e-5) == epsilon
     assert not ActivationNoise(1, 0.0).can_harden
-
-
-class PerSample(Defense):
-    name, guarantee, per_sample = "per_sample", "a test's", True
-
-    def on_gradients(self, parameters, context) -> None:
-        pass

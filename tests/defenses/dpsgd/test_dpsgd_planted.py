@@ -7,14 +7,12 @@ membership AUC is Phi(1 / (sigma sqrt 2)).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -82,18 +80,6 @@ class Server:
         return self.defense.on_training_step(
             lambda: self.model(batch[0]).mean(), batch, self.context
         )
-
-
-def auc_of(inside: list[float], outside: list[float]) -> float:
-    labels = [1] * len(inside) + [0] * len(outside)
-    return float(roc_auc_score(labels, inside + outside))
-
-
-def standard_error(auc: float, n: int, m: int) -> float:
-    """Hanley and McNeil's."""
-    first, second = auc / (2 - auc), 2 * auc**2 / (1 + auc)
-    spread = (n - 1) * (first - auc**2) + (m - 1) * (second - auc**2)
-    return math.sqrt((auc * (1 - auc) + spread) / (n * m))
 
 
 @pytest.mark.parametrize(("sigma", "delta"), [(1.0, 1e-3), (2.0, 1e-3)])

@@ -41,6 +41,7 @@ from lightning_fedleak import (
     RiskGate,
 )
 from lightning_fedleak.attacks import GradientMembership
+from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.cli.commands.fit import fit
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows
@@ -321,6 +322,7 @@ def reader(tmp_path, monkeypatch):
     for name, value in CALIBRATED_ON.items():
         assert AlignedFlatChat.__init__.__kwdefaults__[name] > value
         monkeypatch.setitem(AlignedFlatChat.__init__.__kwdefaults__, name, value)
+    monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
     (tmp_path / "letters.txt").write_text("\n".join(TEXTS * 2))
     return tmp_path
 

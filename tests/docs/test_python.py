@@ -41,7 +41,7 @@ from lightning_fedleak import (
     RiskGate,
 )
 from lightning_fedleak.attacks import GradientMembership
-from lightning_fedleak.attacks.words import aligned_readout
+from lightning_fedleak.attacks.words import aligned_readout, aligned_updates
 from lightning_fedleak.cli.commands.fit import fit
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows
@@ -323,6 +323,7 @@ def reader(tmp_path, monkeypatch):
         assert AlignedFlatChat.__init__.__kwdefaults__[name] > value
         monkeypatch.setitem(AlignedFlatChat.__init__.__kwdefaults__, name, value)
     monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
+    monkeypatch.setattr(aligned_updates, "_UPDATES", 8)
     (tmp_path / "letters.txt").write_text("\n".join(TEXTS * 2))
     return tmp_path
 

@@ -122,7 +122,7 @@ class PrefixInversion(InversionAttack):
         noised: whether the client adds noise, so that no token's state equals the one sent. None
             finds out, which costs one verification of the whole vocabulary or half of the time;
             then noise is assumed, and the guess is unfinished. False looks for the nearest token of
-            the whole vocabulary at every place.
+            the whole vocabulary at every position.
         refresh_every: optimizer steps after which the bottom model is copied again.
         seed: of the attack's random draws.
         name: in the logs.

@@ -133,7 +133,7 @@ class LocalSteps:
             raise UnusableObservation(
                 f"what {facts.optimizer} makes of gradients is not known (it is no class of "
                 "torch.optim that steps entry by entry): measure the gradients of single steps "
-                "(leave local_steps out)"
+                "(omit local_steps)"
             )
         group = dict(facts.optimizer_settings)
         if group.get("maximize"):

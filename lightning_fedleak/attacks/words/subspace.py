@@ -366,7 +366,7 @@ class SubspaceWords(Attack):
                 f"a round of {steps.steps} step{'s' * (steps.steps > 1)} of "
                 f"{steps.optimizer.__name__} divides gradients entry by entry, so that its rows "
                 "are no combinations of inputs any more; measure rounds of one step "
-                "(local_steps=1) or the gradients of single steps (leave local_steps out) to see "
+                "(local_steps=1) or the gradients of single steps (omit local_steps) to see "
                 "what the client's data would give away"
             )
 
@@ -431,7 +431,7 @@ class SubspaceWords(Attack):
                 f"the step of {steps.optimizer.__name__} shows the signs of a gradient alone here: "
                 "a defence's noise hides its sizes, or the rounding of the stored weights (half "
                 "precision, or a small learning rate); measure the gradients of single steps "
-                "(leave local_steps out)"
+                "(omit local_steps)"
             )
         return replace(update, tensors=gradients), errors
 

@@ -83,12 +83,12 @@ def describe(pool: ReleasedPool, base: TokenSnapshot, now: TokenSnapshot) -> dic
 
 
 def true_positives(scores: torch.Tensor, members: torch.Tensor) -> str:
-    """Return the TPR at 1% FPR, to stand behind the AUC; nothing where it is unknown."""
+    """Return the TPR at 1% FPR, to append to the AUC; nothing if it is unknown."""
     non_members = scores[~members].sort(descending=True).values
     if len(non_members) < OTHERS:
         return ""
-    bar = non_members[int(FPR * len(non_members))]
-    return f" / {float((scores[members] > bar).double().mean()):.3f}"
+    threshold = non_members[int(FPR * len(non_members))]
+    return f" / {float((scores[members] > threshold).double().mean()):.3f}"
 
 
 def train(options: argparse.Namespace, seed: int) -> None:

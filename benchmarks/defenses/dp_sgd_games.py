@@ -1,4 +1,4 @@
-"""What a step of DP-SGD must give away, exactly, and a count of how often a claim was refuted.
+"""What a step of DP-SGD must leak, exactly, and a count of how often a claim was refuted.
 
 The sharpest test of an implementation of DP-SGD is a game that its own mathematics solves. One
 sample's gradient takes the whole clip norm C along a known direction and no other sample has any
@@ -134,7 +134,7 @@ def best_threshold(
 
 
 def play_add_remove(release: Callable[[bool], float], games: int, seed: int = 0) -> Games:
-    """Plays games: a fair coin adds the target or removes it, and the mechanism runs anew.
+    """Plays games: a fair bit adds the target or removes it, and the mechanism runs again.
 
     Args:
         release: runs the mechanism with (True) or without (False) the target, with noise of its

@@ -288,7 +288,7 @@ ROUNDED = 1e-3
 WHY_CUT = (
     "clipping by value has cut entries of the gradient to one size, and this attack reads "
     "gradients as they are or scaled: clip by norm (gradient_clip_algorithm='norm'), or raise "
-    "gradient_clip_val, to see what the client's data would give away"
+    "gradient_clip_val, to see what the client's data would leak"
 )
 
 

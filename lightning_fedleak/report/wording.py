@@ -137,7 +137,7 @@ def rounded_up(bound: float) -> float:
 def visible(value: T) -> T:
     """Return a value with every character written out that a reader cannot see.
 
-    Marks that turn the direction of writing would let a name change what stands beside it; escape
+    Marks that turn the direction of writing would let a name change the text next to it; escape
     sequences act on terminals, and a lone surrogate is in no file of UTF-8.
     """
     if isinstance(value, str):

@@ -259,12 +259,12 @@ class SubspaceWords(Attack):
 
         Returns:
             ``types`` with the surest first, ``n_types`` their number or, with noise, the expected
-            number, NaN where there may be more than directions tell apart; ``surface`` is
+            number, NaN where there may be more than directions distinguish; ``surface`` is
             ``"input"``.
 
         Raises:
             UnusableObservation: the gradient is non-finite or all zero, has more types than
-                directions tell apart, or is an update that is no sum of gradients; or no map that
+                directions distinguish, or is an update that is no sum of gradients; or no map that
                 reads a known input is trained.
         """
         if not self._readable:
@@ -367,7 +367,7 @@ class SubspaceWords(Attack):
                 f"{steps.optimizer.__name__} divides gradients entry by entry, so that its rows "
                 "are no combinations of inputs any more; measure rounds of one step "
                 "(local_steps=1) or the gradients of single steps (omit local_steps) to see "
-                "what the client's data would give away"
+                "what the client's data would leak"
             )
 
     def _as_gradients(

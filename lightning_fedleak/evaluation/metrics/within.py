@@ -84,7 +84,7 @@ def naming_p_value(right: int, named: int, used: int, vocabulary: int) -> float:
     """Return the probability that ``named`` types drawn blindly hold at least ``right`` used ones.
 
     Each type of the vocabulary is drawn equally often. Naming the frequent words of a language does
-    better than that without any gradient; a threshold (``at_most``) stands for what it reaches.
+    better than that without any gradient; a threshold (``at_most``) corresponds to what it reaches.
     NaN where nothing was used.
     """
     if not used:

@@ -251,7 +251,7 @@ class PrefixInversion(InversionAttack):
                 batches = -(-(len(hidden) - a) // size)
                 search = self._search(part, layout, deadline.share(batches), noised)
                 guess = search.run(spread)
-                noised = True if search.settling.noised else noised
+                noised = True if search.decision.noised else noised
                 tokens = guess.tokens if guess.candidates else guess.tokens.fill_(NOTHING)
                 assert guess.confidence is not None
                 columns = layout.spread(tokens, NOTHING), layout.spread(guess.confidence, 0.0)

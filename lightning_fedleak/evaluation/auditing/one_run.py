@@ -309,7 +309,7 @@ def audit_canaries(
     released. So every canary needs a score, also a held-out one, and all by one rule: at the same
     steps, reduced over steps alike (``scores.amax(0)``, say), as
     :class:`~lightning_fedleak.callbacks.CanaryScorer` does. Do not pass scores of the steps at
-    which a canary was in the batch against others' at other steps: the steps
+    which a canary was in the batch against other canaries' scores at other steps: the steps
     reveal the bits.
 
     A canary that is repeated is no single neighbour. Of ``with_canaries(times=(1, 4, 16))`` those

@@ -330,7 +330,7 @@ class PoolLine(RunLine):
         way: where those come from that were not trained on: ``"not yet seen"`` in the first epoch,
             ``"left out"`` by a draw, or ``"given"``.
         train: how many are rows of the training data.
-        others: how many are never trained on.
+        others: number of held-out texts.
         repeated: texts of which another row repeats the whole or a part, so that they are not told
             from others.
         copied: texts among ``train`` that stand in several rows, which are asked for extraction

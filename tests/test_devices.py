@@ -74,7 +74,7 @@ from lightning_fedleak.model.snapshots import (
     Observation,
     Stage,
 )
-from lightning_fedleak.model.taps.tokens import Text, ask_tokens
+from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER
 from tests.callbacks.runs import monitor_with
@@ -216,9 +216,9 @@ def test_every_attack_is_tested() -> None:
 def test_token_log_probs_agree_across_devices() -> None:
     model = model_for("flatchat")
     texts = [Text(ids, ids) for ids in torch.arange(3, 33).view(3, 10)]
-    here = ask_tokens(find_anatomy(model), texts)
+    here = token_log_probs(find_anatomy(model), texts)
     with FakeDevice() as device:
-        there = ask_tokens(find_anatomy(device.model(model)), texts)
+        there = token_log_probs(find_anatomy(device.model(model)), texts)
     for field in fields(here):
         torch.testing.assert_close(getattr(there, field.name), getattr(here, field.name))
 

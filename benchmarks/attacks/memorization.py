@@ -27,7 +27,7 @@ from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks, tokenize
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
-from lightning_fedleak.model.taps.tokens import Text, ask_tokens
+from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 
 SMOKE = ("--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",)
 
@@ -108,7 +108,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
     def ask() -> TokenSnapshot:
         start = time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=options.autocast):
-            answers = ask_tokens(anatomy, pool.texts)
+            answers = token_log_probs(anatomy, pool.texts)
         seconds["looks"] += time.process_time() - start
         return answers
 

@@ -67,25 +67,25 @@ def _reference(role: re.Match[str]) -> str:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Ends the build where a page would ask another host for something.
+    """End the build if a page would load something from another host.
 
     Raises:
-        RuntimeError: which pages, and for what.
+        RuntimeError: names the pages and the addresses.
     """
-    asked = [
-        f"{file.relative_to(config.site_dir)}: {what}"
+    requests = [
+        f"{file.relative_to(config.site_dir)}: {address}"
         for file in sorted(Path(config.site_dir).rglob("*"))
         if file.suffix in (".html", ".css", ".svg")
-        for what in asks_of_other_hosts(file.read_text(encoding="utf-8"), file.suffix)
+        for address in external_requests(file.read_text(encoding="utf-8"), file.suffix)
     ]
-    if asked:
-        raise RuntimeError("the site would load from other hosts:\n  " + "\n  ".join(asked))
+    if requests:
+        raise RuntimeError("the site would load from other hosts:\n  " + "\n  ".join(requests))
 
 
-def asks_of_other_hosts(text: str, suffix: str) -> list[str]:
-    """What a browser that opens a file would load from another host.
+def external_requests(text: str, suffix: str) -> list[str]:
+    """Return what a browser that opens a file would load from other hosts.
 
-    Links that a reader may follow are none of that. A diagram in Mermaid is: the theme fetches its
+    Links that a reader may follow do not count. A diagram in Mermaid counts: the theme fetches its
     program.
 
     Args:
@@ -97,7 +97,7 @@ def asks_of_other_hosts(text: str, suffix: str) -> list[str]:
     page = _Page()
     page.feed(text)
     page.close()
-    return page.asked
+    return page.requests
 
 
 def _in_css(text: str) -> Iterator[str]:
@@ -110,25 +110,25 @@ def _in_css(text: str) -> Iterator[str]:
 class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self._in_style = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        told = {name: value or "" for name, value in attrs}
-        addresses = [told[name] for name in _ATTRIBUTES if name in told]
-        if tag == "link" and _LINKS & set(told.get("rel", "").lower().split()):
-            addresses.append(told.get("href", ""))
+        values = {name: value or "" for name, value in attrs}
+        addresses = [values[name] for name in _ATTRIBUTES if name in values]
+        if tag == "link" and _LINKS & set(values.get("rel", "").lower().split()):
+            addresses.append(values.get("href", ""))
         if tag in ("image", "use"):  # of SVG
-            addresses += [told[name] for name in ("href", "xlink:href") if name in told]
-        self.asked += [
+            addresses += [values[name] for name in ("href", "xlink:href") if name in values]
+        self.requests += [
             address
-            for held in addresses
-            for address in held.replace(",", " ").split()
+            for value in addresses
+            for address in value.replace(",", " ").split()
             if _ELSEWHERE.match(address)
         ]
-        self.asked += _in_css(told.get("style", ""))
-        if "mermaid" in told.get("class", "").split():
-            self.asked.append("a diagram in Mermaid")
+        self.requests += _in_css(values.get("style", ""))
+        if "mermaid" in values.get("class", "").split():
+            self.requests.append("a diagram in Mermaid")
         self._in_style = tag == "style"
 
     def handle_endtag(self, tag: str) -> None:
@@ -136,4 +136,4 @@ class _Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self._in_style:
-            self.asked += _in_css(data)
+            self.requests += _in_css(data)

@@ -1,4 +1,4 @@
-"""What a split gives away, block by block, as training runs: `python examples/inversion.py`.
+"""What a split leaks, block by block, as training runs: `python examples/inversion.py`.
 
 In split learning a client keeps the first blocks and sends their hidden states; here nothing is
 split, and the monitor reads what your own forward gives behind each block. The server that has the

@@ -1,4 +1,4 @@
-"""What a LoRA's shared gradients give away: `python examples/lora.py`.
+"""What a LoRA's shared gradients leak: `python examples/lora.py`.
 
 The output head is frozen then, and an attack on its gradient logs 0 with ``exposed = 0``. That says
 that this surface is closed, not that the run is safe: the adapters on the first block's projections

@@ -1,8 +1,8 @@
-"""What do the trained weights give away? `python examples/memorization.py`.
+"""What do the trained weights leak? `python examples/memorization.py`.
 
 Two fifths of the texts are left out of the training by a secret draw. Within the first epoch and
-after each one, the model and its base are asked about both sides. The loss of the texts that were
-left out hardly changes in the second epoch; what the weights give away does.
+after each one, the model and its base are queried on both sides. The loss of the texts that were
+left out hardly changes in the second epoch; what the weights leak does.
 """
 
 import lightning as L
@@ -24,7 +24,7 @@ def main() -> None:
     rows = TokenRows.tokenize(read_texts(EMBEDDED_MESSAGES), tokenizer, 128)
     train, others = leave_out(rows, 200, seed=0)
     pad = PadRight(tokenizer.pad_token_id or 0)
-    # Nearly all texts are asked about, to show much on few: the default is 2% of an epoch's time.
+    # Nearly all texts are queried, to show much on few: the default is 2% of an epoch's time.
     monitor = LeakageMonitor(
         [Combined(), Loss()],
         settings=WatchSettings(memorization=Memorization(max_overhead=1.34)),

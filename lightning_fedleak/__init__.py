@@ -1,4 +1,4 @@
-"""See, while a language model is being fine-tuned, what a federated client would give away.
+"""See, while a language model is being fine-tuned, what a federated client would leak.
 
 The names below are loaded when they are first used.
 """

@@ -48,9 +48,9 @@ def bars(show: bool) -> Iterator[None]:
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return what work takes by itself: processor seconds over threads, or seconds of a GPU.
+    """Return what work takes: CPU seconds divided by the threads, or seconds of a GPU.
 
-    What other programs take of the machine does not change it.
+    On a CPU, other programs do not change it; on a GPU they may.
 
     Args:
         work: function that is called once.

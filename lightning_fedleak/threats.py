@@ -24,7 +24,7 @@ class Capability(Enum):
     KNOWS_PUBLIC_TEXT = "has public text to calibrate on"
     CHOOSES_WEIGHTS = "chooses the weights it sends to clients (a dishonest server)"
     CHOOSES_ARCHITECTURE = "chooses the modules that clients train (a dishonest server)"
-    KNOWS_TARGET_TEXT = "holds the candidate texts whose membership it asks about"
+    KNOWS_TARGET_TEXT = "holds the candidate texts whose membership it infers"
     HAS_RELEASED_MODEL = "gets the trained model, and has its public base"
 
 

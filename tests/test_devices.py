@@ -1,7 +1,7 @@
-"""Models on another device: nothing mixes it with the host, and only looks wait for it.
+"""No operation mixes devices, and only measurement steps synchronise with the host.
 
-There is no GPU here: a pretended device stands in (:mod:`tests.helpers.pretended_device`), which
-computes on the host, refuses what a GPU refuses, and counts what makes the host wait.
+There is no GPU here: a fake device simulates one (:mod:`tests.helpers.fake_device`). It computes on
+the host, refuses what a GPU refuses, and counts what makes the host wait.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ from lightning_fedleak.model.snapshots import (
     Observation,
     Stage,
 )
-from lightning_fedleak.model.taps.tokens import Text, ask_tokens
+from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER
 from tests.callbacks.runs import monitor_with
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama
+from tests.helpers.fake_device import DEVICE, FakeDevice, MixedDevices, single_device
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
-from tests.helpers.pretended_device import DEVICE, MixedDevices, PretendedDevice, single_device
 
 ROWS, LENGTH = 2, 6
 
@@ -92,7 +92,7 @@ def ids_of(rows: int, length: int, seed: int) -> Tensor:
 
 
 class SureLabels(RehearsedLabels):
-    """Names labels although the rehearsals of a random model show nothing."""
+    """Names labels even though calibration on a random model finds no signal."""
 
     def prepare(self, anatomy: Anatomy) -> None:
         super().prepare(anatomy)
@@ -137,8 +137,8 @@ def _few_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_kernel_of_attention():
-    """The one that every device has; else the two would differ by rounding."""
+def _math_attention():
+    """Use SDPA's MATH kernel on both devices, so that results agree to rounding."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
@@ -151,11 +151,11 @@ def model_for(name: str) -> nn.Module:
     return (tiny_bert_mlm() if name == "bias_sign" else tiny_llama()).eval()
 
 
-def seen_by(
-    attack: Attack, anatomy: Anatomy, put: Callable[[Tensor], Tensor]
+def observation_for(
+    attack: Attack, anatomy: Anatomy, to_device: Callable[[Tensor], Tensor]
 ) -> tuple[Observation, Query | None]:
-    """What leaves a client that trains on two texts, and what is asked; all where the model is."""
-    ids = put(ids_of(ROWS, LENGTH, seed=2))
+    """A client's shared update for two texts, and the query, on the model's device."""
+    ids = to_device(ids_of(ROWS, LENGTH, seed=2))
     if isinstance(attack, MembershipAttack):
         hidden = hidden_states(anatomy, attack.layer, ids)
         targets = attack.embed(hidden, Query(ids))
@@ -176,14 +176,14 @@ def seen_by(
     return Observation((GradientSnapshot(0, Stage.SHARED, shared, anatomy.tied),)), query
 
 
-def look(attack: Attack, model: nn.Module, put: Callable[[Tensor], Tensor]) -> Guess:
-    """A whole look: the run is met, the attack calibrates, follows the model and guesses."""
+def run_attack(attack: Attack, model: nn.Module, to_device: Callable[[Tensor], Tensor]) -> Guess:
+    """Calibrate the attack, refresh it and run it on one observation."""
     anatomy = find_anatomy(model)
     rounds = {"optimizer": "AdamW", "optimizer_settings": {"lr": 1e-3}, "local_steps": 1}
     attack.meet(RunFacts(**(rounds if isinstance(attack, CraftedAdapterWords) else {})))
     attack.prepare(anatomy)
     attack.refresh(anatomy, 0)
-    return attack.run(*seen_by(attack, anatomy, put))
+    return attack.run(*observation_for(attack, anatomy, to_device))
 
 
 def unchanged(value: Tensor) -> Tensor:
@@ -202,69 +202,67 @@ def assert_same(one: Guess, other: Guess) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=field.name)
 
 
-def concrete(kind: type) -> set[type]:
-    below = set().union(*(concrete(sub) for sub in kind.__subclasses__()))
-    is_ours = kind.__module__.startswith(
-        (attacks.__name__, "lightning_fedleak.labs")
-    ) and not inspect.isabstract(kind)
-    return below | ({kind} if is_ours else set())
+def concrete_subclasses(kind: type) -> set[type]:
+    subclasses = set().union(*(concrete_subclasses(sub) for sub in kind.__subclasses__()))
+    in_package = kind.__module__.startswith((attacks.__name__, "lightning_fedleak.labs"))
+    return subclasses | ({kind} if in_package and not inspect.isabstract(kind) else set())
 
 
-def test_every_attack_is_among_those_that_are_tried() -> None:
-    tried = {type(make()) for make in ATTACKS.values()} - {SureLabels} | {SureLabels.__base__}
-    # Those on the trained weights compute on the CPU, on what the model says of each token.
-    assert tried == concrete(Attack) - concrete(MemorizationAttack)
+def test_every_attack_is_tested() -> None:
+    tested = {type(make()) for make in ATTACKS.values()} - {SureLabels} | {SureLabels.__base__}
+    # Those on the trained weights compute on the CPU, from the token log-probabilities.
+    assert tested == concrete_subclasses(Attack) - concrete_subclasses(MemorizationAttack)
 
 
-def test_a_model_on_another_device_says_the_same_of_each_token() -> None:
+def test_token_log_probs_agree_across_devices() -> None:
     model = model_for("flatchat")
     texts = [Text(ids, ids) for ids in torch.arange(3, 33).view(3, 10)]
-    here = ask_tokens(find_anatomy(model), texts)
-    with PretendedDevice() as device:
-        there = ask_tokens(find_anatomy(device.model(model)), texts)
+    here = token_log_probs(find_anatomy(model), texts)
+    with FakeDevice() as device:
+        there = token_log_probs(find_anatomy(device.model(model)), texts)
     for field in fields(here):
         torch.testing.assert_close(getattr(there, field.name), getattr(here, field.name))
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_on_a_model_of_another_device_says_what_it_says_of_one_here(name: str) -> None:
-    here = look(ATTACKS[name](), model_for(name), unchanged)
+def test_attack_results_agree_across_devices(name: str) -> None:
+    here = run_attack(ATTACKS[name](), model_for(name), unchanged)
     attack = ATTACKS[name]()
-    with PretendedDevice(without_float64=not attack.needs_float64) as device:
-        there = look(attack, device.model(model_for(name)), device.put)
+    with FakeDevice(without_float64=not attack.needs_float64) as device:
+        there = run_attack(attack, device.model(model_for(name)), device.put)
     assert device.synchronisations.total() > 0
     assert_same(here, there)
     if attack.needs_float64:
         with (
-            PretendedDevice(without_float64=True) as device,
+            FakeDevice(without_float64=True) as device,
             pytest.raises(TypeError, match="no float64"),
         ):
-            look(ATTACKS[name](), device.model(model_for(name)), device.put)
+            run_attack(ATTACKS[name](), device.model(model_for(name)), device.put)
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
 @pytest.mark.parametrize("name", ["flatchat", "aligned, learned", "attention", "trained"])
-def test_a_calibration_that_comes_from_a_file_goes_to_the_model(name: str) -> None:
-    """A checkpoint gives tensors of the host."""
-    made = ATTACKS[name]()
-    here = look(made, model_for(name), unchanged)
-    state = {key: value.cpu().clone() for key, value in made.state_dict().items()}
-    with PretendedDevice() as device:
+def test_a_restored_calibration_moves_to_the_device_of_the_model(name: str) -> None:
+    """A checkpoint's tensors are on the host."""
+    calibrated = ATTACKS[name]()
+    here = run_attack(calibrated, model_for(name), unchanged)
+    state = {key: value.cpu().clone() for key, value in calibrated.state_dict().items()}
+    with FakeDevice() as device:
         attack = ATTACKS[name]()
         anatomy = find_anatomy(device.model(model_for(name)))
         attack.meet(RunFacts())
         attack.load_state_dict(state)
         attack.refresh(anatomy, 0)
-        assert_same(here, attack.run(*seen_by(attack, anatomy, device.put)))
+        assert_same(here, attack.run(*observation_for(attack, anatomy, device.put)))
 
 
 # ---- games ----------------------------------------------------------------------------------
 
 
-def games(model: nn.Module, played: list[Any], **settings: Any) -> list[Any]:
+def games(model: nn.Module, attacks: list[Any], **settings: Any) -> list[Any]:
     pool = SentencePool([ids_of(1, 3 + i % 4, seed=i)[0] for i in range(12)], tokens=LENGTH)
-    return play(find_anatomy(model), played, pool, GameConfig(games=3, batch=3, **settings))
+    return play(find_anatomy(model), attacks, pool, GameConfig(games=3, batch=3, **settings))
 
 
 def crafted() -> list[Attack]:
@@ -279,12 +277,12 @@ def passive() -> list[Attack]:
     ("make_attacks", "settings"),
     [(crafted, {}), (crafted, {"targets_per_batch": 2}), (passive, {})],
 )
-def test_games_on_another_device_are_the_same(
+def test_games_agree_across_devices(
     make_attacks: Callable[[], list[Attack]], settings: dict[str, Any]
 ) -> None:
-    here = games(model_for(""), make_attacks(), **settings)
-    with PretendedDevice() as device:
-        there = games(device.model(model_for("")), make_attacks(), **settings)
+    here = games(tiny_llama().eval(), make_attacks(), **settings)
+    with FakeDevice() as device:
+        there = games(device.model(tiny_llama().eval()), make_attacks(), **settings)
     for one, other in zip(here, there, strict=True):
         assert torch.equal(one.bits, other.bits)
         assert torch.equal(one.guesses, other.guesses)
@@ -294,28 +292,28 @@ def test_games_on_another_device_are_the_same(
 # ---- fits -----------------------------------------------------------------------------------
 
 
-class Counted(L.Callback):
-    """What each step made the host wait for, everything between two batches included."""
+class SyncCounter(L.Callback):
+    """Counts what makes the host wait in each step, everything between two batches included."""
 
-    def __init__(self, device: PretendedDevice) -> None:
+    def __init__(self, device: FakeDevice) -> None:
         self.device, self.steps = device, []
         self.before: Counter[str] | None = None
 
-    def lap(self) -> None:
+    def count_step(self) -> None:
         now = self.device.synchronisations.copy()
         if self.before is not None:
             self.steps.append(now - self.before)
         self.before = now
 
     def on_train_batch_start(self, *args: object) -> None:
-        self.lap()
+        self.count_step()
 
     def on_train_end(self, *args: object) -> None:
-        self.lap()
+        self.count_step()
 
 
-class OfSamples(CausalLMModule):
-    """With the loss that DP-SGD asks for."""
+class PerSampleLossModule(CausalLMModule):
+    """Uses the mean of per-sample losses, as DP-SGD requires."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.model(input_ids=batch["input_ids"]).logits
@@ -339,16 +337,16 @@ def fit(
     **device_settings: Any,
 ) -> Fitted:
     private = any(isinstance(d, DPSGD) for d in defenses)
-    module = OfSamples if private else CausalLMModule
+    module = PerSampleLossModule if private else CausalLMModule
     model = tiny_llama().train()
-    with PretendedDevice(**device_settings) as device:
+    with FakeDevice(**device_settings) as device:
         inner = single_device() if there else SingleDeviceStrategy("cpu")
-        counted = Counted(device)
+        counter = SyncCounter(device)
         trainer = L.Trainer(
             strategy=DefendedStrategy(inner, list(defenses)) if defenses else inner,
             max_steps=steps,
             max_epochs=-1,
-            callbacks=[counted, *([monitor] if monitor else [])],
+            callbacks=[counter, *([monitor] if monitor else [])],
             logger=False,
             default_root_dir=tempfile.mkdtemp(),
             enable_checkpointing=False,
@@ -360,7 +358,7 @@ def fit(
             # Poisson batches of 20 of 160 are never empty.
             random_token_loader(160, 20) if private else random_token_loader(padded=True),
         )
-    return Fitted(counted.steps, {k: float(v) for k, v in trainer.callback_metrics.items()})
+    return Fitted(counter.steps, {k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
 def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
@@ -377,17 +375,17 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
     ],
     ids=["plain", "dpsgd"],
 )
-def test_a_step_without_a_look_waits_for_nothing_that_the_plain_step_does_not(
+def test_steps_without_a_look_add_no_host_synchronisation(
     names: tuple[str, ...], defenses: tuple[Callable[[], Defense], ...]
 ) -> None:
-    """Of every surface one attack: words, crafted layers, what is trained, hidden states."""
+    """One attack per surface: words, crafted layers, trained gradients, hidden states."""
     plain = fit(None, *(make() for make in defenses))
     monitor = monitor_of(*names, assume=DISHONEST_SERVER)
     watched = fit(monitor, *(make() for make in defenses))
-    # Step 0 is a look, and step 1 too, since games wait for texts of another batch.
+    # Step 0 is a look, and step 1 too, since games need texts of another batch.
     assert watched.steps[0].total() > plain.steps[0].total()
     assert watched.steps[2:-1] == plain.steps[2:-1]
-    # An epoch ends with the last step: what was spent goes among the Trainer's metrics at once.
+    # An epoch ends with the last step: the cost is logged to the Trainer's metrics at once.
     at_end = watched.steps[-1] - plain.steps[-1]
     assert at_end <= Counter({"copy to the device": 1})
     assert plain.steps[2].total() > 0
@@ -395,7 +393,7 @@ def test_a_step_without_a_look_waits_for_nothing_that_the_plain_step_does_not(
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-def test_the_looks_of_a_fit_on_another_device_find_the_same() -> None:
+def test_looks_of_a_fit_agree_across_devices() -> None:
     def monitor() -> LeakageMonitor:
         names = ("aligned, sign", "bag_of_words", "fc, full", "gradient", "token_relaxation")
         return monitor_of(*names, assume=DISHONEST_SERVER, stages=("local", "shared"))
@@ -414,7 +412,7 @@ def test_the_looks_of_a_fit_on_another_device_find_the_same() -> None:
 
 @pytest.fixture
 def without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pretended device counts as one that lacks it, as Apple's GPUs do."""
+    """Let the fake device lack float64, as Apple's GPUs do."""
     monkeypatch.setattr(attacks_base, "WITHOUT_FLOAT64", frozenset({DEVICE.type}))
 
 
@@ -431,20 +429,20 @@ def test_apples_gpus_have_no_float64() -> None:
         check_trainer(context)
 
 
-def test_what_needs_float64_is_refused_before_the_first_step(without_float64: None) -> None:
+def test_attacks_in_float64_are_refused_before_the_first_step(without_float64: None) -> None:
     with pytest.raises(ValueError, match=REFUSED.format("subspace_words")):
         fit(monitor_of("flatchat", "subspace_words"), without_float64=True)
-    with PretendedDevice(without_float64=True) as device:
-        model = device.model(model_for(""))
+    with FakeDevice(without_float64=True) as device:
+        model = device.model(tiny_llama().eval())
         with pytest.raises(GameError, match=REFUSED.format("attention_membership")):
             games(model, crafted())
 
 
-# ---- the pretended device itself ------------------------------------------------------------
+# ---- the fake device itself -----------------------------------------------------------------
 
 
-def test_the_pretended_device_refuses_what_a_gpu_refuses_and_counts_what_waits() -> None:
-    with PretendedDevice() as device:
+def test_the_fake_device_refuses_what_a_gpu_refuses_and_counts_synchronisations() -> None:
+    with FakeDevice() as device:
         x = torch.arange(6.0, device=DEVICE)
         for mixed in (
             lambda: x + torch.ones(6),
@@ -475,5 +473,5 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses_and_counts_what_waits()
         "mask as an index": 1,
         "copy to the device": 4,
     }
-    with PretendedDevice(without_float64=True), pytest.raises(TypeError, match="no float64"):
+    with FakeDevice(without_float64=True), pytest.raises(TypeError, match="no float64"):
         torch.ones(2, device=DEVICE).double()

@@ -15,7 +15,7 @@ import torch
 from benchmarks.papers import __main__ as door
 from benchmarks.papers import flatchat, inversion, membership
 from benchmarks.papers.cells import Cell, Log, Row, run
-from benchmarks.papers.tables import Found, Mean, mean_of, number, published, student
+from benchmarks.papers.tables import Mean, Results, mean_of, number, published, student
 from tests.helpers.measures import squared
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
     table = membership.PAPER.table("table7")
     created = table.cells(size, ["minilm"])
     assert len(created) == 2 * 3 * 2
-    whole = table.show(Found(fake_rows(created)), size)
+    whole = table.show(Results(fake_rows(created)), size)
     rows = {tuple(row[:3]): row[3:] for row in whole.grids[0].rows}
     paper = rows["5", "Attn", "paper"]
     assert whole.grids[0].caption == ("The paper's models: BERT, RoBERTa, DistilBERT, GPT1, GPT2.")
@@ -145,9 +145,9 @@ def test_our_rows_stand_beside_the_papers_in_both_protocols() -> None:
     assert games == "60"
     assert accuracy == ".750 (.57 to .84)"
     assert "FC-Full has AUC .750 at 10 (paper's mean 1.00)" in whole.finding
-    part = table.show(Found(fake_rows(created[:-1])), size)
+    part = table.show(Results(fake_rows(created[:-1])), size)
     assert [r[3] for r in part.grids[0].rows if "parts" in r[3]][:1] == ["30, 3 of 6 parts"]
-    none = table.show(Found([]), size)
+    none = table.show(Results([]), size)
     assert none.finding == "Not run."
 
 
@@ -159,7 +159,7 @@ def test_a_row_that_the_paper_does_not_have_is_labelled() -> None:
         for attack in ("Attn", "Attn, as published")
         for protocol in membership.PROTOCOLS
     ]
-    (grid,) = membership.PAPER.table("table2").show(Found(rows), size).grids
+    (grid,) = membership.PAPER.table("table2").show(Results(rows), size).grids
     labels = [row[:2] for row in grid.rows if row[2]]
     position = labels.index(["Attn", "paper"])
     assert labels[position : position + 5] == [
@@ -177,8 +177,8 @@ def test_every_table_can_be_shown_before_anything_was_measured() -> None:
             for table in paper.tables:
                 created = table.cells(size, ["some-model"])
                 assert created or name == "smoke"
-                assert table.show(Found([]), size).finding == "Not run."
-                assert (table.page or table.show)(Found([]), size).finding == "Not run."
+                assert table.show(Results([]), size).finding == "Not run."
+                assert (table.page or table.show)(Results([]), size).finding == "Not run."
                 assert all(cell.kind in paper.measures for cell in created)
                 json.dumps([cell.settings for cell in created], allow_nan=False)
 
@@ -187,7 +187,7 @@ def test_the_page_has_one_row_for_a_label_with_the_interval_of_auc() -> None:
     size = replace(membership.SIZES["default"], texts=("imdb", "yelp"))
     table = membership.PAPER.table("table7")
     assert table.page is not None
-    display = table.page(Found(fake_rows(table.cells(size, ["minilm"]))), size)
+    display = table.page(Results(fake_rows(table.cells(size, ["minilm"]))), size)
     (grid,) = display.grids
     assert len(grid.rows) == 3 * 3
     assert grid.rows[-2] == [
@@ -216,7 +216,7 @@ def test_one_hot_gaps_are_those_of_the_heads() -> None:
 def test_the_games_of_a_number_are_those_of_the_papers_table_1() -> None:
     games = {}
     for name, table in (("table2", membership.show_table2), ("table3", membership.show_table3)):
-        display = table(Found([{"model": "m"}]), membership.SIZES["default"])
+        display = table(Results([{"model": "m"}]), membership.SIZES["default"])
         games[name] = {row[-4] for row in display.grids[0].rows if "paper" in row}
     assert games == {"table2": {"480"}, "table3": {"480"}}
 
@@ -225,12 +225,14 @@ def test_condition_4_counts_each_data_set_once() -> None:
     """One-hot data stands in two lines of Fig. 5: by the bound, and by a random direction."""
     value = {"value": 0.0, "low": 0.0, "high": 0.0}
     rows = [
-        {"law": law, "tokens": 5, "dim": 1_000, "condition_holds": value | {"value": held_out},
+        {"law": law, "tokens": 5, "dim": 1_000, "condition_holds": value | {"value": rate},
          "bound": value, "random_direction": value}
-        for law, held_out in (("one_hot", 1.0), ("gaussian", 0.5))
+        for law, rate in (("one_hot", 1.0), ("gaussian", 0.5))
     ]  # fmt: skip
-    display = membership.show_fig5(Found(rows), replace(membership.SIZES["default"], dims=(1_000,)))
-    assert "Condition (4) held in .750 of all data sets." in display.finding
+    display = membership.show_fig5(
+        Results(rows), replace(membership.SIZES["default"], dims=(1_000,))
+    )
+    assert "Condition (4) holds in .750 of all data sets." in display.finding
 
 
 def test_regression_shapes_are_the_papers_for_sizes_like_the_papers() -> None:

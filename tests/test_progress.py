@@ -1,4 +1,4 @@
-"""Processor seconds of work; progress bars are tested where they are shown."""
+"""measure_seconds; progress bars are tested with their callers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from lightning_fedleak import progress
 
 
-def test_seconds_are_those_of_the_work_and_not_of_other_programs() -> None:
+def test_seconds_exclude_waiting() -> None:
     device = torch.device("cpu")
     assert progress.measure_seconds(lambda: time.sleep(0.2), device) < 0.2
     assert progress.measure_seconds(lambda: sum(range(200_000)), device) > 0
 
 
-def test_seconds_of_the_processor_are_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_seconds_are_divided_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 18.0])
     monkeypatch.setattr(progress.time, "process_time", lambda: next(clock))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)

@@ -9,10 +9,10 @@ step that is looked at. The true words are those of the script's own batch. Wher
 ``leakage/worst/words`` lets a look pass, every attack on words that applies is prepared afresh on
 the weights of that step, and reads the gradient that the script copied. One that reads more than
 .15 above the logged number refutes it. What counts as known *by aggregation* is a number apart: the
-batch holds more than the attack can tell apart there, and another may hold more. A number of true
+batch holds more than the attack can distinguish there, and another may hold more. A number of true
 words in the log that is not the script's own refutes as well.
 
-With ``--large`` batches have 192 to 512 tokens, as many as many attacks can tell apart or more, and
+With ``--large`` batches have 192 to 512 tokens, as many as attacks can distinguish or more, and
 nothing hides them: no dropout, no noise, no rounding. There a gate should decide.
 """
 

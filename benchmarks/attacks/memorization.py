@@ -27,7 +27,7 @@ from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks, tokenize
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
-from lightning_fedleak.model.taps.tokens import Text, ask_tokens
+from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 
 SMOKE = ("--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",)
 
@@ -83,12 +83,12 @@ def describe(pool: ReleasedPool, base: TokenSnapshot, now: TokenSnapshot) -> dic
 
 
 def true_positives(scores: torch.Tensor, members: torch.Tensor) -> str:
-    """Return the TPR at 1% FPR, to stand behind the AUC; nothing where it is unknown."""
+    """Return the TPR at 1% FPR, to append to the AUC; nothing if it is unknown."""
     non_members = scores[~members].sort(descending=True).values
     if len(non_members) < OTHERS:
         return ""
-    bar = non_members[int(FPR * len(non_members))]
-    return f" / {float((scores[members] > bar).double().mean()):.3f}"
+    threshold = non_members[int(FPR * len(non_members))]
+    return f" / {float((scores[members] > threshold).double().mean()):.3f}"
 
 
 def train(options: argparse.Namespace, seed: int) -> None:
@@ -108,7 +108,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
     def ask() -> TokenSnapshot:
         start = time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=options.autocast):
-            answers = ask_tokens(anatomy, pool.texts)
+            answers = token_log_probs(anatomy, pool.texts)
         seconds["looks"] += time.process_time() - start
         return answers
 

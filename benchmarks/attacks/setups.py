@@ -1,4 +1,4 @@
-"""What a set-up gives away: words, membership, texts; by what is trained and what is shared.
+"""What a set-up leaks: words, membership, texts; by what is trained and what is shared.
 
     python -m benchmarks.attacks.setups --model DIR --shape 8x64 --out FILE
     python -m benchmarks.attacks.setups --model DIR --setups whole "lora 8 q,v" \

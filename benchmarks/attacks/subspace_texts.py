@@ -95,7 +95,7 @@ def shared(
 
     if kind == "sgd":
         parts = list(ids.chunk(int(value)))
-        held_out = [p.detach().clone() for p in trained(model)]
+        initial = [p.detach().clone() for p in trained(model)]
         before = {r: anatomy.parameter(r).detach().clone() for r in roles}
         optimizer = torch.optim.SGD(trained(model), lr=options.lr)
         for part in parts:
@@ -103,7 +103,7 @@ def shared(
             optimizer.step()
         shifted = {r: (before[r] - anatomy.parameter(r).detach()) / options.lr for r in roles}
         with torch.no_grad():
-            for parameter, old in zip(trained(model), held_out, strict=True):
+            for parameter, old in zip(trained(model), initial, strict=True):
                 parameter.copy_(old)
         update = UpdateSnapshot(
             number, Stage.SHARED, shifted, local_steps=len(parts), learning_rate=options.lr

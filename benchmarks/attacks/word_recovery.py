@@ -1,4 +1,4 @@
-"""How much of a batch's vocabulary one shared gradient gives away, attack by attack.
+"""How much of a batch's vocabulary one shared gradient leaks, attack by attack.
 
     python -m benchmarks.attacks.word_recovery --model DIR --private imdb --public wikitext2 \
         --shapes 8x25,16x50,32x100 --batches 20

@@ -1,4 +1,4 @@
-"""What a step of DP-SGD must give away, exactly, and a count of how often a claim was refuted.
+"""What a step of DP-SGD must leak, exactly, and a count of how often a claim was refuted.
 
 The sharpest test of an implementation of DP-SGD is a game that its own mathematics solves. One
 sample's gradient takes the whole clip norm C along a known direction and no other sample has any
@@ -117,13 +117,13 @@ def best_threshold(
     noise = sigma * rng.standard_normal((2, SIMULATED, steps))
     noise[1] += rng.random((SIMULATED, steps)) < sample_rate
     ratios = log_likelihood_ratios(torch.from_numpy(noise), sigma, sample_rate).sum(2)
-    non_members, held_out = (np.sort(side) for side in ratios.numpy())
-    cuts = np.quantile(np.concatenate((non_members, held_out)), np.linspace(0.005, 0.995, CUTS))
+    non_members, members = (np.sort(side) for side in ratios.numpy())
+    cuts = np.quantile(np.concatenate((non_members, members)), np.linspace(0.005, 0.995, CUTS))
     best, chosen = -1.0, float(cuts[CUTS // 2])
     for cut in cuts.tolist():
         fp, tp = (
             round(half * (1 - np.searchsorted(side, cut, "right") / SIMULATED))
-            for side in (non_members, held_out)
+            for side in (non_members, members)
         )
         guesses = torch.cat([torch.arange(half) < tp, torch.arange(half) < fp]).double()
         settings = {"delta": delta, "confidence": confidence, "threshold": 0.5}
@@ -134,7 +134,7 @@ def best_threshold(
 
 
 def play_add_remove(release: Callable[[bool], float], games: int, seed: int = 0) -> Games:
-    """Plays games: a fair coin adds the target or removes it, and the mechanism runs anew.
+    """Plays games: a fair bit adds the target or removes it, and the mechanism runs again.
 
     Args:
         release: runs the mechanism with (True) or without (False) the target, with noise of its

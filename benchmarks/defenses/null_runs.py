@@ -40,7 +40,7 @@ FEWEST = 20  # runs that a share of 95 in 100 is judged by: one miss is allowed
 
 VOCABULARY, TEXTS, LENGTH, STEPS, AT_MOST = 512, 96, 12, 10, 0.5
 BATCH = 3
-"""Texts of a step: no more tokens than the attack on a LoRA can tell apart, for high controls."""
+"""Texts of a step: no more tokens than the attack on a LoRA can distinguish, for high controls."""
 WORST = "leakage/worst/words"
 
 

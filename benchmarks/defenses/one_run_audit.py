@@ -90,7 +90,7 @@ def fitted(
     rows: list[Tensor],
     args: argparse.Namespace,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
-    """Scores and coins of one fit, by how they are scored, and its epsilon."""
+    """Scores and inclusion bits of one fit, by scorer, and its epsilon."""
     sigma, rate, steps = row
     language_model = load_model(args.model)
     texts = texts_of(kind, language_model, rows, args)
@@ -125,10 +125,10 @@ def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace
             for grouped, arguments in results.items():
                 local = bounds.setdefault(grouped, collections.defaultdict(list))
                 scores, members = arguments
-                held_out, non_members = scores[members], scores[~members]
-                spread = ((held_out.var() + non_members.var()) / 2).sqrt()
+                member_scores, non_member_scores = scores[members], scores[~members]
+                spread = ((member_scores.var() + non_member_scores.var()) / 2).sqrt()
                 local["apart"].append(
-                    float((held_out.mean() - non_members.mean()) / spread) * sigma
+                    float((member_scores.mean() - non_member_scores.mean()) / spread) * sigma
                 )
                 refused[grouped] += not bound(local, arguments, epsilon)
         for grouped, local in bounds.items():

@@ -76,8 +76,8 @@ class PlantedNeuron:
         self._root = model
         self._label = torch.tensor([int(ids[0, 0])])
         self.gradient = float(torch.autograd.grad(self._loss(ids[-1:]), self._bias)[0])
-        non_members = float(torch.autograd.grad(self._loss(ids[:-1]), self._bias)[0])
-        if non_members or not tau:
+        other_gradient = float(torch.autograd.grad(self._loss(ids[:-1]), self._bias)[0])
+        if other_gradient or not tau:
             raise ValueError("another token's hidden state is too near to the target's")
         self.defenses = (defense(), defense())
         clip = self.defenses[0].max_grad_norm

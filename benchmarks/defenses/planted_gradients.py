@@ -33,7 +33,7 @@ RATE = 0.1
 class PlantedGradients:
     """Add/remove games against DPSGD, by the hooks that a strategy calls, in its order.
 
-    Every run is made anew: a defence, secret entropy of its own, weights at zero, a fair coin for
+    Every run is new: a defence, its secret entropy, weights at zero, a fair inclusion bit for
     each target, and real steps of SGD between releases. The entropy follows from ``seed`` and the
     number of the run and comes through the :class:`~lightning_fedleak.defenses.DefenseContext`, as
     that of a fit does: so a run can be repeated, while the defence does what it does in earnest and
@@ -144,7 +144,7 @@ class PlantedGradients:
         return torch.from_numpy(np.random.default_rng(secret).random(targets) < 0.5)
 
     def games(self, number: int, sigma: float, sample_rate: float) -> Games:
-        """The games of one run, a fair coin for each target, by the best score there is.
+        """The games of one run, a fair bit for each target, by the optimal score.
 
         Args:
             number: of the run; the same gives the same games.

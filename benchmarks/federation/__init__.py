@@ -1,1 +1,1 @@
-"""What a round of a federation gives away, and what watching it costs."""
+"""What a round of a federation leaks, and what watching it costs."""

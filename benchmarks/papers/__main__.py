@@ -1,4 +1,4 @@
-"""Every table and figure of the three papers, published numbers beside measured ones.
+"""Every table and figure of the three papers, published numbers next to measured ones.
 
     python -m benchmarks.papers --list
     python -m benchmarks.papers membership table2 --model DIR DIR
@@ -6,13 +6,13 @@
     python -m benchmarks.papers inversion fig1 --model DIR
     python -m benchmarks.papers flatchat --model DIR --jobs 2      # all of one paper
     python -m benchmarks.papers --docs docs/papers.md              # writes the page, runs nothing
-    make papers ENCODER=DIR STORIES=DIR                            # all of all, and the page
+    make papers ENCODER=DIR STORIES=DIR                            # all papers, and the page
 
-A table is made of cells, and each cell is a line of ``--log`` once it was measured: stop at any
-time, and the same command goes on. One that fails is named at the end, costs no other, and is
-tried again next time; the exit status is then 1. ``--size`` and ``--set NAME=VALUE,VALUE`` say how
-much is run: ``--size paper`` is nearer to the papers, and takes days. ``--list`` tells the settings
-and the seconds of a processor of each table, measured where the log has them.
+A table is made of cells, and each measured cell is a line of ``--log``: stop at any time, and the
+same command continues. If a cell fails, the others still run; it is listed at the end and retried
+next time, and the exit status is 1. ``--size`` and ``--set NAME=VALUE,VALUE`` say how much is run:
+``--size paper`` is nearer to the papers, and takes days. ``--list`` prints the settings and the CPU
+seconds of each table, measured if the log has them.
 
 ``measured.jsonl`` beside this file is the log of docs/papers.md. ``make papers`` goes on with it,
 and measures all anew with ``PAPERS_LOG=FILE``.
@@ -37,7 +37,7 @@ from typing import Any
 
 from benchmarks.papers import flatchat, inversion, membership
 from benchmarks.papers.cells import Cell, Log, run
-from benchmarks.papers.tables import Found, Paper, Table, published
+from benchmarks.papers.tables import Paper, Results, Table, published
 
 SMOKE = (
     "membership --size smoke --model {model} --log {out}/log.jsonl --jobs 0 --docs {out}/page.md",
@@ -91,7 +91,7 @@ def _written(value: Any) -> str:
 
 
 def expected(cells: Sequence[Cell], log: Log) -> float:
-    """Seconds of a processor, measured where they are known."""
+    """Return CPU seconds, measured if the log has them."""
     return sum(s if (s := log.seconds(c)) is not None else c.seconds for c in cells)
 
 
@@ -128,9 +128,9 @@ def listing(
 def text_of(
     paper: Paper, table: Table, size: Any, names: Sequence[str], log: Log, *, on_page: bool = False
 ) -> str:
-    """One table in Markdown: grids, the finding, when and where, what lacks."""
+    """Return one table in Markdown: finding, grids, date, and missing cells."""
     cells = unique(table.cells(size, names))
-    results = Found(row for cell in cells for row in log.rows(cell) or ())
+    results = Results(row for cell in cells for row in log.rows(cell) or ())
     show = table.page if on_page and table.page else table.show
     display = show(results, size)
     reference = published()[paper.name][table.name]
@@ -139,12 +139,12 @@ def text_of(
         parts.append(f"The paper ({reference['source']}) says: {reference['says']}.")
     if results:
         parts += map(str, display.grids)
-    parts.append(told_of(cells, log, on_page=on_page))
+    parts.append(status(cells, log, on_page=on_page))
     return "\n\n".join(parts)
 
 
-def told_of(cells: Sequence[Cell], log: Log, *, on_page: bool = False) -> str:
-    """Date, machine, seconds, and how many cells lack or failed; a page names its machines once."""
+def status(cells: Sequence[Cell], log: Log, *, on_page: bool = False) -> str:
+    """Return date, machine, seconds, and the numbers of missing and failed cells."""
     lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
     failed = [c for c in cells if log.failure(c) is not None]
     remaining = len(cells) - len(lines) - len(failed)
@@ -164,13 +164,15 @@ def told_of(cells: Sequence[Cell], log: Log, *, on_page: bool = False) -> str:
 
 
 def models_of(paper: Paper, table: Table, size: Any, log: Log) -> list[str]:
-    """The models that a table of the page shows: of which all its cells were measured.
+    """Return the models that a table of the page shows: those of which all cells were measured.
 
-    Where there is none, all that the paper was measured on: a table that was begun is shown too.
+    If there is none, all that the paper was measured on, so that a partial table is shown too.
     """
     reference = log.models(paper.measures) or ["MODEL"]
-    whole = [m for m in reference if all(log.rows(c) is not None for c in table.cells(size, [m]))]
-    return whole or reference
+    complete = [
+        m for m in reference if all(log.rows(c) is not None for c in table.cells(size, [m]))
+    ]
+    return complete or reference
 
 
 def page(sizes: dict[str, Any], log: Log) -> str:
@@ -189,12 +191,12 @@ def page(sizes: dict[str, Any], log: Log) -> str:
     parts = [
         "# The tables of the papers",
         "Compare this package with the papers that it implements: their tables and figures, "
-        "beside what the same attacks measure here. One command runs all of it and writes this "
+        "next to our results with the same attacks. One command runs all of it and writes this "
         "page:",
         "    make papers ENCODER=DIR STORIES=DIR",
         "One table alone, with every interval and number of games: `python -m benchmarks.papers "
         "membership table2 --model DIR`. `--list` names all tables and their times.",
-        "| paper | what it attacks | here |\n|---|---|---|\n"
+        "| paper | attack and setting | in this package |\n|---|---|---|\n"
         "| Vu et al. 2024 | active membership inference by a dishonest server (A_FC, A_Attn), "
         "under local differential privacy | `FCMembership`, `AttentionMembership`, "
         "`TrainedMembership` |\n"
@@ -203,8 +205,8 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         "| Zheng 2023 (arXiv 2311.07585) | embedding inversion in split learning, called vertical "
         "federated learning there | `EmbeddingDescent`, `TokenRelaxation`, `PrefixInversion` |",
         "Brackets hold 95% intervals. Where layers or mechanisms share games, their intervals are "
-        "averaged, which is too wide rather than too narrow. `±` is half of a 95% interval over "
-        "batches (Student's t). Times are of a processor on a machine that did other work too.",
+        "averaged, which is conservative. `±` is half of a 95% interval over batches (Student's "
+        "t). Times are CPU seconds on a machine that also ran other jobs.",
         cost(unique(every), log),
     ]
     for paper in PAPERS:
@@ -222,7 +224,10 @@ def page(sizes: dict[str, Any], log: Log) -> str:
 def cost(cells: Sequence[Cell], log: Log) -> str:
     """What a page's cells take, in a sentence or two."""
     reference = [seconds for cell in cells if (seconds := log.seconds(cell)) is not None]
-    messages = f"The cells of this page take about {expected(cells, log):,.0f} s of one processor."
+    messages = (
+        f"The cells of this page take about {expected(cells, log):,.0f} s of one processor. "
+        "Cells shared by several tables are counted once here and in each table below."
+    )
     lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
     if lines:
         messages += f" Machine: {'; '.join(sorted({line['machine'] for line in lines}))}."
@@ -239,7 +244,9 @@ def pairs(folders: Sequence[str]) -> dict[str, str]:
     """Folders of models by their names."""
     named = {Path(folder).name: folder for folder in folders}
     if len(named) < len(folders):
-        raise ValueError("--model: two folders of one name, which tells them apart in the log")
+        raise ValueError(
+            "--model: two folders have the same name, by which the log distinguishes them"
+        )
     for folder in folders:
         if not (Path(folder) / "config.json").is_file():
             raise ValueError(f"--model {folder}: no folder of a model (it has no config.json)")
@@ -258,9 +265,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="+", default=[], metavar="DIR", help="folders of models")
     parser.add_argument("--size", default="default", choices=["default", "paper", "smoke"])
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,VALUE")
-    parser.add_argument("--log", type=Path, default=LOG, help="what was measured, gone on with")
+    parser.add_argument(
+        "--log", type=Path, default=LOG, help="measured cells; new ones are appended"
+    )
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: in this one")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="then no cell is begun")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="after which no cell is started"
+    )
     parser.add_argument("--docs", type=Path, help="page to write from the log")
     parser.add_argument("--json", type=Path, help="rows of the tables that are shown")
     args = parser.parse_args(argv)
@@ -287,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--jobs must be 0 or more")
     log = Log.read(args.log)
     if log.unreadable:
-        print(f"{args.log}: {log.unreadable} lines cannot be read and are left out")
+        print(f"{args.log}: {log.unreadable} lines cannot be read and are ignored")
     if args.list:
         listing(chosen, sizes, log, list(models))
         return 0

@@ -2,8 +2,8 @@
 
 The language model is whatever ``--model`` names; batches are put together from sentences that were
 run once (word_recovery.py). The translators are small encoder-decoders (BART's layout, hidden size
-512 as in the paper, byte-level BPE of 8,192, head not tied): *Scratch* has had some steps on IWSLT
-2017, *FineTune* some more on Multi30k, which stands for the paper's News Commentary. Both are
+512 as in the paper, byte-level BPE of 8,192, head not tied): *Scratch* is trained on IWSLT 2017,
+*FineTune* on Multi30k, in place of the paper's News Commentary. Both are
 attacked with batches of held-out IWSLT; the attacker's own text is Multi30k.
 """
 
@@ -37,9 +37,9 @@ from benchmarks.attacks.word_recovery import (
 )
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.tables import (
-    Found,
     Grid,
     Paper,
+    Results,
     Shown,
     Table,
     bare,
@@ -65,7 +65,7 @@ CUT = 32
 SETTINGS = ("Scratch", "FineTune")
 MT_SHAPES = ((2, 40), (8, 40), (24, 40), (64, 40))
 READINGS = ("sum", "sum/B", "mean", "update")
-"""What the paper leaves open of Table 5: what is clipped, and what the sum is divided by."""
+"""Readings of Table 5, since the paper does not specify what is clipped and what is averaged."""
 SCORERS = (("Abs", "oracle"), ("GMM", "oracle"), ("Abs", "predict"), ("GMM", "predict"))
 
 
@@ -178,7 +178,7 @@ def wide(pool: int, shape: str) -> int:
 
 
 def regression_shapes(shapes: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """The paper's 18, or, of a size whose batches are all smaller, those themselves."""
+    """Return the paper's 18 shapes; if all batches of a size are smaller, their shapes."""
     local = [sides(s) for s in shapes]
     small = max(length for _, length in local) < min(length for _, length in REGRESSION_SHAPES)
     return tuple(dict.fromkeys([*local, (1, 6)])) if small else REGRESSION_SHAPES
@@ -277,7 +277,7 @@ def measure_noise(
     *, model: str, text: str, shape: str, sigmas: Sequence[float], batches: int, seed: int,
     models: Mapping[str, str],
 ) -> list[Row]:  # fmt: skip
-    """Table 5 of a language model: FlatChat with the number given, four readings of DP-SGD."""
+    """Table 5 of a language model: FlatChat with the true number of types, four readings."""
     lm = language(models[model], "wikitext2", seed)
     size, length = sides(shape)
     private = tokens_of(read_texts(text), lm.tokenizer, None, seed + 1, 2000)
@@ -312,7 +312,7 @@ def noise_rows(
 
 @dataclass(frozen=True)
 class Corpora:
-    """Pairs as ids: the attacker's, those that the translator is trained on, and held out ones."""
+    """Pairs as ids: the attacker's, the translator's training pairs, and held-out ones."""
 
     public: PublicText
     training: PublicText
@@ -636,7 +636,7 @@ def mean_f1(row: Row, name: str = "f1") -> str:
     return number(statistics.fmean(row[name]))
 
 
-def show_table2(results: Found, size: Size) -> Shown:
+def show_table2(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     for setting, tokens, attack in product(SETTINGS, size.tokens, size.mt_attacks):
         printed = theirs("table2", f"{setting} {tokens} {attack}")
@@ -668,13 +668,13 @@ def show_table2(results: Found, size: Size) -> Shown:
             f"RLG gave nothing in {none[0]['seconds']:g} s on the clock in {len(none)} of "
             f"{len(tried)} rows"
         )
-    head = ["setting", "tokens", "attack", "whose", "types", "F1, number given", "precision",
-            "recall", "F1", "seconds", "without a result"]  # fmt: skip
+    head = ["setting", "tokens", "attack", "whose", "types", "F1, true number of types given",
+            "precision", "recall", "F1", "seconds", "without a result"]  # fmt: skip
     return Shown([Grid(head, lines)], finding(notes))
 
 
-def table2_page(results: Found, size: Size) -> Shown:
-    """Return Table 2 with the paper's numbers and ours in one row; RLG without what gave none."""
+def table2_page(results: Results, size: Size) -> Shown:
+    """Return Table 2 with the paper's numbers and ours in one row, without empty rows of RLG."""
     display = show_table2(results, size)
     (grid,) = display.grids
     groups: dict[tuple[str, ...], dict[str, Sequence[str]]] = {}
@@ -690,11 +690,11 @@ def table2_page(results: Found, size: Size) -> Shown:
         pairs = zip(*reference.values(), strict=True)
         rows.append([*front, *("; ".join(filter(None, pair)) for pair in pairs)])
     head = [*grid.head[:3], *grid.head[4:10]]
-    caption = "The paper's number, then ours; one number is of the paper, of Aligned ours."
+    caption = "Cells: paper; ours. A single number is the paper's, or ours in the rows of Aligned."
     return Shown([Grid(head, rows, caption)], first_sentences(display.finding, 2))
 
 
-def show_table3(results: Found, size: Size) -> Shown:
+def show_table3(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     for text, shape in product(size.texts, size.shapes):
         printed = theirs("table3", f"{text} {shape}")
@@ -712,30 +712,30 @@ def show_table3(results: Found, size: Size) -> Shown:
             paper = "" if printed is None else f" (paper {number(printed[4])})"
             notes.append(f"{text} {shape} {mean_f1(row)}{paper}")
     head = ["text", "batch", "model", "types", "MAER", "precision", "recall", "F1",
-            "F1, number given"]  # fmt: skip
+            "F1, true number of types given"]  # fmt: skip
     if notes:
         notes[0] = f"F1 with the predicted number of types: {notes[0]}"
     return Shown([Grid(head, lines)], finding([", ".join(notes)] if notes else []))
 
 
-FIG4 = "The last column is the loss above that without a defence."
+FIG4 = "Last column: increase in loss over no defence."
 TABLE3 = "F1 is of the predicted number of types; the last column is of the true number."
 
 
-def table3_page(results: Found, size: Size) -> Shown:
+def table3_page(results: Results, size: Size) -> Shown:
     """Return Table 3 with half widths of F1 alone."""
     (grid,) = show_table3(results, size).grids
     rows = [[*row[:3], *map(bare, row[3:7]), *row[7:]] for row in grid.rows]
     return Shown([in_pairs(replace(grid, rows=rows))], TABLE3 if results else "Not run.")
 
 
-def table4_page(results: Found, size: Size) -> Shown:
+def table4_page(results: Results, size: Size) -> Shown:
     """Return Table 4 with the paper's numbers and ours in one row."""
     display = show_table4(results, size)
     return replace(display, grids=[in_pairs(grid) for grid in display.grids])
 
 
-def fig4_page(results: Found, size: Size) -> Shown:
+def fig4_page(results: Results, size: Size) -> Shown:
     """Return Fig. 4 with what its last column says."""
     return replace(show_fig4(results, size), finding=FIG4 if results else "Not run.")
 
@@ -752,7 +752,7 @@ def in_pairs(grid: Grid) -> Grid:
     return Grid([*grid.head[:2], *grid.head[3:]], rows, "The paper's number, then ours.")
 
 
-def show_table4(results: Found, size: Size) -> Shown:
+def show_table4(results: Results, size: Size) -> Shown:
     lines, gaps = [], []
     for text, (scorer, count) in product(size.texts, SCORERS):
         attack = f"{scorer} {count}"
@@ -776,55 +776,71 @@ def show_table4(results: Found, size: Size) -> Shown:
     if gaps:
         mean = student(gaps)
         notes.append(
-            f"the F1 of GMM less that of Abs is {number(mean.value, 4)} "
+            f"F1(GMM) - F1(Abs) is {number(mean.value, 4)} "
             f"({number(mean.low, 4)} to {number(mean.high, 4)}), in the paper .0047 to .0057"
         )
     return Shown([Grid(["text", "scorer, number of types", "model", "precision", "recall", "F1"],
                        lines)], finding(notes))  # fmt: skip
 
 
-def show_table5(results: Found, size: Size) -> Shown:
+def of_text(results: Results, name: str) -> list[Row]:
+    """Return the rows of a text or a translator."""
+    return [r for r in results.rows if name in (r.get("text"), r.get("setting"))]
+
+
+def halving_sigma(rows: Sequence[Row]) -> float | None:
+    """Return the smallest sigma of `sum/B` at which F1 is below half of that without noise."""
+    means = {r["sigma"]: statistics.fmean(r["f1"]) for r in rows if r["reading"] == "sum/B"}
+    below = [sigma for sigma, f1 in means.items() if f1 < 0.5 * means.get(0.0, math.inf)]
+    return min(below, default=None)
+
+
+def show_table5(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     for name, sigmas in (
         *((t, size.sigmas) for t in size.texts), *((s, size.mt_sigmas) for s in SETTINGS)
     ):  # fmt: skip
+        local = of_text(results, name)
         for sigma in sigmas:
             key = f"{name} 0" if sigma == 0 else f"{name} {sigma:.0e}"
             printed = theirs("table5", key)
-            local = [r for r in results.rows if name in (r.get("text"), r.get("setting"))]
             rows = [r for r in local if r["sigma"] == sigma]
             if printed is None and not rows:
                 continue
             cells = [pm(next((r["f1"] for r in rows if r["reading"] == reading), []))
                      for reading in READINGS]  # fmt: skip
             lines.append([name, f"{sigma:g}", number(printed[0], 4) if printed else "", *cells])
-        for reading in READINGS:
-            grouped = {r["sigma"]: statistics.fmean(r["f1"]) for r in results.where(reading=reading)
-                  if name in (r.get("text"), r.get("setting"))}  # fmt: skip
-            broken = [s for s, v in sorted(grouped.items()) if v < 0.5 * grouped.get(0.0, math.inf)]
-            if reading == "sum/B" and grouped:
-                notes.append(
-                    f"on {name} it loses half of its F1 at sigma {broken[0]:g} (sum/B)"
-                    if broken
-                    else f"on {name} it keeps more than half of its F1 at every sigma (sum/B)"
-                )
+        if any(r["reading"] == "sum/B" for r in local):
+            sigma = halving_sigma(local)
+            notes.append(
+                f"on {name}, F1 stays above half at every sigma (sum/B)"
+                if sigma is None
+                else f"on {name}, F1 falls below half at sigma {sigma:g} (sum/B)"
+            )
     head = ["text or translator", "sigma", "paper", *READINGS]
     return Shown([Grid(head, lines)], finding(notes))
 
 
-def table5_page(results: Found, size: Size) -> Shown:
-    """Return Table 5 where the paper has a number; without `sum`, where it is `sum/B`."""
+def table5_page(results: Results, size: Size) -> Shown:
+    """Return Table 5; if `sum` equals `sum/B` everywhere, merge these columns and drop rows.
+
+    A row without a number of the paper is then dropped, but for the sigma that halves F1 first.
+    """
     display = show_table5(results, size)
     (grid,) = display.grids
     i, j = grid.head.index("sum"), grid.head.index("sum/B")
     if any(row[i] != row[j] for row in grid.rows):
         return display
-    rows = [[*row[:i], *row[j:]] for row in grid.rows if row[2]]
+    rows = [
+        [*row[:i], *row[j:]]
+        for row in grid.rows
+        if row[2] or float(row[1]) == halving_sigma(of_text(results, row[0]))
+    ]
     head = [*grid.head[:i], "sum and sum/B", *grid.head[j + 1 :]]
     return Shown([Grid(head, rows)], display.finding)
 
 
-def show_fig3(results: Found, size: Size) -> Shown:
+def show_fig3(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     for model in results.values("model"):
         rows = results.where(model=model)
@@ -846,7 +862,7 @@ def show_fig3(results: Found, size: Size) -> Shown:
                  finding(notes))  # fmt: skip
 
 
-def show_fig4(results: Found, size: Size) -> Shown:
+def show_fig4(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     steps = list(range(0, size.curve_steps + 1, size.curve_every))
     bare = {r["seed"]: r["losses"][-1] for r in results.where(defence="none")}
@@ -857,8 +873,8 @@ def show_fig4(results: Found, size: Size) -> Shown:
         lines.append([defence, *cells, pm(more) if defence != "none" else ""])
         if more and defence != "none":
             notes.append(f"{defence} {pm(more)}")
-    head = ["defence", *(f"step {s}" for s in steps), "more than none"]
-    text = [f"validation loss above that without a defence after {steps[-1]} steps: "
+    head = ["defence", *(f"step {s}" for s in steps), "increase"]
+    text = [f"increase in validation loss over no defence after {steps[-1]} steps: "
             + ", ".join(notes)] if notes else []  # fmt: skip
     return Shown([Grid(head, lines)], finding(text))
 
@@ -876,9 +892,10 @@ PAPER = Paper(
         Table("table3", "FlatChat by batch shape",
               lambda size, models: words_cells(size, models, size.shapes), show_table3,
               table3_page),
-        Table("table4", "two scorers, number of types given and predicted", at_one_shape,
-              show_table4, table4_page),
-        Table("table5", "FlatChat against DP-SGD, number of types given", table5_cells,
+        Table("table4",
+              "two scorers, with the true (oracle) and the predicted number of types",
+              at_one_shape, show_table4, table4_page),
+        Table("table5", "FlatChat against DP-SGD, true number of types given", table5_cells,
               show_table5, table5_page),
         Table("fig3", "weight of the positive cluster and number of types", fig3_cells, show_fig3,
               lambda results, size: replace(show_fig3(results, size), grids=())),
@@ -890,24 +907,25 @@ PAPER = Paper(
      "translation": measure_translation, "translator_noise": measure_translator_noise,
      "curve": measure_curve},
     (
-        "Language model: ours is stories15M; the paper's is GPT-2. One gradient, where the "
-        "paper's clients take several steps of SGD. A tied head is attacked as the sum of its "
-        "parts, which is what is shared.",
+        "Language model: ours is stories15M; the paper's is GPT-2. Ours share one gradient; the "
+        "paper's clients share the update of several SGD steps. A tied head is attacked as the sum "
+        "of its parts, which is what is shared.",
         f"Batches: {SIZES['default'].batches} of each shape (Table 5: "
         f"{SIZES['default'].noise_batches}), the paper's 10. The regression on the number of types "
         f"has {SIZES['default'].regression_batches} batches of each of 18 shapes, the paper's 20.",
         f"Translators: two layers, hidden size {SIZES['default'].hidden} as in the paper, a "
-        "vocabulary of 8,192 (the paper's 16,594). Scratch has had "
-        f"{SIZES['default'].scratch_steps} steps on IWSLT 2017, FineTune "
+        "vocabulary of 8,192 (the paper's 16,594). Scratch was trained for "
+        f"{SIZES['default'].scratch_steps} steps on IWSLT 2017, FineTune for "
         f"{SIZES['default'].finetune_steps} on Multi30k, in place of News Commentary. `Aligned` is "
         "`AlignedFlatChat`, which the paper does not have.",
         "Table 2: FlatChat and Aligned have "
         f"{SIZES['default'].mt_table_batches} batches, RLG (`RevealLabels`) "
         f"{SIZES['default'].rlg_batches}. RLG is stopped after {SIZES['default'].rlg_seconds:g} s "
-        "a batch, where the paper's took up to 38 hours: that it gives nothing here is no finding "
-        "about it.",
-        "Table 5: the paper leaves open what is clipped and divided. `sum`: clipped sentences "
-        "summed, then noise; `sum/B`: that over the batch size; `mean`: noise on the clipped "
+        "a batch, where the paper's took up to 38 hours, so its empty results here say "
+        "nothing about the attack.",
+        "Table 5: the paper does not specify what is clipped and what is averaged. `sum`: clipped "
+        "sentences summed, then noise; `sum/B`: the noisy sum divided by the batch size; `mean`: "
+        "noise on the clipped "
         "mean; `update`: the mean gradient clipped, then noise. C is 1. On Scratch the paper's F1 "
         "is halved between 1e-8 and 1e-7, ours between 1e-7 and 1e-5: not explained.",
         "Fig. 4: that weak DP (1e-3) costs no loss is not confirmed: on our translator it costs a "

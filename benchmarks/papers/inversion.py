@@ -1,7 +1,7 @@
 """Zheng: Input Reconstruction Attack against Vertical Federated LLMs: Figs. 1 and 2.
 
-Noise is counted in standard deviations of each dimension of the hidden states, the paper's in
-absolute numbers of its own model; the task is the next token instead of questions and answers.
+Noise is in standard deviations of each dimension of the hidden states, the paper's in absolute
+numbers of its model; the task is the next token instead of questions and answers.
 ``paper`` is the paper's descent, ``relaxation`` the baseline that it names (its ref. 18),
 ``descent`` and ``prefix`` are ours.
 """
@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import (
-    Found,
     Grid,
     Paper,
+    Results,
     Shown,
     Table,
     finding,
@@ -37,7 +37,7 @@ from lightning_fedleak.cli.studies.invert import Noise, make_adversary, rows_of_
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 
 LOST = 0.1
-"""Share of its noise-free accuracy below which the task is called lost."""
+"""Share of its noise-free accuracy below which the task counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Size:
     Attributes:
         sources: names or files, as in word_recovery.py; Fig. 2 is of the first.
         thirds: of the model's blocks that are below the split; the paper's 10 and 20 of 28.
-        texts: attacked in each cell.
+        texts: number attacked in each cell.
         utility_texts: on which the task is measured.
-        steps: most steps of a descent.
+        steps: maximum steps of a descent.
         published_steps: the paper's, taken by its attack in the first split without noise.
         length, noises, attacks: of Fig. 1.
         lengths, length_attacks: of Fig. 2, without noise.
@@ -88,7 +88,7 @@ def loaded(folder: str) -> tuple[Any, Anatomy]:
 
 @functools.lru_cache(maxsize=1)
 def prepared(folder: str, name: str, split: int, steps: int) -> InversionAttack:
-    """The model stands still, so that an attack is prepared once for a split."""
+    """The model does not change, so an attack is prepared once for a split."""
     tokenizer, anatomy = loaded(folder)
     hello = tokenizer("hello", add_special_tokens=False)["input_ids"][-1]
     attack = make_adversary(
@@ -174,7 +174,7 @@ def rate(rows: Sequence[Row]) -> str:
     return str(rate_of(rows[0], "token_accuracy")) if rows else "not run"
 
 
-def show_fig1(results: Found, size: Size) -> Shown:
+def show_fig1(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     models = results.values("model") or ["ours"]
     for model, text, third in product(models, size.sources, size.thirds):
@@ -194,17 +194,18 @@ def show_fig1(results: Found, size: Size) -> Shown:
                 best = {a: rate_of(r[0], "token_accuracy").value for a, r in grouped.items() if r}
                 notes.append(
                     f"on {model} and {text}, behind block {place(rows, third)}, noise {noise:g} "
-                    f"leaves {number(task['task'], 2)} of the task's {number(clean, 2)}, and "
+                    f"lowers next-token accuracy from {number(clean, 2)} to "
+                    f"{number(task['task'], 2)}, and "
                     + ", ".join(f"`{a}` recovers {number(v, 2)}" for a, v in best.items())
                 )
     if any(row["noise"] for row in results.rows) and not notes:
-        notes.append("no noise level that was run takes the task below a tenth of what it was")
+        notes.append("no noise level that was run lowers the task's accuracy to a tenth")
     head = ["model", "text", "split", "noise", "next token", "perplexity", *size.attacks]
     return Shown([Grid(head, lines), published_grid(results, size)], finding(notes))
 
 
-def published_grid(results: Found, size: Size) -> Grid:
-    """The paper's attack with its own number of steps beside ours."""
+def published_grid(results: Results, size: Size) -> Grid:
+    """The paper's attack with its number of steps, next to ours."""
     third, lines = size.thirds[0], []
     for model, text in product(results.values("model") or ["ours"], size.sources):
         position = results.where(
@@ -216,7 +217,7 @@ def published_grid(results: Found, size: Size) -> Grid:
         cells = [text for rows in grouped.values() for text in (rate(rows), str(_steps(rows)))]
         lines.append([model, text, place(position, third), *cells])
     head = [f"{n:,} steps" for n in (size.steps, size.published_steps)]
-    columns = [column for name in head for column in (f"at most {name}", "taken")]
+    columns = [column for name in head for column in (f"at most {name}", "steps taken")]
     caption = "The paper's attack, from 'hello' at every position, without noise."
     return Grid(["model", "text", "split", *columns], lines, caption)
 
@@ -231,7 +232,7 @@ def _utility(row: Row | None) -> tuple[str, str]:
     return number(row["task"], 2), f"{perplexity:,.0f}" if perplexity >= 10 else f"{perplexity:.1f}"
 
 
-def show_fig2(results: Found, size: Size) -> Shown:
+def show_fig2(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     for model, third in product(results.values("model") or ["ours"], size.thirds):
         for length in size.lengths:
@@ -266,7 +267,7 @@ def _ms(rows: Sequence[Row]) -> str:
     )
 
 
-def fig1_page(results: Found, size: Size) -> Shown:
+def fig1_page(results: Results, size: Size) -> Shown:
     """Return Fig. 1 without the weakest noise."""
     display = show_fig1(results, size)
     weakest = f"{size.noises[1]:g}" if len(size.noises) > 3 else ""
@@ -277,7 +278,7 @@ def fig1_page(results: Found, size: Size) -> Shown:
     )
 
 
-def fig2_page(results: Found, size: Size) -> Shown:
+def fig2_page(results: Results, size: Size) -> Shown:
     """Return Fig. 2 without steps and times."""
     display = show_fig2(results, size)
     (grid,) = display.grids
@@ -294,9 +295,9 @@ PAPER = Paper(
     "inversion",
     "Input Reconstruction Attack against Vertical Federated Large Language Models (Zheng)",
     (
-        Table("fig1", "tokens recovered and task against noise", fig1_cells, show_fig1,
+        Table("fig1", "tokens recovered and task accuracy by noise", fig1_cells, show_fig1,
               fig1_page),
-        Table("fig2", "tokens recovered against length", fig2_cells, show_fig2,
+        Table("fig2", "tokens recovered by length", fig2_cells, show_fig2,
               fig2_page),
     ),
     SIZES,
@@ -310,7 +311,7 @@ PAPER = Paper(
         "paper's have about 220). Noise: in standard deviations of each dimension of the states; "
         "the paper's is absolute.",
         "`paper` is the paper's attack, `relaxation` its baseline, `descent` and `prefix` are "
-        f"ours. Descents take at most {SIZES['default'].steps} steps here, the paper's 1,000: that "
-        "they recover less is no finding about the attack.",
+        f"ours. Descents take at most {SIZES['default'].steps} steps here, the paper's 1,000, so "
+        "lower recovery here says nothing about the paper's attack.",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How the papers' tables are laid out: published numbers beside measured ones, with intervals."""
+"""How the papers' tables are laid out: published numbers next to measured ones, with intervals."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a table shows: its grids, and one sentence of what was found."""
+    """What a table shows: its grids, and its result in a few sentences."""
 
     grids: Sequence[Grid]
     finding: str
 
 
-class Found:
+class Results:
     """Rows of the cells that were measured; each holds its cell's settings."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -97,8 +97,8 @@ class Table:
     name: str
     title: str
     cells: Callable[[Any, Sequence[str]], list[Cell]]
-    show: Callable[[Found, Any], Shown]
-    page: Callable[[Found, Any], Shown] | None = None
+    show: Callable[[Results, Any], Shown]
+    page: Callable[[Results, Any], Shown] | None = None
     on_page: bool = True
 
 
@@ -112,7 +112,7 @@ class Paper:
         tables: in its order.
         sizes: by name; frozen dataclasses of plain values.
         measures: by the kind of a cell.
-        notes: what is otherwise than in the paper, for its page.
+        notes: differences from the paper, for its page.
     """
 
     name: str
@@ -145,11 +145,11 @@ def mean_of(groups: Sequence[Sequence[Mean]]) -> Mean:
     """The mean over all.
 
     The rates of a group are of the same games, so that their errors may be alike: the distances to
-    the ends are averaged, which is too wide rather than too narrow. Groups are independent: the
+    the ends are averaged, which is conservative. Groups are independent: the
     distances of their means are joined by their squares (Zou & Donner 2008).
 
     Args:
-        groups: unknown rates in them are left out.
+        groups: unknown rates in them are ignored.
     """
     reference = [[m for m in group if not math.isnan(m.value)] for group in groups]
     source = sum(map(len, reference))

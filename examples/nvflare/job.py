@@ -1,7 +1,7 @@
 """Two sites fine-tune a language model on NVFlare; each update is looked at before it leaves.
 
 One trains with Lightning, in a thread of NVFlare's; the other with transformers' Trainer, in a
-process of its own. With ``--at-most`` below 1, the first holds back what gives away more::
+process of its own. With ``--at-most`` below 1, the first holds back what leaks more::
 
     python examples/nvflare/job.py
     python examples/nvflare/job.py --at-most 0.3

@@ -57,7 +57,7 @@ class WordGuess(Guess):
         surface: ``"output"`` for words predicted (labels), ``"input"`` for words read.
         certified: whether the adversary can verify that no type is missing; None if the attack has
             no certificate.
-        capacity: how many types the attack can tell apart; None if that is unknown.
+        capacity: how many types the attack can distinguish; None if that is unknown.
         silent: (m,) tokens that may be missing although the rest is certified, since they would
             leave no trace; None where nothing is certified.
     """

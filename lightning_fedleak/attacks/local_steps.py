@@ -133,7 +133,7 @@ class LocalSteps:
             raise UnusableObservation(
                 f"what {facts.optimizer} makes of gradients is not known (it is no class of "
                 "torch.optim that steps entry by entry): measure the gradients of single steps "
-                "(leave local_steps out)"
+                "(omit local_steps)"
             )
         group = dict(facts.optimizer_settings)
         if group.get("maximize"):
@@ -288,7 +288,7 @@ ROUNDED = 1e-3
 WHY_CUT = (
     "clipping by value has cut entries of the gradient to one size, and this attack reads "
     "gradients as they are or scaled: clip by norm (gradient_clip_algorithm='norm'), or raise "
-    "gradient_clip_val, to see what the client's data would give away"
+    "gradient_clip_val, to see what the client's data would leak"
 )
 
 

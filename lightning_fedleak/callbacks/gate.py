@@ -26,11 +26,12 @@ class RiskGate(Threshold, EitherCallback):
 
     The newest value in the logs counts, which may be pooled over looks. A noisy metric exceeds any
     threshold sooner or later: give ``patience``. The lower end of an interval cannot be watched: it
-    is low where few texts were asked about too.
+    is also low if few texts were queried.
 
     **The trained weights** (``leakage/combined/auc``, say) are looked at on the same texts again
     and again: the gate acts where the lower end of the interval, which holds at all looks together,
-    is above ``at_most``. Their ``shown`` is not known with few others, and then the gate waits.
+    is above ``at_most``. Their ``shown`` is unknown with few held-out texts, and then the gate
+    waits.
 
     **The worst of a family**, ``"leakage/worst/words"``, is watched like any other value. Where one
     attack is unknown, what the others read at least counts as the value if it is a breach by

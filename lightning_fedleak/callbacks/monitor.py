@@ -36,7 +36,7 @@ _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
 
 
 class LeakageMonitor(EitherCallback, Reported):
-    """Attacks what a client would share, during training, and logs how much it gives away.
+    """Attacks what a client would share, during training, and logs how much it leaks.
 
     Training is not disturbed: parameters, optimizer state, logged losses and random numbers are
     bit-identical to the run without the monitor. An attack that fails is counted in

@@ -394,8 +394,9 @@ class Defense(ABC):
 
         The layers do not exist. In the run that is imagined their gradient is a part of the update
         like every other: it counts in a norm that is clipped, each game by itself, and gets noise
-        of the same law. Called right before ``on_gradients``, only where a monitor looks, and must
-        leave ``p.grad`` and the noise of ``on_gradients`` exactly as they would have been.
+        from the same distribution. Called right before ``on_gradients``, only where a monitor
+        looks, and must leave ``p.grad`` and the noise of ``on_gradients`` exactly as they would
+        have been.
 
         The default hands a canary on unchanged, which is right for a defence that does not act on
         gradients. One that does and does not override this makes every canary *unknown*.

@@ -1,6 +1,6 @@
 """The engine: when to look, what each family of attacks reads, and what becomes of the results.
 
-It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. What a face needs is here.
+It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. Integrations import these.
 """
 
 from lightning_fedleak.defenses.dp_optimizers import declared as declared

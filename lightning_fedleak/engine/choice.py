@@ -59,7 +59,7 @@ def look_seconds(
         anatomy: of a model on which the attacks are prepared.
         plans: of the attacks that read gradients; others are passed over.
         texts: that a membership attack is asked for.
-        local_steps: of a round, where weight changes are shared; the gradient stands for one.
+        local_steps: of a round, where weight changes are shared; the gradient is taken for one.
         step: optimizer step that the fit begins at.
 
     Returns:

@@ -229,8 +229,8 @@ class StepEngine:
         fit = self._fit
         results = self._results(look) or {}
         fit.end_look(look)
-        nothing = all(isinstance(result, Waiting) for result in results.values())
-        next_step = self._next_step(look, nothing) or look.step + 1
+        no_result = all(isinstance(result, Waiting) for result in results.values())
+        next_step = self._next_step(look, no_result) or look.step + 1
         fit.scheduler.cadence.next_step = next_step
         if fit.failure is not None:
             scope = fit.series if look.scope is None else look.scope
@@ -239,8 +239,8 @@ class StepEngine:
         return outcomes
 
     @contained
-    def _next_step(self, look: Look, nothing: bool) -> int:
-        return self._fit.scheduler.next_step(look, nothing=nothing)
+    def _next_step(self, look: Look, no_result: bool) -> int:
+        return self._fit.scheduler.next_step(look, no_result=no_result)
 
     @contained
     def _results(self, look: Look) -> dict[Series, Result]:

@@ -69,8 +69,8 @@ class LeakageLimitExceeded(RuntimeError):
         >>> try:
         ...     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
         ... except LeakageLimitExceeded as error:
-        ...     print("The update gives away too much:", str(error).splitlines()[0])
-        The update gives away too much: RiskGate 'bag_of_words/f1' raised at step 0
+        ...     print("The update leaks too much:", str(error).splitlines()[0])
+        The update leaks too much: RiskGate 'bag_of_words/f1' raised at step 0
     """
 
 
@@ -106,15 +106,15 @@ def check_threshold(gate: str, metric: str, at_most: float) -> None:
 
 
 def check_value(gate: str, metric: str) -> None:
-    """Refuse the lower end of an interval: it is low where little was asked too.
+    """Refuse the lower end of an interval: it is also low if few texts were queried.
 
     Raises:
         ValueError: names the value to watch.
     """
     if metric.endswith("_low"):
         raise ValueError(
-            f"{gate} watches '{metric}', the lower end of an interval, which is low where few "
-            f"texts were asked about too: watch '{metric.removesuffix('_low')}', with patience= "
+            f"{gate} watches '{metric}', the lower end of an interval, which is also low if "
+            f"few texts were queried: watch '{metric.removesuffix('_low')}', with patience= "
             "where single looks scatter"
         )
 
@@ -366,7 +366,7 @@ class GateEvent:
             if self.exhausted:
                 mend = "let the defences start stronger or be turned up further (max_hardenings)"
             less = "Use larger batches"
-            subject = "the update of this step gives away"
+            subject = "the update of this step leaks"
             if self.released:
                 less = "Train for fewer epochs, keep an earlier checkpoint (leakage/choose)"
                 gives = "may give" if self.low <= self.at_most else "gives"

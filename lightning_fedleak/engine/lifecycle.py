@@ -35,7 +35,7 @@ _NO_LOSS = "the client's batches hold nothing that a loss was computed on"
 class Engine(StepEngine):
     """Watch runs: decide when to look, let attacks guess, score, log and remember.
 
-    A face owns an engine and reports the moments of its training to it::
+    An integration owns an engine and reports the moments of its training to it::
 
         engine = Engine(selected("auto"), Options())
         engine.reset()

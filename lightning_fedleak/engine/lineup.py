@@ -165,7 +165,7 @@ class Lineup:
         """Follows what is trained: layers may be frozen and unfrozen while a run goes on.
 
         Returns:
-            Whether the plans are others than before.
+            Whether the plans changed.
         """
         by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}

@@ -153,7 +153,7 @@ class Memorization:
 class WatchSettings:
     """What is rarely changed of how a run is watched, whoever trains.
 
-    A face refuses those that it takes from elsewhere, as a Trainer's precision.
+    An integration refuses those that it takes from elsewhere, such as a Trainer's precision.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -231,8 +231,8 @@ class WatchSettings:
         if self.upload_report and not self.report:
             raise ValueError("upload_report=True uploads report.html: pass report=True too")
 
-    def refuse(self, face: str, *names: str) -> None:
-        """Refuse settings that a face does not have.
+    def refuse(self, watcher: str, *names: str) -> None:
+        """Refuse settings that a watcher does not have.
 
         Raises:
             ValueError: names the first of them that is set.
@@ -240,13 +240,13 @@ class WatchSettings:
         for one in (one for one in fields(self) if one.name in names):
             if getattr(self, one.name) != getattr(type(self)(), one.name):
                 raise ValueError(
-                    f"{face} takes no settings=WatchSettings({one.name}=...): leave it out"
+                    f"{watcher} takes no settings=WatchSettings({one.name}=...): omit it"
                 )
 
 
 @dataclass(frozen=True)
 class Options(WatchSettings):
-    """How a run is watched: all settings, and what else a face is told.
+    """How a run is watched: all settings, and the integration's arguments.
 
     Attributes:
         cadence: when to look.
@@ -271,7 +271,7 @@ def parts_of(
     utility: Sequence[str] = (),
     local_steps: int | None = None,
 ) -> tuple[Selection, Options]:
-    """Return the attacks and options for an :class:`Engine`, from a face's arguments.
+    """Return the attacks and options for an :class:`Engine`, from an integration's arguments.
 
     Args:
         attacks: the attacks, or ``"auto"``.

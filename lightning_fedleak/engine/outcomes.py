@@ -16,9 +16,9 @@ PREFIX = {
     Stage.RELEASED: "leakage",
 }
 AUDIT = "audit"
-"""The prefix of what is asked about the user's own canaries."""
+"""The prefix of series on the user's canaries."""
 CHOOSE = f"{PREFIX[Stage.SHARED]}/choose"
-"""The loss that a checkpoint is chosen by: infinite where the weights give away too much."""
+"""The loss that a checkpoint is chosen by: infinite where the weights leak too much."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class Results:
             values |= control_values(series, self._channels[series], outcome)
         families_read = {self._channels[s].family for s in outcomes}
         for family, headline in self.families.items():
-            # A look may ask only some attacks of a family: of the others the newest result counts.
+            # A look may run only some attacks of a family: of the rest the newest result counts.
             members = [
                 (series.log_name, outcome)
                 for series, outcome in self._newest.items()

@@ -1,4 +1,4 @@
-"""When a run is looked at: cadence, cost, attacks that wait."""
+"""When a run is measured: cadence, cost, attacks to retry."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from lightning_fedleak.model.snapshots import GradientSnapshot
 
 @dataclass
 class Cadence:
-    """Decide at which optimizer steps the engine looks: 0, n, 2n, ..., or as seldom as they cost.
+    """Decide at which optimizer steps the engine measures.
+
+    These are steps 0, n, 2n, ..., or steps at intervals that keep the cost of looks below a share
+    of training time.
 
     The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
     look's results and no step needs a message of its own.
 
     Attributes:
-        every_n_steps: n; None where a share decides.
-        share: largest share of the time spent training that looks cost: one of ``c`` seconds is
+        every_n_steps: n; None if a share decides.
+        share: maximum cost of looks, as a share of training time: a look of ``c`` seconds is
             followed by ``c / (share * s)`` steps of ``s`` seconds each.
-        next_step: to look at.
+        next_step: the next step to measure.
     """
 
     every_n_steps: int | None = None
@@ -32,16 +35,16 @@ class Cadence:
     next_step: int = 0
 
     def due(self, step: int) -> bool:
-        """Return whether optimizer step ``step`` (from 0) is to be looked at."""
+        """Return whether optimizer step ``step`` (from 0) is to be measured."""
         return step >= self.next_step
 
     def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
-        """Return the next step to look at, as a proposal.
+        """Return the next step to measure, as a proposal.
 
         Args:
-            step: the step just looked at.
-            look_seconds: what that look cost.
-            step_seconds: what a step without a look costs.
+            step: the step just measured.
+            look_seconds: cost of that look.
+            step_seconds: cost of a step without a look.
         """
         if self.every_n_steps is not None:
             return (step // self.every_n_steps + 1) * self.every_n_steps
@@ -49,20 +52,20 @@ class Cadence:
             return step + 1
         return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
 
-    def after_try(self, try_seconds: float, step_seconds: float) -> int:
-        """Return the next step to look at, as a proposal, where attacks were tried again.
+    def after_retry(self, retry_seconds: float, step_seconds: float) -> int:
+        """Return the next step to measure, as a proposal, after attacks were retried.
 
         Args:
-            try_seconds: what that cost.
-            step_seconds: what a step without a look costs.
+            retry_seconds: cost of the retry.
+            step_seconds: cost of a step without a look.
         """
         if self.every_n_steps is not None:
             return self.next_step
-        return self.after_look(self.next_step, try_seconds, step_seconds)
+        return self.after_look(self.next_step, retry_seconds, step_seconds)
 
     @property
     def argument(self) -> str:
-        """Return the argument that asks for this, ``every_n_steps=50`` say."""
+        """Return the argument that sets this cadence, such as ``every_n_steps=50``."""
         if self.every_n_steps is not None:
             return f"every_n_steps={self.every_n_steps}"
         return f"max_overhead={self.share:g}"
@@ -71,13 +74,13 @@ class Cadence:
 class Phase(Enum):
     """Where a run is between two optimizer steps."""
 
-    CLEAR = "no batch has left a gradient since the last step"
-    ACCUMULATING = "batches have left gradients that add up until the next step"
-    STEPPED = "an optimizer stepped, or skipped its step, in the batch at work"
+    CLEAR = "no gradient has been computed since the last step"
+    ACCUMULATING = "gradients of batches add up until the next step"
+    STEPPED = "an optimizer stepped, or skipped its step, in the current batch"
 
 
 class Scheduler:
-    """Decide which steps of a run are looked at, of which series, and keep what looks have cost.
+    """Decide which steps are measured and for which series, and record the cost.
 
     Args:
         run: the run.
@@ -87,9 +90,9 @@ class Scheduler:
     Attributes:
         cadence: as above.
         phase: where the run is between two optimizer steps.
-        waiting: the series that are tried again in the next step; set by whoever keeps results.
-        waits: why a series had no result yet at the newest look of it.
-        processor_seconds: processor time of the looks that have ended, of all threads.
+        waiting: the series that are retried in the next step; set by whoever keeps results.
+        waits: why a series had no result at its last measurement.
+        processor_seconds: processor time of the finished looks, of all threads.
     """
 
     def __init__(
@@ -105,18 +108,19 @@ class Scheduler:
         self.waiting: frozenset[Series] = frozenset()
         self.waits: dict[Series, Waiting] = {}
         self.processor_seconds = 0.0
-        self._step_seconds = 0.0  # of a step without a look, as a running mean; 0: none is known
+        self._step_seconds = 0.0  # of a step without a look, as a running mean; 0: unknown
         self._since: tuple[int, float] | None = None  # when a step began without a look before it
-        self._unpaid = 0.0
+        self._uncounted_seconds = 0.0  # of looks, not yet in the cadence
 
     def due_look(self, step: int, exposed: Collection[str]) -> Look | None:
-        """Return the look that begins with a batch of this step; None where none is due.
+        """Return the look that begins with a batch of this step; None if none is due.
 
-        None begins between two batches whose gradients add up: the truth would be half of it.
+        No look begins between batches that accumulate into one step: its ground truth would miss
+        the earlier batches.
 
         Args:
             step: optimizer steps so far.
-            exposed: names of the attacks that have something to read.
+            exposed: names of the attacks whose surface is observable.
         """
         if not self._series:
             return None
@@ -130,12 +134,12 @@ class Scheduler:
                 return None
         look = Look(step, scope=scope)
         if scope is not None:
-            others = set(self._series) - scope
-            look.answers |= dict.fromkeys(others, Waiting("not asked in this step"))
+            skipped = set(self._series) - scope
+            look.answers |= dict.fromkeys(skipped, Waiting("not measured in this step"))
         return look
 
     def _step_begins(self, step: int) -> None:
-        """Take the time where a batch of an optimizer step begins."""
+        """Update the mean step time when a batch begins."""
         now = time.perf_counter()
         if self._since is not None and step > self._since[0]:
             passed, mean = (now - self._since[1]) / (step - self._since[0]), self._step_seconds
@@ -144,9 +148,10 @@ class Scheduler:
         self._since = self._since or (step, now)
 
     def still_waits(self, moment: Moment) -> bool:
-        """Return whether the gradients that a try waits for are still zero, on all processes."""
+        """Return whether the gradients that a retry waits for are still zero, on all processes."""
         look = moment.look
-        if look.scope is None or moment.optimizer is None:  # of a round
+        # Without a scope it is no retry; without an optimizer the look reads a round.
+        if look.scope is None or moment.optimizer is None:
             return False
         zeros = [self.waits[s].zeros if s in self.waits else () for s in look.scope]
         still = all(zeros)
@@ -171,23 +176,23 @@ class Scheduler:
         return stepped
 
     def look_ends(self, look: Look) -> None:
-        """Count what a look took."""
+        """Count the time that a look took."""
         self.processor_seconds += look.processor_seconds
         self._since = None
 
-    def next_step(self, look: Look, *, nothing: bool) -> int:
-        """Return the next step to look at, as this process proposes it.
+    def next_step(self, look: Look, *, no_result: bool) -> int:
+        """Return the next step to measure, as this process proposes it.
 
         Args:
-            look: that has ended.
-            nothing: whether it has no result.
+            look: the finished look.
+            no_result: whether the look gave no result.
         """
         step_seconds = self._step_seconds or look.step_seconds
-        self._unpaid += look.seconds
-        if look.scope is not None and nothing:
+        self._uncounted_seconds += look.seconds
+        if look.scope is not None and no_result:
             return self.cadence.next_step
-        cost, self._unpaid = self._unpaid, 0.0
+        cost, self._uncounted_seconds = self._uncounted_seconds, 0.0
         if look.scope is None:
             proposed = self.cadence.after_look(look.step, cost, step_seconds)
             return max(proposed, look.step + 1)
-        return self.cadence.after_try(cost, step_seconds)
+        return self.cadence.after_retry(cost, step_seconds)

@@ -220,5 +220,5 @@ def _flat(settings: Mapping[str, object], root: str = "") -> dict[str, bool | in
 
 
 def _tag(name: str) -> str:
-    """Return the tag of a value: ends of intervals stand in a group behind all leakage."""
+    """Return the tag of a value: ends of intervals are grouped after all leakage."""
     return _END.sub(r"\1_interval/\2", name)

@@ -1,4 +1,4 @@
-"""Federated rounds: what an update gives away, seen by the client or by the server."""
+"""Federated rounds: what an update leaks, seen by the client or by the server."""
 
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
 from lightning_fedleak.federation.client_dp import (

@@ -1,4 +1,4 @@
-"""A threshold on what a round's update gives away, judged before the update leaves."""
+"""A threshold on what a round's update leaks, judged before the update leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Action = Literal["withhold", "harden", "raise", "warn"]
 
 
 class RoundGate(Threshold):
-    """A threshold on what a round's update gives away, judged before the update leaves.
+    """A threshold on what a round's update leaks, judged before the update leaves.
 
     Every round is judged by its own value, not by one that is pooled over rounds. What is
     *unknown* counts as a breach: an attack that failed, that waits for its first result, that is

@@ -230,7 +230,7 @@ def shared_direction(rows: Tensor, start: Tensor | None = None) -> Tensor:
     """Return how far each of rows (r, d) lies along one direction; 0 where random ones do too.
 
     The largest singular value of r independent rows of norm 1 is near ``1 + sqrt(r / d)``
-    (Marchenko and Pastur). Rows whose thresholds stand in their direction share one.
+    (Marchenko and Pastur). Rows whose thresholds lie along their direction share one.
 
     Args:
         rows: of a matrix that nobody has trained yet.
@@ -250,8 +250,8 @@ def blind_rows(rows: Tensor, usual: Tensor) -> Tensor:
 
     A row of any direction has the share k / d of its energy in the span of k inputs. A row that is
     crafted to fire for rare words alone has none in that of the usual ones. p is at least the
-    chance that one of r random directions has as little: the energy follows a Beta law, whose lower
-    tail is below that of chi-squared over d.
+    chance that one of r random directions has as little: the energy has a Beta distribution, whose
+    lower tail is below that of chi-squared over d.
 
     Args:
         rows: weights.

@@ -406,7 +406,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
                 state = moved(self._sent_state, state)
             sums.add_returned(name, self._sent_state, state)
         except Exception as error:  # a client's bytes may cause any error
-            self.info(f"a result of client {name} is left out: {reason(error)}")
+            self.info(f"a result of client {name} is ignored: {reason(error)}")
         self._received_count += 1
         return True
 

@@ -74,15 +74,15 @@ class RoundSettings(WatchSettings):
     fresh: bool = True
     federation: str | None = None
 
-    def refuse(self, face: str, *names: str) -> None:
-        """Refuse settings that a face does not have, and all faces but that of rounds.
+    def refuse(self, watcher: str, *names: str) -> None:
+        """Refuse settings that a watcher does not have, and every watcher but RoundObserver.
 
         Raises:
-            ValueError: the face watches no rounds, or names the first setting that is set.
+            ValueError: the watcher watches no rounds; or names the first setting that is set.
         """
-        if face != "RoundObserver":
-            raise ValueError(f"{face} watches no rounds: pass settings=WatchSettings(...)")
-        super().refuse(face, *names)
+        if watcher != "RoundObserver":
+            raise ValueError(f"{watcher} watches no rounds: pass settings=WatchSettings(...)")
+        super().refuse(watcher, *names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class RoundRun(Run):
 
 
 class RoundObserver:
-    """Attacks what clients return in the rounds of a federation, and logs how much it gives away::
+    """Attacks what clients return in the rounds of a federation, and logs how much it leaks::
 
         observer = RoundObserver(model, partial(torch.optim.AdamW, lr=1e-4), local_steps=10)
         for round_ in range(rounds):

@@ -68,10 +68,10 @@ class OutgoingUpdates:
     """One client's way out: each round's update is defended, attacked, and gated before it leaves.
 
     With a :class:`ClientDP` of local trust, or under secure aggregation, what is attacked is a
-    *rehearsal*: the clipped update with noise of the same law. What leaves has other noise. So the
-    account of the release also covers the decision to withhold, which depends on the data and on
-    noise that nobody sees. It does not cover why noise was turned up (``action="harden"``), nor the
-    logs.
+    *rehearsal*: the clipped update with noise from the same distribution. What leaves has other
+    noise. So the account of the release also covers the decision to withhold, which depends on the
+    data and on noise that nobody sees. It does not cover why noise was turned up
+    (``action="harden"``), nor the logs.
 
     A :class:`~lightning_fedleak.GradientCompression` among the observer's ``defenses`` acts last,
     with a memory of this client's own. With error feedback a look is at the update before it, all

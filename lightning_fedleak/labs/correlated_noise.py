@@ -596,7 +596,7 @@ class MatrixNoise(ReleaseNoise):
         except OSError as error:
             raise DefenseError(
                 f"DPSGD: the noise that the next steps need cannot be written to '{path}' "
-                f"({error}). Save checkpoints in a folder that may be written and has room."
+                f"({error}). Save checkpoints in a folder that may be written and has free space."
             ) from error
         self._file = path
 

@@ -1,8 +1,9 @@
 """The whole model on the adversary's copy of its weights: logits, losses and their gradients.
 
 A :class:`~lightning_fedleak.attacks.texts.bottom_model.BottomModel` ends at a block and its weights
-have no gradient. Attacks that compare gradients need the model's loss, its gradient in the weights
-that are read, and the gradient of that gradient in the words.
+have no gradient. Attacks that compare gradients need the model's loss, its gradient
+with respect to the attacked weights, and that gradient's derivative with respect to word
+embeddings.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ModelCopy(CopiedModel):
 
     @torch.no_grad()
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Copy the weights of ``step`` again, by what is trained now.
+        """Copy the weights at ``step``; trained parameters may have changed.
 
         Raises:
             TypeError: the model is sharded over processes (FSDP2).
@@ -59,8 +60,8 @@ class ModelCopy(CopiedModel):
             )
         self.anatomy, self.step = anatomy, step
         self._embedding = unwrap(anatomy.embedding)
-        read = set(trained_names(anatomy))
-        names = {id(p): n for n, p in anatomy.root.named_parameters() if n in read}
+        attacked = set(trained_names(anatomy))
+        names = {id(p): n for n, p in anatomy.root.named_parameters() if n in attacked}
         with torch.inference_mode(False):
             self._weights, self._leaves = {}, {}
             for name, parameter in anatomy.model.named_parameters():
@@ -113,15 +114,15 @@ class ModelCopy(CopiedModel):
 
         Args:
             ids: (B, L).
-            labels: (B, L), or (B, L, V) where they are distributions; each is predicted at the
-                place before it, and the first nowhere.
+            labels: (B, L), or (B, L, V) if they are distributions; each label is predicted from the
+                position before it, and the first is not predicted.
             words: as for :meth:`logits`.
         """
         logits = self.logits(ids, words)[:, :-1].flatten(0, 1)
         return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(0, 1))
 
     def gradients(self, loss: Tensor, *, differentiable: bool = False) -> dict[str, Tensor]:
-        """Return a loss's gradient in each weight that is read, in float32 at least, by name.
+        """Return a loss's gradient for each attacked weight, in float32 at least, by name.
 
         Args:
             loss: of :meth:`loss`, computed with gradients enabled.
@@ -135,14 +136,14 @@ class ModelCopy(CopiedModel):
 
 
 def trained_names(anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the names in ``anatomy.root`` of trained parameters; of all where none is trained."""
+    """Return the names in ``anatomy.root`` of trained parameters; of all if none is trained."""
     inside = {id(p) for p in anatomy.model.parameters()}
     every = [n for n, p in anatomy.root.named_parameters() if id(p) in inside]
     return tuple([n for n in every if anatomy.trainable(n)] or every)
 
 
 class ModelCopyAttack(TextAttack):
-    """An adversary with a copy of a causal model, which knows how many texts there are."""
+    """An adversary with a copy of a causal model who knows the texts' number and lengths."""
 
     threat_model = ThreatModel.create(
         "an honest but curious server that reads one gradient and knows how many texts it comes "
@@ -155,7 +156,7 @@ class ModelCopyAttack(TextAttack):
     _copy: ModelCopy | None = None
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """Return the names of the trained parameters.
+        """Return the gradients of the trained parameters; of all parameters if none is trained.
 
         Raises:
             ThreatModelError: the model predicts no next token.

@@ -15,7 +15,7 @@ from torch.nn import functional
 from lightning_fedleak.model.anatomy import Kind
 
 IGNORE_INDEX = -100
-"""Label that the cross-entropy of torch and Hugging Face leaves out."""
+"""Label that the cross-entropy of torch and Hugging Face ignores."""
 
 _LABELS: dict[Kind, str] = {
     "causal": "(B, L) beside their ids, not shifted; -100: not trained on",
@@ -464,7 +464,7 @@ def adapter_to_copy(batch: object, kind: Kind) -> str:
     """Return the code of a ``batch_adapter`` to fill in.
 
     Args:
-        batch: a batch, or its class; its form stands in a comment, never its contents.
+        batch: a batch, or its class; its form is in a comment, never its contents.
         kind: of the model.
     """
     return f"""

@@ -1,4 +1,4 @@
-"""How tensors are compressed on their way, and what that leaves out of them."""
+"""How shared tensors are compressed, and the error of that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AVERAGED = "averaged"
 
 
 def compression_error(tensor: Tensor, method: str) -> float:
-    """Return the standard deviation of what a compression left out of a tensor's entries.
+    """Return the standard deviation of a compression's error in a tensor's entries.
 
     It follows from what was sent: a uniform error of one step for rounding, a uniform one below
     the smallest kept entry for the zeros of ``"topk"``, for signs that of normal entries with the
@@ -87,7 +87,7 @@ class Compression:
 
 
 def low_rank(values: Tensor, rank: int, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the product of two factors that stands for a tensor, and the right factor.
+    """Return the product of two factors that approximates a tensor, and the right factor.
 
     Args:
         values: (n, ...), read as a matrix (n, m).

@@ -143,7 +143,7 @@ class TokenSnapshot:
 
 @dataclass(frozen=True)
 class ReleasedModel:
-    """The released model and its base, asked about the same N texts.
+    """The released model and its base, queried with the same N texts.
 
     Attributes:
         now: what the model says.
@@ -206,7 +206,7 @@ def explain_input_noise(size: float) -> str:
     return (
         f"training adds {size:.2g} times their size to the embeddings (NEFTune, or a hook of your "
         "own), which hides words, texts and members from this attack, not from every attack: "
-        "measure a run without it (neftune_noise_alpha=None) to see what the data gives away"
+        "measure a run without it (neftune_noise_alpha=None) to see what the data leaks"
     )
 
 

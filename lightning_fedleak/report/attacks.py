@@ -53,9 +53,9 @@ class Point(NamedTuple):
 
     Attributes:
         step: optimizer step or round.
-        client: whose update; empty where results are not told apart by clients.
+        client: whose update; empty where results are not separated by client.
         value, low, high: the headline and the ends of its 95% interval.
-        n: how many tokens, texts or games stand behind it.
+        n: number of tokens, texts or games that it is computed from.
         withheld: whether a gate kept the update back.
     """
 
@@ -79,7 +79,7 @@ class QuotedLook:
 
     Attributes:
         step: optimizer step or round.
-        n: how many tokens, texts or games stand behind it.
+        n: number of tokens, texts or games that it is computed from.
         rate: the headline.
         rates: the known values of all metrics.
         control: the headline of what was read of known words or texts; None without a control.
@@ -147,7 +147,7 @@ class AttackSummary:
             latest look; None where it has no control, or none that could be read.
         control_of_a_part: the same of a part of the batch; None where none was tried.
         blind: measurements whose low number says nothing, since their control is low too.
-        by_aggregation: those that are low because the batch holds more than it can tell apart.
+        by_aggregation: those that are low because the batch holds more than it can distinguish.
         control_note: what its controls change, in a sentence; empty where they change nothing.
         above_chance: how far above guessing it read, up to 1, as far as controls are high; -1 where
             that is unknown.
@@ -219,7 +219,7 @@ class FitResults:
     Attributes:
         lines: of attacks that were played.
         clients: whose results there are, in the order in which they came.
-        several: whether results are told apart by clients.
+        several: whether results are separated by client.
         withheld: updates, by client and round, that a gate did not let leave.
     """
 

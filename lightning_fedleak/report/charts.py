@@ -200,7 +200,7 @@ def _both(draw: Callable[[float], str], desk: float = DESK) -> Markup:
 
 
 def figures(fit: FitSummary, one: Overview, runs: int = 1) -> list[Figure]:
-    """Return the charts of a run, as far as there is something to draw and the page has room.
+    """Return the charts of a run, as far as there is something to draw and the page has space.
 
     Args:
         fit: the run.

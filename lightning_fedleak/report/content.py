@@ -158,7 +158,7 @@ _CLIENT_DEFENSE = "ClientDP(..., trust='local') clips each client's update and a
 
 
 def next_steps(fits: Sequence[FitSummary]) -> list[str]:
-    """Return what can be done about what runs gave away, and about what nobody knows yet.
+    """Return what can be done about what runs leaked, and about what nobody knows yet.
 
     Args:
         fits: the runs.
@@ -188,13 +188,13 @@ def _against_reading(fit: FitSummary) -> Iterator[str]:
     if titles:
         yield (
             f"Against what was read ({' and '.join(titles.values())}): {_noise(fit)}. Larger "
-            "batches give away less of each text. Then compare both runs: fedleak compare BEFORE "
+            "batches leak less of each text. Then compare both runs: fedleak compare BEFORE "
             "AFTER."
         )
     model = [a.above_chance for a in fit.attacks if a.stage == RELEASED]
     if max(model, default=0.0) > NEXT_TO_NONE:
         yield (
-            "Against what the trained model gives away: train for fewer epochs, or with DPSGD, and "
+            "Against what the trained model leaks: train for fewer epochs, or with DPSGD, and "
             "test it again."
         )
     elif fit.recorded and not titles and not _is_private(fit):
@@ -247,7 +247,7 @@ def _to_measure(fit: FitSummary) -> Iterator[str]:
     if unsure:
         yield (
             f"Narrow the interval of {_names(unsure)}, which includes guessing: "
-            f"measure more often, or ask about more texts with {watcher}(games=Games(targets=...))."
+            f"measure more often, or query more texts with {watcher}(games=Games(targets=...))."
         )
     yield from _untested(fit, watcher)
 

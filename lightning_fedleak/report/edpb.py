@@ -81,7 +81,7 @@ def _measured(attacks: Sequence[AttackSummary], metric: str) -> list[AttackSumma
 
 
 def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
-    """Return the attacks on canaries, those that stand in the data least often first."""
+    """Return the attacks on canaries, the least repeated first."""
     canaries = [attack for attack in attacks if attack.family.name == CANARIES.name]
     return sorted(canaries, key=lambda one: (len(one.name), one.name))  # as x4 before x16
 

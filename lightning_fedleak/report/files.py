@@ -32,7 +32,7 @@ def write(
     Args:
         runs: log folders, or log files in them.
         out: folder to write to; made where it is not there. Default: the first run's.
-        about: what only people know, in TOML; by default ``report.toml`` in ``out``.
+        about: TOML file of facts that the logs lack; by default ``report.toml`` in ``out``.
         reveal: local reveal files, whose private text the page then holds.
         run: id of the fit that is reported alone; default all.
 
@@ -43,10 +43,10 @@ def write(
         ReportError: nothing is there to report, a file cannot be read or written, or ``about``
             says what an entry cannot hold.
     """
-    folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
-    logs, people = read(runs, run=run), _people(about, folder)
+    folder = out or _folder_of(runs[0])
+    logs, about_fields = read(runs, run=run), _about_fields(about, folder)
     try:
-        content = findings(logs, people)
+        content = findings(logs, about_fields)
         registered = entry(content)
     except ValueError as error:
         raise ReportError(str(error)) from None
@@ -69,27 +69,29 @@ def write(
 
 
 def write_live(record: Path, run: str) -> None:
-    """Write the page of a run that goes on beside its record; it loads itself again.
+    """Write the report of a running fit next to its ``run.jsonl``; the page reloads itself.
 
     Args:
-        record: its ``run.jsonl``.
-        run: its id.
+        record: the fit's ``run.jsonl``.
+        run: the fit's id.
 
     Raises:
-        ReportError: it cannot be read.
+        ReportError: ``record`` cannot be read.
         OSError: the page cannot be written.
     """
-    content = findings(read([record], run=run), _people(None, record.parent))
+    content = findings(read([record], run=run), _about_fields(None, record.parent))
     _write_whole(record.parent / "report.html", page(content, live=True))
 
 
 def write_at_end(record: Path, run: str, watcher: str) -> Path | None:
-    """Write the report of a run beside its record, and return its page; if it cannot, warn.
+    """Write the report of a run next to its ``run.jsonl``, and return the page's path.
+
+    If the report cannot be written, the process warns and None is returned.
 
     Args:
-        record: its ``run.jsonl``.
-        run: its id.
-        watcher: the class that watched it, for the message.
+        record: the run's ``run.jsonl``.
+        run: the run's id.
+        watcher: the class that watched the run, for the message.
     """
     try:
         path, *_ = write([record], run=run)
@@ -110,16 +112,20 @@ def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
     Raises:
         ReportError: as :func:`write`.
     """
-    logs, people = read(runs), _people(about, runs[0])
-    content = findings(logs, people)
+    content = findings(read(runs), _about_fields(about, _folder_of(runs[0])))
     try:
-        entry(content)  # which checks what people wrote
+        entry(content)  # which checks the fields of ``about``
         print(model_card(content), end="")
     except ValueError as error:
         raise ReportError(str(error)) from None
 
 
-def _people(about: Path | None, folder: Path) -> Mapping[str, object]:
+def _folder_of(run: Path) -> Path:
+    """Return the folder of a run's logs, of which one may be named in its place."""
+    return run if run.is_dir() else run.parent
+
+
+def _about_fields(about: Path | None, folder: Path) -> Mapping[str, object]:
     """Return the tables of a file of TOML, by default of ``report.toml`` in a folder."""
     if about is None:
         about = folder / REPORT_TOML
@@ -141,7 +147,7 @@ def _text(path: Path) -> str:
 
 
 def _write_whole(path: Path, content: str) -> None:
-    """Write a file whole or not at all, for its owner alone as the logs are."""
+    """Write a file whole or not at all, with mode 0600, as the logs."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".report")  # mode 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

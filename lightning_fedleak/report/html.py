@@ -202,7 +202,7 @@ def _attempts(findings: Findings) -> Answers:
     return [
         ("Attacks tried", _each(findings, (a.name for a in attacks))),
         ("Adversaries", _each(findings, (a.adversary for a in attacks))),
-        ("Their strength", "each attack's settings stand in the table of attacks"),
+        ("Their strength", "each attack's settings are in the table of attacks"),
         ("Results", _each(findings, results)),
         ("Unknown results", sum(a.unknown for a in attacks)),
         ("Not tested", _each(findings, not_tested)),
@@ -219,7 +219,7 @@ def _attempts(findings: Findings) -> Answers:
 def model_card(findings: Findings) -> str:
     """Return the block as Markdown, for a model card of the Hugging Face hub."""
     lines = [
-        "## Tests of what the training gives away",
+        "## Tests of what the training leaks",
         "",
         f"Made by `fedleak report` ({findings.package}) on {findings.date[:10]}. It lists what was "
         "tried. It does not say that the model is anonymous, nor that anybody complies. A rate "

@@ -104,7 +104,7 @@ class Bins:
         self.names = [str(p[0]) if len(p) == 1 else f"{p[0]}\u2013{p[-1]}" for p in self.steps]
 
     def highest(self, points: Iterable[Point]) -> dict[int, Point]:
-        """Return the point with the highest value of each bin; others' steps are left out."""
+        """Return the point with the highest value of each bin."""
         parts = grouped([p for p in points if p.step in self._bins], lambda p: self._bins[p.step])
         return {
             number: max(part, key=lambda p: -math.inf if p.value is None else p.value)

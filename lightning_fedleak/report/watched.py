@@ -95,7 +95,7 @@ class Reported:
         notebook.display(notebook.HTML(frame))
 
     def _repr_html_(self) -> str:
-        """Return what the newest run gave away, in the report's sentences."""
+        """Return what the newest run leaked, in the report's sentences."""
         lines = [repr(self)]
         if (newest := self._newest_run()) is not None:
             records, run = newest

@@ -80,7 +80,7 @@ def interval(rate: MetricValue | None) -> str:
     """Return a rate and its 95% interval; one that has no upper end is at least so much."""
     if rate is None or rate.value is None:
         return "unknown"
-    if rate.low is not None and rate.high is None:  # capped by the number of others
+    if rate.low is not None and rate.high is None:  # capped by the number of held-out canaries
         return f"at least {share(rate.value)} ({share(rate.low)} or more)"
     if rate.low is None or rate.high is None:
         return share(rate.value)
@@ -110,7 +110,7 @@ def brief_interval(rate: MetricValue) -> str:
     """Return the ends of a 95% interval; empty where none was recorded."""
     if rate.low is None:
         return ""
-    if rate.high is None:  # capped by the number of others
+    if rate.high is None:  # capped by the number of held-out canaries
         return f"{brief(rate.low)} or more"
     low, high = brief(rate.low).replace(">.99", ".99"), brief(rate.high).replace(">.99", "1.00")
     return f"{low}–{high}"
@@ -137,7 +137,7 @@ def rounded_up(bound: float) -> float:
 def visible(value: T) -> T:
     """Return a value with every character written out that a reader cannot see.
 
-    Marks that turn the direction of writing would let a name change what stands beside it; escape
+    Marks that turn the direction of writing would let a name change the text next to it; escape
     sequences act on terminals, and a lone surrogate is in no file of UTF-8.
     """
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A run of a training loop, as the engine knows it, and how it is watched."""
+"""A training loop as an engine Run."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ T = TypeVar("T")
 
 @dataclass
 class Loop:
-    """What a loop trains, and how far it is.
+    """A loop's model, optimizers and progress.
 
     Attributes:
-        model: what is trained.
-        optimizers: without what Accelerate wraps them in; a DP optimizer of another library as it
-            is, see ``steps_by``.
+        model: the trained model.
+        optimizers: unwrapped from Accelerate; a DP optimizer of another library stays wrapped, see
+            ``inner_optimizers``.
         loader: of the training data; None: not known.
-        precision: as :class:`WatchSettings` has it.
+        precision: as in :class:`WatchSettings`.
         scaler: the GradScaler, if there is one.
-        tokenizer: that the run uses.
+        tokenizer: the run's.
         epochs: of the run; None: not known.
-        utility: the user's own numbers by name.
+        utility: the user's metrics by name.
         steps: optimizer steps so far, skipped ones included.
         batches: batches so far.
-        watched: names of values that something besides gates stops or chooses by.
-        stage_reached: is called while ``p.grad`` is what an optimizer is about to step with, by a
-            face that knows when that is.
+        watched: metrics that something other than a gate stops training or selects checkpoints by.
+        stage_reached: called by an integration when ``p.grad`` holds the gradient of the next
+            optimizer step.
     """
 
     model: nn.Module
@@ -59,8 +59,8 @@ class Loop:
     stage_reached: StageReached | None = None
 
     @property
-    def steps_by(self) -> list[Optimizer]:
-        """Return the optimizers that take the steps, inside those that make their gradient."""
+    def inner_optimizers(self) -> list[Optimizer]:
+        """Return the torch optimizers that step, unwrapped from DP optimizers."""
         return [real_optimizer(optimizer) for optimizer in self.optimizers]
 
 
@@ -69,7 +69,7 @@ class LoopRun(Run):
     """One run of a loop.
 
     Attributes:
-        loop: what it trains.
+        loop: the training loop.
     """
 
     watcher: ClassVar[str] = "Watch"
@@ -82,7 +82,7 @@ class LoopRun(Run):
     ) -> LoopRun:
         """Return the run of a loop on a model, against an adversary with these capabilities.
 
-        No defence acts in it but a DP optimizer of another library: others act in Lightning's
+        The only defence is a DP optimizer of another library; the package's defences need
         DefendedStrategy.
         """
         dtypes = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
@@ -110,10 +110,10 @@ class LoopRun(Run):
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the optimizers of the loop, unwrapped."""
-        return self.loop.steps_by
+        return self.loop.inner_optimizers
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return autocast where the loop uses it."""
+        """Return autocast if the loop uses it."""
         dtype = AUTOCAST.get(self.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
@@ -124,12 +124,12 @@ class LoopRun(Run):
 
     @property
     def training_loader(self) -> object:
-        """Return the loader that the loop was said to read."""
+        """Return the loader of the training data."""
         return self.loop.loader
 
     @property
     def progress(self) -> tuple[int, float] | None:
-        """Return the epoch and the share of its batches that is done; None: not known."""
+        """Return the epoch and the processed share of its batches; None: not known."""
         try:
             length = len(self.loop.loader)
         except TypeError:
@@ -139,7 +139,7 @@ class LoopRun(Run):
 
     @property
     def epochs(self) -> int | None:
-        """Return the number of epochs that the run is to have; None: not known."""
+        """Return the planned number of epochs; None: not known."""
         return self.loop.epochs
 
     @property
@@ -154,10 +154,13 @@ class LoopRun(Run):
         return is_compiled(self.loop.model)
 
     def check_first_forward(self) -> Callable[[], None]:
-        """Compare what is cast in the next forward with the precision; return what ends this.
+        """Check on the next forward that autocast matches ``precision``.
+
+        Returns:
+            A function that removes the check.
 
         Raises:
-            ValueError: in that forward: they differ; names the argument.
+            ValueError: raised in that forward if they differ; the message names the argument.
         """
         kind = self.device.type
 
@@ -193,7 +196,7 @@ class LoopRun(Run):
         return bool(self.summed(torch.tensor(int(value), device=self.device)))
 
     def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
-        """Return those of the user's own numbers that are known by now."""
+        """Return the user's metrics logged so far."""
         return {name: self.loop.utility[name] for name in names if name in self.loop.utility}
 
 
@@ -202,9 +205,9 @@ def _is_distributed() -> bool:
 
 
 def show_messages() -> None:
-    """Show on stderr what is logged for information, as Lightning does for its own Trainer.
+    """Show INFO messages on stderr, as Lightning does for its Trainer.
 
-    Nothing is changed where somebody has set up logging.
+    Nothing is changed if logging is configured.
     """
     log = rank_zero.log
     if not (log.isEnabledFor(logging.INFO) or logging.getLogger().handlers):
@@ -213,12 +216,12 @@ def show_messages() -> None:
 
 
 def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) -> None:
-    """Refuse a model whose gradients no process holds whole, or that is copied at each step.
+    """Refuse a model whose gradients are sharded over processes, or that each step replicates.
 
     Args:
         model: as the loop trains it.
         watcher: the class that watches it, for the message.
-        wrappers: names of classes that are about to wrap it.
+        wrappers: names of classes that will wrap it.
 
     Raises:
         ValueError: says why, and what to do.
@@ -226,8 +229,8 @@ def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) 
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     reasons = {
-        "DeepSpeed keeps gradients in buffers of its own and reduces them inside of backward, so "
-        "that no p.grad is what leaves: use DDP": "DeepSpeedEngine" in names,
+        "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so that "
+        "p.grad is not the shared gradient: use DDP": "DeepSpeedEngine" in names,
         "FSDP and tensor parallelism keep a part of each gradient in every process: use DDP, or "
         "LeakageMonitor with Lightning's ModelParallelStrategy": (
             sharded or "FullyShardedDataParallel" in names
@@ -242,10 +245,10 @@ def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) 
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside what Accelerate prepared.
+    """Return the optimizer, unwrapped from Accelerate.
 
     Raises:
-        TypeError: no optimizer.
+        TypeError: this is no optimizer.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
@@ -255,7 +258,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers of a loop, without what Accelerate wraps them in.
+    """Return the optimizers of a loop, unwrapped from Accelerate.
 
     Raises:
         ValueError: Accelerate steps them under fp16.
@@ -263,16 +266,17 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     if any(getattr(each, "scaler", None) is not None for each in optimizers):
         raise ValueError(
-            "Accelerate's fp16 steps by a function of its own, at which Watch cannot look: use "
+            "Watch cannot observe the optimizer step that Accelerate patches under fp16: use "
             "mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
         )
     return [unwrapped(each) for each in optimizers]
 
 
 def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
-    """Return whether a gradient is there; ``zeros`` counts zeros, which need not be read then.
+    """Return whether there is a gradient.
 
-    What Opacus keeps of the parts of a virtual batch is one too.
+    With ``zeros`` an all-zero gradient counts, so values are not read. Opacus' accumulated
+    ``summed_grad`` of a virtual batch counts.
     """
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     gradients = [(p.grad, getattr(p, "summed_grad", None)) for g in groups for p in g["params"]]
@@ -282,14 +286,14 @@ def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
 
 
 @contextmanager
-def before_backward(begins: Callable[[Any], object]) -> Iterator[None]:
-    """Call a function with the losses whose backward is run inside, by torch's own function."""
+def before_backward(on_backward: Callable[[Any], object]) -> Iterator[None]:
+    """Call ``on_backward`` with the losses of every torch.autograd.backward within the context."""
     original = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         torch.autograd.backward = original  # a checkpoint's backward calls it again
         try:
-            begins(tensors)
+            on_backward(tensors)
             original(tensors, *args, **kwargs)
         finally:
             torch.autograd.backward = backward

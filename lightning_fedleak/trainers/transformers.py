@@ -289,7 +289,7 @@ class TransformersWatch(Watch):
 
         trainer.training_step = training_step  # type: ignore[method-assign]
         self._removers.append(put_back)
-        for optimizer in self.loop.steps_by if self._run.defenses else ():
+        for optimizer in self.loop.inner_optimizers if self._run.defenses else ():
             steps = partial(self.engine.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))
 

@@ -384,7 +384,7 @@ class Watch(Reported):
         return not has_gradients(self.loop.optimizers, zeros=self._look is None)
 
     def _skip(self) -> None:
-        for optimizer in self.loop.steps_by:
+        for optimizer in self.loop.inner_optimizers:
             self.optimizer_steps(optimizer)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
@@ -398,6 +398,6 @@ class Watch(Reported):
         self.engine.optimizer_steps(optimizer)
 
     def _hook_optimizers(self) -> None:
-        for optimizer in self.loop.steps_by:
+        for optimizer in self.loop.inner_optimizers:
             steps = partial(self.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))

@@ -351,7 +351,7 @@ def hardened(folder: Path) -> dict[str, Any]:
 
 
 class ShardedLlama(CausalLMModule):
-    """Wide enough for its inputs to be told apart; with LoRA or whole."""
+    """Wide enough for its inputs to be distinguished; with LoRA or whole."""
 
     def __init__(self, lora: bool) -> None:
         with torch.random.fork_rng():

@@ -1,8 +1,7 @@
-"""What the site of docs/ shows, and that it asks no host for anything. `make docs` builds it."""
+"""What the site shows, and that it loads nothing from other hosts. `make docs` builds it."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import re
@@ -41,10 +40,10 @@ def test_every_public_name_has_one_place_in_the_reference():
 
 
 @pytest.mark.parametrize("path", API, ids=lambda path: path.stem)
-def test_what_the_reference_names_exists_and_says_what_it_is(path):
+def test_documented_names_exist_and_have_docstrings(path):
     for name in documented(path):
-        home, _, last = name.rpartition(".")
-        assert functools.reduce(getattr, [last], importlib.import_module(home)).__doc__, name
+        module, _, last = name.rpartition(".")
+        assert getattr(importlib.import_module(module), last).__doc__, name
 
 
 def test_the_site_is_strict_and_has_no_font_or_script_of_another_host():
@@ -58,7 +57,7 @@ def test_the_site_is_strict_and_has_no_font_or_script_of_another_host():
 
 
 @pytest.mark.parametrize(
-    ("text", "suffix", "asked"),
+    ("text", "suffix", "expected"),
     [
         ('<script src="https://h/x.js"></script>', ".html", ["https://h/x.js"]),
         ('<script src="//h/x.js"></script>', ".html", ["//h/x.js"]),
@@ -79,11 +78,11 @@ def test_the_site_is_strict_and_has_no_font_or_script_of_another_host():
         ("a{background:url(data:image/svg+xml;utf8,x)}", ".css", []),
     ],
 )
-def test_what_a_page_asks_of_other_hosts(hooks, text, suffix, asked):
-    assert hooks.asks_of_other_hosts(text, suffix) == asked
+def test_external_requests_of_a_page(hooks, text, suffix, expected):
+    assert hooks.external_requests(text, suffix) == expected
 
 
-def test_a_site_that_asks_another_host_fails_the_build(hooks, tmp_path):
+def test_an_external_request_fails_the_build(hooks, tmp_path):
     (tmp_path / "index.html").write_text("<img src='x.png'>")
     hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
     (tmp_path / "api").mkdir()
@@ -97,33 +96,33 @@ def on_page(name: str) -> SimpleNamespace:
 
 
 def test_links_that_leave_the_docs_become_names_of_files(hooks):
-    display = hooks.on_page_markdown(
+    markdown = hooks.on_page_markdown(
         "See [the rules](../CONTRIBUTING.md#a), [x](../x.py), [here](x.md#b).\n"
         "<!-- test: skip (because) -->\n```\n[0](../1)\n```\n",
         page=on_page("a.md"),
     )
-    assert display == (
+    assert markdown == (
         "See the rules (`CONTRIBUTING.md`), `x.py`, [here](x.md#b).\n```\n[0](../1)\n```\n"
     )
     inside = "[a](../a.md) ![b](../b.png) [c](../../c/d.py)"
-    display = hooks.on_page_markdown(inside, page=on_page("api/x.md"))
-    assert display == "[a](../a.md) ![b](../b.png) `c/d.py`"
+    markdown = hooks.on_page_markdown(inside, page=on_page("api/x.md"))
+    assert markdown == "[a](../a.md) ![b](../b.png) `c/d.py`"
 
 
 def test_roles_of_docstrings_become_names(hooks):
-    display = hooks.on_page_content("<p>A :class:<code>~a.b.C</code>, <code>x</code></p>")
-    assert display == (
+    html = hooks.on_page_content("<p>A :class:<code>~a.b.C</code>, <code>x</code></p>")
+    assert html == (
         '<p>A <autoref optional identifier="a.b.C"><code>C</code></autoref>, <code>x</code></p>'
     )
 
 
 def test_search_has_a_name_and_wide_code_is_reached_by_keyboard(hooks):
     assert hooks.on_post_page('<div role="dialog">') == '<div role="dialog" aria-label="Search">'
-    display = hooks.on_page_content("<pre><span></span><code>x\n</code></pre>")
-    assert '<code tabindex="0">' in display
+    html = hooks.on_page_content("<pre><span></span><code>x\n</code></pre>")
+    assert '<code tabindex="0">' in html
 
 
-def test_long_names_break_behind_a_slash_and_blocks_stay(hooks):
+def test_long_names_break_after_a_slash_but_not_in_code_blocks(hooks):
     assert hooks.on_page_content("<td><code>a/&lt;b&gt;/c</code></td>") == (
         "<td><code>a/<wbr>&lt;b&gt;/<wbr>c</code></td>"
     )

@@ -403,7 +403,7 @@ def test_max_overhead_keeps_looks_within_their_share_of_the_time(share: float) -
     assert 0 < spent <= share * passed * 1.02 + 0.15
     assert cadence.next_step > 1
     cadence.next_step = 40
-    assert cadence.after_try(0.5, 1.0) == 40 + math.ceil(0.5 / share)  # later looks pay for it
+    assert cadence.after_retry(0.5, 1.0) == 40 + math.ceil(0.5 / share)  # later looks pay for it
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

@@ -68,8 +68,8 @@ def test_bitfit_refuses_a_model_without_biases() -> None:
 def test_optimizer_holds_what_is_trained(folder: str) -> None:
     module = CausalLMFineTuning(folder, peft="lora", lr=0.25, weight_decay=0.5)
     optimizer = module.configure_optimizers()
-    held_out = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held_out == {id(p) for p in module.parameters() if p.requires_grad}
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in module.parameters() if p.requires_grad}
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
 

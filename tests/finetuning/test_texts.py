@@ -27,7 +27,7 @@ def test_json_lines_keep_any_text(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_plain_text_has_a_text_a_line(tmp_path: Path, packed: bool) -> None:
+def test_plain_text_is_one_text_per_line(tmp_path: Path, packed: bool) -> None:
     data = ("\n\n".join(WORDS) + "\n").encode()
     path = tmp_path / ("a.txt.gz" if packed else "a.txt")
     path.write_bytes(gzip.compress(data) if packed else data)
@@ -67,7 +67,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_texts(path) == ["one", "two"]
 
 
-def test_the_column_is_named_or_the_only_one_of_strings(tmp_path: Path) -> None:
+def test_text_column_is_given_or_the_only_string_column(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "hello", "n": 1}\n{"body": "there", "n": 2}\n')
     assert read_texts(path) == ["hello", "there"]
@@ -84,15 +84,15 @@ CHAT = [
     {"role": "assistant", "content": None, "tool_calls": []},
     {"role": "assistant", "content": [{"type": "text", "text": "On its way."}, {"type": "image"}]},
 ]
-SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+SHAREGPT_CHAT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        [{"id": "x", "messages": CHAT}, {"id": "y", "messages": SHARED}],
-        [{"conversations": CHAT}, {"conversations": SHARED}],
-        [CHAT, SHARED],
+        [{"id": "x", "messages": CHAT}, {"id": "y", "messages": SHAREGPT_CHAT}],
+        [{"conversations": CHAT}, {"conversations": SHAREGPT_CHAT}],
+        [CHAT, SHAREGPT_CHAT],
     ],
 )
 def test_a_chat_is_one_text(tmp_path: Path, content: list[object]) -> None:
@@ -127,7 +127,7 @@ def test_a_folder_has_a_text_in_each_file(tmp_path: Path) -> None:
         ("a.txt.gz", "Smith", "not a readable .gz file"),
     ],
 )
-def test_errors_of_files_name_the_place_and_quote_nothing(
+def test_file_errors_give_the_line_but_no_content(
     tmp_path: Path, name: str, content: str, message: str
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -139,15 +139,13 @@ def test_errors_of_files_name_the_place_and_quote_nothing(
 @pytest.mark.parametrize(
     "data", ["Müller".encode("cp1252"), "Müller".encode("utf-16"), b"\x00\x01\x02", b"%PDF\xff"]
 )
-def test_what_is_no_text_in_utf_8_is_refused_without_its_content(
-    tmp_path: Path, data: bytes
-) -> None:
+def test_non_utf8_files_are_refused_without_quoting_them(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "letters.txt"
     path.write_bytes(data)
-    with pytest.raises(SourceError, match=r"letters\.txt' is no text in UTF-8") as error:
+    with pytest.raises(SourceError, match=r"letters\.txt' is not UTF-8 text") as error:
         read_texts(path)
     assert "ller" not in str(error.value)
-    assert error.value.__cause__ is None  # the error of a decoder holds the text
+    assert error.value.__cause__ is None  # a decoder's error holds the text
     assert error.value.__context__ is None
 
 
@@ -220,7 +218,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: 
         ("", "the name of the text is empty"),
         ("/no/such", r"\(there is no folder '/no' either"),
         ("leters.csv", r"did you mean 'letters\.csv'\?"),
-        ("My dear Anna, " * 30, "what has 420 characters is no name"),
+        ("My dear Anna, " * 30, "a name of 420 characters is not a file, folder or dataset"),
         ("~nobody-of-this-name/letters", "no user of the name behind ~"),
     ],
 )
@@ -234,7 +232,9 @@ def test_errors_of_names(
     assert "Anna" not in str(error.value)
 
 
-def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_raise_source_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", path)
 

@@ -26,8 +26,8 @@ def deployed(tmp_path: Path) -> Iterator[Deployed]:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed) -> None:
-    """Those of deployed/deployed_app.py; between its two runs server and clients begin again."""
+def test_federation_survives_faults_and_counts_every_release(deployed: Deployed) -> None:
+    """FAULTS of deployed/deployed_app.py; server and clients restart between the two runs."""
     folder = deployed.folder
     link, first, second = deployed.all()
     deployed.run("first", APP, out=folder)
@@ -43,7 +43,7 @@ def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed
     assert spent() == 2
     assert all(bool(t.isfinite().all()) for t in torch.load(folder / "model.pt").values())
     by_round = {x["round"]: x["unknown"] for x in lines(folder / "server") if x["client"] != "sum"}
-    assert "does not hold the client's texts" in by_round[1]  # the second one's never arrived
+    assert "does not hold the client's texts" in by_round[1]  # the second client's never arrived
     assert "returned in round 1" in by_round[2]
     decisions = [
         x["why"]
@@ -58,7 +58,7 @@ def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed
     ended(first)
     ended(link)
     deployed.all()
-    looked = len(lines(folder / "server"))
+    n_before = len(lines(folder / "server"))
     log = folder / "server" / "run.jsonl"
     log.unlink()
     log.symlink_to("/dev/full")
@@ -66,26 +66,26 @@ def test_faults_end_no_federation_and_no_release_is_forgotten(deployed: Deployed
     until(lambda: (folder / "done.txt").exists(), deployed.logs)
     assert spent() == 4
     assert all(bool(t.isfinite().all()) for t in torch.load(folder / "model.pt").values())
-    result = [x for x in lines(folder / "server")[looked:] if x["client"] != "sum"]
+    result = [x for x in lines(folder / "server")[n_before:] if x["client"] != "sum"]
     assert {x["client"] for x in result} == {0, 1}
-    message = {round_: [x["unknown"] for x in result if x["round"] == round_] for round_ in (1, 2)}
+    reasons = {round_: [x["unknown"] for x in result if x["round"] == round_] for round_ in (1, 2)}
     for round_, why in (
         (1, "shape"),
         (1, "only one of both has"),
         (2, "only one of both has"),
         (2, "client's texts"),
     ):
-        assert any(why in one for one in message[round_]), (round_, why)
-    report = "".join(path.read_text() for path in folder.glob("*.log"))
-    assert report.count("counts as zero: failed or withheld") >= 2  # NaN was withheld, one killed
-    assert "return what is trained in the shape and dtype in which it was sent" in report
+        assert any(why in one for one in reasons[round_]), (round_, why)
+    logs = "".join(path.read_text() for path in folder.glob("*.log"))
+    assert logs.count("counts as zero: failed or withheld") >= 2  # NaN was withheld, one killed
+    assert "return what is trained in the shape and dtype in which it was sent" in logs
     full = [p.parent.name for p in folder.glob("*/leakage.jsonl") if p.is_symlink()]
     assert full
     assert all(name.startswith("client_0_") for name in full)
-    assert "leakage.jsonl cannot be written: No space left on device" in report
-    assert "run.jsonl cannot be written: No space left on device" in report
-    assert "tensor(" not in report  # no update
-    assert "array(" not in report
+    assert "leakage.jsonl cannot be written: No space left on device" in logs
+    assert "run.jsonl cannot be written: No space left on device" in logs
+    assert "tensor(" not in logs  # no update
+    assert "array(" not in logs
 
 
 @pytest.mark.slow
@@ -107,13 +107,13 @@ def test_an_example_runs_as_it_is(deployed: Deployed, app: str, config: dict) ->
     simulated = ("--federation-config", "num-supernodes=3")
     deployed.run(app, EXAMPLES / app, *simulated, out=out, rounds=2, local_steps=1, **config)
     until(lambda: (out / "done.txt").exists(), deployed.logs)
-    message = (deployed.folder / f"{app}.log").read_text()
+    log = (deployed.folder / f"{app}.log").read_text()
     result = [x for place in out.rglob("leakage.jsonl") for x in lines(place.parent)]
     assert {x["round"] for x in result} >= {1, 2}
     if app != "secure_aggregation":
-        assert "withheld (worst/membership)" in message
+        assert "withheld (worst/membership)" in log
     else:
-        assert message.count("3 clients, 1 model to be seen") == 2
+        assert log.count("3 clients, 1 model to be seen") == 2
         server = [x for place in out.glob("server_*") for x in lines(place)]
         assert {x["client"] for x in server} == {"all", "sum"}
         assert any(x["metrics"].get("auc", {}).get("value") for x in server)

@@ -198,19 +198,19 @@ def test_the_p_value_is_the_error_with_which_the_interval_begins_at_guessing(
     )
 
 
-def test_texts_of_another_law_are_told_from_texts_that_are_too_few() -> None:
+def test_different_distributions_are_distinguished_from_too_few_texts() -> None:
     fine, few, other = Rate(0.5, 0.46, 0.54), Rate(0.53, 0.41, 0.65), Rate(0.6, 0.56, 0.64)
     low = Rate(0.4, 0.36, 0.44)
     assert other_law({"loss": fine}) is None
     found = other_law({"loss": fine, "zlib": few})
     assert found is not None
-    assert found.startswith("too few to decide whether they are of one law: ")
-    assert "'zlib' tells them apart with an AUC of 0.53 (0.41 to 0.65)" in found
+    assert found.startswith("too few to decide whether they are exchangeable: ")
+    assert "'zlib' distinguishes them with an AUC of 0.53 (0.41 to 0.65)" in found
     wide = Rate(0.7, 0.49, 0.9)  # farther, and shows nothing
     for apart in (other, low):
         found = other_law({"loss": wide, "zlib": few, "length": apart})
         assert found is not None
-        assert found.startswith("of another law: without the trained model 'length'")
+        assert found.startswith("from different distributions: without the trained model 'length'")
 
 
 # ---- texts that repeat --------------------------------------------------------------------------

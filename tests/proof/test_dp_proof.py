@@ -33,9 +33,9 @@ CLIP = 0.7
 def releases(
     members: Tensor, sigma: float, *, rate: float = 1.0, steps: int = 1, seed: int = 0
 ) -> Tensor:
-    """(games, steps): the smallest DP-SGD there is, read along the target's own direction.
+    """(games, steps): a minimal DP-SGD, its release projected on the target's direction.
 
-    The target's gradient is 5 C along the first axis, the others lie in the remaining axes.
+    The target's gradient is 5 C along the first axis; other examples use the remaining axes.
     """
     generator = torch.Generator().manual_seed(seed)
     games, rest, d = len(members), 3, 4
@@ -59,17 +59,17 @@ def interval(scores: Tensor, members: Tensor, alpha: float = 1e-3) -> tuple[floa
     return rate.low, rate.high
 
 
-def draws(games: int, seed: int = 0) -> Tensor:
+def random_membership(games: int, seed: int = 0) -> Tensor:
     return torch.rand(games, generator=torch.Generator().manual_seed(seed)) < 0.5
 
 
-# ---- the law --------------------------------------------------------------------------------
+# ---- the release's distribution -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0, 4.0])
 @pytest.mark.parametrize("rate", [1.0, 0.4])
 def test_the_auc_of_a_step_is_the_closed_form(sigma: float, rate: float) -> None:
-    members = draws(10_000)
+    members = random_membership(10_000)
     low, high = interval(releases(members, sigma, rate=rate)[:, 0], members)
     assert low <= sampled_gaussian_auc(sigma, rate) <= high
     assert high - low < 0.04
@@ -79,8 +79,8 @@ def test_the_auc_of_a_step_is_the_closed_form(sigma: float, rate: float) -> None
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
-def test_too_little_noise_or_too_wide_a_clip_shows(sigma: float) -> None:
-    members = draws(10_000)
+def test_too_little_noise_or_too_high_a_sampling_rate_shows(sigma: float) -> None:
+    members = random_membership(10_000)
     low, high = interval(releases(members, 0.8 * sigma)[:, 0], members)
     assert not low <= sampled_gaussian_auc(sigma) <= high
     low, high = interval(releases(members, sigma, rate=0.5)[:, 0], members)
@@ -97,8 +97,8 @@ def test_the_likelihood_ratio_is_that_of_the_densities(sigma: float, rate: float
     x = torch.linspace(-4, 5, 37, dtype=torch.float64)
     out, inside = (scipy.stats.norm(mean, sigma).pdf(x.numpy()) for mean in (0, 1))
     exact = np.log(((1 - rate) * out + rate * inside) / out)
-    found = log_likelihood_ratios(x, sigma, rate)
-    np.testing.assert_allclose(found.numpy(), exact, rtol=1e-9, atol=1e-12)
+    ratios = log_likelihood_ratios(x, sigma, rate)
+    np.testing.assert_allclose(ratios.numpy(), exact, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("sigma", "rate"), [(1.0, 1.0), (0.7, 0.2), (3.0, 0.05)])
@@ -106,8 +106,8 @@ def test_the_auc_is_that_of_the_densities(sigma: float, rate: float) -> None:
     norm = scipy.stats.norm
 
     def integrand(x: float) -> float:
-        held = (1 - rate) * norm.sf(x, 0, sigma) + rate * norm.sf(x, 1, sigma)
-        return float(norm.pdf(x, 0, sigma) * held)
+        tail = (1 - rate) * norm.sf(x, 0, sigma) + rate * norm.sf(x, 1, sigma)
+        return float(norm.pdf(x, 0, sigma) * tail)
 
     area, _ = integrate.quad(integrand, -12 * sigma, 12 * sigma)
     assert sampled_gaussian_auc(sigma, rate) == pytest.approx(area, abs=1e-7)
@@ -119,16 +119,16 @@ AUDITS, GAMES = 120, 400
 
 
 def lower_bounds(sigma: float, claim: str, *, rate: float = 1.0, steps: int = 1) -> list[float]:
-    """Each of audits of its own games."""
-    found = []
-    members = draws(AUDITS * GAMES, seed=1)
-    drawn = releases(members, sigma, rate=rate, steps=steps)
-    scores = log_likelihood_ratios(drawn, sigma, rate).sum(1)
-    for own in torch.arange(AUDITS * GAMES).split(GAMES):
-        cut = 0.0 if claim == "gaussian" else "union"  # a cut settled beforehand is the sharpest
-        bound = audit_scores(scores[own], members[own], delta=1e-3, claim=claim, threshold=cut)
-        found.append(bound.epsilon)
-    return found
+    """Epsilon lower bounds of independent audits, each of separate games."""
+    bounds = []
+    members = random_membership(AUDITS * GAMES, seed=1)
+    outputs = releases(members, sigma, rate=rate, steps=steps)
+    scores = log_likelihood_ratios(outputs, sigma, rate).sum(1)
+    for audit in torch.arange(AUDITS * GAMES).split(GAMES):
+        cut = 0.0 if claim == "gaussian" else "union"  # a fixed cut is the sharpest
+        bound = audit_scores(scores[audit], members[audit], delta=1e-3, claim=claim, threshold=cut)
+        bounds.append(bound.epsilon)
+    return bounds
 
 
 def accounted(sigma: float, rate: float, steps: int) -> float:
@@ -155,35 +155,35 @@ def test_no_more_audits_than_allowed_refute_the_accountant(sigma, claim, rate, s
     assert np.median(bounds) > (0.15 if claim == "gaussian" else 0.1) * epsilon  # they have power
 
 
-def test_an_account_of_more_noise_than_there_was_is_refuted() -> None:
+def test_an_account_with_too_small_epsilon_is_refuted() -> None:
     bounds = lower_bounds(1.0, "gaussian")
     count = refutations(bounds, accounted(2.0, 1.0, 1))
     assert count.refuted > AUDITS / 2
     assert count.p_value < 1e-9
-    forgotten = lower_bounds(2.0, "gaussian", steps=9)
-    assert refutations(forgotten, accounted(2.0, 1.0, 3)).p_value < 1e-9
+    longer = lower_bounds(2.0, "gaussian", steps=9)
+    assert refutations(longer, accounted(2.0, 1.0, 3)).p_value < 1e-9
 
 
-# ---- DPSGD itself, with a neuron that is really there ----------------------------------------
+# ---- DPSGD itself, with a neuron in the model ----------------------------------------
 
 
-def planted(sigma: float, **settings) -> PlantedNeuron:
+def planted(sigma: float, sample_rate: float = 1.0) -> PlantedNeuron:
     from lightning_fedleak.defenses import DPSGD, ClipSettings
 
     ids = torch.randint(3, 97, (4, 6), generator=torch.Generator().manual_seed(0))
 
     def defense() -> DPSGD:
         return DPSGD(
-            settings.get("clip", 1e-3),
+            1e-3,
             noise_multiplier=sigma,
             target_delta=1e-5,
             accountant="rdp",
             clip=ClipSettings(loss="trusted"),
         )
 
-    rate = settings.get("sample_rate", 1.0)
     # Seeded: with fresh noise these games would fail by chance, each in one of some thousand runs.
-    return PlantedNeuron(tiny_gpt2(dropout=0.0).train(), ids, defense, sample_rate=rate, seed=1)
+    model = tiny_gpt2(dropout=0.0).train()
+    return PlantedNeuron(model, ids, defense, sample_rate=sample_rate, seed=1)
 
 
 @pytest.mark.parametrize("sigma", [0.5, pytest.param(2.0, marks=pytest.mark.slow)])

@@ -53,6 +53,13 @@ def test_the_command_prints_the_block_and_writes_nothing(run, capsys):
     assert sorted(run.iterdir()) == before
 
 
+@pytest.mark.parametrize("log", ["", "leakage.jsonl", "run.jsonl"])
+def test_report_toml_is_read_in_the_folder_of_a_log_file_too(run, capsys, log):
+    (run / "report.toml").write_text(ABOUT)
+    assert main(["report", str(run / log), "--model-card"]) == 0
+    assert "anybody \\| on the hub" in capsys.readouterr().out
+
+
 def test_the_page_says_how_the_model_is_released(run):
     html = page(findings(read([run]), {"release": {"form": "adapters alone"}}))
     assert "adapters alone" in html

@@ -121,7 +121,7 @@ def test_a_link_in_the_way_is_replaced_and_not_followed(folder, tmp_path, capsys
     (tmp_path / "report.html").symlink_to(tmp_path / "victim")
     assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "victim").read_text() == "mine"
-    assert "<title>What training gave away" in (tmp_path / "report.html").read_text()
+    assert "<title>What training leaked" in (tmp_path / "report.html").read_text()
     capsys.readouterr()
 
 

@@ -14,9 +14,9 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.taps.tokens import (
     Text,
-    ask_tokens,
     compressed_bytes,
     texts_in,
+    token_log_probs,
 )
 
 
@@ -40,7 +40,7 @@ def some_texts(*lengths: int) -> list[Text]:
 
 def test_every_number_is_that_of_a_slow_loop(model: GPT2LMHeadModel) -> None:
     texts = some_texts(30, 7, 12, 30, 3)
-    snapshot = ask_tokens(find_anatomy(model), texts)
+    snapshot = token_log_probs(find_anatomy(model), texts)
     exact = GPT2LMHeadModel(model.config).double().eval()
     exact.load_state_dict(model.double().state_dict())
     model.float()
@@ -72,7 +72,7 @@ def test_virtual_tokens_before_a_text_are_not_asked_about(model: GPT2LMHeadModel
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     tuned = get_peft_model(copy.deepcopy(model), config).eval()
     texts = some_texts(30, 7, 12)
-    snapshot = ask_tokens(find_anatomy(tuned), texts)
+    snapshot = token_log_probs(find_anatomy(tuned), texts)
     for row, text in enumerate(texts):
         with torch.no_grad():
             logits = tuned(input_ids=text.ids[None]).logits[0]
@@ -85,9 +85,9 @@ def test_virtual_tokens_before_a_text_are_not_asked_about(model: GPT2LMHeadModel
 
 def test_a_text_reads_the_same_in_any_company(model: GPT2LMHeadModel) -> None:
     texts = some_texts(30, 7, 12)
-    together = ask_tokens(find_anatomy(model), texts)
+    together = token_log_probs(find_anatomy(model), texts)
     for row, text in enumerate(texts):
-        alone = ask_tokens(find_anatomy(model), [text])
+        alone = token_log_probs(find_anatomy(model), [text])
         width = alone.labels.shape[1]
         torch.testing.assert_close(together.log_probs[row, :width], alone.log_probs[0])
         torch.testing.assert_close(together.deviations[row, :width], alone.deviations[0])
@@ -97,7 +97,7 @@ def test_the_model_and_random_numbers_are_left_as_they_were(model: GPT2LMHeadMod
     model.train()
     before, state = torch.get_rng_state(), model.state_dict()
     copies = {name: value.clone() for name, value in state.items()}
-    ask_tokens(find_anatomy(model), some_texts(9, 9))
+    token_log_probs(find_anatomy(model), some_texts(9, 9))
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(copies[name], value) for name, value in model.state_dict().items())

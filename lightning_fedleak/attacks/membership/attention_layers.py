@@ -194,7 +194,7 @@ class CraftedAttention(nn.Module):
 
     The buffers are ``w_q``, ``w_k`` (2, d, d) with biases ``b_q``, ``b_k`` (2, d), ``w_v``
     (2, d, d) and ``w_o`` (r, 2 d). The third and the fourth head of Algorithm 1 are copies of the
-    two, and not needed. Every row of W_O stands for ``K / r`` equal rows with different biases: a
+    two, and not needed. Every row of W_O represents ``K / r`` equal rows with different biases: a
     ladder of gammas. The module computes in its own dtype, also under autocast. No token attends to
     padded positions, whose output is 0.
 

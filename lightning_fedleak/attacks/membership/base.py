@@ -76,7 +76,7 @@ class PassiveMembership(Attack):
     """
 
     threat_model = ThreatModel.create(
-        "an honest but curious server that reads one update and holds the texts it asks about",
+        "an honest but curious server that reads one update and holds the candidate texts",
         Capability.KNOWS_MODEL,
         Capability.KNOWS_PUBLIC_TEXT,
         Capability.KNOWS_TARGET_TEXT,

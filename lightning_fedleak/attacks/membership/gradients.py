@@ -242,7 +242,7 @@ class GradientMembership(PassiveMembership):
         return MembershipGuess(scores=scores.cpu(), members=(scores > threshold).cpu())
 
     def _shared_gradient(self, view: Observation, name: str) -> Tensor:
-        """Return the gradient of a parameter, or of an update what stands for it."""
+        """Return the gradient of a parameter, or the update that replaces it."""
         g = whole_tensor(view.gradient(name)).float()
         if not bool(g.isfinite().all()):
             raise UnusableObservation(f"the gradient of {name} has NaN or infinity")

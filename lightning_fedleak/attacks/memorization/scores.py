@@ -60,10 +60,10 @@ class MemorizationAttack(Attack):
         >>> from lightning_fedleak.model.anatomy import find_anatomy
         >>> from lightning_fedleak.attacks.memorization import LossRatio
         >>> from lightning_fedleak.model.snapshots import Observation, ReleasedModel
-        >>> from lightning_fedleak.model.taps.tokens import Text, ask_tokens, compressed_bytes
+        >>> from lightning_fedleak.model.taps.tokens import Text, token_log_probs, compressed_bytes
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1, n_layer=1))
         >>> texts = [Text(ids, ids) for ids in torch.arange(60).view(6, 10)]
-        >>> base = ask_tokens(find_anatomy(model), texts)
+        >>> base = token_log_probs(find_anatomy(model), texts)
         >>> released = ReleasedModel(base, base, compressed_bytes(texts))  # nothing was trained
         >>> LossRatio().run(Observation(released=released)).scores
         tensor([-1., -1., -1., -1., -1., -1.], dtype=torch.float64)

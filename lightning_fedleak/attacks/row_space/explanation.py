@@ -6,7 +6,7 @@ are exact, its largest are uncertain. Rows are combinations of few atoms. The at
 accurate entries predict the uncertain ones, and the completed rows give better atoms. Both steps
 alternate until the atoms stay the same (expectation and maximisation).
 
-How many word types the rows can tell apart follows from a formula, and from planted sets.
+How many word types the rows can distinguish follows from a formula, and from planted sets.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _GRID = 200.0  # cells per unit length: atoms in one cell of all directions are 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many types an update tells apart.
+    """How many types an update distinguishes.
 
     Attributes:
         types: the largest number of planted types of which all but one in a hundred were found; 0
@@ -66,7 +66,7 @@ class Capacity:
 
 
 def predict_capacity(width: int, tokens: int, rank: int) -> float:
-    """Return how many types ``rank`` rows tell apart: ``width / (1 + ln(tokens) / (2.5 rank))``.
+    """Return how many types ``rank`` rows distinguish: ``width / (1 + ln(tokens) / (2.5 rank))``.
 
     The formula was fitted to planted sets of equally likely types. It is no theorem, and no promise
     that more types are safe.
@@ -83,7 +83,7 @@ def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) 
     """Return the capacity that a search by bisection over planted sets of types finds.
 
     Tokens with (nearly) equal atoms, such as those that were never trained, are not planted: no
-    update tells them apart.
+    update distinguishes them.
 
     Args:
         atoms: of all tokens.
@@ -93,9 +93,9 @@ def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) 
     """
     generator = torch.Generator().manual_seed(seed)
     usable = _unlike_tokens(atoms, generator)
-    room = atoms.width - len(atoms.beside)
-    guess = predict_capacity(room, len(usable), rank)
-    low, high = 0, min(room, len(usable))
+    dims = atoms.width - len(atoms.beside)
+    guess = predict_capacity(dims, len(usable), rank)
+    low, high = 0, min(dims, len(usable))
     types = max(1, min(int(guess), high - 1))
     deadline = time.monotonic() + seconds
     failed = None
@@ -104,10 +104,10 @@ def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) 
             low = types
         else:
             high = failed = types
-        if time.monotonic() > deadline or high - low <= max(1, room // 16):
+        if time.monotonic() > deadline or high - low <= max(1, dims // 16):
             break
-        wider = min(types + max(1, room // 8), high - 1) if failed is None else (low + high) // 2
-        narrower = max(1, types - max(1, room // 8)) if low == 0 else (low + high) // 2
+        wider = min(types + max(1, dims // 8), high - 1) if failed is None else (low + high) // 2
+        narrower = max(1, types - max(1, dims // 8)) if low == 0 else (low + high) // 2
         types = wider if low == types else narrower
     return Capacity(low, failed, guess)
 
@@ -217,7 +217,7 @@ class ReadableInput:
         return {m.name: self._factors[m.name] for m in self.maps if m.regularised}
 
     def capacity(self, seconds: float, seed: int) -> float | None:
-        """Return how many types its rows can tell apart; None if one set takes longer on a CPU.
+        """Return how many types its rows can distinguish; None if one set takes longer on a CPU.
 
         The positions of texts of 32 tokens count as known. It is 0 if no set was found in the time.
         """
@@ -428,10 +428,10 @@ class ReadableInput:
         shared = SharedRows.stack(gradients, atoms.beside, rounding=rounding, noise=noise)
         if beside and not any(noise) and shared.silent:
             raise NotYet(linear_maps.NO_GRADIENT_YET)
-        room = atoms.width - len(atoms.beside)
-        if len(shared.principal) >= room - 1:
+        dims = atoms.width - len(atoms.beside)
+        if len(shared.principal) >= dims - 1:
             raise Inapplicable(
-                f"what was shared fills all {room} directions of the input: more types (and "
+                f"what was shared fills all {dims} directions of the input: more types (and "
                 "positions) than can be distinguished"
             )
         extra = len(atoms) - len(self.log_odds)
@@ -442,7 +442,7 @@ class ReadableInput:
         result = explain(atoms, shared, odds)
         if math.isnan(result.expected) and not len(result.types):
             raise Inapplicable(
-                f"what was shared fills {len(shared.principal)} of the {room} directions of the "
+                f"what was shared fills {len(shared.principal)} of the {dims} directions of the "
                 "input, and no type stands out: more types (and positions) than can be "
                 "distinguished"
             )

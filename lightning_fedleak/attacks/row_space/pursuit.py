@@ -84,8 +84,8 @@ class SharedRows:
         whole = torch.cat(rows)
         whole = whole - (whole @ beside.T) @ beside
         exact = rounding <= torch.finfo(torch.float32).eps and not any(noise)
-        room = beside.shape[1] - len(beside)
-        return cls(whole, _above_noise(whole, room, exact=exact), exact)
+        dims = beside.shape[1] - len(beside)
+        return cls(whole, _above_noise(whole, dims, exact=exact), exact)
 
     @property
     def floor(self) -> float:
@@ -98,19 +98,19 @@ class SharedRows:
         return not len(self.principal) or float(self.whole.norm()) <= CERTIFIED * self.floor
 
 
-def _above_noise(rows: Tensor, room: int, *, exact: bool) -> Tensor:
+def _above_noise(rows: Tensor, dims: int, *, exact: bool) -> Tensor:
     """Return the principal rows above the noise; near rounding the cut is the widest gap.
 
     Args:
         rows: (n, d) in units of the noise of an entry.
-        room: directions that nothing was projected off; a fall to the others is no gap.
+        dims: directions that nothing was projected off; a fall to the rest is no gap.
         exact: whether the noise is rounding alone.
     """
     n, d = rows.shape
     if n > d:
         rows = torch.linalg.qr(rows).R
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
-    s = s[:room]
+    s = s[:dims]
     edge = math.sqrt(n) + math.sqrt(d)
     k = int((s > edge).sum())
     if exact and k:
@@ -135,7 +135,7 @@ class PursuitResult:
         expected: estimated number of types; NaN where the directions ran out before the types.
         residual: root mean square of what the types leave of the rows, in units of the noise.
         certified: whether the types explain all that was shared, and every token leaves a trace.
-            Then no type is missing whose part lies above rounding, and no type stands for another
+            Then no type is missing whose part lies above rounding, and no type replaces another
             one that nearly equals it.
         silent: (m,) tokens that would leave no trace beside the types, because their inputs are
             zero, or equal to a type's; None where the types do not explain all that was shared.
@@ -169,7 +169,7 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         expected = float(used.sum())
         if len(used):
             types = chosen[: int((used.cumsum(0) / (places + expected)).argmax()) + 1]
-        most = GIVE_UP * path.room
+        most = GIVE_UP * path.dims
         if len(chosen) > most:
             expected = math.nan
             if len(shared.principal) > most and not path.certain:
@@ -204,8 +204,8 @@ def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Ten
     for early in (shared.exact, False):
         nearly, most = NEARLY_CERTIFIED, CERTIFIED
         if unfinished := path.run(early):
-            room = 1 - len(path.chosen) / atoms.width
-            nearly, most = LITTLE, math.sqrt(NOISE_FLOOR * room)
+            free = 1 - len(path.chosen) / atoms.width
+            nearly, most = LITTLE, math.sqrt(NOISE_FLOOR * free)
         if shared.exact and (path.at_floor or _residual(atoms, shared, path.tokens) <= nearly):
             fewer = prune(atoms, shared, path.tokens)
             fewer = _exchange_twins(atoms, shared, fewer, path.dependent_tokens())
@@ -339,7 +339,7 @@ def _added_direction(atoms: Tensor, place: int) -> Tensor:
 
 
 def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> bool:
-    """Return whether no token that nearly equals a type could stand in for it.
+    """Return whether no token that nearly equals a type could replace it.
 
     A type explains little beside a token that nearly equals it, and unrelated types could explain
     that little. So no such token may explain more of the residual than noise would, and no type may
@@ -415,7 +415,7 @@ class _Pursuit:
         self.noise = float(atoms.whitening.square().sum()) / atoms.width
         self.exact = shared.exact
         d = atoms.width
-        self.room = d - len(atoms.beside)
+        self.dims = d - len(atoms.beside)
         self.basis = self.residual.new_zeros(0, d)
         self.outside = torch.ones(len(log_odds), device=log_odds.device)
         self.alive = atoms.usable.clone()
@@ -436,7 +436,7 @@ class _Pursuit:
         Returns:
             Whether it ended early.
         """
-        most = self.room - 2
+        most = self.dims - 2
         little = LITTLE**2 * self._rows * self.atoms.width
         while len(self.chosen) < most and not self._is_noise():
             directions = self._directions()
@@ -448,7 +448,7 @@ class _Pursuit:
             chance = self._screen(directions)
             if self._choose_certain(directions, most):
                 continue
-            if len(self.chosen) > GIVE_UP * self.room:
+            if len(self.chosen) > GIVE_UP * self.dims:
                 return False
             if not self._choose_likeliest(directions, chance, most):
                 return False
@@ -472,7 +472,7 @@ class _Pursuit:
         if not len(self.residual):
             self.at_floor = True
             return True
-        dims = max(1, self.room - len(self.chosen))
+        dims = max(1, self.dims - len(self.chosen))
         chi_square = 1 + 3 * math.sqrt(2 / (len(self.residual) * dims))
         limit = NOISE_FLOOR if self.exact else chi_square
         self.at_floor = float(self._plain.square().sum()) <= limit * self._rows * dims
@@ -481,7 +481,7 @@ class _Pursuit:
     def _directions(self) -> Tensor:
         """Return (k, d) orthonormal directions of the residual above the noise."""
         values, vectors = torch.linalg.eigh(self.residual @ self.residual.T)
-        dims = max(1, self.room - len(self.chosen))
+        dims = max(1, self.dims - len(self.chosen))
         above = values > NOISE_FLOOR * self.noise * dims
         basis = (vectors[:, above].T @ self.residual) / values[above, None].sqrt()
         directions: Tensor = torch.linalg.qr(basis.T).Q.T.contiguous()

@@ -342,7 +342,7 @@ class _Descent:
 
     Attributes:
         variables: (B, L, n).
-        tokens: (B, L) that the variables stood for after the last :meth:`descend`.
+        tokens: (B, L) that the variables represented after the last :meth:`descend`.
         errors: (B, L) distance of the hidden states of ``tokens`` from those sent, over the norm of
             those sent; NaN where nothing was guessed.
         confidence: (B, L) of these tokens.

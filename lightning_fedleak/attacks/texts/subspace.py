@@ -215,7 +215,7 @@ class SubspaceTexts(TextAttack):
                 raise UnusableObservation(
                     "whole texts are read off gradients and off rounds of steps of SGD without "
                     "weight decay, with momentum where it begins afresh (optimizer.state.clear()): "
-                    "leave local_steps out to see what the gradients of the client's data leak"
+                    "omit local_steps to see what the gradients of the client's data leak"
                 )
         bottom = self._copy
         maps = [m for block in bottom.inputs for m in block.trained_readers(bottom.anatomy)]

@@ -124,7 +124,7 @@ class Measure:
     Attributes:
         whitening: (d, d) for each block.
         means: (n, d) for each block, an orthonormal basis of the tokens' mean states after
-            whitening, which count as explained; n is 0 where tokens alone tell states apart.
+            whitening, which count as explained; n is 0 where tokens alone distinguish states.
         contexts: prefixes after which candidates are tried, to see what they explain anywhere.
     """
 

@@ -81,7 +81,7 @@ class EncoderSearch:
         if any(len(rows.principal) >= largest * rows.whole.shape[1] for rows in shared):
             raise UnusableObservation(
                 "what was shared fills the space of the hidden states: more tokens than its "
-                "directions tell apart"
+                "directions distinguish"
             )
         self.bottom, self.first_input = bottom, first_input
         self.shared, self.bag = shared, bag
@@ -322,7 +322,7 @@ class EncoderSearch:
     # ---- the certificate --------------------------------------------------------------------
 
     def _certain(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
-        """Return whether nothing is missing, and nothing could stand in another's place.
+        """Return whether nothing is missing, and nothing could replace another.
 
         All rows of every block are explained up to rounding. No pair can be excluded, nor its token
         exchanged for another of the bag: in the first block where that distinguishes them, else in
@@ -367,7 +367,7 @@ class EncoderSearch:
         return True
 
     def _unique(self, rows: Sequence[Tensor], pairs: _Pairs, second: Explained) -> bool:
-        """Return whether no other pair that block 1 allows could stand in a text."""
+        """Return whether no other pair that block 1 allows could be in a text."""
         if not float(second.losses.min()) >= CERTIFICATE.necessary:
             return False
         number = 0

@@ -356,7 +356,7 @@ class Explained:
         return size, gains.norm(dim=0) / len(rest) ** 0.5
 
     def exchanged(self, number: int, others: Tensor) -> Tensor:
-        """Return (k,) what is left where others (k, d) stand in the place of state ``number``."""
+        """Return the residual (k,) if others (k, d) replace state ``number``."""
         outside = (others - (others @ self.basis.T) @ self.basis).square().sum(1)
         components = (others @ self.unshared[number]).square()
         return self.losses[number] * (outside / (outside + components).clamp_min(1e-300)).sqrt()

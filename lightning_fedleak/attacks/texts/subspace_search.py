@@ -340,7 +340,7 @@ class _Certificate:
     """The check that texts are those of the batch, which the adversary can make alone.
 
     Args:
-        candidates: tokens that could stand in a text.
+        candidates: tokens that could be in a text.
         shared: the rows of each block.
         measure: what the texts' states were whitened by.
     """
@@ -413,7 +413,7 @@ class _Certificate:
         return True
 
     def _unique(self, texts: Sequence[PartialText], first: Explained) -> bool:
-        """Return whether no token could be excluded, or another stand in its place."""
+        """Return whether no token could be excluded or replaced."""
         share = len(first.losses) / first.basis.shape[1]
         necessary = float(first.losses.min()) >= CERTIFICATE.necessary
         if not necessary or share > CERTIFICATE.largest_share:

@@ -54,13 +54,14 @@ from lightning_fedleak.validate import check_choice, check_integer
 
 LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens in a calibrating text; not tuned
 _SIGN_TOKENS = 2048  # public tokens whose hidden states give the sign's direction; not tuned
-_ONE_SIDED = 0.95  # share of positive hidden states below which prepare warns; not tuned
-_RULED_OUT = -30.0  # log odds of types without any evidence, the least of all
+_MIN_POSITIVE_SHARE = 0.95  # share of positive hidden states below which prepare warns; not tuned
+_MIN_LOG_ODDS = -30.0  # of types without any evidence
 _NOT_OF_LORA = (
-    "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
-    "(leave local_steps out)"
+    "a LoRA head's updates by {} are not supported: measure the gradients of single steps (omit "
+    "local_steps)"
 )
-_TOKENS = 1600  # tokens of such a batch at most: a limit of time, not tuned
+# Tokens in one public batch for rehearsed updates, at most; bounds time, not tuned.
+_MAX_BATCH_TOKENS = 1600
 
 
 class AlignedFlatChat(Attack):
@@ -78,10 +79,10 @@ class AlignedFlatChat(Attack):
     sum of head and embedding parts. If a LoRA on the head is trained, its B is read. Rounds of SGD
     are sums of gradients; for Adam and similar optimizers the learned readout is fitted on public
     updates of the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round
-    that does not begin with a fresh optimizer is *unknown*. Of gradients that
-    :class:`~lightning_fedleak.GradientCompression` has compressed, but for signs, the learned
-    readout is fitted on public gradients that were compressed like them. Measurements and limits,
-    such as label smoothing, are in docs/word_recovery.md.
+    that does not begin with a fresh optimizer is *unknown*. For gradients compressed by
+    :class:`~lightning_fedleak.GradientCompression` (except signs), the learned readout is fitted on
+    public gradients compressed the same way. Measurements and limits, such as label smoothing, are
+    in docs/word_recovery.md.
 
     Args:
         public_text: text like the clients' (strings need ``tokenizer``), token ids, or
@@ -100,7 +101,7 @@ class AlignedFlatChat(Attack):
         name: as in the logs.
 
     Attributes:
-        calibration_seconds: time that the last ``prepare`` took.
+        calibration_seconds: seconds that the last ``prepare`` took.
 
     Raises:
         ValueError: an argument is out of range, or there is no public text.
@@ -172,7 +173,7 @@ class AlignedFlatChat(Attack):
         self._aligned_at = 0
 
     def meet(self, facts: RunFacts) -> None:
-        """Store the compression, and what makes an update."""
+        """Store the compression and the local steps of an update."""
         self._why_unreadable = None
         self._compression = facts.compression
         try:
@@ -196,7 +197,7 @@ class AlignedFlatChat(Attack):
         """Raise an error for compressed updates that no readout is fitted on.
 
         Raises:
-            Inapplicable: of another optimizer than plain SGD, or for a readout by signs.
+            Inapplicable: the optimizer is not plain SGD, or ``readout='sign'``.
         """
         check_compressed(facts)
         if facts.compression is not None and self.readout == "sign":
@@ -218,10 +219,9 @@ class AlignedFlatChat(Attack):
         self._role = head_surface(anatomy).role
         if self._role != HEAD_WEIGHT and self._adaptive_steps is not None:
             self._why_unreadable = _NOT_OF_LORA.format(self._adaptive_steps.optimizer.__name__)
-            return
-        if self.readout == "sign":
+        elif self.readout == "sign":
             positive = self._align(anatomy)
-            if positive < _ONE_SIDED:
+            if positive < _MIN_POSITIVE_SHARE:
                 warnings.warn(
                     f"attack '{self.name}': only {positive:.1%} of the hidden states of public "
                     "text lie on one side of a direction, so that types which were not used may "
@@ -261,7 +261,7 @@ class AlignedFlatChat(Attack):
         mask = getattr(self.tokenizer, "mask_token_id", None)
 
         def batch(texts: int) -> TokenBatch:
-            allowed = [n for n in lengths if n * texts <= _TOKENS] or lengths[:1]
+            allowed = [n for n in lengths if n * texts <= _MAX_BATCH_TOKENS] or lengths[:1]
             length = allowed[int(torch.randint(len(allowed), (), generator=generator))]
             return text.batch(texts, length, generator, kind=anatomy.kind, mask_token_id=mask)
 
@@ -275,7 +275,10 @@ class AlignedFlatChat(Attack):
         self._before = None if weight is None else whole_tensor(weight).clone()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Align with the current model, every ``refresh_every`` steps and in another fit."""
+        """Align with the current model, every ``refresh_every`` steps and in another fit.
+
+        The steps count from the last alignment here; :meth:`prepare` does not know its step.
+        """
         self._keep_weights(anatomy)
         if self._why_unreadable is not None or 0 <= step - self._aligned_at < self.refresh_every:
             return
@@ -306,8 +309,12 @@ class AlignedFlatChat(Attack):
             named types (sign).
 
         Raises:
-            UnusableObservation: the gradient is non-finite or all zero, or the update is of an
-                unknown optimizer, or of one that kept its state from earlier rounds.
+            Inapplicable: the gradient is compressed in a way that the readout is not fitted on.
+            UnusableObservation: the gradient is non-finite or all zero; no row could be assigned to
+                a used type although no noise was added; the update is of an unknown optimizer, of
+                one that kept its state from earlier rounds, of a LoRA head by another optimizer
+                than SGD, or of an adaptive optimizer under ``readout='sign'``; or the readout is
+                fitted on updates and this is a gradient.
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
         gradient = whole_tensor(view.gradient(self._role))
@@ -327,13 +334,12 @@ class AlignedFlatChat(Attack):
         else:
             raise UnusableObservation(
                 f"the readout is fitted on updates of {steps.optimizer.__name__}, and "
-                "this is a gradient: leave local_steps out to read gradients"
+                "this is a gradient: omit local_steps to attack gradients"
             )
         if not len(guess.types) and not last.noise_std > 0:
             raise UnusableObservation(
                 "the rows of the head's gradient are not zero, but none could be assigned to a "
-                "used type, and no defence says that it added noise: it is unknown what they give "
-                "away"
+                "used type, and no defence reports added noise: leakage is unknown"
             )
         return guess
 
@@ -365,7 +371,7 @@ class AlignedFlatChat(Attack):
         odds = model.readout.logits(features)
         used = odds.sigmoid()
         types = odds.argsort(descending=True)[: int(best_count(used))]
-        return WordGuess(types, odds.clamp(min=_RULED_OUT), float(used.sum()))
+        return WordGuess(types, odds.clamp(min=_MIN_LOG_ODDS), float(used.sum()))
 
     def _calibration_on(self, device: torch.device) -> HeadCalibration:
         if self._calibration is None:
@@ -386,7 +392,7 @@ class AlignedFlatChat(Attack):
         summary = aligned_rows.RowSummary.read(gradient, directions.u)
         summary, _ = turn(gradient, summary, directions.u, expected.reference)
         units = aligned_rows.Units.estimate(summary, expected, expected.reference)
-        scores = torch.full_like(summary.projection, _RULED_OUT)
+        scores = torch.full_like(summary.projection, _MIN_LOG_ODDS)
         if units is None:
             return WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
         rows = aligned_rows.plausible(summary, units).nonzero()[:, 0]
@@ -395,7 +401,7 @@ class AlignedFlatChat(Attack):
         )
         odds = calibration.readout.logits(features)
         used = odds.sigmoid()
-        scores[rows] = odds.clamp(min=_RULED_OUT)
+        scores[rows] = odds.clamp(min=_MIN_LOG_ODDS)
         types = rows[odds.argsort(descending=True)[: int(best_count(used))]]
         return WordGuess(types, scores, float(used.sum()))
 
@@ -421,7 +427,7 @@ class AlignedFlatChat(Attack):
             self._calibration = HeadCalibration.from_tensors(state)
 
     def arguments(self) -> dict[str, object]:
-        """Return the settings, and what makes the updates that the readout is fitted on."""
+        """Return the settings, local steps and compression that the readout is fitted on."""
         steps, compression = self._adaptive_steps, self._rehearsed
         compressed = {} if compression is None else {"compression": str(compression)}
         return self.config() | compressed | ({} if steps is None else steps.describe())

@@ -505,7 +505,7 @@ def _head_adapter(anatomy: Anatomy) -> tuple[nn.Parameter, Tensor] | None:
 
 
 def _label_rows(batch: TokenBatch) -> Tensor:
-    """Return (N,) the row of the batch that each predicted label stands in."""
+    """Return (N,) the row of the batch that each predicted label is in."""
     rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
     return model_runs.predicting(
         rows[:, None, None].expand(-1, model_runs.labels_of(batch).shape[1], 1), batch

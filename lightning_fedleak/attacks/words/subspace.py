@@ -259,12 +259,12 @@ class SubspaceWords(Attack):
 
         Returns:
             ``types`` with the surest first, ``n_types`` their number or, with noise, the expected
-            number, NaN where there may be more than directions tell apart; ``surface`` is
+            number, NaN where there may be more than directions distinguish; ``surface`` is
             ``"input"``.
 
         Raises:
             UnusableObservation: the gradient is non-finite or all zero, has more types than
-                directions tell apart, or is an update that is no sum of gradients; or no map that
+                directions distinguish, or is an update that is no sum of gradients; or no map that
                 reads a known input is trained.
         """
         if not self._readable:
@@ -366,8 +366,8 @@ class SubspaceWords(Attack):
                 f"a round of {steps.steps} step{'s' * (steps.steps > 1)} of "
                 f"{steps.optimizer.__name__} divides gradients entry by entry, so that its rows "
                 "are no combinations of inputs any more; measure rounds of one step "
-                "(local_steps=1) or the gradients of single steps (leave local_steps out) to see "
-                "what the client's data would give away"
+                "(local_steps=1) or the gradients of single steps (omit local_steps) to see "
+                "what the client's data would leak"
             )
 
     def _as_gradients(
@@ -431,7 +431,7 @@ class SubspaceWords(Attack):
                 f"the step of {steps.optimizer.__name__} shows the signs of a gradient alone here: "
                 "a defence's noise hides its sizes, or the rounding of the stored weights (half "
                 "precision, or a small learning rate); measure the gradients of single steps "
-                "(leave local_steps out)"
+                "(omit local_steps)"
             )
         return replace(update, tensors=gradients), errors
 

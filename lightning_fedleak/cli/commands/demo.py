@@ -89,7 +89,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
             _print_gate(console, last)
     if last.interrupted:
         console.print("\nInterrupted. This is what was measured until then.", style="bold")
-    console.rule("what one shared update gave away")
+    console.rule("what one shared update leaked")
     try:
         console.print(printing.explain_run(folder / "watched"), markup=False)
         console.print(_CAVEAT)

@@ -33,7 +33,7 @@ def with_configs(arguments: Sequence[str]) -> list[str]:
         arguments: of the command line.
 
     Raises:
-        SourceError: there is no such recipe; it says which there are, and where.
+        SourceError: there is no such recipe; the message lists the recipes and their folder.
     """
     configs: list[str] = []
     words = iter(arguments)
@@ -45,11 +45,11 @@ def with_configs(arguments: Sequence[str]) -> list[str]:
         name = name if equals else next(words, "")
         path = recipe_files().get(name.removesuffix(".yaml"))
         if path is None:
-            known = list(recipe_files())
-            folder = Path(str(recipe_files()[known[0]])).parent
+            names = list(recipe_files())
+            folder = Path(str(recipe_files()[names[0]])).parent
             raise SourceError(
-                f"no such recipe: '{name}'{did_you_mean(name, known)}. There are "
-                f"{', '.join(known)}. Their files, for a LightningCLI of your own: {folder}"
+                f"no such recipe: '{name}'{did_you_mean(name, names)}. There are "
+                f"{', '.join(names)}. Files for your own LightningCLI: {folder}"
             )
         configs += ["--config", str(path)]
     return configs

@@ -50,8 +50,8 @@ def as_path(name: str | Path) -> Path:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # often the text itself: not to be repeated
             raise SourceError(
-                f"what has {len(str(name))} characters is no name of a file, folder or dataset: "
-                "give the name of a file that holds the text, not the text."
+                f"a name of {len(str(name))} characters is not a file, folder or dataset: give the "
+                "name of a file that holds the text, not the text."
             ) from None
         raise
     return path

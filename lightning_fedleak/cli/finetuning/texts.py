@@ -135,14 +135,15 @@ def _file_rows(path: Path) -> Rows | tuple[str, ...]:
 
 
 def _decoded(data: bytes, path: Path) -> str:
-    """Return text in UTF-8; errors name the file, and quote nothing of its content."""
+    """Return UTF-8 text; errors name the file and do not quote its content."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
         raise SourceError(
-            f"'{path}' is no text in UTF-8: convert it, with iconv -f WINDOWS-1252 -t UTF-8 say."
+            f"'{path}' is not UTF-8 text: convert it, for example with iconv -f WINDOWS-1252 "
+            "-t UTF-8."
         )
     return text
 

@@ -18,7 +18,7 @@ from lightning_fedleak.defenses.token_ldp.mechanisms import Mechanism
 
 NONE = "none"
 MECHANISMS = get_args(Mechanism)
-"""Mechanisms of TokenLDP; each name stands for that defence with this mechanism."""
+"""Mechanisms of TokenLDP; each name is short for that defence with this mechanism."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
 
     Values are numbers, ``true``, ``false``, ``none`` or words; several of one setting are separated
     by ``/`` and make a grid: ``gradient_noise:clip=1,sigma=0/1e-4/1e-3``. A mechanism of
-    TokenLDP may stand for the defence: ``grr:epsilon=5`` is ``token_ldp:mechanism=grr,epsilon=5``.
+    TokenLDP may replace the defence's name: ``grr:epsilon=5`` is
+    ``token_ldp:mechanism=grr,epsilon=5``.
 
     Args:
         text: one defence, or ``none``.

@@ -13,7 +13,7 @@ from lightning_fedleak.extras import install
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import TokenSnapshot
-from lightning_fedleak.model.taps import Text, ask_tokens
+from lightning_fedleak.model.taps import Text, token_log_probs
 
 
 def find_model(name: str | None, dtype: torch.dtype = torch.float32) -> Anatomy:
@@ -116,12 +116,12 @@ def ask_both(
         SourceError: a model cannot be loaded, or is not causal.
     """
     anatomy = _causal(find_model(str(base)), "--base")
-    before = ask_tokens(anatomy, texts)
+    before = token_log_probs(anatomy, texts)
     if (Path(model) / "adapter_config.json").is_file():
-        after = ask_tokens(_with_adapters(anatomy, model), texts)
+        after = token_log_probs(_with_adapters(anatomy, model), texts)
     else:
         del anatomy
-        after = ask_tokens(_causal(find_model(str(model)), "--model"), texts)
+        after = token_log_probs(_causal(find_model(str(model)), "--model"), texts)
     return before, after
 
 

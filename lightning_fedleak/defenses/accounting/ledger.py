@@ -279,7 +279,7 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
     except OSError as error:
         raise DefenseError(
             f"ledger={str(path)!r} cannot be written ({error}): the release was not made. Give a "
-            "path in a folder that exists and has room"
+            "path in a folder that exists and has free space"
         ) from error
     if size != start + len(data):
         raise _changed(path)

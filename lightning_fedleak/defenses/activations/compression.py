@@ -47,7 +47,7 @@ class ActivationCompression(ActivationDefense):
 
     name = "activation_compression"
     guarantee = (
-        "none: fewer numbers leave the client, but nothing bounds what they give away; measure it "
+        "none: fewer numbers leave the client, but nothing bounds what they leak; measure it "
         "with an inversion attack"
     )
 

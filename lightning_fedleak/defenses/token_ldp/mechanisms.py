@@ -1,9 +1,9 @@
-"""Local differential privacy on one of k values: exact laws, and draws from them in torch.
+"""Local differential privacy on one of k values: exact distributions, and draws in torch.
 
 A mechanism turns an index of a public domain {0, ..., k-1} into another one. Three of the four
 report a vector, and a decoding rule makes an index of it. A rule that reads nothing but the vector
 is post-processing, so that the decoded index is as private as the vector. Here the index is drawn
-from its own law, without the vector.
+from its distribution, without the vector.
 
 The reports (sources: Wang et al., USENIX Security 2017; Erlingsson et al., CCS 2014; Ding et al.,
 NeurIPS 2017):
@@ -17,7 +17,7 @@ NeurIPS 2017):
   scale 2/eps (two inputs are 2 apart in L1). THE sets the bits of the numbers above a threshold.
 - **dbitflip**: one bit for each of d of the k values that are drawn without regard to the value,
   with the p and q of RAPPOR (dBitFlipPM with a bucket for each value). With d = k it has RAPPOR's
-  law.
+  distribution.
 
 The rules:
 
@@ -28,7 +28,7 @@ The rules:
 - **argmax** (``the`` only): the largest of the noised numbers, without a threshold; likewise the
   published code's.
 
-Under ``uniform`` and ``argmax`` all other indices are equally likely, so that the law is one
+Under ``uniform`` and ``argmax`` all other indices are equally likely, so that it is one
 number, the probability to keep the index.
 """
 
@@ -128,24 +128,24 @@ def argmax_keep(k: int, epsilon: float) -> float:
     return below_zero + above_one + float((values * weights * width).sum())
 
 
-def symmetric_law(k: int, keep: float) -> Tensor:
-    """Return (k, k) float64, row x the law for input x: ``keep`` at x, else uniform."""
-    law = torch.full((k, k), (1.0 - keep) / (k - 1), dtype=torch.float64)
-    return law.fill_diagonal_(keep)
+def symmetric_transition(k: int, keep: float) -> Tensor:
+    """Return (k, k) float64, row x the distribution for input x: ``keep`` at x, else uniform."""
+    transition = torch.full((k, k), (1.0 - keep) / (k - 1), dtype=torch.float64)
+    return transition.fill_diagonal_(keep)
 
 
-def first_law(k: int, p: float, q: float) -> Tensor:
-    """Return (k, k) float64, row x the law of the first set bit for input x; 0 for none set."""
+def first_set_transition(k: int, p: float, q: float) -> Tensor:
+    """Return (k, k) float64, row x the distribution of input x's first set bit; 0 for none."""
     x, y = torch.arange(k)[:, None], torch.arange(k, dtype=torch.float64)[None, :]
     silent = 1.0 - q
-    law = torch.where(y < x, q * silent**y, (1.0 - p) * q * silent ** (y - 1))
-    law = torch.where(y == x, p * silent**y, law)
-    law[:, 0] += (1.0 - p) * silent ** (k - 1)
-    return law
+    transition = torch.where(y < x, q * silent**y, (1.0 - p) * q * silent ** (y - 1))
+    transition = torch.where(y == x, p * silent**y, transition)
+    transition[:, 0] += (1.0 - p) * silent ** (k - 1)
+    return transition
 
 
 def sample_symmetric(index: Tensor, keep: Tensor, k: int, uniforms: Tensor) -> Tensor:
-    """Draw from :func:`symmetric_law`.
+    """Draw from :func:`symmetric_transition`.
 
     Args:
         index: (n,) int64 in [0, k).
@@ -162,7 +162,7 @@ def sample_symmetric(index: Tensor, keep: Tensor, k: int, uniforms: Tensor) -> T
 
 
 def sample_first(index: Tensor, p: Tensor, q: Tensor, k: int, uniforms: Tensor) -> Tensor:
-    """Draw from :func:`first_law`; the first of the other bits is geometric.
+    """Draw from :func:`first_set_transition`; the first of the other bits is geometric.
 
     Args:
         index: (n,) int64 in [0, k).
@@ -237,11 +237,11 @@ class Randomizer:
             return argmax_keep(self.k, epsilon)
         return uniform_keep(self.k, *self._rates(epsilon), self.bits)
 
-    def law(self, epsilon: float) -> Tensor:
-        """Return (k, k) float64: row x is the exact law of the output for input x."""
+    def transition(self, epsilon: float) -> Tensor:
+        """Return (k, k) float64: row x is the exact distribution of the output for input x."""
         if self.decode == "first":
-            return first_law(self.k, *self._rates(epsilon))
-        return symmetric_law(self.k, self.keep(epsilon))
+            return first_set_transition(self.k, *self._rates(epsilon))
+        return symmetric_transition(self.k, self.keep(epsilon))
 
     def sample(self, index: Tensor, epsilon: float | Tensor, uniforms: Tensor) -> Tensor:
         """Return one draw for each index.

@@ -116,9 +116,9 @@ class ReleaseCounter:
 class TokenLDP(Defense):
     """Replaces every token id of a training batch by a randomised one, before the model sees it.
 
-    The replaced token is a draw from the mechanism's law given the true one, independent for every
-    token. Whatever is computed of the new batch (activations, gradients, the trained weights) is
-    post-processing. Mechanisms, decoding rules and their laws:
+    The replaced token is a draw from the mechanism's distribution given the true one, independent
+    for every token. Whatever is computed of the new batch (activations, gradients, the trained
+    weights) is post-processing. Mechanisms, decoding rules and their distributions:
     :mod:`lightning_fedleak.defenses.token_ldp.mechanisms`.
 
     **What is guaranteed.** ``per="sequence"``: two rows of n words that differ in any of them give

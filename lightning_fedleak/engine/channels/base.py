@@ -100,12 +100,12 @@ class Channel(ABC):
         family: the leak's name, as in the logs.
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
         width: numbers in a packed result.
-        headline: the leak's metric that stands for the others on a page or in a table.
+        headline: the leak's main metric, on a page or in a table.
         extras: names of its values that have no interval.
         ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
         own_threshold: rates of the attacks' own decisions, low even where all scores are right.
         parted: each process holds a part of the result, also where all processes are one client.
-        plays_games: its attacks are asked about texts, of the user's own too.
+        plays_games: its attacks score candidate texts, the user's too.
         reads_updates: its attacks can read the weight change of several steps.
         reads_states: an attack may read hidden states, or layers that a server adds, in place of
             gradients of the client's own parameters.
@@ -384,7 +384,7 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
     asked = any(isinstance(attack, Canaries) for attack in attacks)
     if settings.games.canaries is not None and not asked:
         raise ValueError(
-            "canaries= are texts that the trained weights are asked about, and no attack does so: "
+            "canaries= are candidate texts of attacks on the trained weights, and there are none: "
             "add Canaries()"
         )
     return channels

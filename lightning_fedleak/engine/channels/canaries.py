@@ -57,7 +57,7 @@ class CanaryChannel(MemorizationChannel):
         canaries = self.settings.games.canaries
         if canaries is None:
             raise ValueError(
-                f"'{self.attacks[0].name}' asks about the texts of with_canaries, and none are "
+                f"'{self.attacks[0].name}' scores the texts of with_canaries, and none are "
                 "given: games=Games(canaries=train.canaries)"
             )
         self._canaries = canaries
@@ -87,7 +87,7 @@ class CanaryChannel(MemorizationChannel):
         return too_few_non_members(counts, alpha) if metric == "shown" else None
 
     def _drawn(self) -> Pool:
-        """Return all canaries; they are asked about, or the attack is not played.
+        """Return all canaries; they are queried, or the attack does not run.
 
         Raises:
             NoNonMembers: the budget does not pay for them.

@@ -264,7 +264,7 @@ class Controls:
     def _play_parts(self, look: Look, plans: Sequence[Plan], whole: Draw) -> None:
         """Ask attacks whose control is low about parts of it, until one is read or none is left.
 
-        Where an attack reads a part, the whole holds more than it can tell apart.
+        Where an attack reads a part, the whole holds more than it can distinguish.
         """
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
         counts = torch.stack([(sizes != 0).sum() for sizes in whole.sizes]).sum()

@@ -480,7 +480,7 @@ class MembershipChannel(Channel):
     def control_rates(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
     ) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of games about the texts of a control, and others shuffled alike."""
+        """Return the rates of games on a control's texts, and on non-members shuffled alike."""
         batches = [one for batch in draw.batches if (one := with_labels(batch)) is not None]
         targets = draw_targets(partial(self._sources.population, shuffled=True), step, batches)
         if not isinstance(targets, Targets):

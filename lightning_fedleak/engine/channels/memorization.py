@@ -46,7 +46,7 @@ from lightning_fedleak.evaluation.metrics.released import (
 )
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.model.taps import ask_tokens, compressed_bytes
+from lightning_fedleak.model.taps import compressed_bytes, token_log_probs
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
 
@@ -275,7 +275,7 @@ class MemorizationChannel(Channel):
         failure: Exception | None = None
         try:
             with self.run.forward_context():
-                part = ask_tokens(self.run.anatomy, [pool.texts[row] for row in rows])
+                part = token_log_probs(self.run.anatomy, [pool.texts[row] for row in rows])
         except Exception as error:
             failure = error
         if self.run.on_any_process(failure is not None):

@@ -269,7 +269,7 @@ def special_ids(config: Any, tokenizers: Iterable[Any]) -> frozenset[int]:
     Args:
         config: the model's config; that of a BERT does not list them.
         tokenizers: Hugging Face tokenizers, or None. Their other special ids count too, except
-            those that stand for words: the unknown token, and the mask, because the last layers of
+            those that replace words: the unknown token, and the mask, because the last layers of
             a masked language model have a gradient at masks alone.
     """
     ids: set[int] = set()

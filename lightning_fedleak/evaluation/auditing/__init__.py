@@ -8,9 +8,9 @@ smaller epsilon with it. A bound says nothing about leaks that this attack does 
 There are two kinds of games, and each needs its own bound:
 
 - *many runs* (:func:`audit_scores`): n games, each with its own run of the mechanism, its own noise
-  and its own coin. The bound is for what was run: one step, if each game is one step.
+  and its inclusion bit. The bound is for what was run: one step, if each game is one step.
   :func:`audit_games` takes the games of :func:`~lightning_fedleak.evaluation.games.play`.
-- *one run* (:func:`audit_one_run`): m canaries, each included by its own fair coin, all scored
+- *one run* (:func:`audit_one_run`): m canaries, each with a fair inclusion bit, all scored
   after a single run. :func:`audit_canaries` takes the texts that
   :func:`~lightning_fedleak.evaluation.canaries.with_canaries` put into the data.
 

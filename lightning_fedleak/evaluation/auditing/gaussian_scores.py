@@ -1,11 +1,11 @@
 """A lower bound on epsilon from scores that are Gaussian themselves, of one run or of many.
 
-A guess of each coin ignores how large or small a score is. Where scores are the canaries' own
-shares of what a Gaussian mechanism released (planted gradients, each along its own direction),
+A guess of each inclusion bit ignores how large or small a score is. Where scores are the canaries'
+own shares of what a Gaussian mechanism released (planted gradients, each along its own direction),
 their sums over the canaries that are in and out are Gaussian and sufficient (Agrawal et al. 2026,
 arXiv 2606.12733, of which only the abstract was read; the derivation below is classical).
 
-**Model.** Given the coins, scores are independent and normal with one variance s^2. Their mean is a
+**Model.** Given the bits, scores are independent and normal with one variance s^2. Their mean is a
 where the canary is out and ``a + mu s`` where it is in. Noise of ``1 / mu`` times the sensitivity
 gives such scores, and no test of one canary does better than mu-Gaussian DP allows. With n1
 canaries in, n0 out, and the pooled standard deviation S
@@ -48,7 +48,7 @@ def audit_gaussian_scores(
     Args:
         scores: (n,) higher is more likely a member. Linear in what was released: for instance its
             inner product with the canary's gradient, summed over steps.
-        members: (n,) bool, how the coins fell.
+        members: (n,) bool, the inclusion bits.
         delta: of the bound.
         confidence: of the bound.
 
@@ -97,8 +97,8 @@ def _check_form(member_scores: lower_bounds.Floats, other_scores: lower_bounds.F
     """Raise an error for scores that are not normal, or whose spread differs with the canary."""
     if np.ptp(member_scores) == 0 or np.ptp(other_scores) == 0:
         raise ValueError(
-            "all scores of the members, or all of the others, are equal: no noise was added to "
-            "them, or they are no scores"
+            "all scores of the members, or all of the non-members, are equal: no noise was added "
+            "to them, or they are no scores"
         )
     p_values = [
         float(shapiro(values[:MOST_SCORES]).pvalue) for values in (member_scores, other_scores)

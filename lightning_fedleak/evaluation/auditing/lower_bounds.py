@@ -287,7 +287,7 @@ def audit_games(
     """
     if result.protocol != "game":
         raise ValueError(
-            "the authors' protocol flips no coin, so it bounds no epsilon: play "
+            "the authors' protocol draws no inclusion bit, so it bounds no epsilon: play "
             "GameConfig(protocol='game')"
         )
     if len(set(result.batches.tolist())) != len(result):

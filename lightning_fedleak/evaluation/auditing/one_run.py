@@ -6,10 +6,10 @@ of what :func:`exceeds` computes:
 
 Let F(x) be the largest chance that the claim allows, with a canary, to an event that has chance x
 without it, and with the two exchanged; F is concave. The auditor guesses r of m canaries, W of them
-correctly, and p_j is the chance of W = j. Fix a canary i, all other coins, and a set J. "The guess
+correctly, and p_j is the chance of W = j. Fix a canary i, all other bits, and a set J. "The guess
 for i is b, and the number of correct guesses of the *other* canaries is in J" is an event of what
-was released. So its chance where i's coin is b is at most F of its chance where the coin is the
-other. The mean over both b, all other coins and all i goes into F by Jensen's inequality:
+was released. So its chance where i's bit is b is at most F of its chance where the bit is the
+other. The mean over both b, all other bits and all i goes into F by Jensen's inequality:
 
     sum_(j in J) (j + 1) p_(j + 1) / m  <=  F(sum_(j in J) (r - j) p_j / m).
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 BISECTIONS = 36  # of an interval of 0.5: epsilon to 1e-11; more: slower
 FEWEST = 16  # guesses in the smallest choice of the default; not tuned; all can show epsilon 1.6
-LEAST_FAIR = 1e-9  # chance of so uneven coins below which an audit refuses them; not tuned
+LEAST_FAIR = 1e-9  # chance of so uneven bits below which an audit refuses them; not tuned
 
 
 def one_run_p_value(
@@ -57,9 +57,9 @@ def one_run_p_value(
     ``P[W >= v] + 2 m delta max_i P[v - i <= W < v] / i``.
 
     Args:
-        canaries: m, each included by a fair coin of its own.
+        canaries: m, each with a fair inclusion bit.
         guesses: r, canaries on which the auditor did not abstain. Which they are, and how many,
-            may depend on the scores, but not on the coins.
+            may depend on the scores, but not on the inclusion bits.
         right: v of them.
         epsilon: of the claim, for adding or removing one canary.
         delta: of the claim.
@@ -131,15 +131,16 @@ def one_run_epsilon(
     confidence: float = 0.95,
     claim: lower_bounds.Claim = "dp",
 ) -> float:
-    """Return a lower bound on epsilon from one run whose number of guesses does not depend on the
-    coins.
+    """Return a lower bound on epsilon from one run.
+
+    The number of guesses must not depend on the inclusion bits.
 
     For (epsilon, delta)-DP it is the larger of two: that of :func:`one_run_p_value`, and that of
     the trade-off curve (:func:`exceeds`). Both bound the chance of the same event, so no error is
     split between them.
 
     Args:
-        canaries: m, each included by a fair coin of its own.
+        canaries: m, each with a fair inclusion bit.
         guesses: on how many of them the auditor did not abstain.
         right: guesses that were right.
         delta: of the bound.
@@ -206,7 +207,7 @@ def audit_one_run(
 
     Args:
         scores: (m,) higher is more likely included.
-        members: (m,) bool, how the coins fell.
+        members: (m,) bool, the inclusion bits.
         delta: of the bound.
         confidence: of the bound.
         guesses: how many, half of them at either end. Default: all canaries, a fourth of them, a
@@ -215,8 +216,8 @@ def audit_one_run(
         seed: of the order of equal scores.
 
     Raises:
-        ValueError: lengths differ, more guesses than canaries, no guesses, members that fair coins
-            would not have given, or as :func:`one_run_epsilon`.
+        ValueError: lengths differ, more guesses than canaries, no guesses, inclusion bits that are
+            not fair, or as :func:`one_run_epsilon`.
     """
     audited = lower_bounds.AuditedClaim(delta, confidence, claim=claim)
     counts, m = _count_right(scores, members, guesses, seed), scores.numel()
@@ -238,7 +239,7 @@ def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float 
 
     Args:
         scores: (m,) higher is more likely included, as for :func:`audit_one_run`.
-        members: (m,) bool, how the coins fell; each decided whether its canary is there.
+        members: (m,) bool, the inclusion bits.
         curve: pairs (epsilon, delta) that are claimed to hold for adding or removing one canary.
         confidence: of the refutation.
 
@@ -247,7 +248,9 @@ def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float 
     """
     check_number("confidence", confidence, above=0, below=1)
     if bool(scores.isnan().any()):
-        raise ValueError("a canary has no score (NaN): which are scored must not depend on coins")
+        raise ValueError(
+            "a canary has no score (NaN): which are scored must not depend on inclusion"
+        )
     counts = _count_right(scores, members, None, 0)
     error = (1 - confidence) / len(counts)
 
@@ -269,8 +272,8 @@ def _count_right(
     m, inside = score.size, int(member.sum())
     if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < LEAST_FAIR:
         raise ValueError(
-            f"{inside} of {m} canaries are in, which fair coins would not give: a one-run audit "
-            "needs an independent fair coin for each canary"
+            f"{inside} of {m} canaries are in, which fair inclusion bits would not give: a one-run "
+            "audit needs an independent fair bit for each canary"
         )
     shuffled = np.random.default_rng(seed).permutation(m)
     order = shuffled[np.argsort(score[shuffled], kind="stable")]
@@ -302,15 +305,15 @@ def audit_canaries(
         ...                                     # one run with this callback
         print(audit_canaries(train.canaries, scorer.scores(), delta=1e-5))
 
-    arXiv 2305.08846 holds for scores that depend on the coins only through what the run released.
-    So every canary needs a score, also one that was left out, and all by one rule: at the same
+    arXiv 2305.08846 holds for scores that depend on the inclusion bits only through what the run
+    released. So every canary needs a score, also a held-out one, and all by one rule: at the same
     steps, reduced over steps alike (``scores.amax(0)``, say), as
     :class:`~lightning_fedleak.callbacks.CanaryScorer` does. Do not pass scores of the steps at
-    which a canary was in the batch against others' at other steps: they show the coins by
-    themselves.
+    which a canary was in the batch against other canaries' scores at other steps: the steps
+    reveal the bits.
 
     A canary that is repeated is no single neighbour. Of ``with_canaries(times=(1, 4, 16))`` those
-    that stand in the data once are counted, in or out.
+    that occur in the data once are counted, in or out.
 
     Args:
         canaries: of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, or their record.
@@ -322,9 +325,8 @@ def audit_canaries(
         seed: of the order of equal scores.
 
     Raises:
-        ValueError: not one score for each canary, coins that are not fair, no canary that is not
-            repeated, or as
-            :func:`~lightning_fedleak.evaluation.auditing.audit_one_run`.
+        ValueError: not one score for each canary, inclusion bits that are not fair, no canary that
+            is not repeated, or as :func:`~lightning_fedleak.evaluation.auditing.audit_one_run`.
     """
     source: Any = canaries
     record: InclusionRecord = getattr(source, "record", source)
@@ -337,7 +339,7 @@ def audit_canaries(
     if record.probability != 0.5:
         raise ValueError(
             f"the canaries were included with probability {record.probability:g}, but a one-run "
-            "audit needs fair coins: with_canaries(..., probability=0.5)"
+            "audit needs fair inclusion bits: with_canaries(..., probability=0.5)"
         )
     single = torch.tensor(record.repeats) == 1
     if not bool(single.any()):

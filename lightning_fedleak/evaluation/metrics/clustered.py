@@ -193,13 +193,15 @@ def _least_mean(value: float, n: int, alpha: float) -> float:
 
 def _influence(member: Bools, starts: Ints, value: float) -> Floats:
     """Return (n,) what each game adds to the AUC's error: its share of pairs in the right order."""
-    members, others = np.add.reduceat(np.stack([member, ~member]).astype(float), starts, axis=1)
+    members, non_members = np.add.reduceat(
+        np.stack([member, ~member]).astype(float), starts, axis=1
+    )
     sizes = np.diff(np.append(starts, member.size))
-    below = np.repeat(np.cumsum(others) - others / 2, sizes)
+    below = np.repeat(np.cumsum(non_members) - non_members / 2, sizes)
     above = np.repeat(members.sum() - np.cumsum(members) + members / 2, sizes)
-    pairs = members.sum() * others.sum()
+    pairs = members.sum() * non_members.sum()
     influence: Floats = np.where(member, below, above) / pairs
-    influence -= np.where(member, value / members.sum(), value / others.sum())
+    influence -= np.where(member, value / members.sum(), value / non_members.sum())
     return influence
 
 
@@ -228,8 +230,8 @@ def _freedom(sums: Floats) -> float:
 def _decisive_clusters(score: Floats, member: Bools, code: Ints) -> Ints:
     """Return the clusters without whose games every member would score above every non-member."""
     members = code[member & (score <= score[~member].max())]
-    others = code[~member & (score >= score[member].min())]
-    return min(np.unique(members), np.unique(others), key=len)
+    non_members = code[~member & (score >= score[member].min())]
+    return min(np.unique(members), np.unique(non_members), key=len)
 
 
 def _bootstrap_aucs(
@@ -264,15 +266,15 @@ def _bootstrap_aucs(
 
 def _blocks(member: Bools, code: Ints, starts: Ints, clusters: int) -> Floats:
     """Return (C, C): at [a, b] the rightly ordered pairs of a member of a and a non-member of b."""
-    others_before = np.zeros((member.size + 1, clusters))
-    others = np.flatnonzero(~member)
-    others_before[others + 1, code[others]] = 1
-    others_before = np.cumsum(others_before, axis=0)
+    non_members_before = np.zeros((member.size + 1, clusters))
+    non_members = np.flatnonzero(~member)
+    non_members_before[non_members + 1, code[non_members]] = 1
+    non_members_before = np.cumsum(non_members_before, axis=0)
     members = np.flatnonzero(member)
     members = members[np.argsort(code[members], kind="stable")]
     tied = np.searchsorted(starts, members, "right") - 1
     ends = np.append(starts[1:], member.size)
-    below = (others_before[starts[tied]] + others_before[ends[tied]]) / 2
+    below = (non_members_before[starts[tied]] + non_members_before[ends[tied]]) / 2
     present, first = np.unique(code[members], return_index=True)
     blocks = np.zeros((clusters, clusters))
     blocks[present] = np.add.reduceat(below, first, axis=0)
@@ -285,9 +287,9 @@ def _weighted_auc(weights: Floats, member: Bools, starts: Ints) -> Floats:
     The games are in the order of their scores; ``starts`` are where a new score begins.
     """
     members = np.add.reduceat(weights * member, starts, axis=1)
-    others = np.add.reduceat(weights * ~member, starts, axis=1)
-    below = np.cumsum(others, axis=1) - others / 2
-    return _ratio((members * below).sum(1), members.sum(1) * others.sum(1))
+    non_members = np.add.reduceat(weights * ~member, starts, axis=1)
+    below = np.cumsum(non_members, axis=1) - non_members / 2
+    return _ratio((members * below).sum(1), members.sum(1) * non_members.sum(1))
 
 
 def _ratio(wins: Floats, pairs: Floats) -> Floats:

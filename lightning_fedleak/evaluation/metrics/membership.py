@@ -22,7 +22,7 @@ RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr i
 
 COLUMNS = ("scores", "members", "clusters", "decisions")
 NEGATIVES_PER_FPR = 10  # expected false alarms below which a TPR is unknown; not tuned
-NO_DECISION = -1  # stands for a decision in the metric's states where the adversary made none
+NO_DECISION = -1  # in the metric's states if the adversary made no decision
 FOLDS = 10  # of the cross-fitted thresholds, the usual number; more: slower
 
 
@@ -40,7 +40,7 @@ def membership_rates(
 
     - ``accuracy``: the share of games whose guess is right.
     - ``f1``: of the members; it depends on how many of the games had b = 1.
-    - ``advantage``: TPR + TNR - 1, in [-1, 1]. It equals ``2 Pr[b' = b] - 1`` for a fair coin, also
+    - ``advantage``: TPR + TNR - 1, in [-1, 1]. It equals ``2 Pr[b' = b] - 1`` for a fair bit, also
       where the games are unbalanced.
     - ``auc``: ties count half.
     - ``tpr_at_fpr_0.01`` and ``tpr_at_fpr_0.001``.

@@ -1,10 +1,11 @@
 """What fixed pools of texts show of a released model over any number of looks.
 
-Members and others are the same texts at every look, so that the looks are not independent and no
-evidence adds up over them. Each look k has its own share ``alpha / (k (k + 1))`` of the probability
-of error instead; the shares of all looks add up to alpha.
+Members and non-members are the same texts at every look, so that the looks are not independent and
+no evidence adds up over them. Each look k has its own share ``alpha / (k (k + 1))`` of the
+probability of error instead; the shares of all looks add up to alpha.
 
-The bounds of a TPR follow from order statistics alone, so that they hold for scores of any law.
+The bounds of a TPR follow from order statistics alone, so that they hold for any distribution of
+scores.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from lightning_fedleak.validate import check_integer, check_number
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
 RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
-LEAST_CANARIES = 10  # of a tier, and left out; fewer: intervals say next to nothing. Not tuned
-TIERS = 1, 2, 5, 17  # least rows of the data that a tier's texts stand in: 1, 2-4, 5-16, more
+LEAST_CANARIES = 10  # of a tier, and held out; fewer: intervals say next to nothing. Not tuned
+TIERS = 1, 2, 5, 17  # least rows of the data that hold a tier's texts: 1, 2-4, 5-16, more
 LEAST_REPEATED = 10  # texts of a tier; fewer join the one below, as intervals say next to nothing
 POWER = 0.8  # chance that a look shows the rate that is printed as visible; the usual one
 
@@ -45,9 +46,9 @@ def spent_at(look: int, alpha: float = 0.05) -> float:
 
 
 def others_needed(look: int, alpha: float = 0.05) -> int:
-    """Return how many others a look needs before its bound on the TPR can be above 0.
+    """Return how many non-members a look needs before its bound on the TPR can be above 0.
 
-    The highest other leaves an FPR of at most ``FPR`` but for a probability ``(1 - FPR)^n``.
+    The highest non-member leaves an FPR of at most ``FPR`` but for a probability ``(1 - FPR)^n``.
 
     Examples:
         >>> from lightning_fedleak.evaluation.metrics.released import others_needed
@@ -60,10 +61,10 @@ def others_needed(look: int, alpha: float = 0.05) -> int:
 def shown_tpr(scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05) -> Rate:
     """Return bounds of the TPR at a small FPR, each with half of the look's ``alpha``.
 
-    ``low`` is unknown (NaN) with too few others; ``value`` is ``low``.
+    ``low`` is unknown (NaN) with too few non-members; ``value`` is ``low``.
 
-    The bar is an other's score, low enough in the order of others that its FPR is at most ``FPR``
-    but for half of the look's alpha: the FPR above the j-th highest of n others has the law
+    The threshold is a non-member's score, high enough that its FPR is at most ``FPR`` but for half
+    of the look's alpha: the FPR above the j-th highest of n non-members has the distribution
     Beta(j, n - j + 1). Clopper-Pearson's bound on the members above it takes the other half. The
     upper bound mirrors this.
 
@@ -74,7 +75,7 @@ def shown_tpr(scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 
         alpha: probability of error over all looks together.
 
     Raises:
-        ValueError: no members, no others, lengths that differ, or a score that is NaN.
+        ValueError: no members, no non-members, lengths that differ, or a score that is NaN.
     """
     score, member = _pool(scores, members)
     spent = spent_at(look, alpha)
@@ -94,10 +95,10 @@ def shown_tpr(scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 
 
 
 def rank_test(scores: Tensor, members: Tensor) -> float:
-    """Return the p-value of "members rank no higher than others", exact for exchangeable texts.
+    """Return the p-value of "members rank no higher", exact for exchangeable texts.
 
-    Members above the (m + 1)-th highest other, for m = floor(FPR * n) others, follow the negative
-    hypergeometric law where no text's membership matters. Ties are counted against the members.
+    Members above the (m + 1)-th highest non-member, for m = floor(FPR * n) of n, have the negative
+    hypergeometric distribution if no text's membership matters. Ties count against the members.
 
     Args:
         scores: (N,) higher is more likely a member.
@@ -108,15 +109,15 @@ def rank_test(scores: Tensor, members: Tensor) -> float:
     allowed = int(FPR * len(others) + 1e-9)
     hits = int((score[member] > others[allowed]).sum())
     n_members = int(member.sum())
-    law = nhypergeom(len(score), n_members, allowed + 1)
+    null = nhypergeom(len(score), n_members, allowed + 1)
     # The sum keeps the digits of a small tail, which 1 - cdf loses.
-    return min(1.0, float(law.pmf(np.arange(hits, n_members + 1)).sum()))
+    return min(1.0, float(null.pmf(np.arange(hits, n_members + 1)).sum()))
 
 
 def visible_tpr(n_members: int, n_others: int, *, look: int = 1, alpha: float = 0.05) -> float:
     """Return the least TPR that a look shows to be above 0 with probability 0.8, by the rank test.
 
-    It answers "how much could leak without being seen". The bar is taken at its expected FPR.
+    It answers "how much could leak unnoticed". The threshold is taken at its expected FPR.
 
     Args:
         n_members: texts that were trained on.
@@ -126,8 +127,8 @@ def visible_tpr(n_members: int, n_others: int, *, look: int = 1, alpha: float = 
     """
     allowed = int(FPR * n_others + 1e-9)
     counts = np.arange(n_members + 1)
-    law = nhypergeom(n_members + n_others, n_members, allowed + 1)
-    rare = np.flatnonzero(law.sf(counts - 1) <= spent_at(look, alpha))
+    null = nhypergeom(n_members + n_others, n_members, allowed + 1)
+    rare = np.flatnonzero(null.sf(counts - 1) <= spent_at(look, alpha))
     if not len(rare):
         return 1.0
     needed = int(rare[0])
@@ -139,13 +140,13 @@ def visible_excess(n_members: int, n_others: int, others_hits: int, *, alpha: fl
     """Return the least share of members whose excess is shown above 0 with probability 0.8.
 
     Args:
-        n_members: texts that were trained on, and asked about.
-        n_others: texts that were not trained on, and asked about.
-        others_hits: others of which the tokens were extracted.
+        n_members: queried texts that were trained on.
+        n_others: queried texts that were not trained on.
+        others_hits: non-members of which the tokens were extracted.
         alpha: probability of error of the look's interval.
 
     Returns:
-        The share; 1 where no number of members would be enough.
+        The share; 1 if no number of members would be enough.
     """
     if not n_members or not n_others:
         return 1.0
@@ -169,7 +170,7 @@ def membership_values(
     - ``auc``, with ``_low`` and ``_high``: ties count half. ``auc_provable`` is the lower end where
       so many texts are all ranked right.
     - ``p_value``: the least ``alpha`` with which ``auc_low`` would lie above .5.
-    - ``shown``: the lower bound of :func:`shown_tpr`, unknown (NaN) with too few others;
+    - ``shown``: the lower bound of :func:`shown_tpr`, unknown (NaN) with too few non-members;
       ``shown_high`` is its upper bound.
     - ``shown_p_value``: of :func:`rank_test`, corrected for all looks.
     - ``visible``: of :func:`visible_tpr`.
@@ -210,16 +211,18 @@ def extraction_values(
     look: int = 1,
     alpha: float = 0.05,
 ) -> dict[str, float]:
-    """Return how many more members than others are extracted, by the names of the logs.
+    """Return how many more members than non-members are extracted, by the names of the logs.
 
     - ``extracted_x1``, ``_x2``, ``_x5`` and ``_x17``, with ``_low`` and ``_high``: by
       :func:`tiers_of`, the share of members of which k tokens are discoverable in the attack's
-      largest number of samples, minus that of others. All tiers share the probability of error.
+      largest number of samples, minus that of non-members. All tiers share the probability of
+      error.
     - ``extracted``: that of the tier where it is highest; of no one tier hides another.
       ``extracted_provable`` is the lower end that every tier shows where all of it is extracted
-      and none of the others, and ``extracted_x1_provable`` and so on that of one tier.
+      and no non-member, and ``extracted_x1_provable`` and so on that of one tier.
     - ``greedy`` and so on: the same for greedy decoding.
-    - ``extracted_others`` and ``extracted_base``: the shares of others, and of members at the base.
+    - ``extracted_others`` and ``extracted_base``: the shares of non-members, and of members at the
+      base.
     - ``visible``: of :func:`visible_excess`, of the decoding and tier that is least visible.
 
     The interval of a difference joins both Clopper-Pearson intervals (Newcombe 1998, method 10).
@@ -229,7 +232,7 @@ def extraction_values(
         guess: of the attack.
         attack: with its numbers of samples.
         members: (N,) bool.
-        times: (N,) rows of the training data that each member stands in; None: one.
+        times: (N,) rows of the training data that hold each member; None: one.
         look: counted from 1.
         alpha: probability of error over all looks together.
     """
@@ -274,7 +277,7 @@ def tiers_of(times: Tensor, members: Tensor) -> dict[int, Tensor]:
     below.
 
     Args:
-        times: (N,) rows of the training data that each text stands in.
+        times: (N,) rows of the training data that hold each text.
         members: (N,) bool.
     """
     tiers: dict[int, Tensor] = {}
@@ -299,11 +302,11 @@ def canary_values(
 
     The names are those of :func:`membership_values` and :func:`extraction_values`, and
 
-    - ``exposure``: in bits, ``log2(n + 1) - log2(rank)`` of the median canary among n others
+    - ``exposure``: in bits, ``log2(n + 1) - log2(rank)`` of the median canary among n held-out ones
       (Carlini et al. 2019, arXiv 1802.08232, section 4.2). It cannot be above ``exposure_cap =
-      log2(n + 1)``. Its interval is that of the share of all possible others above that canary;
-      where none of the n is, there is no upper end (infinite).
-    - ``exposure_capped``: the share of the canaries above all others.
+      log2(n + 1)``. Its interval is that of the share of all possible canaries above that one;
+      if none of the n is, there is no upper end (infinite).
+    - ``exposure_capped``: the share of the canaries above all held-out ones.
 
     Ties are counted against the canary. Scores are the rise of the log probability since the base.
 
@@ -311,7 +314,7 @@ def canary_values(
         guess: about N canaries.
         attack: with its numbers of samples.
         members: (N,) bool, canaries that were trained on.
-        others: (N,) bool, canaries that were left out.
+        others: (N,) bool, canaries that were held out.
         look: counted from 1.
         alpha: probability of error over all looks together.
 
@@ -347,21 +350,21 @@ def canary_tiers(
 ) -> dict[int, dict[str, float] | str]:
     """Return what a look shows of canaries by how often they were repeated, or why it is unknown.
 
-    All tiers share the probability of error, and the others.
+    All tiers share the probability of error, and the held-out canaries.
 
     Args:
         guess: about N canaries.
         attack: with its numbers of samples.
         times: the tiers.
-        repeats: (N,) how often each canary stands in the data, if it does.
+        repeats: (N,) how often each canary is repeated in the data, if it is there.
         members: (N,) bool, canaries that were trained on.
-        others: (N,) bool, canaries that were left out.
+        others: (N,) bool, canaries that were held out.
         look: counted from 1.
         alpha: probability of error over all looks together.
 
     Returns:
         By tier the values of :func:`canary_values` with ``members``, ``others`` and ``alpha``; a
-        sentence where either side is too small.
+        sentence if either side is too small.
     """
     n_others, alpha = int(others.sum()), alpha / len(times)
     tiers: dict[int, dict[str, float] | str] = {}
@@ -370,7 +373,7 @@ def canary_tiers(
         n = int(planted.sum())
         if min(n, n_others) < LEAST_CANARIES:
             tiers[tier] = (
-                f"{n} canaries of tier x{tier} were trained on and {n_others} were left out: "
+                f"{n} canaries of tier x{tier} were trained on and {n_others} were held out: "
                 f"{LEAST_CANARIES} of each are needed"
             )
             continue
@@ -399,8 +402,8 @@ def blind_aucs(
 def other_law(aucs: Mapping[str, Rate]) -> str | None:
     """Return which blind AUC may lie outside .45 to .55, the farthest one; None: none of them.
 
-    It begins with what that says of the texts: that they are of another law where a whole interval
-    lies outside, and else that they are too few to decide.
+    It begins with what that says of the texts: that they are from different distributions if a
+    whole interval lies outside; else that they are too few to decide.
     """
     if all(rate.low >= LEAST_AUC and rate.high <= MOST_AUC for rate in aucs.values()):
         return None
@@ -409,18 +412,18 @@ def other_law(aucs: Mapping[str, Rate]) -> str | None:
         return max(rate.low - MOST_AUC, LEAST_AUC - rate.high)
 
     name, rate = max(aucs.items(), key=lambda one: abs(one[1].value - 0.5))
-    finding = "too few to decide whether they are of one law"
+    finding = "too few to decide whether they are exchangeable"
     if max(map(outside, aucs.values())) > 0:
         name, rate = max(aucs.items(), key=lambda one: outside(one[1]))
-        finding = "of another law"
+        finding = "from different distributions"
     return (
-        f"{finding}: without the trained model '{name}' tells them apart with an AUC of "
+        f"{finding}: without the trained model '{name}' distinguishes them with an AUC of "
         f"{rate.value:.2f} ({rate.low:.2f} to {rate.high:.2f}), where .45 to .55 is needed"
     )
 
 
 def highest_auc(scores: Mapping[str, Tensor], members: Tensor) -> float:
-    """Return the highest AUC of several scores, each taken in the direction that tells more.
+    """Return the highest AUC of several scores, each taken in its better direction.
 
     Args:
         scores: (N,) by name.
@@ -459,6 +462,6 @@ def _pool(scores: Tensor, members: Tensor) -> tuple[np.ndarray, np.ndarray]:
         )
     if not member.any() or member.all():
         raise ValueError(
-            f"{int(member.sum())} members and {int((~member).sum())} others: both are needed"
+            f"{int(member.sum())} members and {int((~member).sum())} non-members: both are needed"
         )
     return score, member

@@ -44,14 +44,14 @@ def rank_p_value(score: Floats, member: Bools) -> float:
         score: (n,) higher is more likely a member; infinities are ordinary scores.
         member: (n,) bool.
     """
-    members, others = int(member.sum()), int((~member).sum())
-    if min(members, others) == 0 or np.isnan(score).any():
+    members, non_members = int(member.sum()), int((~member).sum())
+    if min(members, non_members) == 0 or np.isnan(score).any():
         return math.nan
     _, rank, sizes = np.unique(score, return_inverse=True, return_counts=True)
     twice = 2 * np.cumsum(sizes) - sizes  # twice the mid-rank, less 1 that all games share
-    if members * others > MAX_PAIRS:
-        auc = (int(twice[rank[member]].sum()) - members**2) / (2 * members * others)
-        return pairs_p_value(auc, min(members, others), 0.5)
+    if members * non_members > MAX_PAIRS:
+        auc = (int(twice[rank[member]].sum()) - members**2) / (2 * members * non_members)
+        return pairs_p_value(auc, min(members, non_members), 0.5)
     steps = twice - twice[0]
     steps //= max(1, int(np.gcd.reduce(steps)))  # fewer sums to count: without ties half of them
     counts = _counts_by_sum(steps, sizes, members)
@@ -84,7 +84,7 @@ def naming_p_value(right: int, named: int, used: int, vocabulary: int) -> float:
     """Return the probability that ``named`` types drawn blindly hold at least ``right`` used ones.
 
     Each type of the vocabulary is drawn equally often. Naming the frequent words of a language does
-    better than that without any gradient; a threshold (``at_most``) stands for what it reaches.
+    better than that without any gradient; a threshold (``at_most``) corresponds to what it reaches.
     NaN where nothing was used.
     """
     if not used:

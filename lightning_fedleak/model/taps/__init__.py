@@ -32,7 +32,7 @@ from lightning_fedleak.model.taps.rounds import control_update as control_update
 from lightning_fedleak.model.taps.split import Crossed as Crossed
 from lightning_fedleak.model.taps.split import SplitTap as SplitTap
 from lightning_fedleak.model.taps.tokens import Text as Text
-from lightning_fedleak.model.taps.tokens import ask_tokens as ask_tokens
 from lightning_fedleak.model.taps.tokens import compressed_bytes as compressed_bytes
 from lightning_fedleak.model.taps.tokens import pool_digest as pool_digest
 from lightning_fedleak.model.taps.tokens import texts_in as texts_in
+from lightning_fedleak.model.taps.tokens import token_log_probs as token_log_probs

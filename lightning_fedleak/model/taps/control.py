@@ -212,7 +212,7 @@ def fresh_leaves(
 
     No hook of a gradient's accumulation is on them: neither DDP, nor an optimizer that steps within
     backward, nor a user's function sees their backward. Yields each by the ``id`` of the parameter
-    that it stands for.
+    that it represents.
 
     Args:
         root: of the parameters.

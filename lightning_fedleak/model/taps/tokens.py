@@ -1,4 +1,4 @@
-"""What a model says of each token of some texts: the one forward that memorization is read from."""
+"""Per-token log-probabilities of texts: the one forward that memorization attacks use."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def compressed_bytes(
     return torch.tensor(sizes)
 
 
-def ask_tokens(anatomy: Anatomy, texts: Sequence[Text]) -> TokenSnapshot:
+def token_log_probs(anatomy: Anatomy, texts: Sequence[Text]) -> TokenSnapshot:
     """Return what the model says of each label token, in eval mode and without a trace.
 
     It costs one forward for each text. Texts are batched by length. The caller chooses the

@@ -30,7 +30,7 @@ class Judgement:
         value: as it counts at the limit; NaN is unknown.
         why: both numbers in a sentence, where the control changes what the value counts for; else
             empty.
-        by_aggregation: it is low because the batch holds more than the attack can tell apart.
+        by_aggregation: it is low because the batch holds more than the attack can distinguish.
     """
 
     value: float
@@ -53,7 +53,7 @@ def judged(
     A value above the limit counts as it is. One below it is low only as far as the control is high:
     where the control is above the limit, the value counts by what could be read here. Where it is
     not, the value counts if a part of the batch is read, since the batch holds more than the attack
-    can tell apart; else it is unknown.
+    can distinguish; else it is unknown.
 
     Args:
         value: of a metric; NaN is unknown.
@@ -75,7 +75,7 @@ def judged(
     if part > max(at_most, default_limit(chance)):
         why = (
             f"low by aggregation: {read}, but {part:.2f} of those of a part of the batch, which "
-            "holds more than this attack can tell apart"
+            "holds more than this attack can distinguish"
         )
         return Judgement(value, why, by_aggregation=True)
     if math.isnan(control):

@@ -13,12 +13,12 @@ class Family(Record):
     """A kind of leak.
 
     A sentence continues "one update lets the server ...", or of trained weights "the trained model
-    ...". Metrics stand in braces: ``{auc}`` is written with two digits, ``{recall%}`` as a
+    ...". Metrics are in braces: ``{auc}`` is written with two digits, ``{recall%}`` as a
     percentage, ``{surely}`` in words. Other words in braces are set off.
 
     Attributes:
         name: as in ``leakage/worst/<name>``.
-        headline: the metric that stands for the others.
+        headline: the main metric.
         chance: value of the headline that guessing reaches. Where it is above 0, looks are games
             against guessing: a mean counts, and an interval that includes guessing shows nothing.
         metrics: those that a report shows.
@@ -30,7 +30,7 @@ class Family(Record):
         untested: what to do where no attack of it was played; ``{watcher}`` is the class that
             would play it.
         terms: what its words and metrics mean.
-        excesses: metrics that stand for attacks without the headline. Guessing reaches 0.
+        excesses: main metrics of attacks without the headline. Guessing reaches 0.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Family(Record):
     excesses: tuple[str, ...] = ()
 
     def headline_of(self, metrics: Collection[str]) -> str:
-        """Return the metric that stands for an attack that has these metrics."""
+        """Return the main metric of an attack that has these metrics."""
         names = (self.headline, *self.excesses)
         return next((name for name in names if name in metrics), self.headline)
 
@@ -155,11 +155,11 @@ MEMORIZATION = Family(
     untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
     terms={
         "Shown": "The share of the training texts that is found for certain, at 95% confidence, "
-        "while at most 1 in 100 other texts is taken for one. Unknown with fewer than 437 others, "
-        "and later looks need more.",
-        "Extracted": "How many more training texts than others, as a share, hold a run of tokens "
-        "(16 by default) that the model would write in 10,000 samples. Below 0: more others do. By "
-        "how many rows of the data they stand in: x1, x2 (2 to 4), x5 (5 to 16) and x17 (more); "
+        "while at most 1 in 100 held-out texts is taken for one. Unknown with fewer than 437 "
+        "held-out texts, and later looks need more.",
+        "Extracted": "How many more training texts than held-out ones, as a share, hold a run of "
+        "tokens (16 by default) that the model would write in 10,000 samples. Below 0: fewer do. "
+        "By how many rows of the data hold them: x1, x2 (2 to 4), x5 (5 to 16) and x17 (more); "
         "without such a name it is the highest of these. Greedy: that it would write each time.",
     },
     excesses=("extracted",),
@@ -170,12 +170,12 @@ CANARIES = Family(
     headline="auc",
     chance=0.5,
     metrics=("exposure", "auc", "greedy", "extracted"),
-    question="what the trained model says of planted texts, by how often they were repeated",
+    question="what the trained model leaks of planted texts, by how often they were repeated",
     title="canaries",
     terms={
-        "Exposure": "How far up a planted text ranks among those that were left out, in bits: each "
-        "bit halves the share above it. Capped where it ranks above all of them: more texts that "
-        "were left out would show more.",
+        "Exposure": "How far up a planted text ranks among held-out ones, in bits: each bit halves "
+        "the share above it. Capped if it ranks above all of them: more held-out texts would show "
+        "more.",
     },
 )
 

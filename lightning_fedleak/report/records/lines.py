@@ -48,7 +48,7 @@ class ResultLine(Record):
         round: number of the round; None without rounds.
         attack: its name in the logs.
         config: its settings.
-        n: how many tokens, texts or games stand behind the values.
+        n: number of tokens, texts or games that the values are computed from.
         exposed: whether what it reads was shared; None counts as shared.
         metrics: values by name.
         unknown: why there is no result; None where there is one.
@@ -324,13 +324,13 @@ class BeginLine(RunLine):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolLine(RunLine):
-    """The texts that the trained weights are asked about.
+    """The candidate texts of attacks on the trained weights.
 
     Attributes:
         way: where those come from that were not trained on: ``"not yet seen"`` in the first epoch,
             ``"left out"`` by a draw, or ``"given"``.
         train: how many are rows of the training data.
-        others: how many are never trained on.
+        others: number of held-out texts.
         repeated: texts of which another row repeats the whole or a part, so that they are not told
             from others.
         copied: texts among ``train`` that stand in several rows, which are asked for extraction

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_fedleak.attacks.memorization import Extraction
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel
-from lightning_fedleak.model.taps.tokens import Text, ask_tokens, compressed_bytes
+from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, token_log_probs
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def model() -> GPT2LMHeadModel:
 
 
 def released_by(model: GPT2LMHeadModel, texts: list[Text]) -> Observation:
-    answers = ask_tokens(find_anatomy(model), texts)
+    answers = token_log_probs(find_anatomy(model), texts)
     return Observation(released=ReleasedModel(answers, answers, compressed_bytes(texts)))
 
 

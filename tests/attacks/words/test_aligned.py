@@ -193,7 +193,7 @@ def test_unusable_gradients_are_refused(attack, value, private, request):
 def test_a_gradient_without_a_negative_row_is_unknown_unless_noise_explains_it(learned):
     rows = learned.state_dict()["directions.u"].repeat(VOCAB, 1)
     for std in (0.0, math.nan):
-        with pytest.raises(UnusableObservation, match="no defence says that it added noise"):
+        with pytest.raises(UnusableObservation, match="no defence reports added noise"):
             learned.run(observation(rows, noise_std=std))
     guess = learned.run(observation(rows, noise_std=0.1))
     assert len(guess.types) == 0
@@ -251,7 +251,7 @@ def test_refresh_turns_with_the_hidden_states(trained, public, language):
     assert rates(attack.run(view).types, truth)[2] > 0.8 > rates(stale, truth)[2]
 
 
-def test_a_fit_that_begins_anew_aligns_anew(public, monkeypatch):
+def test_a_new_fit_aligns_again(public, monkeypatch):
     attack = AlignedFlatChat(public, readout="sign", refresh_every=10)
     aligned = []
     monkeypatch.setattr(attack, "_align", aligned.append)

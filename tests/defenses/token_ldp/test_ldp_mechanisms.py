@@ -38,13 +38,13 @@ RULES = [
     ("dbitflip", "first"),
 ]
 ALIKE = 1e-4
-"""A true law is rejected once in 10,000 runs; all draws are seeded."""
+"""A true distribution is rejected once in 10,000 runs; all draws are seeded."""
 
 
 def by_enumeration(randomizer: Randomizer, p: float, q: float) -> Tensor:
-    """The law of the decoded value from all reported vectors, subset by subset."""
+    """The distribution of the decoded value from all reported vectors, subset by subset."""
     b, d = randomizer.k, randomizer.bits
-    law = torch.zeros(b, b, dtype=torch.float64)
+    distribution = torch.zeros(b, b, dtype=torch.float64)
     subsets = list(itertools.combinations(range(b), d))
     for x, subset in itertools.product(range(b), subsets):
         for bits in itertools.product([0, 1], repeat=d):
@@ -54,11 +54,11 @@ def by_enumeration(randomizer: Randomizer, p: float, q: float) -> Tensor:
                 probability *= rate if bit else 1 - rate
             result = [place for place, bit in zip(subset, bits, strict=True) if bit]
             if randomizer.decode == "first":
-                law[x, min(result, default=0)] += probability
+                distribution[x, min(result, default=0)] += probability
             else:
                 for place in result or range(b):
-                    law[x, place] += probability / len(result or range(b))
-    return law
+                    distribution[x, place] += probability / len(result or range(b))
+    return distribution
 
 
 def draws(randomizer: Randomizer, x: int, epsilon: float, n: int, seed: int = 0) -> Tensor:
@@ -67,15 +67,15 @@ def draws(randomizer: Randomizer, x: int, epsilon: float, n: int, seed: int = 0)
     return randomizer.sample(torch.full((n,), x), epsilon, uniforms)
 
 
-def chi_square(drawn: Tensor, law: Tensor) -> float:
-    """p-value of the draws under the law; rare outcomes are pooled."""
+def chi_square(drawn: Tensor, distribution: Tensor) -> float:
+    """p-value of the draws under the distribution; rare outcomes are pooled."""
     n = len(drawn)
-    observed = torch.bincount(drawn, minlength=len(law)).double()
-    assert len(observed) == len(law)
-    assert not bool((observed[law == 0] > 0).any())
-    common = law * n >= 5
+    observed = torch.bincount(drawn, minlength=len(distribution)).double()
+    assert len(observed) == len(distribution)
+    assert not bool((observed[distribution == 0] > 0).any())
+    common = distribution * n >= 5
     observed = torch.cat([observed[common], observed[~common].sum()[None]])
-    expected = torch.cat([law[common], law[~common].sum()[None]]) * n
+    expected = torch.cat([distribution[common], distribution[~common].sum()[None]]) * n
     selected = expected > 1e-9
     distance = ((observed[selected] - expected[selected]) ** 2 / expected[selected]).sum()
     return float(scipy.stats.chi2.sf(distance, len(expected[selected]) - 1))
@@ -90,23 +90,25 @@ def test_the_law_is_that_of_the_decoded_vector(rule: tuple, k: int, epsilon: flo
     randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
     rates = the_rates(epsilon) if rule[0] == "the" else bit_rates(epsilon)
     expected = by_enumeration(randomizer, *rates)
-    torch.testing.assert_close(randomizer.law(epsilon), expected, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(randomizer.transition(epsilon), expected, rtol=1e-10, atol=1e-13)
 
 
 @given(data=st.data(), k=st.integers(2, 6), epsilon=st.floats(0.05, 12))
 def test_the_law_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, data.draw(st.integers(1, k)))
     expected = by_enumeration(randomizer, *bit_rates(epsilon))
-    torch.testing.assert_close(randomizer.law(epsilon), expected, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(randomizer.transition(epsilon), expected, rtol=1e-10, atol=1e-13)
 
 
 @given(rule=st.sampled_from(RULES), k=st.integers(2, 40), epsilon=st.floats(0.01, 20))
 def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
-    law = randomizer.law(epsilon)
-    torch.testing.assert_close(law.sum(1), torch.ones(k, dtype=torch.float64), rtol=1e-12, atol=0)
-    assert float(law.min()) > 0
-    worst = float((law.amax(0) / law.amin(0)).max().log())
+    distribution = randomizer.transition(epsilon)
+    torch.testing.assert_close(
+        distribution.sum(1), torch.ones(k, dtype=torch.float64), rtol=1e-12, atol=0
+    )
+    assert float(distribution.min()) > 0
+    worst = float((distribution.amax(0) / distribution.amin(0)).max().log())
     assert worst <= epsilon * (1 + 1e-6) + 1e-9
     assert decoded_epsilon(randomizer, epsilon) == pytest.approx(worst, rel=1e-5, abs=1e-7)
     if rule[0] == "grr":
@@ -116,8 +118,8 @@ def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
 @given(data=st.data(), k=st.integers(2, 30), epsilon=st.floats(0.01, 20))
 def test_epsilon_holds_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, data.draw(st.integers(1, k)))
-    law = randomizer.law(epsilon)
-    worst = float((law.amax(0) / law.amin(0)).max().log())
+    distribution = randomizer.transition(epsilon)
+    worst = float((distribution.amax(0) / distribution.amin(0)).max().log())
     assert worst <= epsilon * (1 + 1e-6) + 1e-9
     assert decoded_epsilon(randomizer, epsilon) == pytest.approx(worst, rel=1e-5, abs=1e-7)
 
@@ -180,7 +182,7 @@ def test_draws_follow_the_law(mechanism: str, decode: str, k: int, x: int) -> No
     randomizer = Randomizer.with_defaults(mechanism, k, decode)
     for epsilon in (0.7, 5.0):
         drawn = draws(randomizer, x, epsilon, 60_000, seed=k + x)
-        assert chi_square(drawn, randomizer.law(epsilon)[x]) > ALIKE
+        assert chi_square(drawn, randomizer.transition(epsilon)[x]) > ALIKE
 
 
 @pytest.mark.parametrize(("k", "d"), [(11, 4), (11, 2), (6, 1)])
@@ -188,7 +190,7 @@ def test_draws_with_sampled_bits_follow_the_law(k: int, d: int) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, d)
     for x in range(0, k, 5):
         drawn = draws(randomizer, x, 3.0, 40_000, seed=x)
-        assert chi_square(drawn, randomizer.law(3.0)[x]) > ALIKE
+        assert chi_square(drawn, randomizer.transition(3.0)[x]) > ALIKE
 
 
 @pytest.mark.parametrize(("mechanism", "decode"), RULES)
@@ -199,8 +201,8 @@ def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
     generator = torch.Generator().manual_seed(4)
     uniforms = torch.rand((80_000, 2), generator=generator, dtype=torch.float64)
     drawn = randomizer.sample(index, epsilon, uniforms)
-    assert chi_square(drawn[::2], randomizer.law(0.5)[3]) > ALIKE
-    assert chi_square(drawn[1::2], randomizer.law(8.0)[6]) > ALIKE
+    assert chi_square(drawn[::2], randomizer.transition(0.5)[3]) > ALIKE
+    assert chi_square(drawn[1::2], randomizer.transition(8.0)[6]) > ALIKE
     assert randomizer.sample(index[:0], epsilon[:0], uniforms[:0]).shape == (0,)
 
 
@@ -209,7 +211,7 @@ def test_the_reference_path_has_the_same_law(mechanism: str, decode: str) -> Non
     for k, x, epsilon in ((5, 1, 1.0), (20, 19, 5.0)):
         randomizer = Randomizer.with_defaults(mechanism, k, decode)
         drawn = reference_sample(randomizer, torch.full((6_000,), x), epsilon, seed=11 * k + x)
-        assert chi_square(drawn, randomizer.law(epsilon)[x]) > ALIKE
+        assert chi_square(drawn, randomizer.transition(epsilon)[x]) > ALIKE
         ours = draws(randomizer, x, epsilon, 6_000)
         table = torch.stack([torch.bincount(d, minlength=k) for d in (drawn, ours)])
         table = table[:, table.sum(0) >= 10]
@@ -220,7 +222,7 @@ def test_the_reference_path_has_the_same_law(mechanism: str, decode: str) -> Non
 def test_the_reference_path_with_sampled_bits(k: int, d: int) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, d)
     drawn = reference_sample(randomizer, torch.full((8_000,), 7), 3.0, seed=5)
-    assert chi_square(drawn, randomizer.law(3.0)[7]) > ALIKE
+    assert chi_square(drawn, randomizer.transition(3.0)[7]) > ALIKE
 
 
 def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
@@ -229,4 +231,4 @@ def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
     randomizer = Randomizer.with_defaults("rappor", 8, "first")
     with seeded(0):
         drawn = [int(longitudinal(5, 8, 2 * epsilon, epsilon).argmax()) for _ in range(10_000)]
-    assert chi_square(torch.tensor(drawn), randomizer.law(epsilon)[5]) > ALIKE
+    assert chi_square(torch.tensor(drawn), randomizer.transition(epsilon)[5]) > ALIKE

@@ -1,4 +1,4 @@
-"""TokenLDP: the law of what the model sees, what stays, what is refused, and a real fit."""
+"""TokenLDP: the distribution of what the model sees, what stays, refusals, and a real fit."""
 
 from __future__ import annotations
 
@@ -60,10 +60,12 @@ def defended(defense: TokenLDP, root: nn.Module, batch: Any, **fields: Any) -> A
     return defense.on_batch(batch, where)
 
 
-def p_value(drawn: Tensor, law: Tensor) -> float:
-    observed = torch.bincount(drawn, minlength=len(law)).double()
-    common = law * len(drawn) >= 5
-    pooled = [torch.cat([v[common], v[~common].sum()[None]]) for v in (observed, law * len(drawn))]
+def p_value(drawn: Tensor, transition: Tensor) -> float:
+    observed = torch.bincount(drawn, minlength=len(transition)).double()
+    common = transition * len(drawn) >= 5
+    pooled = [
+        torch.cat([v[common], v[~common].sum()[None]]) for v in (observed, transition * len(drawn))
+    ]
     unchanged = pooled[1] > 1e-9
     result, expected = pooled[0][unchanged], pooled[1][unchanged]
     distance = ((result - expected) ** 2 / expected).sum()
@@ -83,13 +85,13 @@ def test_every_token_follows_the_law(
     defense = TokenLDP(mechanism, epsilon, per, memoize=memoize)
     drawn = defended(defense, gpt2, ids)
     words = [i for i in range(VOCAB) if i not in SPECIAL]
-    law = Randomizer.with_defaults(mechanism, len(words)).law(6.0)
+    transition = Randomizer.with_defaults(mechanism, len(words)).transition(6.0)
     expected = torch.zeros(VOCAB, dtype=torch.float64)
-    expected[torch.tensor(words)] = law[words.index(50)]
+    expected[torch.tensor(words)] = transition[words.index(50)]
     assert p_value(drawn[:, 2], expected) > 1e-4
     unchanged = float((drawn == ids)[:, [0, 1, 3]].double().mean())
-    sigma = math.sqrt(float(law[0, 0]) / (3 * len(ids)))
-    assert unchanged == pytest.approx(float(law[0, 0]), abs=5 * sigma)
+    sigma = math.sqrt(float(transition[0, 0]) / (3 * len(ids)))
+    assert unchanged == pytest.approx(float(transition[0, 0]), abs=5 * sigma)
 
 
 def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
@@ -111,9 +113,10 @@ def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
 @given(epsilon=st.floats(0.1, 8), k=st.integers(2, 12), n=st.integers(1, 3))
 def test_a_row_has_the_epsilon_it_is_said_to_have(epsilon: float, k: int, n: int) -> None:
     """Over all rows and outputs, tokens outside of the public set included."""
-    law = Randomizer.with_defaults("rappor", k).law(epsilon / n)
-    law = torch.cat([law, law.mean(0, keepdim=True)])  # outside: a uniform one goes in
-    per_token = (law.amax(0) / law.amin(0)).max().log()
+    transition = Randomizer.with_defaults("rappor", k).transition(epsilon / n)
+    # Outside: a uniform one goes in.
+    transition = torch.cat([transition, transition.mean(0, keepdim=True)])
+    per_token = (transition.amax(0) / transition.amin(0)).max().log()
     assert n * float(per_token) <= epsilon * (1 + 1e-9)
 
 
@@ -128,7 +131,7 @@ def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(public)] = 0.25
     assert p_value(drawn[:, 0], expected) > 1e-4
-    expected[torch.tensor(public)] = Randomizer.with_defaults("grr", 4).law(2.0)[2]
+    expected[torch.tensor(public)] = Randomizer.with_defaults("grr", 4).transition(2.0)[2]
     assert p_value(drawn[:, 1], expected) > 1e-4
 
 
@@ -136,7 +139,7 @@ def test_it_draws_from_the_law_of_the_reference(gpt2: nn.Module) -> None:
     ids = rows(1500, 5)
     ids[:, 0] = 30
     randomizer = Randomizer.with_defaults("grr", VOCAB - 3)
-    expected = torch.cat([torch.zeros(3, dtype=torch.float64), randomizer.law(4.0)[30 - 3]])
+    expected = torch.cat([torch.zeros(3, dtype=torch.float64), randomizer.transition(4.0)[30 - 3]])
     reference = reference_sample(randomizer, ids[:, 0] - 3, 4.0, seed=3) + 3
     assert p_value(reference, expected) > 1e-4
     for memoize in (True, False):

@@ -115,7 +115,7 @@ def test_a_tier_of_few_canaries_is_unknown_and_says_why(tmp_path: Path) -> None:
     fit([watch(data, tmp_path)], data=data, max_epochs=1)
     [line] = lines(tmp_path, "canary_x16")[-1:]
     assert "canaries of tier x16" in line["unknown"]
-    assert "53 were left out: 10 of each are needed" in line["unknown"]
+    assert "53 were held out: 10 of each are needed" in line["unknown"]
     data = planted()  # of which no batch holds any
     fit([watch(data, tmp_path / "absent")], data=rows(300), max_epochs=1)
     for line in lines(tmp_path / "absent", "canary_x8"):

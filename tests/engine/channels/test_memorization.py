@@ -46,7 +46,7 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import highest_auc, visible_tpr
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch
-from lightning_fedleak.model.taps.tokens import Text, ask_tokens, compressed_bytes
+from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, token_log_probs
 from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report import findings, page, read
 from tests.helpers.lightning_modules import CausalLMModule
@@ -146,7 +146,7 @@ def test_members_are_distinguished_from_rows_that_were_held_out(whole: Any) -> N
 
 def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(whole: Any) -> None:
     pool, base = query_base(whole.data)
-    after = ask_tokens(find_anatomy(whole.module.model), pool.texts)
+    after = token_log_probs(find_anatomy(whole.module.model), pool.texts)
     [facts] = of_kind(whole.folder, "pool")
     counts = int(pool.members.sum()), int((~pool.members).sum())
     assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
@@ -187,7 +187,7 @@ def query_base(data: Any) -> tuple[ReleasedPool, Any]:
         for side in (True, False)
     ]
     pool = ReleasedPool(*sides)
-    return pool, ask_tokens(find_anatomy(tiny()), pool.texts)
+    return pool, token_log_probs(find_anatomy(tiny()), pool.texts)
 
 
 def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(whole: Any, tmp_path: Path) -> None:
@@ -285,10 +285,11 @@ def test_lora_on_a_base_of_four_bits(tmp_path: Path) -> None:
     check_same(tmp_path, four_bit, max_epochs=2)
     texts = [Text(row["input_ids"], row["labels"]) for row in rows(20)]
     four, whole = (
-        ask_tokens(find_anatomy(model), texts) for model in (four_bit(), four_bit(dequantized=True))
+        token_log_probs(find_anatomy(model), texts)
+        for model in (four_bit(), four_bit(dequantized=True))
     )
     torch.testing.assert_close(four.log_probs, whole.log_probs, atol=1e-4, rtol=1e-4)
-    assert not torch.equal(four.log_probs, ask_tokens(find_anatomy(tiny()), texts).log_probs)
+    assert not torch.equal(four.log_probs, token_log_probs(find_anatomy(tiny()), texts).log_probs)
 
 
 def test_rows_to_come_are_controls_in_the_first_epoch_only(tmp_path: Path) -> None:
@@ -341,7 +342,7 @@ def test_the_last_look_is_at_the_weights_that_a_fit_ends_with(
     callbacks = [watching, average, gate] if first else [average, watching, gate]
     _, module = fit(callbacks, data=data, max_epochs=2)
     pool, answers = query_base(data)
-    averaged = ask_tokens(find_anatomy(module.model), pool.texts)
+    averaged = token_log_probs(find_anatomy(module.model), pool.texts)
     looks = lines(tmp_path)
     assert [line["step"] for line in looks] == [17, 30, 33, 66, 66]
     expected = pool.compare(answers, averaged, [Combined()], look=5).values["combined"]

@@ -94,13 +94,13 @@ class Layout:
 
 
 class _Slots(Cache):
-    """Keys and values by layer, in buffers with room for more at their end."""
+    """Keys and values by layer, in buffers with spare capacity at their end."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self.used = 0
-        self.room = 0
+        self.capacity = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -117,7 +117,7 @@ class _Slots(Cache):
     def _grown(
         self, old_buffers: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor], end: int
     ) -> tuple[Tensor, Tensor]:
-        size = max(end, self.room)
+        size = max(end, self.capacity)
         buffers = [n.new_zeros(*n.shape[:2], size, n.shape[3]) for n in new]
         if old_buffers is not None:
             for buffer, old in zip(buffers, old_buffers, strict=True):
@@ -133,7 +133,7 @@ class _Slots(Cache):
     def select(self, rows: Tensor) -> _Slots:
         """Return a copy for the texts ``rows``."""
         copy = _Slots()
-        copy.used, copy.room = self.used, self.room
+        copy.used, copy.capacity = self.used, self.capacity
         copy.buffers = {i: (k[rows], v[rows]) for i, (k, v) in self.buffers.items()}
         return copy
 
@@ -166,7 +166,7 @@ class Prefixes:
         self.tokens = torch.zeros_like(self.layout.columns)
         self.computed = 0
         self._slots = _Slots()
-        self._slots.room = self.layout.columns.shape[1]
+        self._slots.capacity = self.layout.columns.shape[1]
         self._new: Tensor | None = None
 
     def follow(

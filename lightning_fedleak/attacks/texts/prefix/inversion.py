@@ -122,7 +122,7 @@ class PrefixInversion(InversionAttack):
         noised: whether the client adds noise, so that no token's state equals the one sent. None
             finds out, which costs one verification of the whole vocabulary or half of the time;
             then noise is assumed, and the guess is unfinished. False looks for the nearest token of
-            the whole vocabulary at every place.
+            the whole vocabulary at every position.
         refresh_every: optimizer steps after which the bottom model is copied again.
         seed: of the attack's random draws.
         name: in the logs.
@@ -251,7 +251,7 @@ class PrefixInversion(InversionAttack):
                 batches = -(-(len(hidden) - a) // size)
                 search = self._search(part, layout, deadline.share(batches), noised)
                 guess = search.run(spread)
-                noised = True if search.settling.noised else noised
+                noised = True if search.decision.noised else noised
                 tokens = guess.tokens if guess.candidates else guess.tokens.fill_(NOTHING)
                 assert guess.confidence is not None
                 columns = layout.spread(tokens, NOTHING), layout.spread(guess.confidence, 0.0)

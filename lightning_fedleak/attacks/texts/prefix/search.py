@@ -2,7 +2,7 @@
 
 A token's state depends only on the tokens before it. After the correct prefix the right token is
 the one whose state equals the observed one (the idea of SipIt, arXiv 2510.15511, with the nearest
-candidate in place of a threshold). All remaining tokens are guessed, and one run of the bottom
+candidate instead of a threshold). All remaining tokens are guessed, and one run of the bottom
 model over the guesses verifies them up to the first mistake. There more candidates are tried:
 :mod:`~lightning_fedleak.attacks.texts.prefix.verification` chooses and accepts them.
 
@@ -31,15 +31,15 @@ from lightning_fedleak.attacks.texts.prefix.table import StateTable
 # None of the values was tuned.
 AHEAD = 4, 48  # tokens guessed ahead, at least and at most; more waste work after a mistake
 LOW_PRECISION = 1e-4  # relative rounding above which it may hide which token is right
-REOPENED = 8  # places of one text that may be opened again; bounds the time
+REOPENED = 8  # positions of one text that may be opened again; bounds the time
 
 # Of beams.
 BEAM = 4  # prefixes that are continued side by side; more find more behind noise, and cost time
 OPENING = 16  # candidates of the first ranking that are verified first
 ROUNDS = 32, 64, 128, 256  # more candidates in each round; a round without a nearer one is the last
 GAP = 12.0  # nats by which a prefix may be less likely than the best; less drops true ones
-LEARN_AT = 4  # places after which the noise's spread is learned, then at twice as many, and so on
-DOUBT = 16.0  # places that the assumed spread counts for beside the learned one
+LEARN_AT = 4  # positions after which the noise's spread is learned; then at twice as many, ...
+DOUBT = 16.0  # positions that the assumed spread counts for, next to the learned one
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ class _Pass:
     """One forward over the guesses of all texts.
 
     Attributes:
-        places: (B, w) places of the chain.
+        positions: (B, w) positions of the chain.
         inside: (B, w) whether they lie in the text.
         chain: (B, w) the guessed tokens, in sequence.
-        others: (B, k) more candidates for the first of these places.
+        others: (B, k) more candidates for the first of these positions.
         states: (B, w + k, d) of chain and others.
-        target: (B, w, d) the observed states of the places.
+        target: (B, w, d) the observed states of the positions.
         distances: (B, w) of the chain's states from these; 0 where a run of the whole text, as the
             client makes it, gives the observed state.
         noise: (B, w) of the observed states.
     """
 
-    places: Tensor
+    positions: Tensor
     inside: Tensor
     chain: Tensor
     others: Tensor
@@ -82,8 +82,8 @@ class PrefixSearch:
         top: the top model, which ranks the next token, or None.
         precision: share of a state's length by which two computations of it may differ.
         noised: whether no token's state equals the observed one. None finds out, which verifies
-            the whole vocabulary at the first such place, for half of the remaining time at most.
-            With False every place takes the nearest token of the whole vocabulary.
+            the whole vocabulary at the first such position, for half of the remaining time at most.
+            With False every position takes the nearest token of the whole vocabulary.
         deadline: checked before each forward.
     """
 
@@ -101,12 +101,12 @@ class PrefixSearch:
         noise = precision * observed.norm(dim=2)
         self.task = task = verification.Task(prefixes, table, observed, prior, noise, deadline)
         self.prefixes, self.counts, self.deadline = prefixes, task.counts, deadline
-        self.as_sent = verification.AsSent(task, precision > LOW_PRECISION)
-        self.settling = verification.Settling(task, self.as_sent, noised)
+        self.exact_runs = verification.ExactRuns(task, precision > LOW_PRECISION)
+        self.decision = verification.Decision(task, self.exact_runs, noised)
         b, n = task.observed.shape[:2]
         self.rows = torch.arange(b, device=task.observed.device)
         self.opened_again: list[set[int]] = [set() for _ in range(b)]
-        self.places = [verification.OpenPlace() for _ in range(b)]
+        self.positions = [verification.OpenPosition() for _ in range(b)]
         self.confidence = task.observed.new_zeros(b, n)
         self.run_length = float(AHEAD[1])
         self.first = verification.ranked_first(task)
@@ -122,30 +122,30 @@ class PrefixSearch:
         Args:
             spread: (d,) what noise adds, as in :class:`BeamSearch`.
         """
-        while self._open() and not self.settling.noised and not self.deadline.passed:
+        while self._open() and not self.decision.noised and not self.deadline.passed:
             self._advance()
         tokens, lengths = self.prefixes.tokens.clone(), self.prefixes.lengths.clone()
         finished = True
-        if self.settling.noised:
+        if self.decision.noised:
             finished = self._beams(tokens, lengths, spread)
         finished &= bool((lengths >= self.counts).all())
-        finished &= not (self.settling.cut or self.as_sent.cut)
+        finished &= not (self.decision.cut or self.exact_runs.cut)
         self._take_best(tokens, lengths)
         candidates = self.prefixes.computed + self.task.computed
         return TextGuess(tokens, self.confidence, finished, candidates)
 
     def _open(self) -> bool:
-        """Return whether a place is open; open those again whose state differs without cache."""
+        """Return whether a position is open; open those again whose state differs without cache."""
         if bool((self.prefixes.lengths < self.counts).any()):
             return True
-        if not (self.as_sent.low_precision and self.as_sent.repeatable):
+        if not (self.exact_runs.low_precision and self.exact_runs.repeatable):
             return False
         if self.deadline.passed:
-            self.as_sent.cut = True
+            self.exact_runs.cut = True
             return False
         for i in range(len(self.counts)):
-            self.confidence[i, self.as_sent.decide_twins(i)] = 1.0
-        equal = self.as_sent.equal(self.rows, self.prefixes.tokens)
+            self.confidence[i, self.exact_runs.decide_twins(i)] = 1.0
+        equal = self.exact_runs.equal(self.rows, self.prefixes.tokens)
         for i in (equal < self.counts).nonzero().squeeze(1).tolist():
             column = int(equal[i])
             self.confidence[i, column] = 0.0
@@ -154,7 +154,7 @@ class PrefixSearch:
             self.opened_again[i].add(column)
             self.guess[i, column:] = self.prefixes.tokens[i, column:]
             self.prefixes.lengths[i] = column
-            self.places[i] = verification.OpenPlace(certain=True)
+            self.positions[i] = verification.OpenPosition(needs_exact_run=True)
         return bool((self.prefixes.lengths < self.counts).any())
 
     def _beams(self, tokens: Tensor, lengths: Tensor, spread: Tensor) -> bool:
@@ -174,20 +174,20 @@ class PrefixSearch:
             )
             finished &= search.run(self.deadline.share(texts))
             self.task.computed += search.computed + search.prefixes.computed
-            end = lengths[i] = search.place
+            end = lengths[i] = search.position
             tokens[i, start:end] = search.tokens[start:end]
             self.confidence[i, start:end] = search.confidence[0, start:end]
         return finished
 
     def _take_best(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Fill in the best tokens so far at places that are open when time runs out."""
+        """Fill in the best tokens so far at positions that are open when time runs out."""
         for i in (lengths < self.counts).nonzero().squeeze(1).tolist():
-            place, column = self.places[i], int(lengths[i])
+            position, column = self.positions[i], int(lengths[i])
             if self.opened_again[i]:
                 continue
             tokens[i, column:] = self.guess[i, column:]
-            if place.tokens and column == int(self.prefixes.lengths[i]):
-                tokens[i, column] = place.tokens[place.best]
+            if position.tokens and column == int(self.prefixes.lengths[i]):
+                tokens[i, column] = position.tokens[position.best]
 
     def _advance(self) -> None:
         """Run one forward over the guesses, and append the tokens that it verifies."""
@@ -197,12 +197,12 @@ class PrefixSearch:
         other = torch.full_like(correct, -1)
         other_distances = (states[:, forward.width :] - forward.target[:, :1]).norm(dim=2)
         for i in (correct == 0).logical_and(forward.inside[:, 0]).nonzero().squeeze(1).tolist():
-            place, others = self.places[i], forward.others[i].tolist()
-            place.add(int(forward.chain[i, 0]), states[i, 0], float(distances[i, 0]))
+            position, others = self.positions[i], forward.others[i].tolist()
+            position.add(int(forward.chain[i, 0]), states[i, 0], float(distances[i, 0]))
             pairs = zip(others, other_distances[i].tolist(), strict=True)
             for j, (token, distance) in enumerate(pairs):
-                place.add(token, states[i, forward.width + j], distance)
-            chosen = self.settling.look(i, place)
+                position.add(token, states[i, forward.width + j], distance)
+            chosen = self.decision.decide(i, position)
             if chosen is None:
                 continue
             if chosen == int(forward.chain[i, 0]):
@@ -210,7 +210,7 @@ class PrefixSearch:
             elif chosen in others:
                 other[i] = forward.width + others.index(chosen)
             else:
-                place.settled = chosen
+                position.settled = chosen
         self._record(forward, correct, other)
         self.prefixes.keep(correct, other)
         self._move_on(forward, correct, other)
@@ -218,34 +218,34 @@ class PrefixSearch:
     def _forward(self) -> _Pass:
         others = self._others()
         lengths = self.prefixes.lengths
-        places = lengths[:, None] + torch.arange(self._width(), device=lengths.device)
-        inside = places < self.counts[:, None]
-        places = places.clamp(max=self.guess.shape[1] - 1)
-        chain = self.guess.gather(1, places)
+        positions = lengths[:, None] + torch.arange(self._width(), device=lengths.device)
+        inside = positions < self.counts[:, None]
+        positions = positions.clamp(max=self.guess.shape[1] - 1)
+        chain = self.guess.gather(1, positions)
         states = self.prefixes.follow(chain, others).float()
-        target = self.task.observed[self.rows[:, None], places]
+        target = self.task.observed[self.rows[:, None], positions]
         distances = (states[:, : chain.shape[1]] - target).norm(dim=2)
-        noise = self.task.noise.gather(1, places)
-        return _Pass(places, inside, chain, others, states, target, distances, noise)
+        noise = self.task.noise.gather(1, positions)
+        return _Pass(positions, inside, chain, others, states, target, distances, noise)
 
     def _width(self) -> int:
         """Return how many tokens to guess: twice what is usually right, fewer in long searches."""
         open_tokens = int((self.counts - self.prefixes.lengths).max())
-        rounds = max((p.round for p in self.places), default=0)
+        rounds = max((p.round for p in self.positions), default=0)
         width = max(AHEAD[0], min(AHEAD[1], int(2 * self.run_length))) >> max(0, rounds - 1)
         return max(1, min(open_tokens, width))
 
     def _others(self) -> Tensor:
         """Return (B, k) candidates beside the first of the chain, padded for texts without some."""
-        candidates: list[list[int]] = [[] for _ in self.places]
+        candidates: list[list[int]] = [[] for _ in self.positions]
         heads = self.prefixes.lengths.clamp(max=self.first.shape[1] - 1).tolist()
-        for i, (place, column) in enumerate(zip(self.places, heads, strict=True)):
-            if place.settled is not None:
-                self.guess[i, column] = place.settled
-            elif place.tokens:
+        for i, (position, column) in enumerate(zip(self.positions, heads, strict=True)):
+            if position.settled is not None:
+                self.guess[i, column] = position.settled
+            elif position.tokens:
                 first = self.first[i, column]
                 self.guess[i, column], *candidates[i] = verification.next_round(
-                    self.task, place, i, first
+                    self.task, position, i, first
                 )
         k = max(len(w) for w in candidates)
         for i, column in enumerate(heads):
@@ -255,24 +255,24 @@ class PrefixSearch:
 
     def _correct(self, forward: _Pass) -> Tensor:
         """Return how many first tokens (B,) of the chain are right."""
-        device = forward.places.device
-        accepted = self.settling.accepted(forward.chain, forward.distances, forward.noise)
+        device = forward.positions.device
+        accepted = self.decision.accepted(forward.chain, forward.distances, forward.noise)
         accepted &= forward.inside
-        accepted[:, 0] &= ~torch.tensor([p.certain for p in self.places], device=device)
-        settled = torch.tensor([p.settled is not None for p in self.places], device=device)
+        accepted[:, 0] &= ~torch.tensor([p.needs_exact_run for p in self.positions], device=device)
+        settled = torch.tensor([p.settled is not None for p in self.positions], device=device)
         accepted[:, 0] |= settled & forward.inside[:, 0]
         correct = accepted.int().cumprod(1).sum(1)
         wrong = correct.clamp(max=forward.width - 1)[:, None]
         near = forward.distances.gather(1, wrong) <= 2.0 * forward.noise.gather(1, wrong)
         stopped = (correct < forward.width) & (forward.inside.gather(1, wrong) & near).squeeze(1)
-        heads = zip(correct.tolist(), forward.chain[:, 0].tolist(), self.places, strict=True)
-        new = [k > 0 or token not in place.rerun for k, token, place in heads]
+        heads = zip(correct.tolist(), forward.chain[:, 0].tolist(), self.positions, strict=True)
+        new = [k > 0 or token not in position.rerun for k, token, position in heads]
         rows = (stopped & torch.tensor(new, device=device)).nonzero().squeeze(1)
-        if not len(rows) or not self.as_sent.may_match(int(rows[0])):
+        if not len(rows) or not self.exact_runs.may_match(int(rows[0])):
             return correct
-        equal = self.as_sent.equal_ahead(rows, forward.chain[rows])
+        equal = self.exact_runs.equal_ahead(rows, forward.chain[rows])
         for i in rows[correct[rows] == 0].tolist():
-            self.places[i].rerun.add(int(forward.chain[i, 0]))
+            self.positions[i].rerun.add(int(forward.chain[i, 0]))
         correct[rows] = torch.maximum(correct[rows], equal)
         ahead = torch.arange(forward.width, device=device)
         forward.distances[rows] = forward.distances[rows].masked_fill(ahead < equal[:, None], 0.0)
@@ -283,43 +283,43 @@ class PrefixSearch:
         table = self.task.table
         is_other = other >= 0
         for i in (correct + is_other.long()).nonzero().squeeze(1).tolist():
-            place = self.places[i]
+            position = self.positions[i]
             for j in range(max(1, int(correct[i]))):
-                column = int(forward.places[i, j])
+                column = int(forward.positions[i, j])
                 if j == 0:
                     if not bool(is_other[i]):
                         distance = float(forward.distances[i, 0])
-                        place.add(int(forward.chain[i, 0]), forward.states[i, 0], distance)
-                    order = [*sorted(place.distances), float("inf")]
-                    best, second = order[0], min(order[1], place.runner_up)
-                    token = place.tokens[place.best]
+                        position.add(int(forward.chain[i, 0]), forward.states[i, 0], distance)
+                    order = [*sorted(position.distances), float("inf")]
+                    best, second = order[0], min(order[1], position.runner_up)
+                    token = position.tokens[position.best]
                 else:
                     best, second = float(forward.distances[i, j]), float("inf")
                     token = int(forward.chain[i, j])
-                if len(place.verified) < table.distinct or j > 0:
+                if len(position.verified) < table.distinct or j > 0:
                     second = min(second, float(table.isolation(self.guess.new_tensor(token))))
-                twins = j == 0 and len(place.twins) > 1
-                if twins or self.as_sent.may_have_twins(i, column, token):
+                twins = j == 0 and len(position.twins) > 1
+                if twins or self.exact_runs.may_have_twins(i, column, token):
                     continue
                 if not bool(table.doubtful[token]) and second > 0:
                     self.confidence[i, column] = max(0.0, 1.0 - best / second)
 
     def _move_on(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
-        """Open the next place of each text, and replace guesses that the chain has shown wrong."""
+        """Open each text's next position, and replace guesses that the chain has shown wrong."""
         for i in (correct + (other >= 0).long()).nonzero().squeeze(1).tolist():
-            self.places[i] = place = verification.OpenPlace()
+            self.positions[i] = position = verification.OpenPosition()
             m = int(correct[i])
             if m:
                 self.run_length += 0.2 * (m - self.run_length)
                 if m < forward.width and bool(forward.inside[i, m]):
                     distance = float(forward.distances[i, m])
-                    place.add(int(forward.chain[i, m]), forward.states[i, m], distance)
+                    position.add(int(forward.chain[i, m]), forward.states[i, m], distance)
         ahead = torch.arange(forward.width, device=correct.device)
         stale = forward.inside & (ahead > correct[:, None].clamp(min=1))
         stale &= forward.distances > 0.5 * self.task.table.isolation(forward.chain)
         rows, columns = stale.nonzero(as_tuple=True)
         differences = (forward.target - forward.states[:, : forward.width])[rows, columns]
-        self.guess[rows, forward.places[rows, columns]] = self.task.table.nearest(
+        self.guess[rows, forward.positions[rows, columns]] = self.task.table.nearest(
             forward.chain[rows, columns], differences
         )
 
@@ -334,15 +334,15 @@ class BeamSearch:
         prefixes: the text's prefix, which stays.
         table: ranks candidates.
         observed: (N, d) float32 states by real token.
-        first: (N, k) candidates for each place from the observed state alone, the likeliest first.
-        expected: returns the log-probabilities (V,) of the token at a place, up to a constant; None
-            where nothing is expected.
+        first: (N, k) candidates for each position from its observed state, the likeliest first.
+        prior: returns the log-probabilities (V,) of the token at a position, up to a constant; None
+            if there is no prediction.
         width: prefixes that are continued, at most.
         spread: (d,) standard deviation of observed states about the true ones, up to a factor;
             distances count in these units.
 
     Attributes:
-        place: number of tokens that were recovered; the last one may be the nearest of fewer
+        position: number of tokens that were recovered; the last one may be the nearest of fewer
             candidates.
         confidence: (W, N) of each prefix, the best first: one minus the ratio of the distances of
             the chosen token and the nearest other one; 0 where nothing was recovered.
@@ -355,15 +355,15 @@ class BeamSearch:
         table: StateTable,
         observed: Tensor,
         first: Tensor,
-        expected: Callable[[int], Tensor | None],
+        prior: Callable[[int], Tensor | None],
         width: int,
         spread: Tensor,
     ) -> None:
         one = torch.zeros(1, dtype=torch.int64, device=observed.device)
         self.prefixes = prefixes.select(one)
         self.table, self.observed, self.first = table, observed, first
-        self.expected, self.width = expected, width
-        self.place = self.start = int(prefixes.lengths[0])
+        self.prior, self.width = prior, width
+        self.position = self.start = int(prefixes.lengths[0])
         self.squares = observed.new_zeros(1, observed.shape[1])
         self.confidence = observed.new_zeros(1, len(observed))
         self.last: Tensor | None = None
@@ -378,10 +378,10 @@ class BeamSearch:
 
     @property
     def tokens(self) -> Tensor:
-        """Return the tokens (N,) of the best text, valid up to ``place``."""
+        """Return the tokens (N,) of the best text, valid up to ``position``."""
         tokens = self.prefixes.tokens[0].clone()
         if self.last is not None:
-            tokens[self.place - 1] = self.last[0]
+            tokens[self.position - 1] = self.last[0]
         return tokens
 
     def run(self, deadline: Deadline, *, learn: bool = True) -> bool:
@@ -392,21 +392,21 @@ class BeamSearch:
             learn: improve the spread by the distances of recovered tokens.
         """
         n, due, whole = len(self.observed), LEARN_AT, True
-        while whole and self.place < n and not deadline.passed:
+        while whole and self.position < n and not deadline.passed:
             whole = self._step(deadline)
-            if learn and self.place - self.start >= due:
+            if learn and self.position - self.start >= due:
                 due *= 2
                 self._learn()
-        return whole and self.place == n
+        return whole and self.position == n
 
     def _step(self, deadline: Deadline) -> bool:
-        """Choose the token at one place; return False if time ran out before all rounds.
+        """Choose the token at one position; return False if time ran out before all rounds.
 
         Then it is the nearest of fewer candidates, and its confidence is 0.
         """
         rows = torch.arange(len(self.squares), device=self.observed.device)
-        target = self.observed[self.place]
-        tokens = self.first[self.place, :OPENING].expand(len(rows), -1)
+        target = self.observed[self.position]
+        tokens = self.first[self.position, :OPENING].expand(len(rows), -1)
         states = self._open(tokens)
         squares = ((states - target) / self.spread).square().sum(2)
         whole = True
@@ -427,7 +427,7 @@ class BeamSearch:
                 break
         self._choose(tokens, states, squares)
         if not whole:
-            self.confidence[:, self.place - 1] = 0.0
+            self.confidence[:, self.position - 1] = 0.0
         return whole
 
     def _open(self, candidates: Tensor) -> Tensor:
@@ -441,17 +441,17 @@ class BeamSearch:
         return states.float()
 
     def _more(self, tokens: Tensor, states: Tensor, best: Tensor, count: int) -> Tensor:
-        """Return new candidates (W, k) whose expected states are nearest to the observed one.
+        """Return new candidates (W, k) whose predicted states are nearest to the observed one.
 
-        A quarter are those that the model's top expects.
+        A quarter are the likeliest by the top model.
         """
         free = self.table.distinct - tokens.shape[1]
         count = min(count, free)
-        points = (self.observed[self.place] - states) / self.spread + self.entries[best]
+        points = (self.observed[self.position] - states) / self.spread + self.entries[best]
         far = self.lengths + points.square().sum(1, keepdim=True)
         far = torch.addmm(far, points, self.entries.T, alpha=-2.0).clamp_(min=1e-12)
         far = self.table.only_tried(far.neg_()).scatter_(1, tokens, -float("inf"))
-        prior = self.expected(self.place)
+        prior = self.prior(self.position)
         if prior is None or count < 4:
             return far.topk(count, dim=1).indices
         near = far.topk(count - count // 4, dim=1).indices
@@ -460,31 +460,31 @@ class BeamSearch:
         return torch.cat([near, likely.topk(count // 4, dim=1).indices], 1)
 
     def _choose(self, tokens: Tensor, states: Tensor, squares: Tensor) -> None:
-        """Keep the best prefixes, each with its token at this place."""
+        """Keep the best prefixes, each with its token at this position."""
         totals = (self.squares / self.spread.square()).sum(1, keepdim=True) + squares
         ranked = totals.flatten().topk(min(self.width, totals.numel()), largest=False)
-        unit = float(ranked.values[0]) / ((self.place - self.start + 1) * len(self.spread))
+        unit = float(ranked.values[0]) / ((self.position - self.start + 1) * len(self.spread))
         near = ranked.values - ranked.values[0] <= 2.0 * GAP * max(unit, 1e-30)
         best_ranked = ranked.indices[near]
         rows, columns = best_ranked // tokens.shape[1], best_ranked % tokens.shape[1]
-        differences = states[rows, columns] - self.observed[self.place]
+        differences = states[rows, columns] - self.observed[self.position]
         best = squares[rows, columns]
         others = squares[rows].scatter(1, columns[:, None], float("inf")).amin(1)
         sure = 1.0 - (best / others.clamp(min=1e-30)).sqrt()
         doubtful = self.table.doubtful[tokens[rows, columns]]
         self.squares = self.squares[rows] + differences.square()
         self.confidence = self.confidence[rows]
-        self.confidence[:, self.place] = sure.clamp(min=0.0).masked_fill(doubtful, 0.0)
+        self.confidence[:, self.position] = sure.clamp(min=0.0).masked_fill(doubtful, 0.0)
         self.last = tokens[rows, columns]
         if not torch.equal(rows, torch.arange(len(self.prefixes.lengths), device=rows.device)):
             self.computed += self.prefixes.computed
             self.prefixes = self.prefixes.select(rows)
-        self.place += 1
+        self.position += 1
 
     def _learn(self) -> None:
         """Learn the spread by dimension from the best prefix's residuals and the assumption."""
-        places = self.place - self.start
+        positions = self.position - self.start
         assumed = self.assumed.square()
-        level = (self.squares[0] / assumed).mean() / places
-        learned = (self.squares[0] + DOUBT * level * assumed) / (places + DOUBT)
+        level = (self.squares[0] / assumed).mean() / positions
+        learned = (self.squares[0] + DOUBT * level * assumed) / (positions + DOUBT)
         self._set_spread(learned.clamp(min=1e-30).sqrt())

@@ -17,7 +17,7 @@ SHRINKAGE = 1e-2  # of the mean variance, added to the covariance that contexts 
 DIRECTIONS = 128  # discriminants; fewer are faster and distinguish fewer tokens
 NEIGHBOURS = 64  # tokens near in the discriminants whose exact distance is computed
 SHORT_LIST = 2048  # tokens near in the discriminants that are ranked by exact distance
-LEARNED = 64  # verified tokens that a place's regression learns from, at most
+LEARNED = 64  # verified tokens that a position's regression learns from, at most
 LEARNED_RIDGE = 0.03  # added to that regression's Gram matrix of unit steps
 ROUNDING = 1e-5  # of a squared length, that float32 may lose in a product over the vocabulary
 RARE = 0.05  # occurrences added to each token's number in public text
@@ -40,10 +40,10 @@ class StateTable:
         words: (V, e) word embeddings relative to the origin's.
         axes: (d, k) discriminants: the mean spread of contexts along each is 1.
         points: (V, k) the entries along the axes, shifted by what contexts add on average.
-        stands_for: (V,) the token that is tried in each one's place: of tokens with equal word
+        representative: (V,) the token that is tried instead of each one: of tokens with equal word
             embeddings, which nothing distinguishes, the commonest in public text.
         doubtful: (V,) bool, tokens with such a twin.
-        rank: (V,) place of each token by its number in public text, then by id.
+        rank: (V,) rank of each token by its number in public text, then by id.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class StateTable:
         counts = torch.bincount(tokens, minlength=len(words))
         commonest = (-counts).argsort(stable=True)
         self.rank = commonest.argsort()
-        self.stands_for = _representatives(words, commonest)
-        self.doubtful = torch.bincount(self.stands_for, minlength=len(words))[self.stands_for] > 1
-        self._idle = self.stands_for != torch.arange(len(words), device=words.device)
+        self.representative = _representatives(words, commonest)
+        alike = torch.bincount(self.representative, minlength=len(words))
+        self.doubtful = alike[self.representative] > 1
+        self._idle = self.representative != torch.arange(len(words), device=words.device)
         self.axes = self._discriminants(tokens).float()
         self.points = (self.entries + self._shift.float()) @ self.axes
         self._lengths = self.entries.square().sum(1)
@@ -98,7 +99,7 @@ class StateTable:
         return scores.masked_fill(self._idle, -float("inf")).topk(min(k, self.distinct)).indices
 
     def only_tried(self, scores: Tensor) -> Tensor:
-        """Set scores (..., V) to minus infinity for tokens that another stands for."""
+        """Set scores (..., V) to minus infinity for tokens that another represents."""
         return scores.masked_fill_(self._idle, -float("inf"))
 
     @property
@@ -135,7 +136,7 @@ class StateTable:
         Returns:
             (k,) tokens by exact distance, among those nearest along the discriminants, and (V,)
             log-likelihoods along the discriminants as in :meth:`likeliest`, with heavier tails
-            because the place is a hard one.
+            because the position is a hard one.
         """
         k = min(k, self.distinct)
         squared = self._squared(self.points[token] + difference[None] @ self.axes)[0]

@@ -1,20 +1,21 @@
-"""Verification of candidates at the first open place of a text, and the choice of the right one.
+"""Verification of candidates at a text's first open position, and the choice of the right one.
 
-At first tokens are ranked by the place's state alone. Once candidates failed after the correct
+At first tokens are ranked by the position's state alone. Once candidates failed after the correct
 prefix, the nearest of them shows how this context shifts states, and the next ones are ranked
 with that shift, in several ways in turn.
 
 Runs with and without cache differ by rounding, which in bf16 hides the difference between near
-tokens. Where that is possible, the text is run again as the client ran it, without cache. On the
-same kind of machine the right token's state is then equal bit for bit, which tokens that are
-verified already show. Where several tokens have the observed state even so, the states that follow
+tokens. If that is possible, the text is run again as the client ran it, without cache. On the same
+kind of machine the right token's state is then equal bit for bit; tokens that are verified already
+show whether it is. If several tokens have the observed state even so, the states of later positions
 decide between them.
 
-A candidate is accepted as soon as no other token can be right: the right token's state would be as
-far from the candidate's as the observed one is. After many rounds of candidates without one, all
-tokens that can still be right are verified. If none of very many is right, the states are noised.
-The same is assumed where half of the remaining time does not suffice for these tokens, so that the
-other half remains for a search that expects noise. A result on that assumption is unfinished.
+A candidate is accepted once no other token can be right: the distance to the observed state bounds
+how far the right token's state is from the candidate's, and no other token is that near. If many
+rounds do not find it, all tokens that can still be right are verified. If more than min(1000, half
+the vocabulary) tokens fail, the states are taken to be noisy. Noise is also assumed if verifying
+them would take more than half of the remaining time, so that the other half remains for a search
+that expects noise. A result on that assumption is unfinished.
 """
 
 from __future__ import annotations
@@ -30,23 +31,27 @@ from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 
 # None of the values was tuned.
-FIRST = 64  # candidates of the first ranking at each place
-READ = 256  # likeliest tokens of the table that the prior ranks again
-ROUNDS = 8, 16, 32, 64, 128, 256  # candidates verified at once in the first, second, ... round
-LEARN_FROM, LEARN_MOST = 25, 65  # verified candidates of a place's regression, least and most
-SAME_AT_ONCE = 8  # candidates that are run without cache at one place
-WITHIN_ROUNDING = 0.5  # of the rounding with and without cache; nearer tokens may have equal states
-MOST_TWINS = 64  # tokens with equal states among which the states that follow decide
+FIRST = 64  # candidates of the first ranking at each position
+RERANKED = 256  # likeliest tokens of the table that the prior ranks again
+# Candidates in the first, second, ... round, besides the head of the chain.
+ROUNDS = 8, 16, 32, 64, 128, 256
+MIN_LEARN, MAX_LEARN = 25, 65  # verified candidates of a position's regression
+SAME_AT_ONCE = 8  # candidates that are run without cache at one position
+# Share of the rounding error between cached and uncached runs; tokens closer than this may have
+# equal states.
+WITHIN_ROUNDING = 0.5
+MAX_TWINS = 64  # tokens with equal states between which later states decide
 SWEEP = 512  # candidates verified at once in a sweep of all possible tokens
-SURELY_NOISED = 1000  # possible tokens; if so many were verified and none is right, there is noise
-FAR = 20.0  # factor between a distance in the typical context and in this one, at most
+NOISE_THRESHOLD = 1000  # failed tokens above which the states are taken as noisy
+# Largest ratio of a distance in the typical context to the same distance in this context.
+MAX_STRETCH = 20.0
 
 
 class Prior:
-    """Log-probabilities of the tokens at a place before its state is read.
+    """Log-probabilities of the tokens at a position before its state is used.
 
     Args:
-        top: the top model, which expects nothing at the first place of a text; None for no model.
+        top: the top model; it has no prediction for a text's first token. None for no model.
         columns: (B, N) column of each text's i-th real token.
     """
 
@@ -54,24 +59,24 @@ class Prior:
         self._top, self._columns = top, columns
         self._last: tuple[int, int, Tensor] | None = None
 
-    def scores(self, rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """Return log-probabilities (n, k) of ``tokens``, up to a constant for each place."""
+    def scores(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Return log-probabilities (n, k) of ``tokens``, up to a constant for each position."""
         scores = torch.zeros(tokens.shape, device=tokens.device)
-        later = places > 0
+        later = positions > 0
         if self._top is not None and bool(later.any()):
-            rows, places = rows[later], places[later]
-            columns = self._columns[rows, places - 1]
+            rows, positions = rows[later], positions[later]
+            columns = self._columns[rows, positions - 1]
             scores[later] = self._top.token_logits(rows, columns, tokens[later])
         return scores
 
-    def all_scores(self, row: int, place: int) -> Tensor | None:
-        """Return those (V,) of the whole vocabulary; None where nothing is expected."""
-        if self._top is None or place == 0:
+    def all_scores(self, row: int, position: int) -> Tensor | None:
+        """Return those (V,) of the whole vocabulary; None if there is no prediction."""
+        if self._top is None or position == 0:
             return None
-        if self._last is None or self._last[:2] != (row, place):
-            column = self._columns[row : row + 1, place - 1]
+        if self._last is None or self._last[:2] != (row, position):
+            column = self._columns[row : row + 1, position - 1]
             rows = torch.full_like(column, row)
-            self._last = (row, place, self._top.logits(rows, column)[0])
+            self._last = (row, position, self._top.logits(rows, column)[0])
         return self._last[2]
 
 
@@ -86,7 +91,7 @@ class Task:
         prior: of the next token.
         noise: (B, N) distance by which two computations of a state may differ.
         deadline: checked before each forward.
-        computed: tokens that went through the bottom model beside those of ``prefixes``.
+        computed: tokens that went through the bottom model, without those of ``prefixes``.
     """
 
     prefixes: Prefixes
@@ -109,7 +114,7 @@ class Task:
 
 
 @dataclass
-class OpenPlace:
+class OpenPosition:
     """One text's first open token.
 
     Attributes:
@@ -119,12 +124,12 @@ class OpenPlace:
         verified: all verified tokens, also those whose state was not stored.
         runner_up: the smallest distance of tokens whose state was not stored.
         rivals: tokens that could still be right at the last check.
-        rerun: tokens that were also run as the client runs them.
+        rerun: tokens that were also run without cache, as the client runs them.
         twins: tokens whose state in such a run equals the observed one.
         round: number of the round of candidates.
         settled: the token on which the search has settled.
         chosen: index of the one chosen among several with the observed state.
-        certain: whether only a run as the client's may accept a token.
+        needs_exact_run: a token may be accepted only by an uncached run.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -138,7 +143,7 @@ class OpenPlace:
     round: int = 0
     settled: int | None = None
     chosen: int | None = None
-    certain: bool = False
+    needs_exact_run: bool = False
 
     def add(self, token: int, state: Tensor, distance: float) -> None:
         """Add a verified token, once."""
@@ -152,10 +157,23 @@ class OpenPlace:
         self.states.append(state)
         self.distances.append(distance)
 
-    def count(self, tokens: list[int], distances: list[float]) -> None:
-        """Count verified tokens without their states; ``distances`` are those of the farther."""
-        self.verified.update(tokens)
-        self.runner_up = min(self.runner_up, *distances)
+    def add_nearest(self, tokens: Tensor, states: Tensor, distances: Tensor) -> int:
+        """Add the nearest of verified tokens, and count the rest without their states.
+
+        Args:
+            tokens: (n,) new tokens.
+            states: (n, d) of them.
+            distances: (n,) from the observed state.
+
+        Returns:
+            The index of the nearest.
+        """
+        nearest = int(distances.argmin())
+        self.verified.update(tokens.tolist())
+        self.keep(int(tokens[nearest]), states[nearest], float(distances[nearest]))
+        rest = [*distances[:nearest].tolist(), *distances[nearest + 1 :].tolist()]
+        self.runner_up = min([self.runner_up, *rest])
+        return nearest
 
     @property
     def order(self) -> list[int]:
@@ -171,50 +189,50 @@ class OpenPlace:
 
 
 def ranked_first(task: Task) -> Tensor:
-    """Return the likeliest candidates (B, N, k) for each place by its state and the prior."""
+    """Return the likeliest candidates (B, N, k) for each position by its state and the prior."""
     b, n = task.observed.shape[:2]
     k = min(FIRST, task.table.distinct)
     ranked = torch.zeros(b, n, k, dtype=torch.int64, device=task.observed.device)
     real = torch.arange(n, device=ranked.device) < task.counts[:, None]
-    rows, places = real.nonzero(as_tuple=True)
+    rows, positions = real.nonzero(as_tuple=True)
     step = task.table.at_once
-    for r, p in zip(torch.split(rows, step), torch.split(places, step), strict=True):
-        tokens, scores = task.table.likeliest(task.observed[r, p], READ)
+    for r, p in zip(torch.split(rows, step), torch.split(positions, step), strict=True):
+        tokens, scores = task.table.likeliest(task.observed[r, p], RERANKED)
         scores = scores + task.prior.scores(r, p, tokens)
         ranked[r, p] = tokens.gather(1, scores.topk(k, dim=1).indices)
     return ranked
 
 
-def next_round(task: Task, place: OpenPlace, i: int, first: Tensor) -> list[int]:
-    """Return the candidates of the next round at text ``i``'s open place.
+def next_round(task: Task, position: OpenPosition, i: int, first: Tensor) -> list[int]:
+    """Return the candidates of the next round at text ``i``'s open position.
 
     Args:
         task: the search.
-        place: the open place, with at least one verified token.
+        position: the open position, with at least one verified token.
         i: the text.
         first: (k,) candidates of the first ranking.
     """
-    k = ROUNDS[min(place.round, len(ROUNDS) - 1)]
-    place.round += 1
+    k = ROUNDS[min(position.round, len(ROUNDS) - 1)]
+    position.round += 1
     column = int(task.lengths[i])
-    reach = min(task.table.size, k + 1 + len(place.verified))
-    best = place.best
-    difference = task.observed[i, column] - place.states[best]
-    near, scores = task.table.near(place.tokens[best], difference, reach)
-    expected = task.prior.all_scores(i, column)
+    reach = min(task.table.size, k + 1 + len(position.verified))
+    best = position.best
+    difference = task.observed[i, column] - position.states[best]
+    near, scores = task.table.near(position.tokens[best], difference, reach)
+    prior = task.prior.all_scores(i, column)
     rankings = [near]
-    if expected is None:
+    if prior is None:
         rankings.append(task.table.best(scores, reach))
     else:
-        rankings.append(task.table.best(scores + expected, reach))
-        rankings.append(task.table.best(expected, reach))
-    if len(place.tokens) >= LEARN_FROM:
-        order = place.order[:LEARN_MOST]
-        tokens = near.new_tensor([place.tokens[o] for o in order])
-        states = torch.stack([place.states[o] for o in order])
+        rankings.append(task.table.best(scores + prior, reach))
+        rankings.append(task.table.best(prior, reach))
+    if len(position.tokens) >= MIN_LEARN:
+        order = position.order[:MAX_LEARN]
+        tokens = near.new_tensor([position.tokens[o] for o in order])
+        states = torch.stack([position.states[o] for o in order])
         rankings += task.table.like_verified(tokens, states, task.observed[i, column], reach)
     rankings.append(first)
-    return _in_turn([*(r.tolist() for r in rankings), place.rivals], place.verified, k + 1)
+    return _in_turn([*(r.tolist() for r in rankings), position.rivals], position.verified, k + 1)
 
 
 def _in_turn(rankings: list[list[int]], verified: set[int], k: int) -> list[int]:
@@ -233,16 +251,17 @@ def _in_turn(rankings: list[list[int]], verified: set[int], k: int) -> list[int]
     return list(chosen)
 
 
-class AsSent:
-    """Runs of texts as the client runs them.
+class ExactRuns:
+    """Uncached runs of texts, as the client runs them.
 
     Args:
         task: the search.
         low_precision: whether rounding may hide the difference between tokens.
 
     Attributes:
-        repeatable: whether such a run gives what was sent, bit for bit; None until one has shown.
-        twins: by text and place, tokens among which the states that follow decide.
+        repeatable: whether an uncached run reproduces the observed states bit for bit; None if not
+            yet tested.
+        twins: by text and position, tokens between which later states decide.
         cut: whether time ran out before they decided.
     """
 
@@ -265,19 +284,19 @@ class AsSent:
         return self._equal(rows, tokens, torch.zeros_like(rows))
 
     def _equal(self, rows: Tensor, chain: Tensor, lengths: Tensor) -> Tensor:
-        """Return how many first tokens (n,) of ``chain`` (n, k) have the states from a place on."""
+        """Return how many first tokens (n,) of ``chain`` (n, k) have the states from there on."""
         run = self.restart(rows)
         run.lengths = lengths
         states = run.follow(chain).float()
         self.task.computed += run.computed
-        places = lengths[:, None] + torch.arange(chain.shape[1], device=rows.device)
+        positions = lengths[:, None] + torch.arange(chain.shape[1], device=rows.device)
         last = self.task.observed.shape[1] - 1
-        same = (states == self.task.observed[rows[:, None], places.clamp(max=last)]).all(2)
-        same &= places < self.task.counts[rows][:, None]
+        same = (states == self.task.observed[rows[:, None], positions.clamp(max=last)]).all(2)
+        same &= positions < self.task.counts[rows][:, None]
         return same.int().cumprod(1).sum(1)
 
     def may_match(self, i: int) -> bool:
-        """Return whether such a run may give what was sent, by the first token of text ``i``."""
+        """Return whether uncached runs may reproduce states, by the first token of text ``i``."""
         if self.repeatable is None and int(self.task.lengths[i]):
             row = torch.tensor([i], device=self.task.lengths.device)
             self.repeatable = bool(self.equal(row, self.task.prefixes.tokens[row, :1]))
@@ -290,43 +309,43 @@ class AsSent:
             self.repeatable = True
         return counts
 
-    def same(self, i: int, place: OpenPlace) -> int | None:
+    def same(self, i: int, position: OpenPosition) -> int | None:
         """Return a verified candidate of text ``i`` that has the observed state, or None."""
         if not self.may_match(i):
             return None
         column = int(self.task.lengths[i])
         noise = float(self.task.noise[i, column])
-        near = [place.tokens[o] for o in place.order if place.distances[o] <= 2.0 * noise]
-        near = [t for t in near if t not in place.rerun][:SAME_AT_ONCE]
+        near = [position.tokens[o] for o in position.order if position.distances[o] <= 2.0 * noise]
+        near = [t for t in near if t not in position.rerun][:SAME_AT_ONCE]
         if not near:
             return None
         device = self.task.lengths.device
         again = self.restart(torch.tensor([i], device=device))
         states = again.attempt(torch.tensor([near], device=device))[0].float()
         self.task.computed += again.computed
-        place.rerun.update(near)
+        position.rerun.update(near)
         hits = (states == self.task.observed[i, column]).all(1).nonzero()
         if not len(hits):
             return None
         self.repeatable = True
         token = near[int(hits[0])]
-        place.distances[place.tokens.index(token)] = 0.0
+        position.distances[position.tokens.index(token)] = 0.0
         return token
 
-    def choose_twin(self, i: int, place: OpenPlace) -> None:
-        """Choose the most expected one of the place's twins for the time being."""
+    def choose_twin(self, i: int, position: OpenPosition) -> None:
+        """Provisionally choose the twin that the prior ranks highest."""
         column = int(self.task.lengths[i])
-        expected = self.task.prior.all_scores(i, column)
-        if expected is not None:
-            order = expected[place.twins].argsort(descending=True).tolist()
-            place.twins = [place.twins[o] for o in order]
-        if len(place.twins) > 1:
-            self.twins[i][column] = place.twins[:MOST_TWINS]
-        place.keep(place.twins[0], self.task.observed[i, column], 0.0)
-        place.chosen = len(place.tokens) - 1
+        prior = self.task.prior.all_scores(i, column)
+        if prior is not None:
+            order = prior[position.twins].argsort(descending=True).tolist()
+            position.twins = [position.twins[o] for o in order]
+        if len(position.twins) > 1:
+            self.twins[i][column] = position.twins[:MAX_TWINS]
+        position.keep(position.twins[0], self.task.observed[i, column], 0.0)
+        position.chosen = len(position.tokens) - 1
 
     def may_have_twins(self, i: int, column: int, token: int) -> bool:
-        """Return whether rounding may hide other tokens, among which later states decide."""
+        """Return whether rounding may hide other tokens, between which later states decide."""
         table = self.task.table
         reach = WITHIN_ROUNDING * float(self.task.noise[i, column])
         isolation = float(table.isolation(self.task.lengths.new_tensor(token)))
@@ -334,12 +353,12 @@ class AsSent:
             return False
         near = table.neighbours(token, reach)
         apart = (table.entries[near] - table.entries[token]).norm(dim=1)
-        nearest = near[apart.argsort()[:MOST_TWINS]].tolist()
+        nearest = near[apart.argsort()[:MAX_TWINS]].tolist()
         self.twins[i].setdefault(column, [token, *(t for t in nearest if t != token)])
         return True
 
     def decide_twins(self, i: int) -> list[int]:
-        """Choose between text ``i``'s twins by later states; return the places that are sure."""
+        """Choose between text ``i``'s twins by later states; return the certain positions."""
         sure: list[int] = []
         tokens = self.task.prefixes.tokens
         for column, twins in self.twins[i].items():
@@ -358,62 +377,63 @@ class AsSent:
         return sure
 
 
-class Settling:
-    """The decision whether a verified token is right.
+class Decision:
+    """Decides whether a verified token is right.
 
     Args:
         task: the search.
-        as_sent: runs as the client runs them.
+        exact_runs: uncached runs, as the client's.
         noised: whether no token's state equals the observed one; None to find out.
 
     Attributes:
-        noised: whether that is so by the argument, by a sweep, or by assumption for lack of time.
+        noised: whether the states are treated as noisy: given, found by a sweep, or assumed because
+            time ran out.
         cut: whether time ran out within a sweep of all possible tokens.
     """
 
-    def __init__(self, task: Task, as_sent: AsSent, noised: bool | None) -> None:
+    def __init__(self, task: Task, exact_runs: ExactRuns, noised: bool | None) -> None:
         self.task = task
-        self.as_sent = as_sent
+        self.exact_runs = exact_runs
         self.noised = noised is True
         self.cut = False
         self._may_be_noised = noised is None
 
     def accepted(self, tokens: Tensor, distances: Tensor, noise: Tensor) -> Tensor:
         """Return whether no token other than each of ``tokens`` (any shape) can be right."""
-        certain: Tensor = self._radius(distances, noise) < self.task.table.isolation(tokens)
-        return certain
+        is_certain: Tensor = self._radius(distances, noise) < self.task.table.isolation(tokens)
+        return is_certain
 
-    def look(self, i: int, place: OpenPlace) -> int | None:
-        """Return the token of text ``i``'s open place, or None if it is not certain yet.
+    def decide(self, i: int, position: OpenPosition) -> int | None:
+        """Return the token of text ``i``'s open position, or None if it is not certain yet.
 
-        All tokens that can still be right are verified where rounds of candidates did not suffice.
+        All tokens that can still be right are verified if the rounds of candidates did not suffice.
         """
         column = int(self.task.lengths[i])
-        token, distance = place.tokens[place.best], place.distances[place.best]
+        token, distance = position.tokens[position.best], position.distances[position.best]
         noise = float(self.task.noise[i, column])
         radius = self._radius_of(distance, noise)
         alone = float(self.task.table.isolation(self.task.lengths.new_tensor(token)))
-        if not place.certain and radius < alone:
+        if not position.needs_exact_run and radius < alone:
             return token
-        same = self.as_sent.same(i, place)
+        same = self.exact_runs.same(i, position)
         if same is not None:
             return same
-        place.rivals = self._rivals(token, radius).tolist()
-        unseen = any(r not in place.verified for r in place.rivals)
-        hidden = distance <= 2.0 * noise and self.as_sent.repeatable is True
-        if unseen and place.round < len(ROUNDS):
+        position.rivals = self._rivals(token, radius).tolist()
+        unverified = any(r not in position.verified for r in position.rivals)
+        within_rounding = distance <= 2.0 * noise and self.exact_runs.repeatable is True
+        if unverified and position.round < len(ROUNDS):
             return None
-        if unseen or hidden:
-            self._sweep(i, place, noise)
+        if unverified or within_rounding:
+            self._sweep(i, position, noise)
             return None
-        if self._shows_noise(place, noise):
+        if self._shows_noise(position, noise):
             return None
-        return place.tokens[place.best]
+        return position.tokens[position.best]
 
     def _radius(self, distances: Tensor, noise: Tensor) -> Tensor:
         """Return how far from a candidate, in the typical context, the right token can be."""
         excess = (distances.square() - 2.0 * noise.square()).clamp(min=0).sqrt()
-        radius: Tensor = FAR * excess + 2.0 * noise
+        radius: Tensor = MAX_STRETCH * excess + 2.0 * noise
         return radius
 
     def _radius_of(self, distance: float, noise: float) -> float:
@@ -424,64 +444,66 @@ class Settling:
         rivals = self.task.table.neighbours(token, radius)
         return rivals[self.task.table.rank[rivals].argsort()]
 
-    def _sweep(self, i: int, place: OpenPlace, noise: float) -> None:
+    def _sweep(self, i: int, position: OpenPosition, noise: float) -> None:
         """Verify all tokens that can still be right, and settle on the nearest."""
         table, prefixes = self.task.table, self.task.prefixes
         target = self.task.observed[i, self.task.lengths[i]]
         row = torch.tensor([i], device=target.device)
-        exact = place.distances[place.best] <= 2.0 * noise and self.as_sent.repeatable is True
-        run = self.as_sent.restart(row) if exact else prefixes.select(row)
-        whole = self.task.deadline
-        limit = whole.share(2) if self._may_be_noised and not exact else whole
+        distance = position.distances[position.best]
+        uncached = distance <= 2.0 * noise and self.exact_runs.repeatable is True
+        run = self.exact_runs.restart(row) if uncached else prefixes.select(row)
+        deadline = self.task.deadline
+        limit = deadline.share(2) if self._may_be_noised and not uncached else deadline
         open_ = torch.ones(table.size, dtype=torch.bool, device=target.device)
-        verified = place.rerun if exact else place.verified
+        verified = position.rerun if uncached else position.verified
         open_[torch.tensor(sorted(verified), dtype=torch.int64, device=target.device)] = False
-        rivals = torch.tensor(place.rivals, dtype=torch.int64, device=target.device)
+        rivals = torch.tensor(position.rivals, dtype=torch.int64, device=target.device)
         while True:
-            part = rivals[open_[rivals]][:SWEEP]
-            if not len(part):
+            batch = rivals[open_[rivals]][:SWEEP]
+            if not len(batch):
                 break
             if limit.passed:
                 self.cut = True
                 break
-            states = run.attempt(part[None])[0].float()
-            open_[part] = False
-            far = (states - target).norm(dim=1)
-            nearest = int(far.argmin())
-            before = place.distances[place.best]
-            place.count(part.tolist(), far[far > far[nearest]].tolist() or [float("inf")])
-            token, distance = int(part[nearest]), float(far[nearest])
-            place.keep(token, states[nearest], distance)
-            if exact:
-                new = part[far == 0].tolist()
-                if place.twins and not new:
+            states = run.attempt(batch[None])[0].float()
+            open_[batch] = False
+            distances = (states - target).norm(dim=1)
+            before = position.distances[position.best]
+            nearest = position.add_nearest(batch, states, distances)
+            token, distance = int(batch[nearest]), float(distances[nearest])
+            if uncached:
+                new = batch[distances == 0].tolist()
+                if position.twins and not new:
                     break
-                rivals = self._add_twins(place, new, rivals)
+                rivals = self._add_twins(position, new, rivals)
             elif distance < before:
-                if self.as_sent.same(i, place) is not None:
+                if self.exact_runs.same(i, position) is not None:
                     break
                 rivals = self._rivals(token, self._radius_of(distance, noise))
         self.task.computed += run.computed
-        cut = bool(open_[rivals].any()) and place.distances[place.best] > 0
-        if cut and whole.passed:
+        cut = bool(open_[rivals].any()) and position.distances[position.best] > 0
+        if cut and deadline.passed:
             return
-        if place.twins:
-            self.as_sent.choose_twin(i, place)
-        place.rivals = rivals.tolist()
-        if not self._shows_noise(place, noise, cut):
-            place.settled = place.tokens[place.best]
+        if position.twins:
+            self.exact_runs.choose_twin(i, position)
+        position.rivals = rivals.tolist()
+        if not self._shows_noise(position, noise, cut):
+            position.settled = position.tokens[position.best]
 
-    def _add_twins(self, place: OpenPlace, twins: list[int], rivals: Tensor) -> Tensor:
-        """Add a place's twins; return its rivals, the nearest to the first twin first."""
-        if twins and not place.twins:
+    def _add_twins(self, position: OpenPosition, twins: list[int], rivals: Tensor) -> Tensor:
+        """Add a position's twins; return its rivals, the nearest to the first twin first."""
+        if twins and not position.twins:
             entries = self.task.table.entries
             rivals = rivals[(entries[rivals] - entries[twins[0]]).norm(dim=1).argsort()]
-        place.twins += twins
+        position.twins += twins
         return rivals
 
-    def _shows_noise(self, place: OpenPlace, noise: float, cut: bool = False) -> bool:
-        """Return whether none of many possible tokens is right; all are verified unless ``cut``."""
-        many = min(SURELY_NOISED, self.task.table.distinct // 2)
-        wrong = place.distances[place.best] > 2.0 * noise
-        self.noised = self._may_be_noised and wrong and (cut or len(place.rivals) > many)
+    def _shows_noise(self, position: OpenPosition, noise: float, cut: bool = False) -> bool:
+        """Return whether the states are noisy: more than ``many`` tokens failed, or ``cut`` is set.
+
+        ``cut`` says that time ran out before all tokens that can be right were verified.
+        """
+        many = min(NOISE_THRESHOLD, self.task.table.distinct // 2)
+        wrong = position.distances[position.best] > 2.0 * noise
+        self.noised = self._may_be_noised and wrong and (cut or len(position.rivals) > many)
         return self.noised

@@ -1,4 +1,4 @@
-"""What the activations at a split, or the gradients of a batch, give away of its texts."""
+"""What the activations at a split, or the gradients of a batch, leak of its texts."""
 
 from lightning_fedleak.cli.studies.invert.adversaries import make_adversary as make_adversary
 from lightning_fedleak.cli.studies.invert.adversaries import make_reader as make_reader

@@ -305,15 +305,15 @@ def rows_of_length(
         (n, length) token ids, n from ``least`` to ``most``.
 
     Raises:
-        SourceError: fewer than ``least`` rows, or no room beside the special tokens.
+        SourceError: fewer than ``least`` rows, or a length that the special tokens fill.
     """
     front, end = special_ends(tokenizer)
     if start_token_id is not None:
         front = [start_token_id, *front]
-    room = length - len(front) - len(end)
-    if room < 1:
+    available = length - len(front) - len(end)
+    if available < 1:
         raise SourceError(
-            f"--lengths {length} leaves no room beside {len(front) + len(end)} special tokens: "
+            f"--lengths {length} holds only the {len(front) + len(end)} special tokens: "
             "give a larger length"
         )
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -322,8 +322,8 @@ def rows_of_length(
     for i in order:
         text = texts[i] if not collected else " " + texts[i]
         collected += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(collected) >= room:
-            rows.append(torch.tensor([*front, *collected[:room], *end]))
+        if len(collected) >= available:
+            rows.append(torch.tensor([*front, *collected[:available], *end]))
             collected = []
         if len(rows) == most:
             break

@@ -85,7 +85,7 @@ def test_beams_leave_no_more_than_greedy_search_over_all_tokens(make, seed) -> N
     case = Case(make, seed, 1.0)
     search = case.read(6)
     assert case.total(search.tokens) <= case.total(case.by_brute_force(1)) * (1 + 1e-5)
-    assert search.place == LENGTH
+    assert search.position == LENGTH
 
 
 def test_beams_find_what_greedy_search_misses() -> None:
@@ -118,10 +118,10 @@ def test_the_place_at_which_time_runs_out_has_the_nearest_seen(count) -> None:
     assert case.finished
     late = case.read(1, Ticks(count))
     assert not case.finished
-    assert 0 < late.place < LENGTH
-    done = late.place - 1
+    assert 0 < late.position < LENGTH
+    done = late.position - 1
     assert torch.equal(late.tokens[:done], whole.tokens[:done])
     nearest, of_fewer = (
-        float(case.residuals(search.tokens[: late.place])[done]) for search in (whole, late)
+        float(case.residuals(search.tokens[: late.position])[done]) for search in (whole, late)
     )
     assert of_fewer >= nearest * (1 - 1e-6)

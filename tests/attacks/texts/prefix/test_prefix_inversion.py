@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -164,8 +166,20 @@ def twins_gpt2() -> torch.nn.Module:
     return model.to(torch.bfloat16)
 
 
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+def test_a_tied_runner_up_counts(distances: list[int]) -> None:
+    position = verification.OpenPosition()
+    tokens = torch.arange(10, 10 + len(distances))
+    states = torch.randn(len(distances), 3)
+    nearest = position.add_nearest(tokens, states, torch.tensor(distances, dtype=torch.float32))
+    assert distances[nearest] == min(distances) == position.distances[position.best]
+    assert torch.equal(position.states[0], states[nearest])
+    assert position.verified == set(tokens.tolist())
+    assert position.runner_up == [*sorted(distances), float("inf")][1]
+
+
 @pytest.mark.parametrize("batch", [1, 2])
-def test_of_tokens_with_equal_states_what_follows_tells_which_was_sent(batch, monkeypatch) -> None:
+def test_later_states_decide_between_tokens_with_equal_states(batch, monkeypatch) -> None:
     monkeypatch.setitem(inversion.AT_ONCE, "cpu", batch)
     model = twins_gpt2()
     sent = torch.tensor([[30, 5, 6, 7, 8, 9], [31, 5, 6, 7, 8, 9]])
@@ -315,12 +329,12 @@ def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch)
 
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are believed too soon, within the rounding of a cache."""
-    believed = verification.Settling.accepted
+    believed = verification.Decision.accepted
 
     def sooner(self, tokens, distances, noise) -> torch.Tensor:
         return believed(self, tokens, distances, noise) | (distances <= 0.5 * noise)
 
-    monkeypatch.setattr(verification.Settling, "accepted", sooner)
+    monkeypatch.setattr(verification.Decision, "accepted", sooner)
     rough_cache(monkeypatch)
 
 

@@ -1,9 +1,9 @@
-"""A device that is not there: tensors that say they lie on it, and computing that tells them apart.
+"""A fake device: its tensors report it, and operations distinguish them from the host's.
 
-    with PretendedDevice() as device:
+    with FakeDevice() as device:
         moved = device.model(model)
         attack.run(observation_of(moved))
-    device.synchronisations      # what made the host wait, by the name of the operation
+    device.synchronisations      # what made the host wait, by operation
 
 Tensors of it are of the device ``meta``, which PyTorch has everywhere, and hold an ordinary tensor
 that the numbers lie in; so results are those of the CPU, to the bit. As on a GPU:
@@ -65,7 +65,7 @@ class MixedDevices(RuntimeError):
 
 
 class There(Tensor):
-    """A tensor of the pretended device.
+    """A tensor of the fake device.
 
     Args:
         held: the ordinary tensor with its numbers.
@@ -172,7 +172,7 @@ def _of_autocast(asked: Callable[..., Any]) -> Callable[..., Any]:
     return of
 
 
-class PretendedDevice(TorchDispatchMode):
+class FakeDevice(TorchDispatchMode):
     """While it is entered, operations are checked and counted.
 
     Args:
@@ -189,7 +189,7 @@ class PretendedDevice(TorchDispatchMode):
         self.synchronisations: Counter[str] = Counter()
         self.without_float64 = without_float64
 
-    def __enter__(self) -> PretendedDevice:
+    def __enter__(self) -> FakeDevice:
         self._patches = ExitStack()
         for place, name, made in (
             (torch, "tensor", _from_data(torch.tensor)),
@@ -235,7 +235,7 @@ class PretendedDevice(TorchDispatchMode):
 
 
 class _Accelerator(Accelerator):
-    """The pretended device, as a Trainer knows devices."""
+    """The fake device, as a Trainer knows devices."""
 
     def setup_device(self, device: torch.device) -> None:
         assert device == DEVICE
@@ -260,7 +260,7 @@ class _Accelerator(Accelerator):
 
     @staticmethod
     def name() -> str:
-        return "pretended"
+        return "fake"
 
 
 def single_device() -> SingleDeviceStrategy:
@@ -380,4 +380,4 @@ def _check(op: Any, args: Any, here: list[Tensor]) -> None:
             )
 
 
-__all__ = ["DEVICE", "MixedDevices", "PretendedDevice", "There", "single_device"]
+__all__ = ["DEVICE", "FakeDevice", "MixedDevices", "There", "single_device"]

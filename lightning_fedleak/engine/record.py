@@ -72,17 +72,39 @@ class RunRecord:
         text = json.dumps(settings, sort_keys=True)
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
-    def ends(self, step: int, outcome: str, defenses: Sequence[Defense]) -> None:
-        """Write that the fit is over.
+    def ends(
+        self,
+        step: int,
+        outcome: str,
+        defenses: Sequence[Defense],
+        weights: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write that the fit is over, and how far ``leakage.jsonl`` goes.
 
         Args:
             step: optimizer steps that were taken in all.
             outcome: ``"finished"``, or the class of what was raised.
             defenses: of the run.
+            weights: hashes of what was trained.
         """
         self.ended = True
-        privacy = spendings(defenses)
-        self.append(records.EndLine(run="", step=step, outcome=outcome, privacy=privacy))
+        lines, head = None, None
+        results = self.path.parent / records.RESULTS
+        try:
+            lines, head = records.closing_of(results)
+        except OSError as error:
+            self._warn(f"{results} cannot be read: {error.strerror}")
+        self.append(
+            records.EndLine(
+                run="",
+                step=step,
+                outcome=outcome,
+                privacy=spendings(defenses),
+                results=lines,
+                results_head=head,
+                weights=weights,
+            )
+        )
 
     def describe(self, defenses: Sequence[Defense]) -> None:
         """Write of defences that the record's first line does not have, once."""

@@ -17,8 +17,7 @@ from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_c
 from lightning_fedleak.evidence.signing import STATEMENT, check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import hash_weights
-from lightning_fedleak.report import ReportError, findings, read
-from lightning_fedleak.report.logs import FitLog
+from lightning_fedleak.report import FitLog, ReportError, findings, read
 from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, as_json
 
 REPORT = "report.json"
@@ -184,12 +183,12 @@ def _statements(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     """Check that saved weights are those that the last run ended with."""
+    saved = hash_weights(_saved_tensors(place))
     ends = [line for line in record.contents if line is not None and line.get("kind") == "end"]
     trained = ends[-1].get("weights") if ends else None
     if not isinstance(trained, dict) or not trained:
         verdict.leave_open("the last run did not note its weights: sharded, or not finished")
         return
-    saved = hash_weights(_saved_tensors(place))
     shared = trained.keys() & saved.keys()
     types = {n for n in shared if trained[n].split()[0] != saved[n].split()[0]}
     different = sorted(n for n in shared - types if trained[n] != saved[n])

@@ -7,8 +7,7 @@ from argparse import Namespace
 from rich.console import Console
 from rich.markup import escape
 
-from lightning_fedleak.evidence import verify
-from lightning_fedleak.evidence.verdict import CONTRADICTED, HOLDS
+from lightning_fedleak.evidence import CONTRADICTED, HOLDS, verify
 
 WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
 

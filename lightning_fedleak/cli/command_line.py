@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
 def _fit(arguments: Sequence[str], *, from_command_line: bool) -> int:
     # These deprecations are LightningCLI's to mend, not the user's.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    from lightning_fedleak.cli.commands.recipes import with_configs
+    from lightning_fedleak.cli.recipes import with_configs
 
     arguments = with_configs(arguments)
     try:

@@ -23,7 +23,6 @@ from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, 
 from lightning_fedleak.engine.tensorboard import Cards, add_settings
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
-from lightning_fedleak.private_files import hash_weights
 from lightning_fedleak.report import records
 
 _NOT_SCORED = (
@@ -543,12 +542,7 @@ class Engine(StepEngine):
         if self.record is None or self.record.ended:
             return None
         self._last = self._summary()
-        run = self._fit.run
-        weights = None
-        if how == "finished" and run.unit == "step" and not run.is_sharded:
-            trained = {n: p for n, p in run.anatomy.root.named_parameters() if p.requires_grad}
-            weights = hash_weights(trained)
-        self.record.ends(run.step, how, record.accounting(run.defenses), weights)
+        self.record.ends(self._fit.run, how)
         return self.record
 
     def close(self) -> None:

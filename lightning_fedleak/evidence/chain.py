@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lightning_fedleak.evidence.verdict import Verdict
-from lightning_fedleak.report.records import BEFORE, RESULTS, hash_line, parse_json, split_lines
+from lightning_fedleak.report.records import (
+    BEFORE,
+    RESULTS,
+    JsonObject,
+    hash_line,
+    parse_json,
+    split_lines,
+)
 
 CHAINED = 4
 """Schema of the first lines that are chained."""
@@ -25,7 +31,7 @@ class ChainedFile:
 
     name: str
     hashes: list[str] = field(default_factory=list)
-    contents: list[dict[str, Any] | None] = field(default_factory=list)
+    contents: list[JsonObject | None] = field(default_factory=list)
 
     @property
     def head(self) -> str:
@@ -74,7 +80,7 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
     return log
 
 
-def _object_of(line: bytes) -> dict[str, Any] | None:
+def _object_of(line: bytes) -> JsonObject | None:
     try:
         content = parse_json(line.decode())
     except (ValueError, RecursionError):
@@ -82,7 +88,7 @@ def _object_of(line: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _schema(content: dict[str, Any]) -> int:
+def _schema(content: JsonObject) -> int:
     schema = content.get("schema", 1)
     return schema if isinstance(schema, int) else CHAINED
 
@@ -95,8 +101,8 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
         results: ``leakage.jsonl``.
         verdict: gets what is wrong.
     """
-    begun: dict[str, str | None] = {}
-    ended: dict[str, int | None] = {}
+    begins: dict[str, str | None] = {}
+    ends: dict[str, int | None] = {}
     time = ""
     for number, line in enumerate(record.contents, 1):
         if line is None:
@@ -104,23 +110,23 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
         run, kind = str(line.get("run", "")), line.get("kind")
         place = f"{record.name}, line {number}"
         if kind == "begin":
-            if run in begun:
+            if run in begins:
                 verdict.contradict(f"{place}: run {run} begins a second time")
             resumed = line.get("resumed")
-            begun[run] = resumed.get("run") if isinstance(resumed, dict) else None
-        elif run not in begun:
+            begins[run] = resumed.get("run") if isinstance(resumed, dict) else None
+        elif run not in begins:
             verdict.contradict(f"{place}: run {run} has not begun")
-        if run in ended:
+        if run in ends:
             verdict.contradict(f"{place}: run {run} had ended before")
         if kind == "end":
-            ended[run] = line.get("results")
+            ends[run] = line.get("results")
             _check_closing(line, results, place, verdict)
         now = str(line.get("time", time))
         if now < time:
             verdict.note(f"{place}: the clock was set back, from {time} to {now}")
         time = now
-    resumed_runs = set(begun.values())
-    for run in begun.keys() - ended.keys():
+    resumed_runs = set(begins.values())
+    for run in begins.keys() - ends.keys():
         if run in resumed_runs:
             verdict.note(f"run {run} was cut off, and another run goes on from its checkpoint")
         else:
@@ -130,15 +136,13 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
     for number, line in enumerate(results.contents, 1):
         run = str((line or {}).get("run", ""))
         place = f"{results.name}, line {number}"
-        if line is not None and run not in begun:
+        if line is not None and run not in begins:
             verdict.contradict(f"{place}: run {run} is not in {record.name}")
-        elif (closed := ended.get(run)) is not None and number > closed:
+        elif (closed := ends.get(run)) is not None and number > closed:
             verdict.contradict(f"{place}: run {run} had ended before")
 
 
-def _check_closing(
-    line: dict[str, Any], results: ChainedFile, place: str, verdict: Verdict
-) -> None:
+def _check_closing(line: JsonObject, results: ChainedFile, place: str, verdict: Verdict) -> None:
     """Compare what a run's last line says of ``leakage.jsonl`` with that file."""
     count, head = line.get("results"), line.get("results_head")
     if _schema(line) < CHAINED:

@@ -1,4 +1,4 @@
-"""``sign``: a statement about the files of a run, signed with ed25519.
+"""A statement about the files of a run, signed with ed25519.
 
 The statement is an in-toto Statement (version 1) in a DSSE envelope (version 1); any reader of
 these formats can check it.
@@ -17,7 +17,7 @@ from lightning_fedleak.evidence.chain import ChainedFile, read_chain
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.extras import install
 from lightning_fedleak.report import ReportError
-from lightning_fedleak.report.records import RECORD, RESULTS, hash_line
+from lightning_fedleak.report.records import RECORD, RESULTS, JsonObject, hash_line
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -33,7 +33,7 @@ OTHERS = ("report.json", "report.html")
 """Files that are signed where they are, beside the logs."""
 
 
-def sign(run: Path, key: Path) -> Path:
+def sign_run(run: Path, key: Path) -> Path:
     """Sign the logs and the report of a run, and return the file of the envelope.
 
     A run that goes on later may add lines: those that were signed stay signed.
@@ -106,13 +106,13 @@ def check_signature(
     if statement is None:
         verdict.contradict(f"{STATEMENT} is not signed by the key in '{key}'")
         return
-    for name, signed in statement["predicate"]["logs"].items():
-        count, hashes = signed["lines"], logs[name].hashes
+    for name, log_then in statement["predicate"]["logs"].items():
+        count, hashes = log_then["lines"], logs[name].hashes
         if len(hashes) < count:
             verdict.contradict(
                 f"{name} has {len(hashes)} lines, and {count} were signed: it was cut"
             )
-        elif signed["head"] != (hashes[count - 1] if count else hash_line(b"")):
+        elif log_then["head"] != (hashes[count - 1] if count else hash_line(b"")):
             verdict.contradict(f"{name}: its first {count} lines are not those that were signed")
         elif len(hashes) > count:
             verdict.note(f"{name}: {len(hashes) - count} lines were added after it was signed")
@@ -126,7 +126,7 @@ def check_signature(
             verdict.contradict(f"{subject['name']} is not the file that was signed")
 
 
-def _signed_statement(path: Path, key: Ed25519PublicKey) -> dict[str, Any] | None:
+def _signed_statement(path: Path, key: Ed25519PublicKey) -> JsonObject | None:
     """Return the statement in an envelope; None where the key did not sign it."""
     from cryptography.exceptions import InvalidSignature
 

@@ -1,4 +1,4 @@
-"""``verify``: whether the logs, gates, report and weights of a run fit together."""
+"""Whether the logs, gates, report and weights of a run fit together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,7 +17,7 @@ from lightning_fedleak.evidence.signing import STATEMENT, check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import hash_weights
 from lightning_fedleak.report import FitLog, ReportError, findings, read
-from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, as_json
+from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, JsonObject, as_json
 
 REPORT = "report.json"
 _OF_THIS_REPORT = ("made", "made_by", "problems")
@@ -44,15 +43,15 @@ class Verification:
     not_checked: Sequence[str]
 
 
-def verify(
+def verify_run(
     run: Path, weights: Path | None = None, key: Path | None = None, heads: Sequence[str] = ()
 ) -> Verification:
     """Return whether the files of a run fit together.
 
     Examples:
         >>> from pathlib import Path
-        >>> from lightning_fedleak.evidence import verify
-        >>> check = verify(Path("lightning_logs/version_0"))  # doctest: +SKIP
+        >>> from lightning_fedleak.evidence import verify_run
+        >>> check = verify_run(Path("lightning_logs/version_0"))  # doctest: +SKIP
         >>> check.verdict.status  # doctest: +SKIP
         0
 
@@ -70,9 +69,9 @@ def verify(
     checked, not_checked = ["order and completeness of the logs", "gates"], []
     logs = {name: _read(run / name, verdict) for name in (RECORD, RESULTS)}
     check_closings(logs[RECORD], logs[RESULTS], verdict)
-    known = {one for log in logs.values() for one in log.hashes}
+    hashes = {one for log in logs.values() for one in log.hashes}
     for head in heads:
-        if head not in known:
+        if head not in hashes:
             verdict.contradict(f"no line has the hash {head}: lines were changed or cut")
     fits = [] if verdict.contradictions else read([run / RECORD]).fits
     for fit in fits:
@@ -128,9 +127,9 @@ def _check_gates(fit: FitLog, verdict: Verdict) -> None:
                 f"{value:g}, which is not above {limit:g}"
             )
     for gate in (fit.begin.gates or ()) if fit.begin is not None else ():
-        acted = {line.step for line in fit.decisions if line.gate == gate.name}
+        decision_steps = {line.step for line in fit.decisions if line.gate == gate.name}
         for step, value in _breaches(fit, gate):
-            if step not in acted:
+            if step not in decision_steps:
                 verdict.contradict(
                     f"run {fit.run}, step {step}: {gate.metric} is {value:g}, and gate "
                     f"'{gate.name}' (at most {gate.at_most:g}) did not act"
@@ -177,21 +176,21 @@ def _check_report(run: Path, fits: Sequence[FitLog], verdict: Verdict) -> None:
         verdict.contradict(f"{REPORT} does not say what the logs give")
 
 
-def _statements(report: Mapping[str, Any]) -> dict[str, Any]:
+def _statements(report: JsonObject) -> JsonObject:
     return {name: part for name, part in report.items() if name not in _OF_THIS_REPORT}
 
 
 def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     """Check that saved weights are those that the last run ended with."""
-    saved = hash_weights(_saved_tensors(place))
+    saved_hashes = hash_weights(_saved_tensors(place))
     ends = [line for line in record.contents if line is not None and line.get("kind") == "end"]
     trained = ends[-1].get("weights") if ends else None
     if not isinstance(trained, dict) or not trained:
         verdict.leave_open("the last run did not note its weights: sharded, or not finished")
         return
-    shared = trained.keys() & saved.keys()
-    types = {n for n in shared if trained[n].split()[0] != saved[n].split()[0]}
-    different = sorted(n for n in shared - types if trained[n] != saved[n])
+    shared = trained.keys() & saved_hashes.keys()
+    types = {n for n in shared if trained[n].split()[0] != saved_hashes[n].split()[0]}
+    different = sorted(n for n in shared - types if trained[n] != saved_hashes[n])
     if different:
         verdict.contradict(
             f"'{place}' does not hold the weights of run {ends[-1].get('run')}: "

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.engine import WatchSettings
-from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, sign, verify
+from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, sign_run, verify_run
 from lightning_fedleak.evidence.signing import STATEMENT
 from lightning_fedleak.private_files import hash_weights
 from lightning_fedleak.report import ReportError, write
@@ -150,8 +150,8 @@ def test_no_drawn_edit_of_a_signed_run_holds(tmp_path: Path, keys: tuple[Path, P
     """With and without hashes that are computed again; each edit is of a line that is drawn."""
     private, public = keys
     honest(tmp_path, random.Random(0), runs=2)
-    sign(tmp_path, private)
-    assert verify(tmp_path, key=public).verdict.status in (HOLDS, OPEN)
+    sign_run(tmp_path, private)
+    assert verify_run(tmp_path, key=public).verdict.status in (HOLDS, OPEN)
     draw = random.Random(1)
     originals = {name: (tmp_path / name).read_bytes() for name in (RECORD, RESULTS)}
     for number in range(1000):
@@ -165,7 +165,7 @@ def test_no_drawn_edit_of_a_signed_run_holds(tmp_path: Path, keys: tuple[Path, P
         if content == originals[name]:
             continue
         (tmp_path / name).write_bytes(content)
-        verdict = verify(tmp_path, key=public).verdict
+        verdict = verify_run(tmp_path, key=public).verdict
         assert verdict.status == CONTRADICTED, (edit.__name__, name, again)
         assert any(name in text for text in verdict.contradictions), verdict.contradictions
         (tmp_path / name).write_bytes(originals[name])
@@ -179,13 +179,13 @@ def test_an_edit_without_new_hashes_needs_no_signature(
     tmp_path: Path, edit: Callable[[list[bytes], int], None], name: str
 ) -> None:
     honest(tmp_path, random.Random(0))
-    assert verify(tmp_path).verdict.status == HOLDS
+    assert verify_run(tmp_path).verdict.status == HOLDS
     original = lines_of(tmp_path / name)
     for n in range(len(original) - 1):
         lines = original[:]
         edit(lines, n)
         (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
-        assert verify(tmp_path).verdict.status == CONTRADICTED, n
+        assert verify_run(tmp_path).verdict.status == CONTRADICTED, n
 
 
 def test_honest_runs_are_not_accused(tmp_path: Path, keys: tuple[Path, Path]) -> None:
@@ -195,30 +195,30 @@ def test_honest_runs_are_not_accused(tmp_path: Path, keys: tuple[Path, Path]) ->
         draw, folder = random.Random(number), tmp_path / str(number)
         honest(folder, draw, runs=draw.randint(1, 4), looks=draw.randint(0, 4) or 1)
         if number % 4 == 0:
-            sign(folder, private)
-            verdict = verify(folder, key=public).verdict
+            sign_run(folder, private)
+            verdict = verify_run(folder, key=public).verdict
         else:
-            verdict = verify(folder).verdict
+            verdict = verify_run(folder).verdict
         assert verdict.status == HOLDS, (number, verdict)
 
 
 def test_a_cut_tail_is_open_and_a_noted_head_proves_it(tmp_path: Path) -> None:
     honest(tmp_path, random.Random(0))
-    heads = [*verify(tmp_path).heads.values()]
-    assert verify(tmp_path, heads=heads).verdict.status == HOLDS
+    heads = [*verify_run(tmp_path).heads.values()]
+    assert verify_run(tmp_path, heads=heads).verdict.status == HOLDS
     lines = lines_of(tmp_path / RECORD)[:-1]
     (tmp_path / RECORD).write_bytes(b"\n".join(lines) + b"\n")
-    assert verify(tmp_path).verdict.status == OPEN
-    assert verify(tmp_path, heads=heads).verdict.status == CONTRADICTED
+    assert verify_run(tmp_path).verdict.status == OPEN
+    assert verify_run(tmp_path, heads=heads).verdict.status == CONTRADICTED
     (tmp_path / RECORD).write_bytes(b"\n".join(lines))
-    assert verify(tmp_path).verdict.status == OPEN
+    assert verify_run(tmp_path).verdict.status == OPEN
 
 
 def test_results_that_were_cut_contradict_the_closing_line(tmp_path: Path) -> None:
     honest(tmp_path, random.Random(0))
     lines = lines_of(tmp_path / RESULTS)[:-1]
     (tmp_path / RESULTS).write_bytes(b"\n".join(lines) + b"\n")
-    [text] = verify(tmp_path).verdict.contradictions
+    [text] = verify_run(tmp_path).verdict.contradictions
     assert "has 5 lines, and had 6" in text
 
 
@@ -229,7 +229,7 @@ def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path) -> None:
     written.end()
     lines = [line for line in lines_of(tmp_path / RECORD) if b'"kind": "gate"' not in line]
     (tmp_path / RECORD).write_bytes(b"\n".join(chained_again(lines)) + b"\n")
-    [text] = verify(tmp_path).verdict.contradictions
+    [text] = verify_run(tmp_path).verdict.contradictions
     assert "step 1: leakage/flatchat/f1 is 0.9" in text
     assert "did not act" in text
 
@@ -237,11 +237,11 @@ def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path) -> None:
 def test_logs_of_an_older_version_are_called_unchained(tmp_path: Path) -> None:
     for name, line in ((RECORD, begin("a")), (RESULTS, result(0, run="a", f1=0.1))):
         (tmp_path / name).write_text(json.dumps(line | {"schema": 3}) + "\n")
-    check = verify(tmp_path)
+    check = verify_run(tmp_path)
     assert check.verdict.status == OPEN
     assert any("unchained" in text for text in check.verdict.open)
     append_line(tmp_path / RESULTS, result(1, run="a", f1=0.1) | {"schema": 4})
-    assert verify(tmp_path).verdict.status == OPEN
+    assert verify_run(tmp_path).verdict.status == OPEN
 
 
 def watched(folder: Path, *, steps: int = 3) -> tuple[torch.nn.Module, Watch]:
@@ -275,26 +275,26 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_file(state, saved / "model.safetensors")
     write([folder])
-    check = verify(folder, weights=saved)
+    check = verify_run(folder, weights=saved)
     assert check.verdict.status == HOLDS, check.verdict
     assert {"report", "weights", "gates"} <= set(check.checked)
-    sign(folder, private)
+    sign_run(folder, private)
     arguments = [str(folder), "--weights", str(saved), "--key", str(public)]
     assert fedleak("verify", *arguments) == HOLDS
     assert "holds" in capsys.readouterr().out
 
     name = next(name for name, p in model.named_parameters() if p.requires_grad)
     save_file({**state, name: state[name] + 1e-3}, saved / "model.safetensors")
-    verdict = verify(folder, weights=saved).verdict
+    verdict = verify_run(folder, weights=saved).verdict
     assert verdict.status == CONTRADICTED
     assert "1 of" in verdict.contradictions[0]
     save_file({"head": torch.ones(2)}, saved / "model.safetensors")
-    assert verify(folder, weights=saved).verdict.status == OPEN
+    assert verify_run(folder, weights=saved).verdict.status == OPEN
 
     report = json.loads((folder / "report.json").read_text())
     report["runs"][0]["outcome"] = "invented"
     (folder / "report.json").write_text(json.dumps(report))
-    verdict = verify(folder, key=public).verdict
+    verdict = verify_run(folder, key=public).verdict
     assert {text.partition(" ")[0] for text in verdict.contradictions} == {"report.json"}
     assert len(verdict.contradictions) == 2
 
@@ -319,23 +319,23 @@ def test_what_wraps_a_model_does_not_change_its_hashes() -> None:
 def test_errors_say_what_to_do(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     private, public = keys
     with pytest.raises(ReportError, match=r"name the folder that holds leakage\.jsonl"):
-        verify(tmp_path)
+        verify_run(tmp_path)
     honest(tmp_path, random.Random(0))
-    assert verify(tmp_path, key=public).verdict.contradictions == [
+    assert verify_run(tmp_path, key=public).verdict.contradictions == [
         f"{tmp_path / STATEMENT} is missing: the run was not signed"
     ]
     with pytest.raises(ReportError, match="openssl genpkey"):
-        sign(tmp_path, tmp_path / "no.pem")
+        sign_run(tmp_path, tmp_path / "no.pem")
     with pytest.raises(ReportError, match="cannot be read as a key"):
-        sign(tmp_path, public)
-    sign(tmp_path, private)
+        sign_run(tmp_path, public)
+    sign_run(tmp_path, private)
     with pytest.raises(ReportError, match=r"no weights are in|name a folder of \.safetensors"):
-        verify(tmp_path, weights=tmp_path / "missing")
+        verify_run(tmp_path, weights=tmp_path / "missing")
     envelope = json.loads((tmp_path / STATEMENT).read_text())
     envelope["signatures"][0]["sig"] = "AAAA"
     (tmp_path / STATEMENT).write_text(json.dumps(envelope))
-    assert "is not signed by the key" in verify(tmp_path, key=public).verdict.contradictions[0]
+    assert "is not signed by the key" in verify_run(tmp_path, key=public).verdict.contradictions[0]
     lines = lines_of(tmp_path / RESULTS)
     (tmp_path / RESULTS).write_bytes(b"\n".join(lines[1:]) + b"\n")
     with pytest.raises(ReportError, match="these logs are not signed"):
-        sign(tmp_path, private)
+        sign_run(tmp_path, private)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from lightning_fedleak.evidence import sign
+from lightning_fedleak.evidence import sign_run
 
 
 def run(options: Namespace) -> int:
@@ -13,5 +13,5 @@ def run(options: Namespace) -> int:
     Raises:
         ReportError: a file cannot be read.
     """
-    print(sign(options.run, options.key))
+    print(sign_run(options.run, options.key))
     return 0

@@ -7,7 +7,7 @@ from argparse import Namespace
 from rich.console import Console
 from rich.markup import escape
 
-from lightning_fedleak.evidence import CONTRADICTED, HOLDS, verify
+from lightning_fedleak.evidence import CONTRADICTED, HOLDS, verify_run
 
 WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
 
@@ -18,7 +18,7 @@ def run(options: Namespace) -> int:
     Raises:
         ReportError: a file cannot be read.
     """
-    check = verify(options.run, options.weights, options.key, options.head)
+    check = verify_run(options.run, options.weights, options.key, options.head)
     console, verdict = Console(highlight=False, soft_wrap=True), check.verdict
     for title, texts in (
         ("contradiction", verdict.contradictions),

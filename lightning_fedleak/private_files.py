@@ -45,6 +45,25 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+WRAPPERS = frozenset(
+    ("base_model", "model", "module", "default", "modules_to_save", "_orig_mod", "_forward_module")
+)
+"""Parts of a parameter's name that depend on what wraps the model, and on who saved it."""
+
+
+def hash_weights(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the type and SHA-256 of each tensor by its name without :data:`WRAPPERS`.
+
+    The same weights have the same hashes in a training loop, in a checkpoint of Lightning, and in
+    the files of ``save_pretrained``, adapters too.
+    """
+    hashes = {}
+    for name, tensor in tensors.items():
+        plain = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        hashes[plain] = f"{str(tensor.dtype).removeprefix('torch.')} {hash_tensors({'': tensor})}"
+    return hashes
+
+
 def save_private(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:

@@ -28,6 +28,7 @@ ALLOWED = {
     "report.records": MODEL,
     "evaluation": MODEL | {"attacks", "defenses"},
     "report": MODEL | {"report.records", "evaluation", "defenses"},
+    "evidence": MODEL | {"report.records", "report"},
     # "" is the package itself, whose version a stored calibration names.
     "engine": MODEL | {"", "attacks", "defenses", "evaluation", "report.records"},
     "strategies": MODEL | {"defenses", "lightning_packages"},
@@ -48,6 +49,7 @@ ALLOWED = {
 WITHOUT_LIGHTNING = (
     *SHARED,
     *("model", "attacks", "defenses", "evaluation", "report.records", "report", "engine"),
+    "evidence",
     *("trainers", "labs"),
     "cli.studies",
 )

@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace) -> int:
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if options.command not in ("report", "compare"):
+    if options.command not in ("report", "compare", "verify", "sign"):
         import transformers
 
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
 def _fit(arguments: Sequence[str], *, from_command_line: bool) -> int:
     # These deprecations are LightningCLI's to mend, not the user's.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    from lightning_fedleak.cli.commands.recipes import with_configs
+    from lightning_fedleak.cli.recipes import with_configs
 
     arguments = with_configs(arguments)
     try:

@@ -542,8 +542,7 @@ class Engine(StepEngine):
         if self.record is None or self.record.ended:
             return None
         self._last = self._summary()
-        run = self._fit.run
-        self.record.ends(run.step, how, record.accounting(run.defenses))
+        self.record.ends(self._fit.run, how)
         return self.record
 
     def close(self) -> None:

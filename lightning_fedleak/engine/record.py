@@ -21,6 +21,7 @@ from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.engine.run import Run
+from lightning_fedleak.private_files import hash_weights
 from lightning_fedleak.report import records
 
 PACKAGES = (
@@ -72,17 +73,34 @@ class RunRecord:
         text = json.dumps(settings, sort_keys=True)
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
-    def ends(self, step: int, outcome: str, defenses: Sequence[Defense]) -> None:
-        """Write that the fit is over.
+    def ends(self, run: Run, outcome: str) -> None:
+        """Write that the fit is over, how far ``leakage.jsonl`` goes, and hashes of the weights.
 
         Args:
-            step: optimizer steps that were taken in all.
+            run: the fit.
             outcome: ``"finished"``, or the class of what was raised.
-            defenses: of the run.
         """
         self.ended = True
-        privacy = spendings(defenses)
-        self.append(records.EndLine(run="", step=step, outcome=outcome, privacy=privacy))
+        weights, results = None, self.path.parent / records.RESULTS
+        if outcome == "finished" and run.unit == "step" and not run.is_sharded:
+            parameters = run.anatomy.root.named_parameters()
+            weights = hash_weights({name: p for name, p in parameters if p.requires_grad})
+        number, head = None, None
+        try:
+            number, head = records.closing_of(results)
+        except OSError as error:
+            self._warn(f"{results} cannot be read: {error.strerror}")
+        self.append(
+            records.EndLine(
+                run="",
+                step=run.step,
+                outcome=outcome,
+                privacy=spendings(accounting(run.defenses)),
+                results=number,
+                results_head=head,
+                weights=weights,
+            )
+        )
 
     def describe(self, defenses: Sequence[Defense]) -> None:
         """Write of defences that the record's first line does not have, once."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.report.files import write_live as write_live
     from lightning_fedleak.report.html import model_card as model_card
     from lightning_fedleak.report.html import page as page
+    from lightning_fedleak.report.logs import FitLog as FitLog
     from lightning_fedleak.report.logs import Logs as Logs
     from lightning_fedleak.report.logs import NothingToReport as NothingToReport
     from lightning_fedleak.report.logs import ReportError as ReportError
@@ -28,7 +29,7 @@ _HOMES = {
     "content": ("Findings", "findings"),
     "files": ("print_card", "write", "write_at_end", "write_live"),
     "html": ("model_card", "page"),
-    "logs": ("Logs", "NothingToReport", "ReportError", "read"),
+    "logs": ("FitLog", "Logs", "NothingToReport", "ReportError", "read"),
     "overview": ("explain",),
     "registry": ("entry",),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak import cli
-from lightning_fedleak.cli.commands import recipes
+from lightning_fedleak.cli import recipes
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:

@@ -103,7 +103,7 @@ def test_every_look_appends_a_line_for_each_attack_and_stage(tmp_path: Path) -> 
     assert [(line["step"], line["stage"], line["attack"]) for line in lines] == [
         (step, stage, attack) for step in (0, 4) for stage in stages for attack in ("probe", "b")
     ]
-    assert (lines[0]["schema"], lines[0]["config"], lines[0]["unknown"]) == (3, {"k": 10}, None)
+    assert (lines[0]["schema"], lines[0]["config"], lines[0]["unknown"]) == (4, {"k": 10}, None)
     f1 = lines[0]["metrics"]["f1"]
     assert f1["low"] < f1["value"] < f1["high"]
     names = set(watch.engine.metric_names())

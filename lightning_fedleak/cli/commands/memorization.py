@@ -74,7 +74,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         return 0
     attack = "extraction" if options.metric in ("extracted", "greedy") else "combined"
     values = result.values[attack] if is_known else {}
-    breach = _breach(values, options.metric, options.at_most)
+    breach = breach_of(values, options.metric, options.at_most)
     if breach is not None:
         console.print(f"BREACH: {attack}/{options.metric} {breach}")
     return 0 if breach is None else BREACH
@@ -98,7 +98,7 @@ def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
     return sentences
 
 
-def _breach(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
+def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
     """Return why a result is above a threshold, or may be; None where it is not."""
     low = values.get("shown" if metric == "shown" else f"{metric}_low", math.nan)
     high = values.get(f"{metric}_high", math.nan)

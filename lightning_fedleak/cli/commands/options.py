@@ -437,6 +437,38 @@ def compare(add: Add) -> None:
     add("runs", nargs="+", metavar="RUN", type=Path)
 
 
+def verify(add: Add) -> None:
+    """Check that nobody edited the logs of a run.
+
+    Reads leakage.jsonl, run.jsonl and report.json. Ends with 0 if everything that is given holds,
+    3 if something contradicts, and 2 if it is open: a run that is not closed, lines without hashes,
+    a report of another version.
+
+    Options:
+        run: folder that holds leakage.jsonl.
+        weights: saved weights, which must be those that the last run ended with.
+        key: public key of who signed the run, in PEM (needs the package cryptography).
+        head: hash of a line that was noted when the run ended; may be given several times.
+    """
+    add("run", metavar="RUN", type=Path)
+    add("--weights", **_path("DIR"))
+    add("--key", **_path("PEM"))
+    add("--head", action="append", default=[], metavar="HASH")
+
+
+def sign(add: Add) -> None:
+    """Sign the logs and the report of a run with an ed25519 key.
+
+    Writes fedleak.dsse.json beside the logs: an in-toto statement in a DSSE envelope.
+
+    Options:
+        run: folder that holds leakage.jsonl.
+        key: private key in PEM, as openssl genpkey -algorithm ed25519 makes it.
+    """
+    add("run", metavar="RUN", type=Path)
+    add("--key", required=True, metavar="PEM", type=Path)
+
+
 def fit(add: Add) -> None:
     """Fine-tune any causal language model on any text, configured by LightningCLI.
 

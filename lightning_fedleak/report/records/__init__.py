@@ -11,12 +11,16 @@ from lightning_fedleak.report.records.families import STANDARD_FAMILIES as STAND
 from lightning_fedleak.report.records.families import TEXTS as TEXTS
 from lightning_fedleak.report.records.families import WORDS as WORDS
 from lightning_fedleak.report.records.families import Family as Family
+from lightning_fedleak.report.records.fields import BEFORE as BEFORE
 from lightning_fedleak.report.records.fields import JsonObject as JsonObject
 from lightning_fedleak.report.records.fields import Record as Record
 from lightning_fedleak.report.records.fields import Releases as Releases
 from lightning_fedleak.report.records.fields import append_line as append_line
 from lightning_fedleak.report.records.fields import as_json as as_json
+from lightning_fedleak.report.records.fields import closing_of as closing_of
+from lightning_fedleak.report.records.fields import hash_line as hash_line
 from lightning_fedleak.report.records.fields import named as named
+from lightning_fedleak.report.records.fields import split_lines as split_lines
 from lightning_fedleak.report.records.files import RECORD as RECORD
 from lightning_fedleak.report.records.files import RESULTS as RESULTS
 from lightning_fedleak.report.records.files import parse_json as parse_json

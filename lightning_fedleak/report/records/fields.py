@@ -6,6 +6,7 @@ missing, and ``named`` gives the key where that is no name in Python.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -14,10 +15,24 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    BinaryIO,
+    NamedTuple,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-SCHEMA = 3
-"""Version of the lines that are written; older ones are read as the same records."""
+SCHEMA = 4
+"""Version of the lines that are written; older ones are read as the same records, unchained."""
+BEFORE = "before"
+"""Key of each line that holds :func:`hash_line` of the line before it in its file."""
+BLOCK = 2**14
+"""Bytes of a file's end that are read at once: more than most lines have."""
 LARGEST = 2**53
 """Largest size of a number that is read: above it floats are not exact, and no run gets there.
 
@@ -104,23 +119,51 @@ def as_json(value: object) -> Any:
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
+def hash_line(line: bytes) -> str:
+    """Return the SHA-256 of a line without its end; of no bytes where no line is before."""
+    return hashlib.sha256(line).hexdigest()
+
+
 def append_line(path: Path, line: object) -> None:
     """Add a line to a file, whose folder is made where it is missing.
 
-    A part of a line that a killed fit wrote stays a line of its own. A new file only its owner may
-    read: its numbers are of one client's data.
+    The line holds the hash of the one before, whatever that is: a part of a line that a killed fit
+    wrote stays a line of its own. A new file only its owner may read: its numbers are of one
+    client's data.
 
     Raises:
         OSError: the file cannot be written.
     """
-    text = json.dumps(as_json(line), allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":
-                file.write(b"\n")
+        last = _last_line(file)
+        before = hash_line(last.removesuffix(b"\n"))
+        text = json.dumps({**as_json(line), BEFORE: before}, allow_nan=False)
+        if last and not last.endswith(b"\n"):
+            file.write(b"\n")
         file.write(f"{text}\n".encode())
+
+
+def closing_of(path: Path) -> tuple[int, str]:
+    """Return how many lines a file has, and the hash of the last; none where there is no file."""
+    lines = split_lines(path.read_bytes()) if path.exists() else []
+    return len(lines), hash_line(lines[-1] if lines else b"")
+
+
+def split_lines(content: bytes) -> list[bytes]:
+    """Return the lines of a log without their ends, a last one that was cut too."""
+    *lines, last = content.split(b"\n")
+    return [*lines, last] if last else lines
+
+
+def _last_line(file: BinaryIO) -> bytes:
+    """Return the last line of a file, with its end where it has one."""
+    start, end = file.seek(0, os.SEEK_END), b""
+    while start and b"\n" not in end[:-1]:
+        size = min(BLOCK, start)
+        start = file.seek(start - size)
+        end = file.read(size) + end
+    return end[end.rfind(b"\n", 0, -1) + 1 :]
 
 
 # ---- one field ----------------------------------------------------------------------------------

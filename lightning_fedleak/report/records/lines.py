@@ -11,6 +11,7 @@ from lightning_fedleak.report.records.fields import (
     OTHER_KEYS,
     SCHEMA,
     Amount,
+    Count,
     History,
     JsonObject,
     Limit,
@@ -462,18 +463,25 @@ class GateLine(GateDecision, RunLine):
 
 @dataclass(frozen=True, kw_only=True)
 class EndLine(RunLine):
-    """A fit is over.
+    """A fit is over. No line of it comes later.
 
     Attributes:
         step: optimizer steps or rounds in all.
         outcome: ``"finished"``, or the class of what was raised.
         privacy: what each defence has spent in all.
+        results: how many lines ``leakage.jsonl`` has by then, those of earlier fits too.
+        results_head: hash of the last of them.
+        weights: type and SHA-256 of each trained tensor by its name; None where they were not
+            hashed: sharded, of a federation, or of a fit that did not finish.
     """
 
     kind: str = field(default="end", init=False)
     step: int
     outcome: str = named("how")
     privacy: tuple[Spending, ...] | None = None
+    results: Count | None = None
+    results_head: str | None = None
+    weights: Mapping[str, str] | None = None
 
 
 RUN_LINES: Mapping[str, type[RunLine]] = {

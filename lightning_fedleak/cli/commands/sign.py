@@ -1,0 +1,17 @@
+"""``fedleak sign``: a signed statement about the files of a run."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from lightning_fedleak.evidence import sign_run
+
+
+def run(options: Namespace) -> int:
+    """Sign a run's files, print where the statement is, and return 0.
+
+    Raises:
+        ReportError: a file cannot be read.
+    """
+    print(sign_run(options.run, options.key))
+    return 0

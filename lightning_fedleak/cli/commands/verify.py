@@ -1,0 +1,35 @@
+"""``fedleak verify``: whether the files of a run fit together."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rich.console import Console
+from rich.markup import escape
+
+from lightning_fedleak.evidence import CONTRADICTED, HOLDS, verify_run
+
+WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
+
+
+def run(options: Namespace) -> int:
+    """Print what was checked, and return 0, 2 where it is undecided, or 3 where it does not hold.
+
+    Raises:
+        ReportError: a file cannot be read.
+    """
+    check = verify_run(options.run, options.weights, options.key, options.head)
+    console, verdict = Console(highlight=False, soft_wrap=True), check.verdict
+    for title, texts in (
+        ("contradiction", verdict.contradictions),
+        ("open", verdict.open),
+        ("note", verdict.notes),
+        ("checked", check.checked),
+        ("not checked", check.not_checked),
+    ):
+        for text in texts:
+            console.print(f"{title}: {escape(text)}")
+    for name, head in check.heads.items():
+        console.print(f"{name}: {check.lines[name]} lines, the last with hash {head}")
+    console.print(f"{options.run}: {WORDS.get(verdict.status, 'undecided')}")
+    return verdict.status

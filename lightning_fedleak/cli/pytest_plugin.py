@@ -1,0 +1,192 @@
+"""A plugin of pytest: what a model or a training step gives away, as a test.
+
+Installed with the package; imports nothing heavy before a fixture is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_fedleak.attacks import Attack
+
+SUMMARY = pytest.StashKey[list[str]]()
+"""Key of what the checks of a session measured, a line each."""
+
+
+class ReleaseCheck:
+    """Hold what trained weights give away of their training texts.
+
+    Args:
+        content: the result of ``fedleak memorization``.
+        printed: what it printed.
+        notes: lines for the summary of the session.
+    """
+
+    def __init__(self, content: Mapping[str, object], printed: str, notes: list[str]) -> None:
+        self.content = content
+        self._printed = printed
+        self._notes = notes
+
+    def assert_at_most(self, at_most: float, metric: str = "auc") -> None:
+        """Fail unless a metric is shown to be at most a limit; also where it is unknown.
+
+        Args:
+            at_most: the limit.
+            metric: ``"auc"``, ``"shown"``, ``"extracted"`` or ``"greedy"``, as the command has it.
+        """
+        from lightning_fedleak.cli.commands.memorization import breach_of
+
+        attack = "extraction" if metric in ("extracted", "greedy") else "combined"
+        attacks = self.content["attacks"]
+        assert isinstance(attacks, dict)
+        numbers = {n: math.nan if v is None else v for n, v in attacks[attack].items()}
+        values = numbers if self.content["known"] else {}
+        ends = (f"{values.get(f'{metric}_{end}', math.nan):.3f}" for end in ("low", "high"))
+        line = f"{attack}/{metric} {numbers[metric]:.3f} ({' to '.join(ends)}), limit {at_most:g}"
+        breach = breach_of(values, metric, at_most)
+        self._notes.append(f"{line}: {'passed' if breach is None else 'FAILED'}")
+        if breach is not None:
+            pytest.fail(f"{line}: {metric} {breach}\n{self._printed}", pytrace=False)
+
+
+class StepCheck:
+    """Attack the gradient of one training step, as a client would share it.
+
+    Args:
+        model: the model, as it is trained.
+        batch: keyword arguments of its forward, with labels.
+        attacks: as :class:`~lightning_fedleak.trainers.Watch` takes them.
+        notes: lines for the summary of the session.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        batch: Mapping[str, torch.Tensor],
+        attacks: Sequence[Attack] | Literal["auto"],
+        notes: list[str],
+    ) -> None:
+        self._model = model
+        self._batch = dict(batch)
+        self._attacks = attacks
+        self._notes = notes
+
+    def assert_at_most(self, at_most: float, metric: str = "leakage/worst/words") -> None:
+        """Fail if a metric is above a limit, or unknown: not read, or with a low control.
+
+        Args:
+            at_most: the limit.
+            metric: a name in the logs.
+        """
+        import torch
+
+        from lightning_fedleak.engine import WatchSettings
+        from lightning_fedleak.trainers import Threshold, Watch
+
+        events: list[object] = []
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.0)
+        gate = Threshold(metric, at_most=at_most, action=events.append)
+        with tempfile.TemporaryDirectory() as folder:
+            settings = WatchSettings(tensorboard=False)
+            watch = Watch(
+                self._model,
+                optimizer,
+                self._attacks,
+                [gate],
+                folder=folder,
+                every_n_steps=1,
+                settings=settings,
+            )
+            with watch, watch.step(self._batch):
+                self._model(**self._batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            value = watch.latest.get(metric, math.nan)
+        line = f"{metric} {value:.3f}, limit {at_most:g}"
+        self._notes.append(f"{line}: {'FAILED' if events else 'passed'}")
+        if events:
+            pytest.fail(f"{line}: {events[0]}", pytrace=False)
+
+
+@pytest.fixture
+def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., ReleaseCheck]:
+    """Return a function that compares trained weights with their base on members and non-members.
+
+    ::
+
+        def test_the_release_gives_away_little(fedleak_release):
+            check = fedleak_release("out/model", base="gpt2", members="train.jsonl",
+                                    held_out="held_out.jsonl", drawn=True)
+            check.assert_at_most(0.6)
+
+    Its arguments are the options of ``fedleak memorization``; ``held_out`` is ``--others``.
+    """
+    notes = request.config.stash.setdefault(SUMMARY, [])
+
+    def check(
+        model: str | Path,
+        base: str | Path,
+        members: str | Path,
+        held_out: str | Path,
+        **options: object,
+    ) -> ReleaseCheck:
+        from rich.console import Console
+
+        from lightning_fedleak.cli.commands import memorization
+        from lightning_fedleak.cli.commands.parser import parse
+
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "result.json"
+            words = ["memorization", "--model", model, "--base", base, "--members", members]
+            words += ["--others", held_out, "--out", out]
+            for name, value in options.items():
+                option = f"--{name.replace('_', '-')}"
+                words += [option] if value is True else [option, value] if value else []
+            console = Console(record=True, width=100, quiet=True)
+            memorization.run(parse([str(word) for word in words]), console)
+            content = json.loads(out.read_text(encoding="utf-8"))
+        return ReleaseCheck(content, console.export_text(), notes)
+
+    return check
+
+
+@pytest.fixture
+def fedleak_step(request: pytest.FixtureRequest) -> Callable[..., StepCheck]:
+    """Return a function that attacks the gradient of a model on one batch.
+
+    ::
+
+        def test_a_step_shares_few_words(fedleak_step, model, batch):
+            fedleak_step(model, batch).assert_at_most(0.5)
+    """
+    notes = request.config.stash.setdefault(SUMMARY, [])
+
+    def check(
+        model: torch.nn.Module,
+        batch: Mapping[str, torch.Tensor],
+        attacks: Sequence[Attack] | Literal["auto"] = "auto",
+    ) -> StepCheck:
+        return StepCheck(model, batch, attacks, notes)
+
+    return check
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print what was measured, also where every test passed."""
+    if notes := config.stash.get(SUMMARY, []):
+        terminalreporter.section("leakage")
+        for note in notes:
+            terminalreporter.write_line(note)

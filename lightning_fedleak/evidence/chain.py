@@ -1,0 +1,161 @@
+"""The chain over a log: each line holds the hash of the line before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.report.records import (
+    BEFORE,
+    RESULTS,
+    JsonObject,
+    hash_line,
+    parse_json,
+    split_lines,
+)
+
+CHAINED = 4
+"""Schema of the first lines that are chained."""
+
+
+@dataclass
+class ChainedFile:
+    """A log as it is on the disk.
+
+    Attributes:
+        name: of the file.
+        hashes: of each line, in order.
+        contents: of each line; None where it is no object of JSON.
+    """
+
+    name: str
+    hashes: list[str] = field(default_factory=list)
+    contents: list[JsonObject | None] = field(default_factory=list)
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line; of no bytes where there is none."""
+        return self.hashes[-1] if self.hashes else hash_line(b"")
+
+
+def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
+    """Return the lines of a log, and find where its chain breaks.
+
+    Args:
+        path: of the file.
+        verdict: gets what is wrong.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    log = ChainedFile(path.name)
+    data = path.read_bytes()
+    unchained = 0
+    for number, line in enumerate(split_lines(data), 1):
+        content = _object_of(line)
+        before, log_head = (content or {}).get(BEFORE), log.head
+        log.hashes.append(hash_line(line))
+        log.contents.append(content)
+        if content is None:
+            continue  # the next line's hash says whether it was so when that was written
+        if before is None and _schema(content) < CHAINED:
+            unchained += 1
+        elif before != log_head:
+            verdict.contradict(
+                f"{path.name}, line {number}: the line before is not the one that was there "
+                "when it was written: a line was changed, removed, added or moved"
+            )
+    torn = [n for n, one in enumerate(log.contents, 1) if one is None]
+    if data and not data.endswith(b"\n"):
+        verdict.leave_open(f"{path.name}, line {len(log.hashes)}: the last line is cut")
+    elif torn and torn[-1] == len(log.contents):
+        verdict.contradict(f"{path.name}, line {torn[-1]}: it is no line of a log")
+    elif torn:
+        verdict.note(f"{path.name}, lines {torn}: cut when a run was killed")
+    if unchained:
+        verdict.leave_open(
+            f"{path.name}: {unchained} lines are unchained, of a version before hashes"
+        )
+    return log
+
+
+def _object_of(line: bytes) -> JsonObject | None:
+    try:
+        content = parse_json(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _schema(content: JsonObject) -> int:
+    schema = content.get("schema", 1)
+    return schema if isinstance(schema, int) else CHAINED
+
+
+def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) -> None:
+    """Check that each run begins once, is closed, and wrote nothing later.
+
+    Args:
+        record: ``run.jsonl``.
+        results: ``leakage.jsonl``.
+        verdict: gets what is wrong.
+    """
+    begins: dict[str, str | None] = {}
+    ends: dict[str, int | None] = {}
+    time = ""
+    for number, line in enumerate(record.contents, 1):
+        if line is None:
+            continue
+        run, kind = str(line.get("run", "")), line.get("kind")
+        place = f"{record.name}, line {number}"
+        if kind == "begin":
+            if run in begins:
+                verdict.contradict(f"{place}: run {run} begins a second time")
+            resumed = line.get("resumed")
+            begins[run] = resumed.get("run") if isinstance(resumed, dict) else None
+        elif run not in begins:
+            verdict.contradict(f"{place}: run {run} has not begun")
+        if run in ends:
+            verdict.contradict(f"{place}: run {run} had ended before")
+        if kind == "end":
+            ends[run] = line.get("results")
+            _check_closing(line, results, place, verdict)
+        now = str(line.get("time", time))
+        if now < time:
+            verdict.note(f"{place}: the clock was set back, from {time} to {now}")
+        time = now
+    resumed_runs = set(begins.values())
+    for run in begins.keys() - ends.keys():
+        if run in resumed_runs:
+            verdict.note(f"run {run} was cut off, and another run goes on from its checkpoint")
+        else:
+            verdict.leave_open(
+                f"run {run} is not closed: it goes on, was killed, or its end was cut"
+            )
+    for number, line in enumerate(results.contents, 1):
+        run = str((line or {}).get("run", ""))
+        place = f"{results.name}, line {number}"
+        if line is not None and run not in begins:
+            verdict.contradict(f"{place}: run {run} is not in {record.name}")
+        elif (closed := ends.get(run)) is not None and number > closed:
+            verdict.contradict(f"{place}: run {run} had ended before")
+
+
+def _check_closing(line: JsonObject, results: ChainedFile, place: str, verdict: Verdict) -> None:
+    """Compare what a run's last line says of ``leakage.jsonl`` with that file."""
+    count, head = line.get("results"), line.get("results_head")
+    if _schema(line) < CHAINED:
+        return
+    if not isinstance(count, int):
+        verdict.leave_open(f"{place}: it does not say how far {RESULTS} goes")
+    elif count > len(results.hashes):
+        verdict.contradict(
+            f"{results.name} has {len(results.hashes)} lines, and had {count} when run "
+            f"{line.get('run')} ended: its end was cut"
+        )
+    elif head != (results.hashes[count - 1] if count else hash_line(b"")):
+        verdict.contradict(
+            f"{results.name}, line {count}: it is not the one that was the last when run "
+            f"{line.get('run')} ended"
+        )

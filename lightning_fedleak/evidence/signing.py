@@ -1,0 +1,182 @@
+"""A statement about the files of a run, signed with ed25519.
+
+The statement is an in-toto Statement (version 1) in a DSSE envelope (version 1); any reader of
+these formats can check it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_fedleak.evidence.chain import ChainedFile, read_chain
+from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.extras import install
+from lightning_fedleak.report import ReportError
+from lightning_fedleak.report.records import RECORD, RESULTS, JsonObject, hash_line
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+
+STATEMENT = "fedleak.dsse.json"
+"""The file of the envelope, beside the logs."""
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+PREDICATE_TYPE = "urn:lightning-fedleak:run:1"
+OTHERS = ("report.json", "report.html")
+"""Files that are signed where they are, beside the logs."""
+
+
+def sign_run(run: Path, key: Path) -> Path:
+    """Sign the logs and the report of a run, and return the file of the envelope.
+
+    A run that goes on later may add lines: those that were signed stay signed.
+
+    Args:
+        run: folder that holds ``leakage.jsonl`` and ``run.jsonl``.
+        key: private ed25519 key in PEM, without a password.
+
+    Raises:
+        ReportError: a file cannot be read or is no such key, or the logs contradict themselves.
+        ImportError: the package ``cryptography`` is not installed.
+    """
+    private: Ed25519PrivateKey = _load_key(key, private=True)
+    verdict = Verdict()
+    try:
+        logs = [read_chain(run / name, verdict) for name in (RECORD, RESULTS)]
+        files = {
+            n: (run / n).read_bytes() for n in (RECORD, RESULTS, *OTHERS) if (run / n).exists()
+        }
+    except OSError as error:
+        raise ReportError(
+            f"'{error.filename}' cannot be read ({error.strerror}): name the folder of a run's logs"
+        ) from None
+    if verdict.contradictions:
+        raise ReportError(f"these logs are not signed: {verdict.contradictions[0]}")
+    statement = {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [
+            {"name": name, "digest": {"sha256": hashlib.sha256(content).hexdigest()}}
+            for name, content in files.items()
+        ],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {
+            "logs": {log.name: {"lines": len(log.hashes), "head": log.head} for log in logs},
+        },
+    }
+    payload = json.dumps(statement, sort_keys=True).encode()
+    envelope = {
+        "payloadType": PAYLOAD_TYPE,
+        "payload": base64.b64encode(payload).decode(),
+        "signatures": [
+            {
+                "keyid": _key_id(private.public_key()),
+                "sig": base64.b64encode(private.sign(_encoding(payload))).decode(),
+            }
+        ],
+    }
+    path = run / STATEMENT
+    path.write_text(json.dumps(envelope, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def check_signature(
+    run: Path, key: Path, logs: Mapping[str, ChainedFile], verdict: Verdict
+) -> None:
+    """Check that the files of a run are those that were signed, and by whom.
+
+    Args:
+        run: folder of the logs and the envelope.
+        key: public key in PEM.
+        logs: by the name of the file.
+        verdict: gets what is wrong.
+
+    Raises:
+        ReportError: the key cannot be read.
+        ImportError: the package ``cryptography`` is not installed.
+    """
+    public: Ed25519PublicKey = _load_key(key, private=False)
+    statement = _signed_statement(run / STATEMENT, public)
+    if statement is None:
+        verdict.contradict(f"{STATEMENT} is not signed by the key in '{key}'")
+        return
+    for name, log_then in statement["predicate"]["logs"].items():
+        count, hashes = log_then["lines"], logs[name].hashes
+        if len(hashes) < count:
+            verdict.contradict(
+                f"{name} has {len(hashes)} lines, and {count} were signed: it was cut"
+            )
+        elif log_then["head"] != (hashes[count - 1] if count else hash_line(b"")):
+            verdict.contradict(f"{name}: its first {count} lines are not those that were signed")
+        elif len(hashes) > count:
+            verdict.note(f"{name}: {len(hashes) - count} lines were added after it was signed")
+    for subject in statement["subject"]:
+        path = run / subject["name"]
+        if subject["name"] in logs:
+            continue
+        if not path.exists():
+            verdict.leave_open(f"{subject['name']} was signed, and is not there")
+        elif hashlib.sha256(path.read_bytes()).hexdigest() != subject["digest"]["sha256"]:
+            verdict.contradict(f"{subject['name']} is not the file that was signed")
+
+
+def _signed_statement(path: Path, key: Ed25519PublicKey) -> JsonObject | None:
+    """Return the statement in an envelope; None where the key did not sign it."""
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        envelope = json.loads(path.read_text(encoding="utf-8"))
+        payload = base64.b64decode(envelope["payload"])
+        [signature] = envelope["signatures"]
+        key.verify(base64.b64decode(signature["sig"]), _encoding(payload))
+        statement = json.loads(payload)
+    except (InvalidSignature, ValueError, KeyError, TypeError):
+        return None
+    is_ours = statement.get("predicateType") == PREDICATE_TYPE
+    return statement if is_ours and envelope.get("payloadType") == PAYLOAD_TYPE else None
+
+
+def _encoding(payload: bytes) -> bytes:
+    """Return what is signed: the pre-authentication encoding of DSSE, protocol section."""
+    kind = PAYLOAD_TYPE.encode()
+    return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
+
+
+def _key_id(key: Ed25519PublicKey) -> str:
+    return hashlib.sha256(key.public_bytes_raw()).hexdigest()
+
+
+def _load_key(path: Path, *, private: bool) -> Any:
+    """Return an ed25519 key in a PEM file."""
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise ImportError(f"signatures need the package cryptography: {install('sign')}") from error
+    make = "openssl genpkey -algorithm ed25519 -out private.pem"
+    public = "openssl pkey -in private.pem -pubout -out public.pem"
+    try:
+        content = path.read_bytes()
+        key: object = (
+            serialization.load_pem_private_key(content, None)
+            if private
+            else serialization.load_pem_public_key(content)
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise ReportError(
+            f"'{path}' cannot be read as a key in PEM without a password ({error}). Make one with: "
+            f"{make}; {public}"
+        ) from None
+    wanted = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
+    if not isinstance(key, wanted):
+        raise ReportError(
+            f"'{path}' holds no {'private' if private else 'public'} ed25519 key. Make one with: "
+            f"{make}; {public}"
+        )
+    return key

@@ -1,0 +1,226 @@
+"""Whether the logs, gates, report and weights of a run fit together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_chain
+from lightning_fedleak.evidence.signing import STATEMENT, check_signature
+from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.private_files import hash_weights
+from lightning_fedleak.report import FitLog, ReportError, findings, read
+from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, JsonObject, as_json
+
+REPORT = "report.json"
+_OF_THIS_REPORT = ("made", "made_by", "problems")
+"""Keys of a report that differ between reports of the same logs."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Hold what a check found.
+
+    Attributes:
+        verdict: contradictions, what is open, notes.
+        lines: number of lines by file.
+        heads: hash of the last line by file; a run's end can be held against it later.
+        checked: what was checked, each in a few words.
+        not_checked: what was not, and what would check it.
+    """
+
+    verdict: Verdict
+    lines: Mapping[str, int]
+    heads: Mapping[str, str]
+    checked: Sequence[str]
+    not_checked: Sequence[str]
+
+
+def verify_run(
+    run: Path, weights: Path | None = None, key: Path | None = None, heads: Sequence[str] = ()
+) -> Verification:
+    """Return whether the files of a run fit together.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from lightning_fedleak.evidence import verify_run
+        >>> check = verify_run(Path("lightning_logs/version_0"))  # doctest: +SKIP
+        >>> check.verdict.status  # doctest: +SKIP
+        0
+
+    Args:
+        run: folder that holds ``leakage.jsonl`` and ``run.jsonl``.
+        weights: folder or file of saved weights, which should be those that the last run of the
+            folder ended with.
+        key: public key in PEM, of who signed the run.
+        heads: hashes of last lines that were noted elsewhere; each must be of a line.
+
+    Raises:
+        ReportError: a file is missing or cannot be read.
+    """
+    verdict = Verdict()
+    checked, not_checked = ["order and completeness of the logs", "gates"], []
+    logs = {name: _read(run / name, verdict) for name in (RECORD, RESULTS)}
+    check_closings(logs[RECORD], logs[RESULTS], verdict)
+    hashes = {one for log in logs.values() for one in log.hashes}
+    for head in heads:
+        if head not in hashes:
+            verdict.contradict(f"no line has the hash {head}: lines were changed or cut")
+    fits = [] if verdict.contradictions else read([run / RECORD]).fits
+    for fit in fits:
+        _check_gates(fit, verdict)
+    if (run / REPORT).exists():
+        _check_report(run, fits, verdict)
+        checked.append("report")
+    if (run / STATEMENT).exists() and key is not None:
+        check_signature(run, key, logs, verdict)
+        checked.append("signature")
+    elif key is not None:
+        verdict.contradict(f"{run / STATEMENT} is missing: the run was not signed")
+    else:
+        not_checked.append("who wrote the logs: --key PUBLIC.pem, after fedleak sign")
+    if weights is not None:
+        _check_weights(logs[RECORD], weights, verdict)
+        checked.append("weights")
+    else:
+        not_checked.append("which weights these are: --weights DIR")
+    return Verification(
+        verdict,
+        {name: len(log.hashes) for name, log in logs.items()},
+        {name: log.head for name, log in logs.items()},
+        checked,
+        not_checked,
+    )
+
+
+def _read(path: Path, verdict: Verdict) -> ChainedFile:
+    try:
+        return read_chain(path, verdict)
+    except OSError as error:
+        raise ReportError(
+            f"'{path}' cannot be read ({error.strerror}): name the folder that holds {RESULTS} "
+            f"and {RECORD}"
+        ) from None
+
+
+# ---- gates --------------------------------------------------------------------------------------
+
+
+def _check_gates(fit: FitLog, verdict: Verdict) -> None:
+    """Check that each gate of a run acted where the logged values say that it must.
+
+    Gates on the value of one attack are checked; those on the worst of a family, on the trained
+    weights and with controls below the threshold depend on more than one line.
+    """
+    for decision in fit.decisions:
+        limit, value = decision.at_most, decision.measured
+        if limit is not None and value is not None and value <= limit:
+            verdict.contradict(
+                f"run {fit.run}, step {decision.step}: gate '{decision.gate}' acted at "
+                f"{value:g}, which is not above {limit:g}"
+            )
+    for gate in (fit.begin.gates or ()) if fit.begin is not None else ():
+        decision_steps = {line.step for line in fit.decisions if line.gate == gate.name}
+        for step, value in _breaches(fit, gate):
+            if step not in decision_steps:
+                verdict.contradict(
+                    f"run {fit.run}, step {step}: {gate.metric} is {value:g}, and gate "
+                    f"'{gate.name}' (at most {gate.at_most:g}) did not act"
+                )
+            if gate.action in ("stop", "raise"):
+                break
+
+
+def _breaches(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
+    """Yield the steps at which a gate had to act by values of one attack, and the values."""
+    limit, patience, above = gate.at_most, gate.patience or 0, 0
+    if limit is None or gate.bound == "lower":
+        return
+    for line in fit.results:
+        prefix = "leakage" if line.stage == "shared" else f"leakage_{line.stage}"
+        name = gate.metric.removeprefix(f"{prefix}/{line.attack}/")
+        value = None if name == gate.metric else line.value(name)
+        if value is None:
+            above += name != gate.metric and bool(gate.strict)
+            continue
+        above = above + 1 if value > limit else 0
+        if above > patience:
+            yield line.step, value
+
+
+# ---- report and weights -------------------------------------------------------------------------
+
+
+def _check_report(run: Path, fits: Sequence[FitLog], verdict: Verdict) -> None:
+    """Check that ``report.json`` says what the logs give."""
+    try:
+        report = json.loads((run / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        verdict.contradict(f"{REPORT} cannot be read")
+        return
+    if report.get("made_by") != f"lightning-fedleak {version('lightning-fedleak')}":
+        verdict.leave_open(f"{REPORT} is of another version, {report.get('made_by')}")
+        return
+    for name in (None, *(fit.run for fit in fits)):
+        content = as_json(findings(read([run / RECORD], run=name)))
+        if _statements(content) == _statements(report):
+            return
+    if fits:
+        verdict.contradict(f"{REPORT} does not say what the logs give")
+
+
+def _statements(report: JsonObject) -> JsonObject:
+    return {name: part for name, part in report.items() if name not in _OF_THIS_REPORT}
+
+
+def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
+    """Check that saved weights are those that the last run ended with."""
+    saved_hashes = hash_weights(_saved_tensors(place))
+    ends = [line for line in record.contents if line is not None and line.get("kind") == "end"]
+    trained = ends[-1].get("weights") if ends else None
+    if not isinstance(trained, dict) or not trained:
+        verdict.leave_open("the last run did not note its weights: sharded, or not finished")
+        return
+    shared = trained.keys() & saved_hashes.keys()
+    types = {n for n in shared if trained[n].split()[0] != saved_hashes[n].split()[0]}
+    different = sorted(n for n in shared - types if trained[n] != saved_hashes[n])
+    if different:
+        verdict.contradict(
+            f"'{place}' does not hold the weights of run {ends[-1].get('run')}: "
+            f"{len(different)} of {len(trained)} trained tensors differ, {different[0]} first"
+        )
+    elif unknown := len(trained) - len(shared) + len(types):
+        verdict.leave_open(
+            f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
+            f"{unknown} are not there, or saved in another type"
+        )
+
+
+def _saved_tensors(place: Path) -> dict[str, Tensor]:
+    """Return all tensors in a file, or in the files of a folder.
+
+    Raises:
+        ReportError: there is none.
+    """
+    files = [place] if place.is_file() else sorted(place.glob("*")) if place.is_dir() else []
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            if path.suffix == ".safetensors":
+                tensors |= load_file(path)
+            elif path.suffix in (".bin", ".pt", ".ckpt"):
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                content = content.get("state_dict", content)
+                tensors |= {n: t for n, t in content.items() if isinstance(t, Tensor)}
+        except Exception as error:
+            raise ReportError(f"'{path}' cannot be read as weights: {error}") from None
+    if not tensors:
+        raise ReportError(f"no weights are in '{place}': name a folder of .safetensors files")
+    return tensors

@@ -1,0 +1,341 @@
+"""Edits of a run's files are found, and honest runs are not accused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightning_fedleak import BagOfWords
+from lightning_fedleak.engine import WatchSettings
+from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, sign_run, verify_run
+from lightning_fedleak.evidence.signing import STATEMENT
+from lightning_fedleak.private_files import hash_weights
+from lightning_fedleak.report import ReportError, write
+from lightning_fedleak.report.records import RECORD, RESULTS, append_line, closing_of, hash_line
+from lightning_fedleak.trainers import Threshold, Watch
+from tests.helpers.models import tiny_gpt2
+from tests.report.lines import begin, look, result
+
+GATE = {"name": "g", "metric": "leakage/flatchat/f1", "at_most": 0.5, "action": "warn"}
+
+
+class Written:
+    """A run whose lines are written as a watch writes them, of invented numbers."""
+
+    def __init__(self, folder: Path, run: str, resumed: str | None = None) -> None:
+        self.folder, self.run, self.step = folder, run, 0
+        gate = {**GATE, "strict": True, "patience": 0}
+        more = {} if resumed is None else {"resumed": {"run": resumed, "privacy": []}}
+        self._append(RECORD, begin(run, gates=[gate], schema=4, **more))
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        append_line(self.folder / name, line)
+
+    def look(self, f1: float) -> None:
+        line = result(self.step, run=self.run, f1=f1)
+        self._append(RESULTS, line | {"schema": 4})
+        self._append(RECORD, look(self.step, self.run) | {"schema": 4})
+        if f1 > GATE["at_most"]:
+            did = {"gate": "g", "did": "warn", "step": self.step, "at_most": GATE["at_most"]}
+            decision = did | {"metric": GATE["metric"], "measured": f1}
+            self._append(RECORD, {"schema": 4, "run": self.run, "kind": "gate"} | decision)
+        self.step += 1
+
+    def end(self) -> None:
+        count, head = closing_of(self.folder / RESULTS)
+        closing = {"results": count, "results_head": head, "how": "finished", "privacy": []}
+        self._append(
+            RECORD, {"schema": 4, "run": self.run, "kind": "end", "step": self.step} | closing
+        )
+
+
+def honest(folder: Path, random_: random.Random, runs: int = 1, looks: int = 6) -> None:
+    """Write runs of one folder: some are killed, in a line or between two, and go on."""
+    resumed = None
+    for number in range(runs):
+        written = Written(folder, f"run{number}", resumed)
+        for _ in range(looks):
+            written.look(random_.random())
+        resumed = None
+        if number + 1 == runs:
+            written.end()
+        elif random_.random() < 0.6:
+            resumed = written.run
+            if random_.random() < 0.5:
+                path = folder / random_.choice([RECORD, RESULTS])
+                with path.open("ab") as file:
+                    file.write(b'{"schema": 4, "run": "run')  # what a killed process wrote
+        else:
+            written.end()
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a private and a public key in PEM."""
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    from cryptography.hazmat.primitives import serialization as form
+
+    folder, key = tmp_path_factory.mktemp("keys"), ed25519.Ed25519PrivateKey.generate()
+    private = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+    public = key.public_key().public_bytes(
+        form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo
+    )
+    (folder / "private.pem").write_bytes(private)
+    (folder / "public.pem").write_bytes(public)
+    return folder / "private.pem", folder / "public.pem"
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines()
+
+
+def chained_again(lines: list[bytes]) -> list[bytes]:
+    """Return lines whose hashes fit again: what an editor does who knows the chain."""
+    result, head = [], hash_line(b"")
+    for line in lines:
+        content = json.loads(line) | {"before": head}
+        result.append(json.dumps(content).encode())
+        head = hash_line(result[-1])
+    return result
+
+
+def remove(lines: list[bytes], n: int) -> None:
+    del lines[n]
+
+
+def double(lines: list[bytes], n: int) -> None:
+    lines.insert(n, lines[n])
+
+
+def swap(lines: list[bytes], n: int) -> None:
+    other = n - 1 if n else n + 1
+    lines[n], lines[other] = lines[other], lines[n]
+
+
+def change_number(lines: list[bytes], n: int) -> None:
+    content = json.loads(lines[n])
+    content["step"] = content.get("step", 0) + 1
+    lines[n] = json.dumps(content).encode()
+
+
+def lower(lines: list[bytes], n: int) -> None:
+    content = json.loads(lines[n])
+    if "metrics" not in content:
+        return change_number(lines, n)
+    content["metrics"]["f1"]["value"] /= 2
+    lines[n] = json.dumps(content).encode()
+    return None
+
+
+def cut_tail(lines: list[bytes], n: int) -> None:
+    del lines[max(1, n) :]
+
+
+def set_clock_back(lines: list[bytes], n: int) -> None:
+    content = json.loads(lines[n]) | {"time": "2020-01-01T00:00:00+00:00"}
+    lines[n] = json.dumps(content).encode()
+
+
+EDITS = (remove, double, swap, change_number, lower, cut_tail, set_clock_back)
+
+
+def test_no_drawn_edit_of_a_signed_run_holds(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    """With and without hashes that are computed again; each edit is of a line that is drawn."""
+    private, public = keys
+    honest(tmp_path, random.Random(0), runs=2)
+    sign_run(tmp_path, private)
+    assert verify_run(tmp_path, key=public).verdict.status in (HOLDS, OPEN)
+    draw = random.Random(1)
+    originals = {name: (tmp_path / name).read_bytes() for name in (RECORD, RESULTS)}
+    for number in range(1000):
+        name, edit = draw.choice([RECORD, RESULTS]), EDITS[number % len(EDITS)]
+        lines = originals[name].splitlines()
+        if any(not line.endswith(b"}") for line in lines):
+            lines = [line for line in lines if line.endswith(b"}")]
+        edit(lines, draw.randrange(len(lines)))
+        again = draw.random() < 0.5
+        content = b"\n".join(chained_again(lines) if again else lines) + b"\n"
+        if content == originals[name]:
+            continue
+        (tmp_path / name).write_bytes(content)
+        verdict = verify_run(tmp_path, key=public).verdict
+        assert verdict.status == CONTRADICTED, (edit.__name__, name, again)
+        assert any(name in text for text in verdict.contradictions), verdict.contradictions
+        (tmp_path / name).write_bytes(originals[name])
+
+
+@pytest.mark.parametrize(
+    "edit", [remove, double, swap, change_number, lower], ids=lambda e: e.__name__
+)
+@pytest.mark.parametrize("name", [RECORD, RESULTS])
+def test_an_edit_without_new_hashes_needs_no_signature(
+    tmp_path: Path, edit: Callable[[list[bytes], int], None], name: str
+) -> None:
+    honest(tmp_path, random.Random(0))
+    assert verify_run(tmp_path).verdict.status == HOLDS
+    original = lines_of(tmp_path / name)
+    for n in range(len(original) - 1):
+        lines = original[:]
+        edit(lines, n)
+        (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
+        assert verify_run(tmp_path).verdict.status == CONTRADICTED, n
+
+
+def test_honest_runs_are_not_accused(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    """200 folders: runs that finish, that are killed and go on, in a line and between two."""
+    private, public = keys
+    for number in range(200):
+        draw, folder = random.Random(number), tmp_path / str(number)
+        honest(folder, draw, runs=draw.randint(1, 4), looks=draw.randint(0, 4) or 1)
+        if number % 4 == 0:
+            sign_run(folder, private)
+            verdict = verify_run(folder, key=public).verdict
+        else:
+            verdict = verify_run(folder).verdict
+        assert verdict.status == HOLDS, (number, verdict)
+
+
+def test_a_cut_tail_is_open_and_a_noted_head_proves_it(tmp_path: Path) -> None:
+    honest(tmp_path, random.Random(0))
+    heads = [*verify_run(tmp_path).heads.values()]
+    assert verify_run(tmp_path, heads=heads).verdict.status == HOLDS
+    lines = lines_of(tmp_path / RECORD)[:-1]
+    (tmp_path / RECORD).write_bytes(b"\n".join(lines) + b"\n")
+    assert verify_run(tmp_path).verdict.status == OPEN
+    assert verify_run(tmp_path, heads=heads).verdict.status == CONTRADICTED
+    (tmp_path / RECORD).write_bytes(b"\n".join(lines))
+    assert verify_run(tmp_path).verdict.status == OPEN
+
+
+def test_results_that_were_cut_contradict_the_closing_line(tmp_path: Path) -> None:
+    honest(tmp_path, random.Random(0))
+    lines = lines_of(tmp_path / RESULTS)[:-1]
+    (tmp_path / RESULTS).write_bytes(b"\n".join(lines) + b"\n")
+    [text] = verify_run(tmp_path).verdict.contradictions
+    assert "has 5 lines, and had 6" in text
+
+
+def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path) -> None:
+    written = Written(tmp_path, "a")
+    for f1 in (0.2, 0.9, 0.3):
+        written.look(f1)
+    written.end()
+    lines = [line for line in lines_of(tmp_path / RECORD) if b'"kind": "gate"' not in line]
+    (tmp_path / RECORD).write_bytes(b"\n".join(chained_again(lines)) + b"\n")
+    [text] = verify_run(tmp_path).verdict.contradictions
+    assert "step 1: leakage/flatchat/f1 is 0.9" in text
+    assert "did not act" in text
+
+
+def test_logs_of_an_older_version_are_called_unchained(tmp_path: Path) -> None:
+    for name, line in ((RECORD, begin("a")), (RESULTS, result(0, run="a", f1=0.1))):
+        (tmp_path / name).write_text(json.dumps(line | {"schema": 3}) + "\n")
+    check = verify_run(tmp_path)
+    assert check.verdict.status == OPEN
+    assert any("unchained" in text for text in check.verdict.open)
+    append_line(tmp_path / RESULTS, result(1, run="a", f1=0.1) | {"schema": 4})
+    assert verify_run(tmp_path).verdict.status == OPEN
+
+
+def watched(folder: Path, *, steps: int = 3) -> tuple[torch.nn.Module, Watch]:
+    torch.manual_seed(0)
+    model = tiny_gpt2(tied=False).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gate = Threshold("leakage/bag_of_words/f1", at_most=0.9, action="warn")
+    settings = WatchSettings(tensorboard=False, report=True)
+    watch = Watch(
+        model, optimizer, [BagOfWords()], [gate], folder=folder, every_n_steps=1, settings=settings
+    )
+    with watch:
+        for step in range(steps):
+            ids = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(step))
+            batch = {"input_ids": ids, "labels": ids}
+            with watch.step(batch):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return model, watch
+
+
+def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
+    tmp_path: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, public = keys
+    model, _ = watched(tmp_path / "run")
+    [folder] = {path.parent for path in (tmp_path / "run").rglob(RESULTS)}
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(state, saved / "model.safetensors")
+    write([folder])
+    check = verify_run(folder, weights=saved)
+    assert check.verdict.status == HOLDS, check.verdict
+    assert {"report", "weights", "gates"} <= set(check.checked)
+    sign_run(folder, private)
+    arguments = [str(folder), "--weights", str(saved), "--key", str(public)]
+    assert fedleak("verify", *arguments) == HOLDS
+    assert "holds" in capsys.readouterr().out
+
+    name = next(name for name, p in model.named_parameters() if p.requires_grad)
+    save_file({**state, name: state[name] + 1e-3}, saved / "model.safetensors")
+    verdict = verify_run(folder, weights=saved).verdict
+    assert verdict.status == CONTRADICTED
+    assert "1 of" in verdict.contradictions[0]
+    save_file({"head": torch.ones(2)}, saved / "model.safetensors")
+    assert verify_run(folder, weights=saved).verdict.status == OPEN
+
+    report = json.loads((folder / "report.json").read_text())
+    report["runs"][0]["outcome"] = "invented"
+    (folder / "report.json").write_text(json.dumps(report))
+    verdict = verify_run(folder, key=public).verdict
+    assert {text.partition(" ")[0] for text in verdict.contradictions} == {"report.json"}
+    assert len(verdict.contradictions) == 2
+
+
+def fedleak(*arguments: str) -> int:
+    from lightning_fedleak.cli import main
+
+    return main(list(arguments))
+
+
+def test_what_wraps_a_model_does_not_change_its_hashes() -> None:
+    weight = torch.randn(3, 2)
+    names = (
+        "base_model.model.transformer.h.0.attn.lora_A.default.weight",
+        "base_model.model.transformer.h.0.attn.lora_A.weight",
+        "model.base_model.model.transformer.h.0.attn.lora_A.default.weight",
+    )
+    assert len({str(hash_weights({name: weight})) for name in names}) == 1
+    assert hash_weights({"a": weight}) != hash_weights({"a": weight.bfloat16()})
+
+
+def test_errors_say_what_to_do(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    private, public = keys
+    with pytest.raises(ReportError, match=r"name the folder that holds leakage\.jsonl"):
+        verify_run(tmp_path)
+    honest(tmp_path, random.Random(0))
+    assert verify_run(tmp_path, key=public).verdict.contradictions == [
+        f"{tmp_path / STATEMENT} is missing: the run was not signed"
+    ]
+    with pytest.raises(ReportError, match="openssl genpkey"):
+        sign_run(tmp_path, tmp_path / "no.pem")
+    with pytest.raises(ReportError, match="cannot be read as a key"):
+        sign_run(tmp_path, public)
+    sign_run(tmp_path, private)
+    with pytest.raises(ReportError, match=r"no weights are in|name a folder of \.safetensors"):
+        verify_run(tmp_path, weights=tmp_path / "missing")
+    envelope = json.loads((tmp_path / STATEMENT).read_text())
+    envelope["signatures"][0]["sig"] = "AAAA"
+    (tmp_path / STATEMENT).write_text(json.dumps(envelope))
+    assert "is not signed by the key" in verify_run(tmp_path, key=public).verdict.contradictions[0]
+    lines = lines_of(tmp_path / RESULTS)
+    (tmp_path / RESULTS).write_bytes(b"\n".join(lines[1:]) + b"\n")
+    with pytest.raises(ReportError, match="these logs are not signed"):
+        sign_run(tmp_path, private)

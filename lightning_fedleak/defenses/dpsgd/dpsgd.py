@@ -36,7 +36,7 @@ from lightning_fedleak.defenses.noise import (
     noise_key,
     standard_normal,
 )
-from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
+from lightning_fedleak.defenses.processes import Team, reshard
 
 
 class DPSGD(Defense):
@@ -303,7 +303,7 @@ class DPSGD(Defense):
         Raises:
             DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
-        setup_checks.check_no_other_noise(trainer_of(context), self)
+        setup_checks.check_no_other_noise(context.host, self)
         self._forget_if_moved()
         self._noise.warn_if_lost(self.releases)
         if self._step is not None and self._sampling is not None:
@@ -316,10 +316,10 @@ class DPSGD(Defense):
 
     def _stop_if_spent(self, context: DefenseContext) -> None:
         """End the fit where no further release fits the budget, with ``on_budget="stop"``."""
-        trainer = trainer_of(context)
-        if self.release.on_budget == "stop" and trainer is not None and self._noise.is_accounted:
+        if self.release.on_budget == "stop" and self._noise.is_accounted:
             (spent,) = self._team.largest([not self._budget.affords_another()])
-            trainer.should_stop = trainer.should_stop or bool(spent)
+            if spent:
+                context.host.stop()
 
     @property
     def acts_on_batches(self) -> bool:
@@ -378,7 +378,7 @@ class DPSGD(Defense):
         )
         with team.together():
             noise.begin(base, release)
-            for optimizer in getattr(trainer_of(context), "optimizers", ()):
+            for optimizer in context.host.optimizers:
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
             if noise.is_accounted:

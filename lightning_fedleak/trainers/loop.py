@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Capability
-from lightning_fedleak.engine import AUTOCAST, Run, StageReached, declared
+from lightning_fedleak.defenses.release import UpdateRelease
+from lightning_fedleak.engine import AUTOCAST, BeforeDefense, Run, StageReached, declared
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
@@ -43,6 +44,7 @@ class Loop:
         watched: names of values that something besides gates stops or chooses by.
         stage_reached: is called while ``p.grad`` is what an optimizer is about to step with, by a
             face that knows when that is.
+        release: where defences act in it; None without any.
     """
 
     model: nn.Module
@@ -57,6 +59,7 @@ class Loop:
     batches: int = 0
     watched: tuple[str, ...] = ()
     stage_reached: StageReached | None = None
+    release: UpdateRelease | None = None
 
     @property
     def steps_by(self) -> list[Optimizer]:
@@ -82,21 +85,25 @@ class LoopRun(Run):
     ) -> LoopRun:
         """Return the run of a loop on a model, against an adversary with these capabilities.
 
-        No defence acts in it but a DP optimizer of another library: others act in Lightning's
-        DefendedStrategy.
+        Raises:
+            ValueError: defences, and a DP optimizer of another library beside them.
         """
-        dtypes = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
-        by_weights = dtypes.get(next(anatomy.model.parameters()).dtype, "32-true")
         rank = distributed.get_rank() if _is_distributed() else 0
         under_ddp = any(isinstance(m, DistributedDataParallel) for m in loop.model.modules())
-        defenses = declared(loop.optimizers, under_ddp=under_ddp)
+        noising = declared(loop.optimizers, under_ddp=under_ddp)
+        if noising and loop.release is not None:
+            raise ValueError(
+                f"{noising[0].name} makes its gradient of single examples', so that what the "
+                "defenses do to gradients would be lost: use one of both"
+            )
+        defenses = noising if loop.release is None else loop.release.defenses
         return cls(
             anatomy=anatomy,
             client=client,
             assumed=assumed,
             loop=loop,
             device=anatomy.device,
-            precision=loop.precision or by_weights,
+            precision=loop.precision or precision_of(None, anatomy.model),
             rank=rank,
             processes=distributed.get_world_size() if _is_distributed() else 1,
             tokenizers=[loop.tokenizer],
@@ -106,6 +113,15 @@ class LoopRun(Run):
             separates_stages=bool(defenses),
             shows_progress=rank == 0,
         )
+
+    def watch_release(
+        self, stage_reached: StageReached, before_defense: BeforeDefense
+    ) -> list[Callable[[], None]]:
+        """Call the functions as the release reaches its stages; see :class:`Run`."""
+        release = self.loop.release
+        if release is None:
+            return super().watch_release(stage_reached, before_defense)
+        return [release.add_tap(stage_reached), release.add_canaries(before_defense)]
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -195,6 +211,18 @@ class LoopRun(Run):
     def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
         """Return those of the user's own numbers that are known by now."""
         return {name: self.loop.utility[name] for name in names if name in self.loop.utility}
+
+
+def precision_of(mixed: str | None, model: nn.Module) -> str:
+    """Return a precision as Lightning spells it.
+
+    Args:
+        mixed: as Accelerate spells it: ``"bf16"``, ``"fp16"``, or anything for none.
+        model: whose weights decide where none is mixed.
+    """
+    weights = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "64-true"}
+    by_weights = weights.get(next(model.parameters()).dtype, "32-true")
+    return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(mixed or "", by_weights)
 
 
 def _is_distributed() -> bool:

@@ -208,12 +208,15 @@ class Watch(Reported):
         model = loop.model
         model = model.module if isinstance(model, DistributedDataParallel) else model
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        self._run = run = self.run.of_loop(loop, anatomy, settings.client or "rank", engine.assume)
+        client = "rank" if loop.release is None else loop.release.client
+        client = settings.client or client
+        self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
         engine.reset()
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
         for gate in self.gates:
             log, save, words = self._log, partial(self._save, gate), (self.resume, self.mend)
-            gate.watch(engine, GateActions(log, save, self._stop, run.processes, (), *words))
+            defenses = run.defenses if loop.release and gate.action == "harden" else ()
+            gate.watch(engine, GateActions(log, save, self._stop, run.processes, defenses, *words))
         if (saved := self._saved) is not None:
             loop.steps, loop.batches = saved["steps"], saved["batches"]
             loop.utility |= saved.get("utility", {})

@@ -1,0 +1,440 @@
+"""Defences under transformers' Trainer, and trainers that derive from it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils import data
+from transformers.trainer_utils import get_last_checkpoint
+
+from lightning_fedleak.defenses import DPSGD, Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import refuse
+from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.defenses.host import Host
+from lightning_fedleak.defenses.release import UpdateRelease
+from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.model.taps import check_optimizer
+from lightning_fedleak.trainers.loop import precision_of, unwrapped
+from lightning_fedleak.trainers.state import load_state, save_state
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
+
+FILE = "defenses.safetensors"
+"""What a checkpoint holds of the defences: releases and account, no secret."""
+_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+_OWN_STEP = (
+    "transformers.",
+    "trl.",
+)  # homes of trainers whose `training_step` adds nothing to a loss
+_PAIRS = {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
+
+
+class TrainerHost(Host):
+    """transformers' Trainer as defences know it; see :class:`Host`.
+
+    Args:
+        trainer: with :class:`DefendedMixin`.
+    """
+
+    name = "the Trainer"
+    mend = "Pass it as Trainer(optimizers=(optimizer, scheduler)), and let the Trainer step it."
+    steps_by = "num_train_epochs or max_steps"
+
+    def __init__(self, trainer: DefendedMixin) -> None:
+        self._trainer = trainer
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:  # type: ignore[override]
+        """Return the Trainer's optimizer, without what Accelerate wraps it in."""
+        optimizer = self._trainer.optimizer
+        return [] if optimizer is None else [unwrapped(optimizer)]
+
+    @property
+    def defenses(self) -> Sequence[object]:  # type: ignore[override]
+        """Return the Trainer's defences."""
+        return self._trainer.defenses
+
+    @property
+    def batch_number(self) -> int:  # type: ignore[override]
+        """Return the number of the batch in all trainings."""
+        return self._trainer._batches
+
+    @property
+    def reducer(self) -> DistributedDataParallel | None:  # type: ignore[override]
+        """Return the module in which Accelerate has wrapped the model."""
+        model = self._trainer.model_wrapped
+        return model if isinstance(model, DistributedDataParallel) else None
+
+    def refusals(self) -> Mapping[str, object]:
+        """Return the Trainer's settings that break the guarantee or have no effect."""
+        trainer, args = self._trainer, self._trainer.args
+        chosen = args.load_best_model_at_end or args.save_strategy == "best"
+        scheduled = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        stopping = any(
+            isinstance(callback, transformers.EarlyStoppingCallback)
+            for callback in trainer.callback_handler.callbacks
+        )
+        inside = not trainer.outside_epsilon
+        public = "by private data is outside epsilon. Evaluate on public data and pass "
+        grouped = getattr(args, "train_sampling_strategy", "random") not in ("random", "sequential")
+        return {
+            ": auto_find_batch_size=True repeats steps when memory runs out, which depends on the "
+            "examples drawn. Pass max_physical_batch_size to DPSGD, small enough to fit.": (
+                args.auto_find_batch_size
+            ),
+            f": label_smoothing_factor={args.label_smoothing_factor} divides the loss by the "
+            "words of all examples. Pass Trainer(compute_loss_func=) a mean_of_sample_means with "
+            "label_smoothing= instead.": args.label_smoothing_factor,
+            " draws each example independently, and group_by_length chooses batches by their "
+            "lengths. Leave train_sampling_strategy out; max_physical_batch_size keeps pieces "
+            "small.": grouped or getattr(args, "group_by_length", False),
+            ": torch_compile=True hides the layers' gradients in compiled code. Leave it out.": (
+                args.torch_compile
+            ),
+            f": to choose a checkpoint {public}outside_epsilon=True, or leave "
+            "load_best_model_at_end and save_strategy='best' out.": chosen and inside,
+            f": to stop {public}outside_epsilon=True, or leave EarlyStoppingCallback out.": (
+                stopping and inside
+            ),
+            f": to set the learning rate {public}outside_epsilon=True, or use another "
+            "lr_scheduler_type.": scheduled in ("reduce_lr_on_plateau", "greedy") and inside,
+            ": a packed or padding-free batch joins examples in one row, where no example has a "
+            "gradient of its own. Use SFTConfig(packing=False, padding_free=False).": (
+                getattr(args, "packing", False) or getattr(args, "padding_free", False)
+            ),
+        }
+
+    def count_steps(self, per_epoch: int) -> int | None:
+        """Return the Trainer's number of steps; a part of an epoch is rounded up as it does."""
+        args = self._trainer.args
+        return (
+            args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        )
+
+    def stop(self) -> None:
+        """End the training after this step."""
+        self._trainer.control.should_training_stop = True
+
+    def to_device(self, batch: Any) -> Any:
+        """Return a batch as the Trainer moves it."""
+        return self._trainer._prepare_inputs(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward by Accelerate."""
+        self._trainer.accelerator.backward(loss)
+
+    def unreduced(self) -> AbstractContextManager[Any]:
+        """Return DDP's context without reduction."""
+        context: AbstractContextManager[Any] = self._trainer.accelerator.no_sync(self.reducer)
+        return context
+
+
+class DefendedMixin(Trainer):
+    """Lets defences act in a Trainer of transformers, before an update leaves the client.
+
+    Stands before the Trainer: ``class T(DefendedMixin, SFTTrainer)``; :func:`defended` writes that
+    line. What a step's places are, and what each defence does there, is as under
+    :class:`~lightning_fedleak.DefendedStrategy`. Several processes, started by torchrun, are one
+    client (``client="world"`` there).
+
+    Under :class:`~lightning_fedleak.DPSGD` the Trainer's loader draws Poisson samples,
+    ``gradient_accumulation_steps`` batches become one that is run in pieces, and ``max_grad_norm``
+    is set to 0, because each example is clipped instead. Each checkpoint has the account in
+    ``defenses.safetensors``. A run that is resumed goes on with it and draws new samples.
+
+    Args:
+        args: of the Trainer, as they are.
+        defenses: act in this order.
+        outside_epsilon: allow what chooses or stops by evaluations (``load_best_model_at_end``,
+            early stopping, a scheduler on a metric) under an account: epsilon does not cover it,
+            unless the data of evaluation are public.
+        kwargs: of the Trainer, as they are.
+
+    Raises:
+        DefenseError: defences that do not fit each other or this kind of Trainer; when training
+            begins also a setting under which a guarantee cannot hold. Says what to change.
+    """
+
+    _batches = 0
+    _setting_up = _in_step = False
+
+    def __init__(
+        self,
+        *args: Any,
+        defenses: Sequence[Defense],
+        outside_epsilon: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.outside_epsilon = outside_epsilon
+        client = "rank" if self.args.world_size == 1 else "world"
+        self._fedleak = UpdateRelease(defenses, client, type(self).__name__)
+        if any(defense.per_sample for defense in self.defenses):
+            self._join_batches()
+        self.add_callback(_Moments(self))
+
+    @property
+    def defenses(self) -> tuple[Defense, ...]:
+        """Return the defences, in the order in which they act."""
+        return self._fedleak.defenses
+
+    def _join_batches(self) -> None:
+        """Take over what the Trainer would do to gradients of several examples."""
+        args, steps = self.args, self.args.gradient_accumulation_steps
+        if args.max_grad_norm:
+            rank_zero_info(
+                f"{self._fedleak.owner}: max_grad_norm={args.max_grad_norm} of the Trainer is set "
+                "to 0, because each example's gradient is clipped"
+            )
+            args.max_grad_norm = 0.0
+        if steps == 1:
+            return
+        rows = args.per_device_train_batch_size
+        for defense in self.defenses:
+            if isinstance(defense, DPSGD) and defense.users is None:
+                defense.max_physical_batch_size = min(defense.max_physical_batch_size or rows, rows)
+        args.gradient_accumulation_steps, args.per_device_train_batch_size = 1, rows * steps
+        self._train_batch_size = args.train_batch_size
+        rank_zero_info(
+            f"{self._fedleak.owner}: {steps} accumulated batches of {rows} are one of "
+            f"{rows * steps}, run {rows} at a time"
+        )
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Train within the defences; see the Trainer's own ``train``."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir)) or True
+        self._check(trial)
+        if isinstance(resume_from_checkpoint, str) and self.defenses:
+            self._restore(Path(resume_from_checkpoint))
+        self._setting_up = True
+        try:
+            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+        finally:
+            self._setting_up = False
+            self._fedleak.end()
+
+    def _check(self, trial: Any) -> None:
+        """Refuse what no defence can act in."""
+        args, kinds = self.args, type(self).__mro__
+        after = kinds.index(DefendedMixin) + 1
+        outer = [k for k in kinds[: after - 1] for n in _STEPS if n in vars(k)]
+        inner = [k for k in kinds[after:] if "training_step" in vars(k)]
+        inner = [k for k in inner if not k.__module__.startswith(_OWN_STEP)]
+        hidden = [d.name for d in self.defenses if d.activation_layers or d.acts_in_inference]
+        pairs = _PAIRS.intersection(kind.__name__ for kind in kinds)
+        per_sample = any(defense.per_sample for defense in self.defenses)
+        secret = args.push_to_hub and any(d.secret_name for d in self.defenses)
+        refusals = {
+            f"{', '.join(hidden)} acts on hidden states, which needs Lightning's Trainer and "
+            "DefendedStrategy": hidden,
+            "FSDP and DeepSpeed keep a part of each gradient in every process: use torchrun with "
+            "DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
+                self.is_fsdp_enabled or self.is_deepspeed_enabled
+            ),
+            "DataParallel copies the model at each step: start one process a card by torchrun": (
+                args.n_gpu > 1
+            ),
+            "fp16 steps by a function of Accelerate's own and skips steps by the gradients: use "
+            "bf16=True": self.accelerator.mixed_precision == "fp16",
+            f"optim={args.optim} steps while backward runs, before a defence could act: use "
+            "another": any(name in str(args.optim).lower() for name in _IN_BACKWARD),
+            "each try of hyperparameter_search would be a run of its own, and choosing among them "
+            "is outside of every account: choose on public data, and call train()": (
+                trial is not None
+            ),
+            f"{', '.join(k.__name__ for k in outer)} changes the loss outside of the defences: "
+            "write a Trainer with that method, and pass it to defended(...)": (
+                outer or any(name in vars(self) for name in ("compute_loss",))
+            ),
+            f"{', '.join(k.__name__ for k in inner)}.training_step is not known: change "
+            "compute_loss instead": inner,
+            f"{', '.join(pairs)} compares several texts in one example, whose rows DPSGD would "
+            "clip apart: use SFTTrainer": per_sample and pairs,
+            "push_to_hub would send the secrets of correlated noise: leave it out": secret,
+        }
+        refuse(f"{self._fedleak.owner}: ", refusals)
+
+    def get_train_dataloader(self) -> data.DataLoader[Any]:
+        """Return the loader that the defences make, where training sets up."""
+        if not self._setting_up:
+            return super().get_train_dataloader()
+        accelerator: Any = self.accelerator
+        accelerator.prepare = lambda loader: loader  # its samplers would replace the draw
+        try:
+            plain = super().get_train_dataloader()
+        finally:
+            del accelerator.prepare
+        self._open()
+        processes = self.args.world_size
+        if processes > 1 and type(plain.sampler) in (data.RandomSampler, data.SequentialSampler):
+            plain = _split(plain, processes, self.args.process_index)
+        loader = self._fedleak.dataloader(plain)
+        return accelerator.prepare(plain) if loader is plain else loader
+
+    def _open(self) -> None:
+        """Let the defences prepare the model, before optimizer and DDP see it."""
+        self._fedleak.end()
+        root: nn.Module = self.model  # type: ignore[assignment]
+        root.train()
+        entropy = [os.urandom(32)]
+        if self.args.world_size > 1:
+            distributed.broadcast_object_list(entropy, device=self.args.device)
+        context = DefenseContext(
+            root=root,
+            client=0,
+            clients=1,
+            device=self.args.device,
+            precision=precision_of(self.accelerator.mixed_precision, root),
+            step=0,
+            entropy=entropy[0],
+            process=self.args.process_index,
+            processes=self.args.world_size,
+            host=TrainerHost(self),
+        )
+        self._fedleak.open(context, lambda: int(self.state.global_step))
+        self._fedleak.begin()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's optimizer, with the release before its update."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._fedleak.is_open:
+            check_optimizer(unwrapped(self.optimizer))
+            self._fedleak.guard(unwrapped(self.optimizer))
+        return optimizer
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the next batches; none where the budget was spent before the first."""
+        if self._fedleak.is_open and self.control.should_training_stop:
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Run the Trainer's step, whose loss is computed within the defences."""
+        self._batches += 1
+        if any(defense.per_sample for defense in self.defenses):
+            num_items_in_batch = None  # it counts what the other examples hold
+        self._in_step = True
+        try:
+            return super().training_step(model, inputs, num_items_in_batch, **kwargs)
+        finally:
+            self._in_step = False
+
+    def compute_loss_context_manager(self) -> Any:
+        """Return the Trainer's context; in a training step each forward has its own."""
+        return ExitStack() if self._in_step else super().compute_loss_context_manager()
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's loss, in a training step within the defences."""
+        if not self._in_step:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        def run(rows: Any) -> Any:
+            with super(DefendedMixin, self).compute_loss_context_manager():
+                return super(DefendedMixin, self).compute_loss(model, rows, *args, **kwargs)
+
+        return self._fedleak.training_step(run, inputs)
+
+    def _restore(self, folder: Path) -> None:
+        """Give the defences the states of a checkpoint.
+
+        Raises:
+            DefenseError: it holds none.
+        """
+        path = folder / FILE
+        if not path.exists():
+            raise DefenseError(
+                f"{self._fedleak.owner}: {folder} has no {FILE}, so what was released before it is "
+                "not known. Go on from a checkpoint that a defended run saved whole, or begin "
+                "a new run from its weights."
+            )
+        self._fedleak.load_state_dict(load_state(path))
+        place = folder, self.args.process_index, self.args.world_size
+        self._fedleak.load_secrets(*place, self.args.device.type)
+
+    def _save_states(self) -> None:
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        if self.is_world_process_zero():
+            save_state(folder / FILE, self._fedleak.state_dict())
+        self._fedleak.save_secrets(folder, self.args.process_index, self.args.world_size)
+
+    def _begin(self) -> None:
+        """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
+        self._fedleak.train_starts()
+        loader = self.callback_handler.train_dataloader
+        sampler = getattr(loader, "batch_sampler", None)
+        if isinstance(sampler, PoissonBatchSampler) and not self.args.ignore_data_skip:
+            sampler.passed_over = self.state.global_step % len(sampler)
+
+
+_STEPS = ("training_step", "compute_loss")
+
+
+class _Moments(transformers.TrainerCallback):
+    """What only a callback is called at."""
+
+    def __init__(self, trainer: DefendedMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Call the defences before the first step."""
+        self._trainer._begin()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Write the defences' states beside the checkpoint."""
+        self._trainer._save_states()
+
+
+@functools.cache
+def defended(kind: type[transformers.Trainer]) -> Any:
+    """Return a Trainer's class in which defences act: :class:`DefendedMixin` before ``kind``.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+        >>> from lightning_fedleak import DPSGD
+        >>> from lightning_fedleak.trainers import defended
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1))
+        >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
+        >>> arguments = TrainingArguments("out", num_train_epochs=2, report_to=[], use_cpu=True)
+        >>> dp = DPSGD(max_grad_norm=1.0, target_epsilon=8, target_delta=1e-2)
+        >>> trainer = defended(Trainer)(model, arguments, train_dataset=rows, defenses=[dp])
+        >>> _ = trainer.train()
+        >>> dp.releases == trainer.state.global_step, dp.privacy.epsilon <= 8
+        (True, True)
+
+    Args:
+        kind: transformers' Trainer, or a class of its own such as TRL's SFTTrainer.
+    """
+    if issubclass(kind, DefendedMixin):
+        return kind
+    return type(f"Defended{kind.__name__}", (DefendedMixin, kind), {"__module__": kind.__module__})
+
+
+def _split(loader: data.DataLoader[Any], processes: int, rank: int) -> data.DataLoader[Any]:
+    """Return a loader whose examples are split among the processes."""
+    names = ("batch_size", "collate_fn", "num_workers", "pin_memory", "worker_init_fn")
+    sampler = data.DistributedSampler(loader.dataset, processes, rank)
+    more: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    return data.DataLoader(loader.dataset, sampler=sampler, **more)

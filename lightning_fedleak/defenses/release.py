@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ Client = Literal["rank", "world"]
 Tap = Callable[[Stage, Optimizer], None]
 CanaryHook = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None]
 Function = TypeVar("Function")
+_GUARDED: WeakKeyDictionary[Optimizer, UpdateRelease] = WeakKeyDictionary()
 
 
 class UpdateRelease:
@@ -158,6 +160,7 @@ class UpdateRelease:
             return
         remove = before_real_step(optimizer, lambda: self._release(optimizer))
         self._removers[id(optimizer)] = (optimizer, remove)
+        _GUARDED[optimizer] = self
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -172,8 +175,9 @@ class UpdateRelease:
         """Undo after a fit everything that was done since ``open``."""
         if self._context is None:
             return
-        for _, remove in self._removers.values():
+        for optimizer, remove in self._removers.values():
             remove()
+            _GUARDED.pop(optimizer, None)
         self._removers.clear()
         if self._watch is not None:
             self._watch.remove()
@@ -320,6 +324,11 @@ class UpdateRelease:
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
         for fn in tuple(self._taps.values()):
             fn(stage, optimizer)
+
+
+def release_of(optimizer: Optimizer) -> UpdateRelease | None:
+    """Return where defences act before an optimizer's update; None where none do."""
+    return _GUARDED.get(optimizer)
 
 
 def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None]:

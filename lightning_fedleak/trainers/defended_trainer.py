@@ -17,23 +17,21 @@ from torch.optim import Optimizer
 from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
 
-from lightning_fedleak.defenses import DPSGD, Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses import DPSGD, Defense, DefenseContext
 from lightning_fedleak.defenses.base import refuse
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.defenses.host import Host
-from lightning_fedleak.defenses.release import UpdateRelease
+from lightning_fedleak.defenses.release import Client, UpdateRelease
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.taps import check_optimizer
 from lightning_fedleak.trainers.loop import precision_of, unwrapped
-from lightning_fedleak.trainers.state import load_state, save_state
+from lightning_fedleak.trainers.state import load_defenses, save_defenses
 
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object
 
-FILE = "defenses.safetensors"
-"""What a checkpoint holds of the defences: releases and account, no secret."""
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _OWN_STEP = (
     "transformers.",
@@ -180,7 +178,7 @@ class DefendedMixin(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.outside_epsilon = outside_epsilon
-        client = "rank" if self.args.world_size == 1 else "world"
+        client: Client = "rank" if self.args.world_size == 1 else "world"
         self._fedleak = UpdateRelease(defenses, client, type(self).__name__)
         if any(defense.per_sample for defense in self.defenses):
             self._join_batches()
@@ -222,10 +220,12 @@ class DefendedMixin(Trainer):
     ) -> Any:
         """Train within the defences; see the Trainer's own ``train``."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir)) or True
+            latest: str | None = get_last_checkpoint(str(self.args.output_dir))  # type: ignore[no-untyped-call]
+            resume_from_checkpoint = latest or True
         self._check(trial)
         if isinstance(resume_from_checkpoint, str) and self.defenses:
-            self._restore(Path(resume_from_checkpoint))
+            place = Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
+            load_defenses(self._fedleak, *place, self.args.device.type)
         self._setting_up = True
         try:
             return super().train(resume_from_checkpoint, trial, *args, **kwargs)
@@ -288,8 +288,10 @@ class DefendedMixin(Trainer):
         processes = self.args.world_size
         if processes > 1 and type(plain.sampler) in (data.RandomSampler, data.SequentialSampler):
             plain = _split(plain, processes, self.args.process_index)
-        loader = self._fedleak.dataloader(plain)
-        return accelerator.prepare(plain) if loader is plain else loader
+        loader: data.DataLoader[Any] = self._fedleak.dataloader(plain)
+        if loader is plain:
+            loader = accelerator.prepare(plain)
+        return loader
 
     def _open(self) -> None:
         """Let the defences prepare the model, before optimizer and DDP see it."""
@@ -356,28 +358,9 @@ class DefendedMixin(Trainer):
 
         return self._fedleak.training_step(run, inputs)
 
-    def _restore(self, folder: Path) -> None:
-        """Give the defences the states of a checkpoint.
-
-        Raises:
-            DefenseError: it holds none.
-        """
-        path = folder / FILE
-        if not path.exists():
-            raise DefenseError(
-                f"{self._fedleak.owner}: {folder} has no {FILE}, so what was released before it is "
-                "not known. Go on from a checkpoint that a defended run saved whole, or begin "
-                "a new run from its weights."
-            )
-        self._fedleak.load_state_dict(load_state(path))
-        place = folder, self.args.process_index, self.args.world_size
-        self._fedleak.load_secrets(*place, self.args.device.type)
-
     def _save_states(self) -> None:
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        if self.is_world_process_zero():
-            save_state(folder / FILE, self._fedleak.state_dict())
-        self._fedleak.save_secrets(folder, self.args.process_index, self.args.world_size)
+        save_defenses(self._fedleak, folder, self.args.process_index, self.args.world_size)
 
     def _begin(self) -> None:
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
@@ -435,6 +418,6 @@ def defended(kind: type[transformers.Trainer]) -> Any:
 def _split(loader: data.DataLoader[Any], processes: int, rank: int) -> data.DataLoader[Any]:
     """Return a loader whose examples are split among the processes."""
     names = ("batch_size", "collate_fn", "num_workers", "pin_memory", "worker_init_fn")
-    sampler = data.DistributedSampler(loader.dataset, processes, rank)
+    sampler: data.Sampler[Any] = data.DistributedSampler(loader.dataset, processes, rank)
     more: dict[str, Any] = {name: getattr(loader, name) for name in names}
     return data.DataLoader(loader.dataset, sampler=sampler, **more)

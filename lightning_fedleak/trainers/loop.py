@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Capability
-from lightning_fedleak.defenses.release import UpdateRelease
+from lightning_fedleak.defenses.release import UpdateRelease, release_of
 from lightning_fedleak.engine import AUTOCAST, BeforeDefense, Run, StageReached, declared
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled
@@ -44,7 +44,6 @@ class Loop:
         watched: names of values that something besides gates stops or chooses by.
         stage_reached: is called while ``p.grad`` is what an optimizer is about to step with, by a
             face that knows when that is.
-        release: where defences act in it; None without any.
     """
 
     model: nn.Module
@@ -59,7 +58,12 @@ class Loop:
     batches: int = 0
     watched: tuple[str, ...] = ()
     stage_reached: StageReached | None = None
-    release: UpdateRelease | None = None
+
+    @property
+    def release(self) -> UpdateRelease | None:
+        """Return where defences act before the optimizers' updates; None without any."""
+        releases = map(release_of, self.optimizers)
+        return next((release for release in releases if release is not None), None)
 
     @property
     def steps_by(self) -> list[Optimizer]:
@@ -118,8 +122,7 @@ class LoopRun(Run):
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call the functions as the release reaches its stages; see :class:`Run`."""
-        release = self.loop.release
-        if release is None:
+        if (release := self.loop.release) is None:
             return super().watch_release(stage_reached, before_defense)
         return [release.add_tap(stage_reached), release.add_canaries(before_defense)]
 
@@ -257,7 +260,7 @@ def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) 
         "DeepSpeed keeps gradients in buffers of its own and reduces them inside of backward, so "
         "that no p.grad is what leaves: use DDP": "DeepSpeedEngine" in names,
         "FSDP and tensor parallelism keep a part of each gradient in every process: use DDP, or "
-        "LeakageMonitor with Lightning's ModelParallelStrategy": (
+        "Lightning's Trainer with ModelParallelStrategy": (
             sharded or "FullyShardedDataParallel" in names
         ),
         "DataParallel copies the model at each step: start one process a card by torchrun": (
@@ -266,7 +269,7 @@ def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) 
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"{watcher} cannot watch this model. {reason}")
+            raise ValueError(f"{watcher} cannot take this model. {reason}")
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -10,7 +10,12 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.defenses.release import UpdateRelease
 from lightning_fedleak.private_files import save_private
+
+DEFENSES = "defenses.safetensors"
+"""What a checkpoint holds of the defences: releases and account, no secret."""
 
 
 def save_state(path: Path, state: object) -> None:
@@ -44,3 +49,27 @@ def _packed(value: object, tensors: dict[str, Tensor]) -> object:
     if isinstance(value, list | tuple):
         return [_packed(one, tensors) for one in value]
     return value
+
+
+def save_defenses(release: UpdateRelease, folder: Path, rank: int, world: int) -> None:
+    """Write the defences' states, and each process's secrets, into a checkpoint's folder."""
+    if rank == 0:
+        save_state(folder / DEFENSES, release.state_dict())
+    release.save_secrets(folder, rank, world)
+
+
+def load_defenses(release: UpdateRelease, folder: Path, rank: int, world: int, device: str) -> None:
+    """Give the defences what :func:`save_defenses` wrote; a collective.
+
+    Raises:
+        DefenseError: the folder holds no states.
+    """
+    path = folder / DEFENSES
+    if not path.exists():
+        raise DefenseError(
+            f"{release.owner}: {folder} has no {DEFENSES}, so what was released before it is not "
+            "known. Go on from a checkpoint that a defended run saved whole, or begin a new run "
+            "from its weights."
+        )
+    release.load_state_dict(load_state(path))
+    release.load_secrets(folder, rank, world, device)

@@ -215,12 +215,11 @@ class TransformersWatch(Watch):
             trainer.model_wrapped,
             [unwrapped(trainer.optimizer)],
             loader,
-            precision_of(accelerator.mixed_precision, trainer.model),
+            precision_of(accelerator.mixed_precision, trainer.model_wrapped),
             getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
             steps=steps,
-            release=getattr(trainer, "_fedleak", None),
             watched=tuple(filter(None, [self._best_metric()])),
         )
         if steps and loader is not None and hasattr(loader, "__len__"):

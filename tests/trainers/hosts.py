@@ -19,7 +19,7 @@ from lightning_fedleak.defenses import Defense
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.trainers import defended
+from lightning_fedleak.trainers import DefendedLoop, defended
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
 
@@ -181,7 +181,36 @@ def traced(trainer: Any, resume: Any = None) -> Trace:
     return trace
 
 
-HOSTS = {"lightning": in_lightning, "trainer": under_the_trainer}
+def in_a_loop(
+    folder: Path, model: Any, defenses: Sequence[Defense], lr: float, **settings: Any
+) -> Trace:
+    """A loop of one's own, under autocast where it is asked for."""
+    trace, bf16 = Trace(model.train()), settings.get("bf16", False)
+    epochs, steps = settings.get("num_train_epochs", 1), settings.get("max_steps")
+    batch = settings.get("per_device_train_batch_size", BATCH)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr)
+
+    def compute(given: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss: Tensor = model(**given).loss
+        return loss
+
+    private = DefendedLoop(
+        model, optimizer, DataLoader(rows(), batch_size=batch), defenses,
+        epochs=epochs, steps=steps, precision="bf16-mixed" if bf16 else None,
+    )  # fmt: skip
+    with drawing(trace), private:
+        private._fedleak.add_tap(trace.tap)
+        for _ in range(epochs):
+            for given in private:
+                private.loss(compute, given).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                trace.steps += 1
+    return trace
+
+
+HOSTS = {"lightning": in_lightning, "trainer": under_the_trainer, "loop": in_a_loop}
 
 
 def clipped_sum(model: Any, drawn: Sequence[int], clip: float, *, bf16: bool = False) -> Tensor:

@@ -26,7 +26,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 from lightning_fedleak.trainers import DefendedMixin
-from lightning_fedleak.trainers.defended_trainer import FILE
+from lightning_fedleak.trainers.state import DEFENSES
 from tests.trainers.hosts import (
     BATCH,
     CLIP,
@@ -98,16 +98,17 @@ def test_what_is_shared_is_the_clipped_sum(
     ],
 )
 def test_hosts_share_the_same_bits(name: str, build: Any, settings: Any, tmp_path: Path) -> None:
-    first, second = (
+    first, *others = (
         HOSTS[host](tmp_path / host, MODELS[name](), build(), 0.05, num_train_epochs=2, **settings)
         for host in HOSTS
     )
-    assert first.drawn == second.drawn
-    assert first.steps == second.steps == 2 * N // BATCH
-    for a, b in zip(first.shared, second.shared, strict=True):
-        assert torch.equal(a, b)
-    for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert first.steps == 2 * N // BATCH
+    for other in others:
+        assert other.drawn == first.drawn
+        for a, b in zip(first.shared, other.shared, strict=True):
+            assert torch.equal(a, b)
+        for p, q in zip(first.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(p, q)
 
 
 def test_accumulated_batches_become_one_that_is_run_in_pieces(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_a_resumed_run_forgets_nothing_and_draws_again(
     trainer.train()
     folder = tmp_path / f"checkpoint-{step}"
     assert len([*folder.glob("secret-*")]) == (kind == "correlated")
-    with safe_open(folder / FILE, "pt") as file:  # safetensors, and JSON
+    with safe_open(folder / DEFENSES, "pt") as file:  # safetensors, and JSON
         assert json.loads(file.metadata()["state"])
     again = defense()
     trainer = trainer_of(
@@ -244,7 +245,7 @@ def test_a_resumed_run_forgets_nothing_and_draws_again(
 def test_a_checkpoint_without_an_account_is_refused(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainer_of(tmp_path, MODELS["llama"](), [DPSGD(CLIP, 1.0)], **settings).train()
-    (tmp_path / "checkpoint-2" / FILE).unlink()
+    (tmp_path / "checkpoint-2" / DEFENSES).unlink()
     trainer = trainer_of(tmp_path, MODELS["llama"](), [DPSGD(CLIP, 1.0)], max_steps=4)
     with pytest.raises(DefenseError, match=r"checkpoint-2 has no defenses.safetensors.*Go on from"):
         trainer.train(resume_from_checkpoint=True)

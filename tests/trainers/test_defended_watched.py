@@ -25,7 +25,9 @@ from tests.trainers.hosts import CLIP, rows, traced, trainer_of
 from tests.trainers.test_watch import lines
 
 LR = 0.05
-PLAYED: dict[str, Any] = {"every_n_steps": 2, "games": Games(targets=2)}
+PLAYED: dict[str, Any] = {
+    "every_n_steps": 2, "games": Games(targets=2), "stages": ("local", "shared"),
+}  # fmt: skip
 
 
 def model() -> Any:
@@ -70,17 +72,23 @@ def watched(folder: Path, defenses: list[Defense]) -> tuple[list[Any], Probe, An
 def test_lines_are_those_of_lightning(build: Any, tmp_path: Path) -> None:
     first, probe, _ = monitored(tmp_path / "lightning", build())
     second, own, _ = watched(tmp_path / "trainer", build())
-    assert any(line["metric"].startswith("f1") for line in first)
-    assert {line["stage"] for line in second} >= {"local", "shared"}
+    for stage in ("local", "shared"):
+        assert own.at(stage)
+        assert len(own.at(stage)) == len(probe.at(stage))
     if isinstance(build()[0], DPSGD):  # the other host shuffles
         assert second == first
-        for a, b in zip(probe.views, own.views, strict=True):
-            assert torch.equal(a, b)
+        for a, b in zip(probe.seen, own.seen, strict=True):
+            assert a[:2] == b[:2]
+            assert torch.equal(a[2], b[2])
 
 
 def test_the_defended_gradient_is_shared_and_the_bare_one_is_local(tmp_path: Path) -> None:
     _, probe, callback = watched(tmp_path, [DPSGD(CLIP, 4.0, seed=3)])
-    latest = callback.latest
+    latest, trace = callback.latest, callback.trace
+    size = probe.seen[0][2].numel()
+    for step, stage, gradient in probe.seen:
+        released = {"local": trace.local, "shared": trace.shared}[stage][step]
+        assert torch.equal(gradient.flatten(), released[:size])
     assert latest["leakage_local/bag_of_words/f1"] > 0.9 > latest["leakage/bag_of_words/f1"] + 0.1
     assert latest["privacy/noise_multiplier"] == 4.0
     (record,) = tmp_path.rglob("run.jsonl")

@@ -37,10 +37,9 @@ class Host:
         mend: what to do about an optimizer that it does not know, for messages.
         steps_by: the arguments that set how many steps there are, for messages.
         optimizers: in their order; none where they are not known yet.
-        defenses: of the run, in their order.
         loader: of the training data, or several in a tree.
         batch_number: number of the training batch at work; None where nobody counts.
-        reducer: what reduces gradients inside backward; None where nothing does.
+        model: as processes run it, in DistributedDataParallel where that reduces gradients.
         finds_learning_rate: whether it trains first, to find a learning rate.
     """
 
@@ -48,11 +47,15 @@ class Host:
     mend: ClassVar[str] = "Step an optimizer that the defences know."
     steps_by: ClassVar[str] = "the number of steps"
     optimizers: Sequence[Optimizer] = ()
-    defenses: Sequence[object] = ()
     loader: object = None
     batch_number: int | None = None
-    reducer: DistributedDataParallel | None = None
+    model: object = None
     finds_learning_rate: bool = False
+
+    @property
+    def reducer(self) -> DistributedDataParallel | None:
+        """Return what reduces gradients inside backward; None where nothing does."""
+        return self.model if isinstance(self.model, DistributedDataParallel) else None
 
     def refusals(self) -> Mapping[str, object]:
         """Return the settings that break the guarantee of a defence on samples.
@@ -80,10 +83,6 @@ class Host:
     def backward(self, loss: Tensor) -> None:
         """Run backward as the trainer does, without its hooks."""
         loss.backward()  # type: ignore[no-untyped-call]
-
-    def unreduced(self) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not reduce gradients over processes."""
-        return nullcontext()
 
     def merged_logs(
         self, pieces: Sequence[Piece]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
@@ -324,6 +326,16 @@ class UpdateRelease:
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
         for fn in tuple(self._taps.values()):
             fn(stage, optimizer)
+
+
+def one_client(
+    root: nn.Module, host: Host, device: torch.device, precision: str, rank: int, processes: int
+) -> DefenseContext:
+    """Return the context of processes that are one client, with new entropy; a collective."""
+    entropy = [os.urandom(32)]
+    if processes > 1:
+        dist.broadcast_object_list(entropy, device=device)
+    return DefenseContext(root, 0, 1, device, precision, 0, entropy[0], rank, processes, host)
 
 
 def release_of(optimizer: Optimizer) -> UpdateRelease | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses.host import Host, Piece
@@ -41,12 +40,6 @@ class LightningHost(Host):
         return optimizers
 
     @property
-    def defenses(self) -> Sequence[object]:  # type: ignore[override]
-        """Return the strategy's defences."""
-        defenses: Sequence[object] = self._trainer.strategy.defenses
-        return defenses
-
-    @property
     def loader(self) -> object:  # type: ignore[override]
         """Return the Trainer's training loader, or several."""
         return self._trainer.train_dataloader
@@ -57,10 +50,9 @@ class LightningHost(Host):
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
     @property
-    def reducer(self) -> DistributedDataParallel | None:  # type: ignore[override]
-        """Return the module in which DDP has wrapped the model."""
-        model = self._trainer.strategy.model
-        return model if isinstance(model, DistributedDataParallel) else None
+    def model(self) -> object:  # type: ignore[override]
+        """Return the strategy's model."""
+        return self._trainer.strategy.model
 
     @property
     def finds_learning_rate(self) -> bool:  # type: ignore[override]
@@ -114,11 +106,6 @@ class LightningHost(Host):
         """Run backward by the Trainer's precision, without the hooks, which are for a batch."""
         trainer = self._trainer
         trainer.precision_plugin.backward(loss, trainer.lightning_module, trainer.optimizers[0])
-
-    def unreduced(self) -> AbstractContextManager[Any]:
-        """Return DDP's context without reduction."""
-        block: AbstractContextManager[Any] = self._trainer.strategy.block_backward_sync()
-        return block
 
     def merged_logs(
         self, pieces: Sequence[Piece]

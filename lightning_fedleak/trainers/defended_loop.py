@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.host import Host
-from lightning_fedleak.defenses.release import UpdateRelease
+from lightning_fedleak.defenses.release import UpdateRelease, one_client
 from lightning_fedleak.engine import AUTOCAST
-from lightning_fedleak.model.model_runs import is_compiled
-from lightning_fedleak.model.taps import check_optimizer
-from lightning_fedleak.trainers.loop import check_whole, precision_of, torch_optimizers
+from lightning_fedleak.trainers.loop import check_whole, place, precision_of, torch_optimizers
 from lightning_fedleak.trainers.state import load_defenses, save_defenses
 
 
@@ -86,54 +83,33 @@ class DefendedLoop(Host):
         steps: int | None = None,
         precision: str | None = None,
     ) -> None:
-        self._fedleak = UpdateRelease(defenses, "rank" if _place()[1] == 1 else "world", self.name)
-        self._model, self._loader = model, loader
+        self._fedleak = UpdateRelease(defenses, "rank" if place()[1] == 1 else "world", self.name)
+        self.model, self._loader = model, loader
         self._root = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizers = torch_optimizers(optimizer)
         self._epochs, self._planned = epochs, steps
         self._precision = precision or precision_of(None, self._root)
         self._device = next(model.parameters()).device
-        self._samples = any(defense.per_sample for defense in self.defenses)
+        self._samples = any(defense.per_sample for defense in self._fedleak.defenses)
         self.batch_number: int = 0
         self._steps, self.should_stop = 0, False
         self._handles: list[RemovableHandle] = []
 
-    @property
-    def defenses(self) -> tuple[Defense, ...]:  # type: ignore[override]
-        """Return the defences, in the order in which they act."""
-        return self._fedleak.defenses
-
     def __enter__(self) -> DefendedLoop:
         """Let the defences prepare model, loader and optimizers."""
         self._fedleak.end()
-        check_whole(self._model, self.name)
-        world = self._fedleak.client == "world"
-        if world and self.reducer is None:
+        check_whole(self._root, self.name)
+        if self._fedleak.client == "world" and self.reducer is None:
             raise DefenseError(
                 "DefendedLoop: several processes are one client, and nothing reduces their "
                 "gradients. Wrap the model in DistributedDataParallel."
             )
-        entropy, (rank, processes) = [os.urandom(32)], _place()
-        if world:
-            distributed.broadcast_object_list(entropy, device=self._device)
-        context = DefenseContext(
-            root=self._root,
-            client=0,
-            clients=1,
-            device=self._device,
-            precision=self._precision,
-            step=0,
-            entropy=entropy[0],
-            process=rank,
-            processes=processes,
-            host=self,
-        )
+        context = one_client(self._root, self, self._device, self._precision, *place())
         try:
             self._fedleak.open(context, lambda: self._steps)
             self._fedleak.begin()
             self._batches = self._fedleak.dataloader(self._loader)
             for optimizer in self.optimizers:
-                check_optimizer(optimizer)
                 self._fedleak.guard(optimizer)
             self._fedleak.train_starts()
         except BaseException:
@@ -158,11 +134,8 @@ class DefendedLoop(Host):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch, until the budget is spent."""
-        if not self.should_stop:
-            for batch in self._batches:
-                yield self.to_device(batch)
-                if self.should_stop:
-                    return
+        for batch in takewhile(lambda _: not self.should_stop, self._batches):
+            yield self.to_device(batch)
 
     def loss(self, compute: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """Return the loss of a batch, computed within the defences.
@@ -186,7 +159,7 @@ class DefendedLoop(Host):
 
     def save(self, folder: str | Path) -> None:
         """Write account and noise into the folder of a checkpoint, each process its part."""
-        save_defenses(self._fedleak, Path(folder), *_place())
+        save_defenses(self._fedleak, Path(folder), *place())
 
     def restore(self, folder: str | Path) -> None:
         """Go on from what :meth:`save` wrote, to be called before ``with``.
@@ -194,19 +167,7 @@ class DefendedLoop(Host):
         Raises:
             DefenseError: the folder has no account.
         """
-        load_defenses(self._fedleak, Path(folder), *_place(), self._device.type)
-
-    @property
-    def reducer(self) -> DistributedDataParallel | None:  # type: ignore[override]
-        """Return the model where DDP wraps it."""
-        return self._model if isinstance(self._model, DistributedDataParallel) else None
-
-    def refusals(self) -> Mapping[str, object]:
-        """Return what hides the gradients of samples."""
-        return {
-            ": torch.compile hides the layers' gradients in compiled code. Pass the model as it "
-            "was before.": is_compiled(self._model)
-        }
+        load_defenses(self._fedleak, Path(folder), *place(), self._device.type)
 
     def count_steps(self, per_epoch: int) -> int | None:
         """Return ``steps``, or those of ``epochs``."""
@@ -221,11 +182,6 @@ class DefendedLoop(Host):
         """Return a batch with its tensors on the model's device."""
         return tree_map(lambda v: v.to(self._device) if hasattr(v, "to") else v, batch)
 
-    def unreduced(self) -> AbstractContextManager[Any]:
-        """Return DDP's context without reduction."""
-        context: AbstractContextManager[Any] = self._model.no_sync()  # type: ignore[operator]
-        return context
-
     def _stepped(self, *_: object) -> None:
         self._steps += 1
 
@@ -237,10 +193,3 @@ class DefendedLoop(Host):
                 f"DefendedLoop: the model runs under autocast to {dtype}, and precision is "
                 f"{self._precision!r}. Pass precision='bf16-mixed' with bfloat16."
             )
-
-
-def _place() -> tuple[int, int]:
-    """Return the number of this process, and how many there are."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()

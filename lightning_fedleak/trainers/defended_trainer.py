@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
 
-from lightning_fedleak.defenses import DPSGD, Defense, DefenseContext
+from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.defenses.base import refuse
-from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.defenses.host import Host
-from lightning_fedleak.defenses.release import Client, UpdateRelease
+from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.model.taps import check_optimizer
 from lightning_fedleak.trainers.loop import precision_of, unwrapped
 from lightning_fedleak.trainers.state import load_defenses, save_defenses
 
@@ -61,32 +57,31 @@ class TrainerHost(Host):
         return [] if optimizer is None else [unwrapped(optimizer)]
 
     @property
-    def defenses(self) -> Sequence[object]:  # type: ignore[override]
-        """Return the Trainer's defences."""
-        return self._trainer.defenses
-
-    @property
     def batch_number(self) -> int:  # type: ignore[override]
         """Return the number of the batch in all trainings."""
         return self._trainer._batches
 
     @property
-    def reducer(self) -> DistributedDataParallel | None:  # type: ignore[override]
-        """Return the module in which Accelerate has wrapped the model."""
-        model = self._trainer.model_wrapped
-        return model if isinstance(model, DistributedDataParallel) else None
+    def model(self) -> object:  # type: ignore[override]
+        """Return the model in what Accelerate has wrapped it."""
+        return self._trainer.model_wrapped
 
     def refusals(self) -> Mapping[str, object]:
         """Return the Trainer's settings that break the guarantee or have no effect."""
         trainer, args = self._trainer, self._trainer.args
-        chosen = args.load_best_model_at_end or args.save_strategy == "best"
-        scheduled = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-        stopping = any(
-            isinstance(callback, transformers.EarlyStoppingCallback)
-            for callback in trainer.callback_handler.callbacks
-        )
-        inside = not trainer.outside_epsilon
-        public = "by private data is outside epsilon. Evaluate on public data and pass "
+        callbacks = trainer.callback_handler.callbacks
+        schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        choices = {
+            "load_best_model_at_end": args.load_best_model_at_end,
+            "save_strategy='best'": args.save_strategy == "best",
+            "EarlyStoppingCallback": any(
+                isinstance(one, transformers.EarlyStoppingCallback) for one in callbacks
+            ),
+            f"lr_scheduler_type={schedule}": schedule in ("reduce_lr_on_plateau", "greedy"),
+        }
+        used = [
+            name for name, is_used in choices.items() if is_used and not trainer.outside_epsilon
+        ]
         grouped = getattr(args, "train_sampling_strategy", "random") not in ("random", "sequential")
         return {
             ": auto_find_batch_size=True repeats steps when memory runs out, which depends on the "
@@ -102,13 +97,8 @@ class TrainerHost(Host):
             ": torch_compile=True hides the layers' gradients in compiled code. Leave it out.": (
                 args.torch_compile
             ),
-            f": to choose a checkpoint {public}outside_epsilon=True, or leave "
-            "load_best_model_at_end and save_strategy='best' out.": chosen and inside,
-            f": to stop {public}outside_epsilon=True, or leave EarlyStoppingCallback out.": (
-                stopping and inside
-            ),
-            f": to set the learning rate {public}outside_epsilon=True, or use another "
-            "lr_scheduler_type.": scheduled in ("reduce_lr_on_plateau", "greedy") and inside,
+            f": {', '.join(used)} decides by evaluations, which epsilon does not cover on private "
+            "data. Evaluate on public data and pass outside_epsilon=True, or leave it out.": used,
             ": a packed or padding-free batch joins examples in one row, where no example has a "
             "gradient of its own. Use SFTConfig(packing=False, padding_free=False).": (
                 getattr(args, "packing", False) or getattr(args, "padding_free", False)
@@ -129,15 +119,6 @@ class TrainerHost(Host):
     def to_device(self, batch: Any) -> Any:
         """Return a batch as the Trainer moves it."""
         return self._trainer._prepare_inputs(batch)
-
-    def backward(self, loss: Tensor) -> None:
-        """Run backward by Accelerate."""
-        self._trainer.accelerator.backward(loss)
-
-    def unreduced(self) -> AbstractContextManager[Any]:
-        """Return DDP's context without reduction."""
-        context: AbstractContextManager[Any] = self._trainer.accelerator.no_sync(self.reducer)
-        return context
 
 
 class DefendedMixin(Trainer):
@@ -180,7 +161,8 @@ class DefendedMixin(Trainer):
         self.outside_epsilon = outside_epsilon
         client: Client = "rank" if self.args.world_size == 1 else "world"
         self._fedleak = UpdateRelease(defenses, client, type(self).__name__)
-        if any(defense.per_sample for defense in self.defenses):
+        self._per_sample = any(defense.per_sample for defense in self.defenses)
+        if self._per_sample:
             self._join_batches()
         self.add_callback(_Moments(self))
 
@@ -212,11 +194,7 @@ class DefendedMixin(Trainer):
         )
 
     def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Train within the defences; see the Trainer's own ``train``."""
         if resume_from_checkpoint is True:
@@ -237,13 +215,10 @@ class DefendedMixin(Trainer):
         """Refuse what no defence can act in."""
         args, kinds = self.args, type(self).__mro__
         after = kinds.index(DefendedMixin) + 1
-        outer = [k for k in kinds[: after - 1] for n in _STEPS if n in vars(k)]
-        inner = [k for k in kinds[after:] if "training_step" in vars(k)]
-        inner = [k for k in inner if not k.__module__.startswith(_OWN_STEP)]
+        outer = _overriding(kinds[: after - 1], "training_step", "compute_loss")
+        inner = _overriding(kinds[after:], "training_step")
         hidden = [d.name for d in self.defenses if d.activation_layers or d.acts_in_inference]
-        pairs = _PAIRS.intersection(kind.__name__ for kind in kinds)
-        per_sample = any(defense.per_sample for defense in self.defenses)
-        secret = args.push_to_hub and any(d.secret_name for d in self.defenses)
+        pairs = _PAIRS.intersection(kind.__name__ for kind in kinds) if self._per_sample else ()
         refusals = {
             f"{', '.join(hidden)} acts on hidden states, which needs Lightning's Trainer and "
             "DefendedStrategy": hidden,
@@ -262,15 +237,14 @@ class DefendedMixin(Trainer):
             "is outside of every account: choose on public data, and call train()": (
                 trial is not None
             ),
-            f"{', '.join(k.__name__ for k in outer)} changes the loss outside of the defences: "
-            "write a Trainer with that method, and pass it to defended(...)": (
-                outer or any(name in vars(self) for name in ("compute_loss",))
-            ),
-            f"{', '.join(k.__name__ for k in inner)}.training_step is not known: change "
-            "compute_loss instead": inner,
+            f"{', '.join(outer)} changes the loss outside of the defences: write a Trainer with "
+            "that method, and pass it to defended(...)": outer or "compute_loss" in vars(self),
+            f"{', '.join(inner)}.training_step is not known: change compute_loss instead": inner,
             f"{', '.join(pairs)} compares several texts in one example, whose rows DPSGD would "
-            "clip apart: use SFTTrainer": per_sample and pairs,
-            "push_to_hub would send the secrets of correlated noise: leave it out": secret,
+            "clip apart: use SFTTrainer": pairs,
+            "push_to_hub would send the secrets of correlated noise: leave it out": (
+                args.push_to_hub and any(d.secret_name for d in self.defenses)
+            ),
         }
         refuse(f"{self._fedleak.owner}: ", refusals)
 
@@ -298,21 +272,9 @@ class DefendedMixin(Trainer):
         self._fedleak.end()
         root: nn.Module = self.model  # type: ignore[assignment]
         root.train()
-        entropy = [os.urandom(32)]
-        if self.args.world_size > 1:
-            distributed.broadcast_object_list(entropy, device=self.args.device)
-        context = DefenseContext(
-            root=root,
-            client=0,
-            clients=1,
-            device=self.args.device,
-            precision=precision_of(self.accelerator.mixed_precision, root),
-            step=0,
-            entropy=entropy[0],
-            process=self.args.process_index,
-            processes=self.args.world_size,
-            host=TrainerHost(self),
-        )
+        precision = precision_of(self.accelerator.mixed_precision, root)
+        place = self.args.process_index, self.args.world_size
+        context = one_client(root, TrainerHost(self), self.args.device, precision, *place)
         self._fedleak.open(context, lambda: int(self.state.global_step))
         self._fedleak.begin()
 
@@ -320,7 +282,6 @@ class DefendedMixin(Trainer):
         """Return the Trainer's optimizer, with the release before its update."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._fedleak.is_open:
-            check_optimizer(unwrapped(self.optimizer))
             self._fedleak.guard(unwrapped(self.optimizer))
         return optimizer
 
@@ -335,7 +296,7 @@ class DefendedMixin(Trainer):
     ) -> Tensor:
         """Run the Trainer's step, whose loss is computed within the defences."""
         self._batches += 1
-        if any(defense.per_sample for defense in self.defenses):
+        if self._per_sample:
             num_items_in_batch = None  # it counts what the other examples hold
         self._in_step = True
         try:
@@ -365,13 +326,15 @@ class DefendedMixin(Trainer):
     def _begin(self) -> None:
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
         self._fedleak.train_starts()
-        loader = self.callback_handler.train_dataloader
-        sampler = getattr(loader, "batch_sampler", None)
-        if isinstance(sampler, PoissonBatchSampler) and not self.args.ignore_data_skip:
+        sampler: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
+        if hasattr(sampler, "passed_over") and not self.args.ignore_data_skip:
             sampler.passed_over = self.state.global_step % len(sampler)
 
 
-_STEPS = ("training_step", "compute_loss")
+def _overriding(kinds: Sequence[type], *names: str) -> list[str]:
+    """Return the names of those classes, but for known ones, that have one of these methods."""
+    known = [kind for kind in kinds if not kind.__module__.startswith(_OWN_STEP)]
+    return [kind.__name__ for kind in known if any(name in vars(kind) for name in names)]
 
 
 class _Moments(transformers.TrainerCallback):
@@ -417,7 +380,8 @@ def defended(kind: type[transformers.Trainer]) -> Any:
 
 def _split(loader: data.DataLoader[Any], processes: int, rank: int) -> data.DataLoader[Any]:
     """Return a loader whose examples are split among the processes."""
-    names = ("batch_size", "collate_fn", "num_workers", "pin_memory", "worker_init_fn")
-    sampler: data.Sampler[Any] = data.DistributedSampler(loader.dataset, processes, rank)
-    more: dict[str, Any] = {name: getattr(loader, name) for name in names}
-    return data.DataLoader(loader.dataset, sampler=sampler, **more)
+    sampler: data.Sampler[int] = data.DistributedSampler(loader.dataset, processes, rank)
+    workers, size, collate = loader.num_workers, loader.batch_size, loader.collate_fn
+    return data.DataLoader(
+        loader.dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate
+    )

@@ -92,7 +92,7 @@ class LoopRun(Run):
         Raises:
             ValueError: defences, and a DP optimizer of another library beside them.
         """
-        rank = distributed.get_rank() if _is_distributed() else 0
+        rank, processes = place()
         under_ddp = any(isinstance(m, DistributedDataParallel) for m in loop.model.modules())
         noising = declared(loop.optimizers, under_ddp=under_ddp)
         if noising and loop.release is not None:
@@ -109,7 +109,7 @@ class LoopRun(Run):
             device=anatomy.device,
             precision=loop.precision or precision_of(None, anatomy.model),
             rank=rank,
-            processes=distributed.get_world_size() if _is_distributed() else 1,
+            processes=processes,
             tokenizers=[loop.tokenizer],
             watched=loop.watched,
             defenses=defenses,
@@ -226,6 +226,11 @@ def precision_of(mixed: str | None, model: nn.Module) -> str:
     weights = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "64-true"}
     by_weights = weights.get(next(model.parameters()).dtype, "32-true")
     return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(mixed or "", by_weights)
+
+
+def place() -> tuple[int, int]:
+    """Return the number of this process, and how many there are."""
+    return (distributed.get_rank(), distributed.get_world_size()) if _is_distributed() else (0, 1)
 
 
 def _is_distributed() -> bool:

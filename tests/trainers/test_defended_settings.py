@@ -45,10 +45,10 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1, "max_s
         ({"label_smoothing_factor": 0.1}, "compute_loss_func=.* a mean_of_sample_means"),
         ({"train_sampling_strategy": "group_by_length"}, "Leave train_sampling_strategy out"),
         ({"torch_compile": True}, "torch_compile=True hides .* Leave it out"),
-        (PUBLIC | BEST, "choose a checkpoint by private data .*outside_epsilon=True"),
+        (PUBLIC | BEST, "load_best_model_at_end decides by evaluations.*outside_epsilon=True"),
         (
             {"lr_scheduler_type": "reduce_lr_on_plateau", **PUBLIC},
-            "learning rate by private data .*outside_epsilon=True",
+            "lr_scheduler_type=reduce_lr_on_plateau decides .*outside_epsilon=True",
         ),
         ({"optim": "adalomo"}, "steps while backward runs.*use another"),
     ],
@@ -76,7 +76,7 @@ def flattened(trainer: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (early, "to stop by private data .*leave EarlyStoppingCallback out"),
+        (early, "EarlyStoppingCallback decides by evaluations.*leave it out"),
         (searched, "hyperparameter_search .*choose on public data"),
         (flattened, "rows of"),
         (lambda t: setattr(t, "is_fsdp_enabled", True), "FSDP and DeepSpeed .*torchrun"),

@@ -149,6 +149,7 @@ class DPSGD(Defense):
         self._sampling: Sampling | None = None
         self._team = Team()
         self._step: WatchedStep | None = None
+        self._followers: list[str] = []
 
     @property
     def max_grad_norm(self) -> MaxGradNorm:
@@ -215,6 +216,11 @@ class DPSGD(Defense):
         if changed is not None and self._step is not None:
             self._step.check.unchecked = True
         return changed
+
+    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+        """Note which defences change gradients after this one."""
+        super().check_order(before, after)
+        self._followers = [defense.name for defense in after if defense.acts_on_gradients]
 
     def before_setup(self, context: DefenseContext) -> None:
         """Check model and Trainer, and put hooks on the layers.
@@ -303,7 +309,7 @@ class DPSGD(Defense):
         Raises:
             DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
-        setup_checks.check_no_other_noise(context.host, self)
+        setup_checks.check_no_other_noise(context.host, self._followers)
         self._forget_if_moved()
         self._noise.warn_if_lost(self.releases)
         if self._step is not None and self._sampling is not None:

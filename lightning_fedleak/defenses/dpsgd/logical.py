@@ -97,7 +97,7 @@ def run_pieces(
     """
     host = context.host
     # DistributedDataParallel is to reduce in the last backward alone.
-    reduced_last = host.reducer is not None and not host.reducer.static_graph
+    reducer = None if host.reducer is None or host.reducer.static_graph else host.reducer
     trained = [p for p in context.root.parameters() if p.requires_grad]
     _pop_gradients(trained)
     # Where none counts (this process drew no row) the first stands for all.
@@ -110,12 +110,12 @@ def run_pieces(
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
             begin_piece(piece)
-            with host.unreduced() if reduced_last and not last else nullcontext():
+            with nullcontext() if last or reducer is None else reducer.no_sync():
                 with logging(piece):
                     output = step(piece.batch)
                 loss = _loss_in(output).reshape(())
                 dtype = loss.dtype
-                if reduced_last and last:
+                if last and reducer is not None:
                     _restore(wide)
                 host.backward(loss * (piece.rows / total))
             _accumulate_wide(halves, wide)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, refuse
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
@@ -40,16 +40,17 @@ def check_trainer(context: DefenseContext) -> None:
     refuse("DPSGD", refusals)
 
 
-def check_no_other_noise(host: Host, dpsgd: Defense) -> None:
+def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
     """Raise an error where another defence changes the gradients that a :class:`DPAdamBC` gets.
+
+    Args:
+        host: has the optimizers.
+        names: of the defences that change gradients after DPSGD.
 
     Raises:
         DefenseError: names the defence.
     """
-    if not any(isinstance(optimizer, DPAdamBC) for optimizer in host.optimizers):
-        return
-    others = [d for d in host.defenses if isinstance(d, Defense) and d is not dpsgd]
-    if names := [d.name for d in others if d.acts_on_gradients]:
+    if names and any(isinstance(optimizer, DPAdamBC) for optimizer in host.optimizers):
         raise DefenseError(
             f"DPAdamBC subtracts the variance of DPSGD's noise, and {', '.join(names)} changes the "
             "gradients after it. Leave it out, or use AdamW."

@@ -130,7 +130,7 @@ def own_batch(loop: Loop, batch: Any) -> None:
     [
         (forgets, r"gradients are there before backward.*zero_grad\(\)"),
         (accumulates, "max_physical_batch_size takes the place of accumulation"),
-        (clips, "clipping reports here"),
+        (clips, "is not the sum of what its layer was seen to add"),
         (casts, "autocast to torch.bfloat16.*Pass precision='bf16-mixed'"),
         (twice, "Nothing was released"),
         (writes, "second batch came before the first was released"),

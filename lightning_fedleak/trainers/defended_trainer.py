@@ -259,6 +259,7 @@ class DefendedMixin(Trainer):
         finally:
             del accelerator.prepare
         self._open()
+        self._setting_up = False
         processes = self.args.world_size
         if processes > 1 and type(plain.sampler) in (data.RandomSampler, data.SequentialSampler):
             plain = _split(plain, processes, self.args.process_index)
@@ -375,7 +376,11 @@ def defended(kind: type[transformers.Trainer]) -> Any:
     """
     if issubclass(kind, DefendedMixin):
         return kind
-    return type(f"Defended{kind.__name__}", (DefendedMixin, kind), {"__module__": kind.__module__})
+    name = f"Defended{kind.__name__}"
+    # It is found by its name, as `datasets` asks of what maps its rows.
+    made = type(name, (DefendedMixin, kind), {"__module__": __name__})
+    globals().setdefault(name, made)
+    return made
 
 
 def _split(loader: data.DataLoader[Any], processes: int, rank: int) -> data.DataLoader[Any]:

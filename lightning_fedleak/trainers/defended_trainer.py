@@ -241,7 +241,7 @@ class DefendedMixin(Trainer):
             "that method, and pass it to defended(...)": outer or "compute_loss" in vars(self),
             f"{', '.join(inner)}.training_step is not known: change compute_loss instead": inner,
             f"{', '.join(pairs)} compares several texts in one example, whose rows DPSGD would "
-            "clip apart: use SFTTrainer": pairs,
+            "clip apart: train on single texts": pairs,
             "push_to_hub would send the secrets of correlated noise: leave it out": (
                 args.push_to_hub and any(d.secret_name for d in self.defenses)
             ),

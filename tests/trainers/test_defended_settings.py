@@ -121,7 +121,7 @@ class DPOTrainer(Trainer):
     [
         (Outside, "Outside changes the loss outside .*pass it to defended"),
         (OwnStep, "OwnStep.training_step is not known: change compute_loss"),
-        (DPOTrainer, "DPOTrainer compares several texts .*use SFTTrainer"),
+        (DPOTrainer, "DPOTrainer compares several texts .*train on single texts"),
     ],
 )
 def test_trainers_that_compute_otherwise_are_refused(

@@ -76,7 +76,8 @@ def in_a_loop() -> dict[str, Any]:
     inner = tiny_llama().train()
     model, trace = DistributedDataParallel(inner), Trace(inner)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    loader = DataLoader(rows(), batch_size=BATCH, sampler=DistributedSampler(rows()))
+    data = rows()
+    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
     defense = DPSGD(CLIP, 0.0, seed=1)
 
     def compute(batch: Any) -> Tensor:

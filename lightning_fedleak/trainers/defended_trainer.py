@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
 
-from lightning_fedleak.defenses import DPSGD, Defense
+from lightning_fedleak.defenses import DPSGD, Defense, mean_of_sample_means
 from lightning_fedleak.defenses.base import refuse
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
@@ -174,6 +174,10 @@ class DefendedMixin(Trainer):
     def _join_batches(self) -> None:
         """Take over what the Trainer would do to gradients of several examples."""
         args, steps = self.args, self.args.gradient_accumulation_steps
+        plain = getattr(args, "loss_type", "") == "nll" and not getattr(self, "aux_loss_enabled", 0)
+        if plain and self.compute_loss_func is None:  # SFTTrainer's, of all words of a batch
+            self.compute_loss_func = _mean_of_texts
+            rank_zero_info(f"{self._fedleak.owner}: the loss is the mean of each text's own mean")
         if args.max_grad_norm:
             rank_zero_info(
                 f"{self._fedleak.owner}: max_grad_norm={args.max_grad_norm} of the Trainer is set "
@@ -330,6 +334,10 @@ class DefendedMixin(Trainer):
         sampler: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
         if hasattr(sampler, "passed_over") and not self.args.ignore_data_skip:
             sampler.passed_over = self.state.global_step % len(sampler)
+
+
+def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = None) -> Tensor:
+    return mean_of_sample_means(outputs.logits, labels, causal=True)
 
 
 def _overriding(kinds: Sequence[type], *names: str) -> list[str]:

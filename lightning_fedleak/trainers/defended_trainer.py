@@ -205,7 +205,7 @@ class DefendedMixin(Trainer):
             latest: str | None = get_last_checkpoint(str(self.args.output_dir))  # type: ignore[no-untyped-call]
             resume_from_checkpoint = latest or True
         self._check(trial)
-        if isinstance(resume_from_checkpoint, str) and self.defenses:
+        if resume_from_checkpoint and resume_from_checkpoint is not True and self.defenses:
             place = Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
             load_defenses(self._fedleak, *place, self.args.device.type)
         self._setting_up = True
@@ -247,7 +247,7 @@ class DefendedMixin(Trainer):
             f"{', '.join(pairs)} compares several texts in one example, whose rows DPSGD would "
             "clip apart: train on single texts": pairs,
             "push_to_hub would send the secrets of correlated noise: leave it out": (
-                args.push_to_hub and any(d.secret_name for d in self.defenses)
+                args.push_to_hub and any(map(_is_correlated, self.defenses))
             ),
         }
         refuse(f"{self._fedleak.owner}: ", refusals)
@@ -264,9 +264,9 @@ class DefendedMixin(Trainer):
             del accelerator.prepare
         self._open()
         self._setting_up = False
-        processes = self.args.world_size
-        if processes > 1 and type(plain.sampler) in (data.RandomSampler, data.SequentialSampler):
-            plain = _split(plain, processes, self.args.process_index)
+        known = type(plain.sampler) in (data.RandomSampler, data.SequentialSampler)
+        if self._per_sample and self.args.world_size > 1 and known:
+            plain = _split(plain, self.args.world_size, self.args.process_index)
         loader: data.DataLoader[Any] = self._fedleak.dataloader(plain)
         if loader is plain:
             loader = accelerator.prepare(plain)
@@ -338,6 +338,10 @@ class DefendedMixin(Trainer):
 
 def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = None) -> Tensor:
     return mean_of_sample_means(outputs.logits, labels, causal=True)
+
+
+def _is_correlated(defense: Defense) -> bool:
+    return isinstance(defense, DPSGD) and defense.release.mechanism is not None
 
 
 def _overriding(kinds: Sequence[type], *names: str) -> list[str]:

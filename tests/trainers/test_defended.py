@@ -248,7 +248,7 @@ def test_a_checkpoint_without_an_account_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2" / DEFENSES).unlink()
     trainer = trainer_of(tmp_path, MODELS["llama"](), [DPSGD(CLIP, 1.0)], max_steps=4)
     with pytest.raises(DefenseError, match=r"checkpoint-2 has no defenses.safetensors.*Go on from"):
-        trainer.train(resume_from_checkpoint=True)
+        trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
 
 
 def test_the_last_affordable_step_ends_the_training(tmp_path: Path) -> None:

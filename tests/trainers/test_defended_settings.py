@@ -23,8 +23,10 @@ from lightning_fedleak.defenses import (
     ActivationNoise,
     DefenseError,
     GradientNoise,
+    ReleaseSettings,
     mean_of_sample_means,
 )
+from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 from lightning_fedleak.trainers import DefendedMixin, defended
 from tests.helpers.models import tiny_llama
 from tests.trainers.hosts import CLIP, lora, rows, traced, trainer_of
@@ -145,6 +147,14 @@ def test_models_and_defences_that_do_not_fit(
 ) -> None:
     with pytest.raises(DefenseError, match=message):
         trainer_of(tmp_path, build(), defenses()).train()
+
+
+def test_secrets_are_not_pushed(tmp_path: Path) -> None:
+    banded = DPSGD(CLIP, 1.0, release=ReleaseSettings(mechanism=CorrelatedNoise(2)))
+    trainer = trainer_of(tmp_path, tiny_llama(), [banded])
+    trainer.args.push_to_hub = True
+    with pytest.raises(DefenseError, match="would send the secrets of correlated noise"):
+        trainer.train()
 
 
 def test_private_choices_may_be_said_to_be_outside(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ from lightning_fedleak.defenses import (
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
+from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.evaluation.games.client import generic_upstream
 from lightning_fedleak.labs.beam_from_words import BeamFromWords
@@ -424,7 +425,7 @@ def test_apples_gpus_have_no_float64() -> None:
     with pytest.raises(ValueError, match=r"'subspace_words' computes in float64.*'mps'"):
         SubspaceWords(PUBLIC).check_device(apple)
     FCMembership(1).check_device(apple)
-    context: Any = SimpleNamespace(device=torch.device("mps"), precision="32-true", root=None)
+    context: Any = SimpleNamespace(device=torch.device("mps"), precision="32-true", host=Host())
     with pytest.raises(DefenseError, match=r"float64.*mps.*accelerator='cpu'"):
         check_trainer(context)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,19 @@ from benchmarks.defenses.dp_sgd_games import Games, log_likelihood_ratios
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.accounting.accounting import History
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler, UserBatchSampler
+from lightning_fedleak.defenses.host import Host
 
 RATE = 0.1
+
+
+class Steps(Host):
+    """A run of a known number of steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def count_steps(self, per_epoch: int) -> int:
+        return self._steps
 
 
 class PlantedGradients:
@@ -81,9 +91,6 @@ class PlantedGradients:
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
         )
-        if arguments.release.mechanism is not None:
-            notes = SimpleNamespace(max_steps=steps, max_epochs=None, should_stop=False)
-            self._model._trainer = notes  # it is asked how many steps there will be
         self._weights = list(self._model.parameters())
         self._loader = DataLoader(TensorDataset(self._data), batch_size=self._batch_size)
 
@@ -108,6 +115,7 @@ class PlantedGradients:
             precision="32-true",
             step=0,
             entropy=self._secret("run", number),
+            host=Steps(self.steps),
         )
         with torch.no_grad():
             self._weights[0].zero_()

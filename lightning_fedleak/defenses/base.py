@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.model.compression import Compression
 
 State = Mapping[str, Tensor | int | float | str]
@@ -152,6 +153,7 @@ class DefenseContext:
         process: which share of the client's data this process holds, from 0; always 0 where each
             process is a client. Noise on data, not on gradients, must differ by it.
         processes: how many processes together are this client; 1 where each is one.
+        host: the trainer or loop.
     """
 
     root: nn.Module
@@ -163,6 +165,7 @@ class DefenseContext:
     entropy: bytes = field(repr=False)
     process: int = 0
     processes: int = 1
+    host: Host = field(default_factory=Host, repr=False)
 
 
 class Defense(ABC):

@@ -24,11 +24,6 @@ SHARD_BITS = 32
 """A parameter's index and its shard's number share 64 bits: ``index + (shard << SHARD_BITS)``."""
 
 
-def trainer_of(context: DefenseContext) -> Any:
-    """Return the Trainer of the module that is trained, None where it has none."""
-    return getattr(context.root, "_trainer", None)
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of ``tensor``, sharing its memory; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

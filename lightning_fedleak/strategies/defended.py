@@ -9,8 +9,8 @@ import torch
 
 from lightning_fedleak import lightning_packages
 from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.defenses.release import CanaryHook, Client, Tap, UpdateRelease
 from lightning_fedleak.lightning_packages import EitherStrategy, both, package_of, twin
-from lightning_fedleak.strategies.release import CanaryHook, Client, Tap, UpdateRelease
 from lightning_fedleak.strategies.seams import DDPSeam, ModelParallelSeam, Seam, combined
 
 _RESOLVED_HERE = ("auto", "single_device")
@@ -92,7 +92,7 @@ class DefendedStrategy(EitherStrategy):
         client: Client = "rank",
     ) -> None:
         super().__init__()
-        self._fedleak = UpdateRelease(defenses, client)
+        self._fedleak = UpdateRelease(defenses, client, "DefendedStrategy")
         if not isinstance(strategy, str):
             self._become(strategy)
             return

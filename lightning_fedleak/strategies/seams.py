@@ -6,7 +6,7 @@ import functools
 import io
 import os
 from abc import ABC
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses import DefenseContext, DefenseError
 from lightning_fedleak.defenses.base import refuse
-from lightning_fedleak.lightning_packages import mixed, twin
+from lightning_fedleak.defenses.release import UpdateRelease
+from lightning_fedleak.lightning_packages import both, mixed, twin
 from lightning_fedleak.model.taps import check_optimizer
-from lightning_fedleak.strategies.release import CHECKPOINT_KEY, UpdateRelease
+from lightning_fedleak.strategies.host import LightningHost
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -31,7 +32,8 @@ else:  # what stands before a strategy, or a launcher, of one package or the oth
     DDPStrategy = ModelParallelStrategy = Strategy = ABC  # in memory as strategies are
     _MultiProcessingLauncher = object
 
-_STATES = "lightning_fedleak_defenses"
+CHECKPOINT_KEY = "lightning_fedleak_defenses"
+"""Where a checkpoint keeps the defences' states, by defence name."""
 _FITTING = "fit"
 
 # Settings of DistributedDataParallel that change how its reducer works, not what it computes.
@@ -83,14 +85,14 @@ class BringsBackStates(_MultiProcessingLauncher):
         if trainer.state.fn == _FITTING:
             buffer = io.BytesIO()
             torch.save(trainer.strategy._fedleak.state_dict(), buffer)  # type: ignore[attr-defined]
-            extra[_STATES] = buffer.getvalue()
+            extra[CHECKPOINT_KEY] = buffer.getvalue()
         return extra
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         """Give each defence in the main process its state."""
         super().update_main_process_results(trainer, extra)
-        if _STATES in extra:
-            states = torch.load(io.BytesIO(extra[_STATES]), weights_only=True)
+        if CHECKPOINT_KEY in extra:
+            states = torch.load(io.BytesIO(extra[CHECKPOINT_KEY]), weights_only=True)
             for defense in trainer.strategy._fedleak.defenses:  # type: ignore[attr-defined]
                 defense.load_state_dict(states[defense.name])
 
@@ -141,6 +143,7 @@ class Seam(Strategy):
             entropy=self.broadcast(entropy) if world else entropy,
             process=self._process() if world else 0,
             processes=trainer.world_size if world else 1,
+            host=LightningHost(trainer),
         )
         self._fedleak.open(context, lambda: trainer.global_step)
 
@@ -152,6 +155,8 @@ class Seam(Strategy):
         """Raise an error that depends on the model and the precision."""
 
     def _guard(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, both("core.optimizer.LightningOptimizer")):
+            optimizer = optimizer.optimizer
         check_optimizer(optimizer, getattr(self.precision_plugin, "scaler", None))
         self._fedleak.guard(optimizer)
 
@@ -192,8 +197,8 @@ class Seam(Strategy):
         if self._fedleak.defenses:
             checkpoint[CHECKPOINT_KEY] = self._fedleak.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        for defense, path in self._secrets_beside(filepath):
-            defense.save_secrets(path)
+        if place := self._place_of_secrets(filepath):
+            self._fedleak.save_secrets(*place)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Restore the defences' states when a fit resumes."""
@@ -202,33 +207,17 @@ class Seam(Strategy):
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == _FITTING:
             self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
-            for defense, path in self._secrets_beside(checkpoint_path):
-                loaded = defense.load_secrets(path, self.root_device.type)
-                loaded_by_process = [loaded]
-                if dist.is_initialized():
-                    loaded_by_process = [False] * dist.get_world_size()
-                    dist.all_gather_object(loaded_by_process, loaded)
-                if not all(loaded_by_process):
-                    defense.forget_secrets()
+            if place := self._place_of_secrets(checkpoint_path):
+                self._fedleak.load_secrets(*place, self.root_device.type)
         return checkpoint
 
-    def _secrets_beside(self, checkpoint: Any) -> Iterator[tuple[Defense, Path]]:
-        """Yield each defence with a secret, and the path of its secret file of this process.
-
-        It yields nothing where each process is a client, because a checkpoint holds the first one
-        only, and for checkpoints that are not on a disk.
-        """
+    def _place_of_secrets(self, checkpoint: Any) -> tuple[Path, int, int] | None:
+        """Return the folder of secrets, rank and processes; None for a checkpoint on no disk."""
         module = self.lightning_module
         if module is None or "://" in os.fspath(checkpoint):
-            return
-        rank, world = module.trainer.global_rank, module.trainer.world_size
-        if world > 1 and self._fedleak.client == "rank":
-            return
-        checkpoint_path = Path(os.path.realpath(checkpoint))
-        for defense in self._fedleak.defenses:
-            if secret := defense.secret_name:
-                name = f"secret-{defense.name}-{secret}-{rank}-of-{world}.safetensors"
-                yield defense, checkpoint_path.with_name(name)
+            return None
+        folder = Path(os.path.realpath(checkpoint)).parent
+        return folder, module.trainer.global_rank, module.trainer.world_size
 
     def teardown(self) -> None:
         """Undo what the defences changed."""

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Capability
-from lightning_fedleak.engine import AUTOCAST, Run, StageReached, declared
+from lightning_fedleak.defenses.release import UpdateRelease, release_of
+from lightning_fedleak.engine import AUTOCAST, BeforeDefense, Run, StageReached, declared
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
@@ -63,6 +64,12 @@ class Loop:
         """Return the torch optimizers that step, unwrapped from DP optimizers."""
         return [real_optimizer(optimizer) for optimizer in self.optimizers]
 
+    @property
+    def release(self) -> UpdateRelease | None:
+        """Return where defences act before the optimizers' updates; None without any."""
+        releases = map(release_of, self.optimizers)
+        return next((release for release in releases if release is not None), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRun(Run):
@@ -82,23 +89,27 @@ class LoopRun(Run):
     ) -> LoopRun:
         """Return the run of a loop on a model, against an adversary with these capabilities.
 
-        The only defence is a DP optimizer of another library; the package's defences need
-        DefendedStrategy.
+        Raises:
+            ValueError: defences, and a DP optimizer of another library beside them.
         """
-        dtypes = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
-        by_weights = dtypes.get(next(anatomy.model.parameters()).dtype, "32-true")
-        rank = distributed.get_rank() if _is_distributed() else 0
+        rank, processes = place()
         under_ddp = any(isinstance(m, DistributedDataParallel) for m in loop.model.modules())
-        defenses = declared(loop.optimizers, under_ddp=under_ddp)
+        noising = declared(loop.optimizers, under_ddp=under_ddp)
+        if noising and loop.release is not None:
+            raise ValueError(
+                f"{noising[0].name} makes its gradient of single examples', so that what the "
+                "defenses do to gradients would be lost: use one of both"
+            )
+        defenses = noising if loop.release is None else loop.release.defenses
         return cls(
             anatomy=anatomy,
             client=client,
             assumed=assumed,
             loop=loop,
             device=anatomy.device,
-            precision=loop.precision or by_weights,
+            precision=loop.precision or precision_of(None, anatomy.model),
             rank=rank,
-            processes=distributed.get_world_size() if _is_distributed() else 1,
+            processes=processes,
             tokenizers=[loop.tokenizer],
             watched=loop.watched,
             defenses=defenses,
@@ -106,6 +117,14 @@ class LoopRun(Run):
             separates_stages=bool(defenses),
             shows_progress=rank == 0,
         )
+
+    def watch_release(
+        self, stage_reached: StageReached, before_defense: BeforeDefense
+    ) -> list[Callable[[], None]]:
+        """Call the functions as the release reaches its stages; see :class:`Run`."""
+        if (release := self.loop.release) is None:
+            return super().watch_release(stage_reached, before_defense)
+        return [release.add_tap(stage_reached), release.add_canaries(before_defense)]
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -200,6 +219,23 @@ class LoopRun(Run):
         return {name: self.loop.utility[name] for name in names if name in self.loop.utility}
 
 
+def precision_of(mixed: str | None, model: nn.Module) -> str:
+    """Return a precision as Lightning spells it.
+
+    Args:
+        mixed: as Accelerate spells it: ``"bf16"``, ``"fp16"``, or anything for none.
+        model: whose weights decide where none is mixed.
+    """
+    weights = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "64-true"}
+    by_weights = weights.get(next(model.parameters()).dtype, "32-true")
+    return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(mixed or "", by_weights)
+
+
+def place() -> tuple[int, int]:
+    """Return the number of this process, and how many there are."""
+    return (distributed.get_rank(), distributed.get_world_size()) if _is_distributed() else (0, 1)
+
+
 def _is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
@@ -232,7 +268,7 @@ def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) 
         "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so that "
         "p.grad is not the shared gradient: use DDP": "DeepSpeedEngine" in names,
         "FSDP and tensor parallelism keep a part of each gradient in every process: use DDP, or "
-        "LeakageMonitor with Lightning's ModelParallelStrategy": (
+        "Lightning's Trainer with ModelParallelStrategy": (
             sharded or "FullyShardedDataParallel" in names
         ),
         "DataParallel copies the model at each step: start one process a card by torchrun": (
@@ -241,7 +277,7 @@ def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) 
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"{watcher} cannot watch this model. {reason}")
+            raise ValueError(f"{watcher} cannot take this model. {reason}")
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

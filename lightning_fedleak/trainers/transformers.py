@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from transformers import TrainerCallback
@@ -34,9 +32,9 @@ from lightning_fedleak.engine.loggers import keep_highest
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
-from lightning_fedleak.private_files import save_private
 from lightning_fedleak.report.watched import Reported
-from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
+from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, precision_of, unwrapped
+from lightning_fedleak.trainers.state import load_state, save_state
 from lightning_fedleak.trainers.watch import Watch
 
 FILE = "fedleak.safetensors"
@@ -57,10 +55,8 @@ class LeakageCallback(TrainerCallback, Reported):
     random numbers are bit-identical to the run without it.
 
     It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile`` and DDP.
-    DeepSpeed, FSDP and optimizers that step inside backward are refused. No defence acts here, so
-    that training with differential privacy needs the Lightning module that takes the same model
-    and data, :class:`~lightning_fedleak.cli.finetuning.CausalLMFineTuning`, under a
-    :class:`~lightning_fedleak.DefendedStrategy`.
+    DeepSpeed, FSDP and optimizers that step inside backward are refused. Under a Trainer in which
+    defences act, see :func:`~lightning_fedleak.trainers.defended`, what is read is what they share.
 
     A gate stops the run after a checkpoint. One on the trained weights adds
     ``eval_leakage/choose`` to the metrics of each evaluation: the loss where it allows the weights,
@@ -191,7 +187,7 @@ class TransformersRun(LoopRun):
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
-        if self.defenses:  # a DP optimizer of another library, which is read inside its step
+        if self.defenses:  # which are read inside the optimizer's step
             return super().watch_release(stage_reached, before_defense)
         self.loop.stage_reached = stage_reached
         return [partial(setattr, self.loop, "stage_reached", None)]
@@ -203,6 +199,7 @@ class TransformersWatch(Watch):
     run: ClassVar[type[LoopRun]] = TransformersRun
     utility_names: ClassVar[Sequence[str]] = ("loss", "eval_loss")
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
+    mend: ClassVar[str] = "train it by defended(Trainer)(..., defenses=[DPSGD(...)])"
 
     def __init__(self, trainer: transformers.Trainer, *arguments: Any) -> None:
         super().__init__(trainer.model, [], *arguments)  # type: ignore[arg-type]
@@ -214,12 +211,11 @@ class TransformersWatch(Watch):
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
         self._values, self._ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
-        mixed = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
         self.loop = Loop(
             trainer.model_wrapped,
             [unwrapped(trainer.optimizer)],
             loader,
-            mixed.get(accelerator.mixed_precision),
+            precision_of(accelerator.mixed_precision, trainer.model_wrapped),
             getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
@@ -289,15 +285,20 @@ class TransformersWatch(Watch):
 
         trainer.training_step = training_step  # type: ignore[method-assign]
         self._removers.append(put_back)
-        for optimizer in self.loop.inner_optimizers if self._run.defenses else ():
+        for optimizer in self.loop.inner_optimizers if self._steps_inside else ():
             steps = partial(self.engine.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))
 
     def before_step(self) -> None:
         """Let the attacks read the gradients, unscaled, unless the step will be skipped."""
-        if not self._run.defenses:
+        if not self._steps_inside:
             self.engine.optimizer_steps(self.loop.optimizers[0])
             self._let_read()
+
+    @property
+    def _steps_inside(self) -> bool:
+        """Whether a DP optimizer of another library makes its gradient inside its step."""
+        return bool(self._run.defenses) and self.loop.release is None
 
     @contained
     @torch.no_grad()
@@ -407,39 +408,3 @@ class TransformersWatch(Watch):
         folder = self._checkpoint()
         if self.engine.fit is not None and self.engine.run.rank == 0 and folder.is_dir():
             save_state(folder / FILE, self.state_dict())
-
-
-# ---- a state in a file of safetensors, with JSON for what is no tensor --------------------------
-
-
-def save_state(path: Path, state: object) -> None:
-    """Write a state of plain values and tensors to a file of mode 0600."""
-    tensors: dict[str, Tensor] = {}
-    text = json.dumps(_packed(state, tensors))
-    save_private(path, tensors, {"state": text})
-
-
-def load_state(path: Path) -> Any:
-    """Return the state that :func:`save_state` wrote to a file."""
-    with safe_open(path, "pt") as file:
-
-        def unpacked(value: Any) -> Any:
-            if isinstance(value, dict) and "tensor" in value:
-                return file.get_tensor(value["tensor"])
-            if isinstance(value, dict):
-                return {name: unpacked(one) for name, one in value["items"]}
-            return [unpacked(one) for one in value] if isinstance(value, list) else value
-
-        return unpacked(json.loads(file.metadata()["state"]))
-
-
-def _packed(value: object, tensors: dict[str, Tensor]) -> object:
-    """Return a state in JSON's types, with its tensors put aside."""
-    if isinstance(value, Tensor):
-        tensors[str(len(tensors))] = value.detach().cpu().clone().contiguous()
-        return {"tensor": str(len(tensors) - 1)}
-    if isinstance(value, Mapping):
-        return {"items": [[name, _packed(one, tensors)] for name, one in value.items()]}
-    if isinstance(value, list | tuple):
-        return [_packed(one, tensors) for one in value]
-    return value

@@ -56,10 +56,10 @@ class Watch(Reported):
     gradients, which are gone without a step; it is not looked at. Training is not disturbed:
     weights, losses and random numbers are bit-identical to the loop without this.
 
-    Under DistributedDataParallel each process is a client. A model that FSDP shards is refused,
-    and no defence of this package acts here: both need Lightning's Trainer
-    (:class:`~lightning_fedleak.DefendedStrategy`). A DP optimizer of Opacus is read inside its
-    step, once it has clipped and noised; a step that it skips is none. Another library's, which
+    Under DistributedDataParallel each process is a client. A model that FSDP shards is refused: it
+    needs Lightning's Trainer. Where a :class:`~lightning_fedleak.trainers.DefendedLoop` acts, what
+    it shares is read. A DP optimizer of Opacus is read inside its step, once it has clipped and
+    noised; a step that it skips is none. Another library's, which
     cannot be read there, makes what is shared *unknown*.
 
     Examples:
@@ -110,8 +110,7 @@ class Watch(Reported):
     utility_names: ClassVar[Sequence[str]] = ("train_loss", "val_loss")
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
-        "train the same model and data in Lightning with a defence: cli.finetuning."
-        "CausalLMFineTuning(model) and Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
+        "train it with a defence: DefendedLoop(model, optimizer, loader, [DPSGD(...)], epochs=...)"
     )
 
     def __init__(
@@ -208,12 +207,15 @@ class Watch(Reported):
         model = loop.model
         model = model.module if isinstance(model, DistributedDataParallel) else model
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        self._run = run = self.run.of_loop(loop, anatomy, settings.client or "rank", engine.assume)
+        client = "rank" if loop.release is None else loop.release.client
+        client = settings.client or client
+        self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
         engine.reset()
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
         for gate in self.gates:
             log, save, words = self._log, partial(self._save, gate), (self.resume, self.mend)
-            gate.watch(engine, GateActions(log, save, self._stop, run.processes, (), *words))
+            defenses = run.defenses if loop.release and gate.action == "harden" else ()
+            gate.watch(engine, GateActions(log, save, self._stop, run.processes, defenses, *words))
         if (saved := self._saved) is not None:
             loop.steps, loop.batches = saved["steps"], saved["batches"]
             loop.utility |= saved.get("utility", {})

@@ -9,7 +9,7 @@ from tests.tools.sentences import ROOT, pages
 
 RUN = {"python", "commands", "bash", "yaml", "toml"}
 NOT_RUN = {"text"}  # diagrams, and what a command prints
-SKIPS = 11  # four of Flower, four of NVFlare and one of bitsandbytes, which are installed apart
+SKIPS = 12  # four of Flower, four of NVFlare, one each of bitsandbytes and TRL: installed apart
 
 
 def read(tmp_path, text):

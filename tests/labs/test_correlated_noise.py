@@ -8,7 +8,6 @@ import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, PoissonBatchSampler
 from lightning_fedleak.defenses.noise import noise_key, standard_normal
 from lightning_fedleak.labs.correlated_noise import NoisePlan, banded
-from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, clipped, data, first
+from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, clipped, data, first, trainer
 from tests.helpers.dpsgd_settings import grouped
 
 pytestmark = pytest.mark.slow
@@ -35,7 +34,7 @@ class Steps(Run):
 
     def __init__(self, defense: DPSGD, steps: int = STEPS, n: int = N, **fields: Any) -> None:
         root = Net()
-        root._trainer = SimpleNamespace(max_epochs=None, max_steps=steps, should_stop=False)
+        root._trainer = trainer(max_epochs=None, max_steps=steps)
         loader = DataLoader(data(n), batch_size=BATCH)
         super().__init__(defense, root, loader, **fields)
         defense.on_train_start(self.context)

@@ -23,7 +23,7 @@ from lightning_fedleak.defenses.processes import global_norm, local_part, shard_
 from lightning_fedleak.model.anatomy.blocks import states_out
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.strategies.release import CHECKPOINT_KEY
+from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
 from tests.helpers.cases import Case, Cases, gathered
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2

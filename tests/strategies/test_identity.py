@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_fedleak.defenses import Freeze
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.strategies.release import CHECKPOINT_KEY
+from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
 from tests.strategies.toy import ManualLM, ToyLM, fit, loader, same, state_of, trainer
 
 CASES = {

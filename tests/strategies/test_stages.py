@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Freeze, GradientNoise
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.strategies.release import CHECKPOINT_KEY
+from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
 from tests.strategies.toy import ManualLM, ToyLM, fit, grads, loader, same, state_of, trainer
 
 

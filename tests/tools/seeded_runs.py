@@ -28,7 +28,7 @@ import lightning_fedleak as fedleak
 from lightning_fedleak import callbacks
 from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.defenses import ClipSettings, ReleaseSettings, mean_of_sample_means
-from lightning_fedleak.strategies.release import CHECKPOINT_KEY
+from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
 
 VOCAB, WIDTH, LENGTH, MASK = 97, 16, 10, 96
 STAGES = ("local", "shared", "aggregate")

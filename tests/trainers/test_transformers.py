@@ -221,7 +221,7 @@ def test_a_gate_stops_after_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: P
     assert gate.fired.checkpoint == tmp_path / "checkpoint-3"
     assert (tmp_path / "checkpoint-3" / "model.safetensors").exists()
     assert "resume_from_checkpoint=" in str(gate.fired)
-    assert "CausalLMFineTuning" in str(gate.fired)
+    assert "defended(Trainer)" in str(gate.fired)
     saved = tmp_path / "checkpoint-3" / "fedleak.safetensors"
     assert saved.stat().st_mode & 0o777 == 0o600
     again, gate = trainer_of(tmp_path), Threshold(WORDS, at_most=0.5, patience=4)

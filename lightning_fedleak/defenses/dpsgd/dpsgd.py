@@ -36,7 +36,7 @@ from lightning_fedleak.defenses.noise import (
     noise_key,
     standard_normal,
 )
-from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
+from lightning_fedleak.defenses.processes import Team, reshard
 
 
 class DPSGD(Defense):
@@ -149,6 +149,7 @@ class DPSGD(Defense):
         self._sampling: Sampling | None = None
         self._team = Team()
         self._step: WatchedStep | None = None
+        self._followers: list[str] = []
 
     @property
     def max_grad_norm(self) -> MaxGradNorm:
@@ -215,6 +216,11 @@ class DPSGD(Defense):
         if changed is not None and self._step is not None:
             self._step.check.unchecked = True
         return changed
+
+    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+        """Note which defences change gradients after this one."""
+        super().check_order(before, after)
+        self._followers = [defense.name for defense in after if defense.acts_on_gradients]
 
     def before_setup(self, context: DefenseContext) -> None:
         """Check model and Trainer, and put hooks on the layers.
@@ -303,7 +309,7 @@ class DPSGD(Defense):
         Raises:
             DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
-        setup_checks.check_no_other_noise(trainer_of(context), self)
+        setup_checks.check_no_other_noise(context.host, self._followers)
         self._forget_if_moved()
         self._noise.warn_if_lost(self.releases)
         if self._step is not None and self._sampling is not None:
@@ -316,10 +322,10 @@ class DPSGD(Defense):
 
     def _stop_if_spent(self, context: DefenseContext) -> None:
         """End the fit where no further release fits the budget, with ``on_budget="stop"``."""
-        trainer = trainer_of(context)
-        if self.release.on_budget == "stop" and trainer is not None and self._noise.is_accounted:
+        if self.release.on_budget == "stop" and self._noise.is_accounted:
             (spent,) = self._team.largest([not self._budget.affords_another()])
-            trainer.should_stop = trainer.should_stop or bool(spent)
+            if spent:
+                context.host.stop()
 
     @property
     def acts_on_batches(self) -> bool:
@@ -378,7 +384,7 @@ class DPSGD(Defense):
         )
         with team.together():
             noise.begin(base, release)
-            for optimizer in getattr(trainer_of(context), "optimizers", ()):
+            for optimizer in context.host.optimizers:
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
             if noise.is_accounted:

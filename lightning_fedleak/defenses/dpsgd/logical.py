@@ -23,9 +23,8 @@ the progress bar, loggers, checkpoints and monitors count logical steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,22 +32,8 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import rebuilt, tensors_of
-from lightning_fedleak.defenses.processes import Team, trainer_of
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows that are run at once.
-
-    Attributes:
-        batch: of the form of the logical batch.
-        rows: how many count: all, or none where one row stands in for no rows.
-        users: how many rows each user has, where users are clipped.
-    """
-
-    batch: Any
-    rows: int
-    users: Sequence[int] | None = None
+from lightning_fedleak.defenses.host import Piece
+from lightning_fedleak.defenses.processes import Team
 
 
 def pieces_of(
@@ -96,7 +81,6 @@ def run_pieces(
     *,
     begin_piece: Callable[[Piece], None],
     end_piece: Callable[[], None],
-    reduced_last: bool,
 ) -> Any:
     """Run forward and backward of every piece, and combine the outputs of ``training_step``.
 
@@ -106,12 +90,14 @@ def run_pieces(
         context: where the step runs.
         begin_piece: is called before each piece.
         end_piece: is called after the backward of each piece but the last.
-        reduced_last: whether DistributedDataParallel is to reduce in the last backward alone.
 
     Returns:
         The output of ``training_step`` for one batch: a loss, or a mapping with one. Its
         ``backward`` puts the gradients of all pieces into ``p.grad``.
     """
+    host = context.host
+    # DistributedDataParallel is to reduce in the last backward alone.
+    reducer = None if host.reducer is None or host.reducer.static_graph else host.reducer
     trained = [p for p in context.root.parameters() if p.requires_grad]
     _pop_gradients(trained)
     # Where none counts (this process drew no row) the first stands for all.
@@ -120,18 +106,18 @@ def run_pieces(
     halves, wide = [p for p in trained if p.element_size() < 4], dict[nn.Parameter, Tensor]()
     combined: Any = None
     dtype = torch.float32
-    with combined_logs(context, pieces) as logging:
+    with host.merged_logs(pieces) as logging:
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
             begin_piece(piece)
-            with _unreduced(context) if reduced_last and not last else nullcontext():
+            with nullcontext() if last or reducer is None else reducer.no_sync():
                 with logging(piece):
                     output = step(piece.batch)
                 loss = _loss_in(output).reshape(())
                 dtype = loss.dtype
-                if reduced_last and last:
+                if last and reducer is not None:
                     _restore(wide)
-                _backward(loss * (piece.rows / total), context)
+                host.backward(loss * (piece.rows / total))
             _accumulate_wide(halves, wide)
             rows = counts[number] if number < len(counts) else 0
             if rows:
@@ -185,16 +171,6 @@ class _RestoredGradients(torch.autograd.Function):
         return None, None, None
 
 
-def _backward(loss: Tensor, context: DefenseContext) -> None:
-    """Call backward as Lightning does, without its hooks, which are for the logical batch."""
-    trainer = trainer_of(context)
-    if trainer is None:
-        loss.backward()  # type: ignore[no-untyped-call]
-    else:
-        [optimizer, *_] = trainer.optimizers
-        trainer.precision_plugin.backward(loss, context.root, optimizer)
-
-
 def _accumulate_wide(halves: Sequence[nn.Parameter], wide: dict[nn.Parameter, Tensor]) -> None:
     """Move gradients in half precision from ``p.grad`` to their sums in float32."""
     for parameter in halves:
@@ -207,11 +183,6 @@ def _restore(wide: dict[nn.Parameter, Tensor]) -> None:
     while wide:
         parameter, gradient = wide.popitem()
         parameter.grad = gradient.to(parameter.dtype)
-
-
-def _unreduced(context: DefenseContext) -> AbstractContextManager[Any]:
-    block: AbstractContextManager[Any] = trainer_of(context).strategy.block_backward_sync()
-    return block
 
 
 # ---- rows of a batch -------------------------------------------------------------------------
@@ -233,7 +204,7 @@ def _rows(value: Any, rows: slice, samples: int) -> Any:
     return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value
 
 
-# ---- outputs and logs of training_step -------------------------------------------------------
+# ---- outputs of training_step ----------------------------------------------------------------
 
 
 def _combined(earlier: Any, value: Any, start: int, rows: int, total: int) -> Any:
@@ -266,76 +237,3 @@ def _combined(earlier: Any, value: Any, start: int, rows: int, total: int) -> An
         earlier[start : start + rows] = value
         return earlier
     return value.clone()
-
-
-@contextmanager
-def combined_logs(
-    context: DefenseContext, pieces: Sequence[Piece]
-) -> Iterator[Callable[[Piece], AbstractContextManager[None]]]:
-    """Combine what the pieces log into values of the logical batch.
-
-    It yields a context manager to run each piece in. Lightning keeps the last value of a step, and
-    weighs those of an epoch by the batch's size. While a piece runs it is Lightning's batch. At the
-    end a step's value is that of all pieces by its ``reduce_fx``; of a torchmetrics metric it is
-    that of the last piece.
-    """
-    trainer = trainer_of(context)
-    results = getattr(trainer, "_results", None)
-    if results is None:
-        yield lambda _: nullcontext()
-        return
-    sums: dict[str, tuple[Tensor, int]] = {}
-    counts = any(piece.rows for piece in pieces)
-    earlier_keys, batch = set(results), results.batch
-
-    def steps() -> dict[str, Any]:
-        return {k: m for k, m in results.items() if m.is_tensor and m.meta.on_step}
-
-    earlier = {key: metric._forward_cache for key, metric in steps().items()}
-
-    @contextmanager
-    def logging(piece: Piece) -> Iterator[None]:
-        for metric in steps().values():
-            metric._forward_cache = None
-        results.batch, results.batch_size = piece.batch, None
-        yield
-        for key, metric in steps().items():
-            if metric._forward_cache is not None and (piece.rows or not counts):
-                value, rows = metric._forward_cache.detach(), piece.rows or 1
-                sums[key] = _reduced(metric.meta, sums.get(key), value, rows)
-
-    try:
-        yield logging
-    finally:
-        results.batch, results.batch_size = batch, None
-        for key, metric in steps().items():
-            if key in sums:
-                value, rows = sums[key]
-                metric._forward_cache = value / rows if metric.meta.is_mean_reduction else value
-                if not metric.meta.on_epoch:
-                    metric.value = metric._forward_cache
-            elif key in earlier_keys:
-                metric._forward_cache = earlier.get(key)
-
-
-def _reduced(
-    meta: Any, earlier: tuple[Tensor, int] | None, value: Tensor, rows: int
-) -> tuple[Tensor, int]:
-    """Return a value reduced with those of the pieces before, and the rows of all.
-
-    A mean is returned times its rows.
-    """
-    if earlier is None:
-        return value * rows if meta.is_mean_reduction else value.clone(), rows
-    total, earlier_rows = earlier
-    if meta.is_mean_reduction:
-        total.add_(value, alpha=rows)
-    elif meta.is_sum_reduction:
-        total.add_(value)
-    elif meta.is_max_reduction:
-        torch.maximum(total, value, out=total)
-    elif meta.is_min_reduction:
-        torch.minimum(total, value, out=total)
-    else:
-        total.copy_(value)
-    return total, earlier_rows + rows

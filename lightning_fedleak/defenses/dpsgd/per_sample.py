@@ -421,6 +421,11 @@ def refusal(name: str, module: nn.Module) -> str:
             "of Linear layers around scaled_dot_product_attention, or freeze it. (Opacus' "
             "DPMultiheadAttention has the batch second, and another result with batch_first.)"
         )
+    if kind.startswith("Dora"):
+        return (
+            f"{names} is DoRA's magnitude, whose layer runs LoRA's matrices on no sample at all. "
+            "Use LoraConfig(use_dora=False)."
+        )
     if inside or not name or isinstance(module, CONTAINERS):
         return (
             f"the parameters {names} belong to a {kind}, whose inputs and outputs do not give "

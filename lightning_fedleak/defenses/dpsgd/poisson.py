@@ -64,7 +64,11 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     Attributes:
         step: number of the next batch. Workers fetch ahead of training.
+        passed_over: how many batches the next epoch begins with that its reader discards, because
+            it goes on in the middle of one: they are empty, and none of them is drawn.
     """
+
+    passed_over = 0
 
     def __init__(
         self,
@@ -96,7 +100,9 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """Yield the next ``steps`` batches, with empty ones."""
         self._turns.clear()  # those of an epoch that ended early never come
         self._ahead = self._turn() - self.step
-        for _ in range(self.steps):
+        passed_over, self.passed_over = self.passed_over, 0
+        yield from ([] for _ in range(passed_over))
+        for _ in range(self.steps - passed_over):
             step, self.step = self.step, self.step + 1
             batch = self.rows(step)
             if self._sizes is None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, refuse
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
-from lightning_fedleak.defenses.processes import Team, trainer_of
+from lightning_fedleak.defenses.host import Host
+from lightning_fedleak.defenses.processes import Team
 
 COMPARED = 5  # examples that show whether processes have the same dataset. Not tuned
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -27,48 +28,29 @@ def check_trainer(context: DefenseContext) -> None:
     Raises:
         DefenseError: says which setting.
     """
-    trainer = trainer_of(context)
-    accumulated = getattr(trainer, "accumulate_grad_batches", 1)
-    repeated = getattr(trainer, "overfit_batches", False)
     refusals = {
         f": precision={context.precision!r} is not supported: a gradient scaler unscales the "
         "summed gradient only, not each sample's. Use 'bf16-mixed' or '32-true'.": (
             context.precision not in PRECISIONS
         ),
         " adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
-        "Trainer(accelerator='cpu').": context.device.type == "mps",
-        ": manual optimization hides the loss, and with it whether it is a mean of per-sample "
-        "means. Return the loss from training_step with automatic_optimization=True.": (
-            not getattr(context.root, "automatic_optimization", True)
-        ),
-        " clips each sample's gradient by max_grad_norm, and gradient_clip_val of the Trainer "
-        "would have no effect on what it releases. Leave gradient_clip_val out.": (
-            getattr(trainer, "gradient_clip_val", None)
-        ),
-        f": accumulate_grad_batches={accumulated} joins several batches into one release, in which "
-        "a sample can occur more than once and each loss is divided before it is clipped. Use "
-        f"accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
-        "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory.": (
-            accumulated != 1
-        ),
-        f" draws each batch from all of the data, so that overfit_batches={repeated} would not "
-        "repeat the same batches. Give the loader a few rows alone (torch.utils.data.Subset).": (
-            repeated
-        ),
+        "accelerator='cpu', or use_cpu=True under transformers.": context.device.type == "mps",
+        **context.host.refusals(),
     }
     refuse("DPSGD", refusals)
 
 
-def check_no_other_noise(trainer: Any, dpsgd: Defense) -> None:
+def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
     """Raise an error where another defence changes the gradients that a :class:`DPAdamBC` gets.
+
+    Args:
+        host: has the optimizers.
+        names: of the defences that change gradients after DPSGD.
 
     Raises:
         DefenseError: names the defence.
     """
-    if not any(isinstance(optimizer, DPAdamBC) for optimizer in getattr(trainer, "optimizers", ())):
-        return
-    defenses = getattr(trainer.strategy, "defenses", ())
-    if names := [d.name for d in defenses if d is not dpsgd and d.acts_on_gradients]:
+    if names and any(isinstance(optimizer, DPAdamBC) for optimizer in host.optimizers):
         raise DefenseError(
             f"DPAdamBC subtracts the variance of DPSGD's noise, and {', '.join(names)} changes the "
             "gradients after it. Leave it out, or use AdamW."
@@ -134,43 +116,32 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
 
 
 def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "target_epsilon") -> int:
-    """Return how many optimizer steps the Trainer is going to take.
+    """Return how many optimizer steps the run is going to take.
 
     Args:
-        context: holds the Trainer.
+        context: holds the trainer.
         per_epoch: batches of the loader.
         argument: of DPSGD that needs to know, for messages.
 
     Raises:
-        DefenseError: the Trainer sets no end, or the learning rate finder runs first.
+        DefenseError: the run has no end, or the learning rate finder runs first.
     """
-    trainer = trainer_of(context)
-    correlated = argument.startswith("mechanism")
-    if any(type(c).__name__ == "_LRCallback" for c in getattr(trainer, "callbacks", ())):
+    host, correlated = context.host, argument.startswith("mechanism")
+    if host.finds_learning_rate:
         alternative = "" if correlated else ", or give noise_multiplier: it counts its steps too"
         raise DefenseError(
             "DPSGD: the learning rate finder trains for steps of its own, and the noise for "
             f"{argument} would be found for those alone. Find the learning rate on public data "
             f"or in a run without DPSGD{alternative}."
         )
-    limit = getattr(trainer, "limit_train_batches", 1.0)
-    if isinstance(limit, int):
-        per_epoch = min(per_epoch, limit)
-    else:
-        per_epoch = int(per_epoch * limit)
-    epochs, max_steps = getattr(trainer, "max_epochs", None), getattr(trainer, "max_steps", -1)
-    counts = []
-    if epochs is not None and epochs >= 0:
-        counts.append(epochs * per_epoch)
-    if max_steps >= 0:
-        counts.append(max_steps)
-    if not counts or min(counts) < 1:
+    steps = host.count_steps(per_epoch)
+    if steps is None or steps < 1:
         alternative = "" if correlated else ", or DPSGD a noise_multiplier instead"
         raise DefenseError(
-            f"DPSGD: {argument} needs to know how many steps the run takes. Give the Trainer "
-            f"max_epochs or max_steps{alternative}."
+            f"DPSGD: {argument} needs to know how many steps the run takes. Give {host.name} "
+            f"{host.steps_by}{alternative}."
         )
-    return int(min(counts))
+    return steps
 
 
 def check_same_data(loader: DataLoader[Any], team: Team) -> None:

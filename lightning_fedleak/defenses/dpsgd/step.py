@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.logical import Piece, pieces_of, run_pieces
+from lightning_fedleak.defenses.dpsgd.logical import pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, count_samples, tensors_of
 from lightning_fedleak.defenses.dpsgd.recorder import SMALL_BATCH, Call, Layout, Recorder
 from lightning_fedleak.defenses.dpsgd.weights import Buffers, Weights
+from lightning_fedleak.defenses.host import Piece
 from lightning_fedleak.defenses.noise import ReleaseNoise
-from lightning_fedleak.defenses.processes import Team, trainer_of, unshard, whole_layers
+from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
 from lightning_fedleak.model.model_runs import is_compiled, reset_compiled
 
 CHECK_EVERY = 100  # releases; costly checks are made in the first and then so often. Not tuned
@@ -217,7 +217,7 @@ class WatchedStep:
         self._stands_in, self._failure = False, None
         try:
             if count_samples(batch) == 0:
-                batch = _on_device(self.sampling.placeholder(), context)
+                batch = context.host.to_device(self.sampling.placeholder())
                 self._stands_in = True
         except Exception as error:  # raised with the other processes, in `_begin`
             self._failure = error
@@ -266,10 +266,7 @@ class WatchedStep:
                 self._clipped = None
                 self._recorder.clear()
 
-            reduced_last = is_ddp(context) and not _has_static_graph(context)
-            return run_pieces(
-                pieces, step, context, begin_piece=begin, end_piece=end, reduced_last=reduced_last
-            )
+            return run_pieces(pieces, step, context, begin_piece=begin, end_piece=end)
         finally:
             self._in_logical_batch = self._stands_in = False
 
@@ -314,7 +311,7 @@ class WatchedStep:
         contents = last is None or releases >= last + CHECK_EVERY
         self._last_comparison = releases if contents else last
         buffers = Buffers(context.root, contents=contents)
-        synchronized = buffers.read_at_root_call() if is_ddp(context) else nullcontext()
+        synchronized = buffers.read_at_root_call() if context.host.reducer else nullcontext()
         # A batch of few samples, where most have more, may be joined as it is by chance.
         comparable = samples >= SMALL_BATCH or self.sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if comparable else ()
@@ -433,8 +430,8 @@ class WatchedStep:
 
 def _released_parameters(context: DefenseContext) -> list[nn.Parameter]:
     """Return what the optimizer step will release, in its order; without a Trainer all trained."""
-    optimizers = getattr(trainer_of(context), "optimizers", None)
-    groups = [g["params"] for o in optimizers or () for g in o.param_groups]
+    optimizers = context.host.optimizers
+    groups = [g["params"] for o in optimizers for g in o.param_groups]
     parameters = [p for group in groups for p in group] if optimizers else context.root.parameters()
     return [p for p in parameters if p.requires_grad]
 
@@ -447,16 +444,6 @@ def _check_same(earlier: Sequence[nn.Parameter], parameters: Sequence[nn.Paramet
             "so samples were clipped without it. Freeze or unfreeze in on_train_batch_end, or in "
             "a callback at the start of an epoch; nothing was released."
         )
-
-
-def is_ddp(context: DefenseContext) -> bool:
-    """Return whether DistributedDataParallel runs ``training_step``."""
-    strategy = getattr(trainer_of(context), "strategy", None)
-    return isinstance(getattr(strategy, "model", None), DistributedDataParallel)
-
-
-def _has_static_graph(context: DefenseContext) -> bool:
-    return bool(getattr(trainer_of(context).strategy.model, "static_graph", False))
 
 
 def zero_on_the_graph(root: nn.Module) -> Tensor:
@@ -488,16 +475,6 @@ def _compiled_with_hooks(root: nn.Module) -> Iterator[None]:
     reset_compiled(root)
 
 
-def _on_device(batch: Any, context: DefenseContext) -> Any:
-    """Return a batch on the device of this process, converted as the Trainer does."""
-    trainer = trainer_of(context)
-    if trainer is None:
-        return batch
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = context.root._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
 def _loss_with_graph(output: Any, samples: int) -> Tensor:
     """Return the loss in the output of ``training_step`` for a batch that is not empty.
 
@@ -518,7 +495,7 @@ def _loss_with_graph(output: Any, samples: int) -> Tensor:
 
 def _check_one_loader(context: DefenseContext) -> None:
     """Raise a DefenseError where there are several training loaders at once."""
-    loaders = len(tree_leaves(getattr(trainer_of(context), "train_dataloader", None)))
+    loaders = len(tree_leaves(context.host.loader))
     if loaders > 1:
         raise DefenseError(
             f"DPSGD: {loaders} training loaders at once; an example is sampled from one. "
@@ -527,7 +504,6 @@ def _check_one_loader(context: DefenseContext) -> None:
 
 
 def _number_of(batch: Any, context: DefenseContext) -> Any:
-    """Return the number of a batch in the fit, or the batch itself without a Trainer."""
-    epoch_loop = getattr(getattr(trainer_of(context), "fit_loop", None), "epoch_loop", None)
-    progress = getattr(epoch_loop, "batch_progress", None)
-    return batch if progress is None else int(progress.total.ready)
+    """Return the number of a batch in the fit, or the batch itself where nobody counts."""
+    number = context.host.batch_number
+    return batch if number is None else number

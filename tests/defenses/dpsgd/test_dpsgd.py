@@ -26,6 +26,7 @@ from lightning_fedleak.defenses import (
     noise,
 )
 from lightning_fedleak.defenses.dpsgd import step
+from lightning_fedleak.strategies.host import LightningHost
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
@@ -68,6 +69,8 @@ class Run:
             "step": 0,
             "entropy": b"e" * 32,
         }
+        if hasattr(self.root, "_trainer"):
+            defaults["host"] = Unnumbered(self.root._trainer)  # type: ignore[arg-type]
         self.defense, self.context = defense, DefenseContext(**{**defaults, **fields})
         self.parameters = [p for p in self.root.parameters() if p.requires_grad]
         defense.before_setup(self.context)
@@ -249,11 +252,21 @@ def trainer(**settings: Any) -> SimpleNamespace:
         "max_epochs": 2,
         "max_steps": -1,
         "limit_train_batches": 1.0,
+        "overfit_batches": 0,
         "optimizers": [],
         "should_stop": False,
         "train_dataloader": None,
+        "callbacks": [],
+        "strategy": SimpleNamespace(model=None, defenses=()),
+        "lightning_module": SimpleNamespace(automatic_optimization=True),
     }
     return SimpleNamespace(**{**defaults, **settings})
+
+
+class Unnumbered(LightningHost):
+    """Batches are told apart by what they are."""
+
+    batch_number = None  # type: ignore[assignment]
 
 
 def test_the_budget_ends_the_run_before_it_is_overdrawn() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
-from lightning_fedleak.lightning_packages import both
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
@@ -27,9 +30,7 @@ Client = Literal["rank", "world"]
 Tap = Callable[[Stage, Optimizer], None]
 CanaryHook = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None]
 Function = TypeVar("Function")
-
-CHECKPOINT_KEY = "lightning_fedleak_defenses"
-"""Where a checkpoint keeps the defences' states, by defence name."""
+_GUARDED: WeakKeyDictionary[Optimizer, UpdateRelease] = WeakKeyDictionary()
 
 
 class UpdateRelease:
@@ -38,37 +39,36 @@ class UpdateRelease:
     Args:
         defenses: in the order in which they act.
         client: who is a client.
+        owner: the class that has them, for messages.
 
     Raises:
         DefenseError: an unknown ``client``, defences of one name, or a wrong order.
     """
 
-    def __init__(self, defenses: Iterable[Defense], client: Client) -> None:
+    def __init__(self, defenses: Iterable[Defense], client: Client, owner: str) -> None:
         check_choice(
-            "DefendedStrategy: client",
+            f"{owner}: client",
             client,
             get_args(Client),
             hint="'rank' makes each process a client, 'world' all processes together one",
             error=DefenseError,
         )
         if isinstance(defenses, Defense) or not isinstance(defenses, Iterable):
-            raise DefenseError(
-                f"DefendedStrategy: defenses={defenses!r} must be a list, even of one: [...]"
-            )
+            raise DefenseError(f"{owner}: defenses={defenses!r} must be a list, even of one: [...]")
         defenses = tuple(defenses)  # once: a generator would be empty the second time
         for defense in defenses:
             if not isinstance(defense, Defense) or not (defense.name and defense.guarantee):
                 raise DefenseError(
-                    f"DefendedStrategy: {defense!r} in `defenses` must be an instance of a Defense "
+                    f"{owner}: {defense!r} in `defenses` must be an instance of a Defense "
                     "with the class attributes `name` and `guarantee`"
                 )
         names = [defense.name for defense in defenses]
         if len(set(names)) < len(names):
             raise DefenseError(
-                f"DefendedStrategy: defenses named alike: {names}. A defence may be given once; "
+                f"{owner}: defenses named alike: {names}. A defence may be given once; "
                 "two instances of one class need different `name`s."
             )
-        self.defenses = defenses
+        self.owner, self.defenses = owner, defenses
         for place, defense in enumerate(self.defenses):
             defense.check_order(self.defenses[:place], self.defenses[place + 1 :])
         self.client: Client = client
@@ -134,7 +134,7 @@ class UpdateRelease:
         context = self._now()
         self._just_released.clear()
         if self.gradient_defenses:
-            self._check_unmoved(context.root)
+            self._check_unmoved(context)
         # Per-sample defences first: what they put in place of an empty batch is then defended too.
         for defense in sorted(self.defenses, key=lambda d: not d.per_sample):
             if defense.acts_on_batches:
@@ -160,11 +160,9 @@ class UpdateRelease:
         """Put the release before the optimizer's update, once."""
         if id(optimizer) in self._removers:
             return
-        if isinstance(optimizer, both("core.optimizer.LightningOptimizer")):
-            optimizer = optimizer.optimizer
-        if id(optimizer) not in self._removers:
-            remove = before_real_step(optimizer, lambda: self._release(optimizer))
-            self._removers[id(optimizer)] = (optimizer, remove)
+        remove = before_real_step(optimizer, lambda: self._release(optimizer))
+        self._removers[id(optimizer)] = (optimizer, remove)
+        _GUARDED[optimizer] = self
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -179,8 +177,9 @@ class UpdateRelease:
         """Undo after a fit everything that was done since ``open``."""
         if self._context is None:
             return
-        for _, remove in self._removers.values():
+        for optimizer, remove in self._removers.values():
             remove()
+            _GUARDED.pop(optimizer, None)
         self._removers.clear()
         if self._watch is not None:
             self._watch.remove()
@@ -211,6 +210,35 @@ class UpdateRelease:
         for defense in self.defenses:
             defense.load_state_dict(states.get(defense.name, {}))
 
+    def save_secrets(self, folder: Path, rank: int, world: int) -> None:
+        """Write the defences' secrets beside a checkpoint, each process its own."""
+        for defense, path in self._secrets_in(folder, rank, world):
+            defense.save_secrets(path)
+
+    def load_secrets(self, folder: Path, rank: int, world: int, device: str) -> None:
+        """Restore the defences' secrets, or forget them where a process has none; a collective."""
+        for defense, path in self._secrets_in(folder, rank, world):
+            loaded = defense.load_secrets(path, device)
+            loaded_by_process = [loaded]
+            if dist.is_initialized():
+                loaded_by_process = [False] * dist.get_world_size()
+                dist.all_gather_object(loaded_by_process, loaded)
+            if not all(loaded_by_process):
+                defense.forget_secrets()
+
+    def _secrets_in(self, folder: Path, rank: int, world: int) -> Iterator[tuple[Defense, Path]]:
+        """Yield each defence with a secret, and the path of its secret file of this process.
+
+        It yields nothing where each process is a client, because a checkpoint holds the first one
+        only.
+        """
+        if world > 1 and self.client == "rank":
+            return
+        for defense in self.defenses:
+            if secret := defense.secret_name:
+                name = f"secret-{defense.name}-{secret}-{rank}-of-{world}.safetensors"
+                yield defense, folder / name
+
     def _release(self, optimizer: Optimizer) -> None:
         if self._paused:
             return
@@ -230,7 +258,7 @@ class UpdateRelease:
                 self._tap(Stage.SHARED, optimizer)
         self._tap(Stage.AGGREGATE, optimizer)
 
-    def _check_unmoved(self, root: nn.Module) -> None:
+    def _check_unmoved(self, context: DefenseContext) -> None:
         """Raise an error where weights change between batches before any release in this fit.
 
         Something writes the update into them without an optimizer. Weights of no optimizer may
@@ -239,7 +267,7 @@ class UpdateRelease:
         if self._unreleased is None:
             self._unreleased = [
                 (p, p._version)
-                for p in root.parameters()
+                for p in context.root.parameters()
                 if p.requires_grad and not isinstance(p, DTensor)
             ]
             return
@@ -250,14 +278,13 @@ class UpdateRelease:
         waits = any(p.grad is not None for p in guarded) and changed.isdisjoint(map(id, guarded))
         if not waits:
             raise DefenseError(
-                "DefendedStrategy: the weights changed since the first batch, and no optimizer "
-                "stepped: what was written into them was not defended. Step an optimizer that "
-                "`configure_optimizers` returns (does an overridden `optimizer_step` leave it "
-                "out?), torch.optim.SGD for `weight -= lr * weight.grad`."
+                f"{self.owner}: the weights changed since the first batch, and no optimizer "
+                f"stepped: what was written into them was not defended. {context.host.mend} "
+                "(torch.optim.SGD does `weight -= lr * weight.grad`.)"
             )
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise an error for an optimizer unknown to Lightning: its update was not defended.
+        """Raise an error for an optimizer that is not guarded: its update was not defended.
 
         An optimizer inside one that is guarded steps after the release.
         """
@@ -266,13 +293,13 @@ class UpdateRelease:
         if id(optimizer) in self._removers:
             self._just_released.clear()  # gradients that come from here on are new
             return
+        host = self._context.host
         trained = {id(p) for p in self._context.root.parameters() if p.requires_grad}
         open_ = [p for p in _released(optimizer) if p.grad is not None and id(p) in trained]
         if any(id(p) not in self._just_released for p in open_):
             raise DefenseError(
-                f"DefendedStrategy: a {type(optimizer).__name__} that Lightning does not know "
-                "stepped with gradients that no defence has seen. Return it from "
-                "`configure_optimizers` and step it through `self.optimizers()`."
+                f"{self.owner}: a {type(optimizer).__name__} that {host.name} does not know "
+                f"stepped with gradients that no defence has seen. {host.mend}"
             )
 
     def _now(self) -> DefenseContext:
@@ -299,6 +326,21 @@ class UpdateRelease:
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
         for fn in tuple(self._taps.values()):
             fn(stage, optimizer)
+
+
+def one_client(
+    root: nn.Module, host: Host, device: torch.device, precision: str, rank: int, processes: int
+) -> DefenseContext:
+    """Return the context of processes that are one client, with new entropy; a collective."""
+    entropy = [os.urandom(32)]
+    if processes > 1:
+        dist.broadcast_object_list(entropy, device=device)
+    return DefenseContext(root, 0, 1, device, precision, 0, entropy[0], rank, processes, host)
+
+
+def release_of(optimizer: Optimizer) -> UpdateRelease | None:
+    """Return where defences act before an optimizer's update; None where none do."""
+    return _GUARDED.get(optimizer)
 
 
 def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None]:

@@ -1,0 +1,183 @@
+"""Lightning's Trainer as defences know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedleak.defenses.host import Host, Piece
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
+
+
+class LightningHost(Host):
+    """A Lightning Trainer whose strategy is a defended one; see :class:`Host`.
+
+    Args:
+        trainer: of the fit.
+    """
+
+    name = "the Trainer"
+    mend = (
+        "Return the optimizer from `configure_optimizers` and step it through `self.optimizers()` "
+        "(does an overridden `optimizer_step` leave it out?)."
+    )
+    steps_by = "max_epochs or max_steps"
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer: Any = trainer
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:  # type: ignore[override]
+        """Return the Trainer's optimizers."""
+        optimizers: Sequence[Optimizer] = self._trainer.optimizers
+        return optimizers
+
+    @property
+    def loader(self) -> object:  # type: ignore[override]
+        """Return the Trainer's training loader, or several."""
+        return self._trainer.train_dataloader
+
+    @property
+    def batch_number(self) -> int:  # type: ignore[override]
+        """Return the number of the batch in all fits."""
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+    @property
+    def model(self) -> object:  # type: ignore[override]
+        """Return the strategy's model."""
+        return self._trainer.strategy.model
+
+    @property
+    def finds_learning_rate(self) -> bool:  # type: ignore[override]
+        """Return whether Lightning's learning rate finder is at work."""
+        return any(type(c).__name__ == "_LRCallback" for c in self._trainer.callbacks)
+
+    def refusals(self) -> Mapping[str, object]:
+        """Return the Trainer's settings that break the guarantee or have no effect."""
+        trainer = self._trainer
+        accumulated, repeated = trainer.accumulate_grad_batches, trainer.overfit_batches
+        return {
+            ": manual optimization hides the loss, and with it whether it is a mean of per-sample "
+            "means. Return the loss from training_step with automatic_optimization=True.": (
+                not trainer.lightning_module.automatic_optimization
+            ),
+            " clips each sample's gradient by max_grad_norm, and gradient_clip_val of the Trainer "
+            "would have no effect on what it releases. Leave gradient_clip_val out.": (
+                trainer.gradient_clip_val
+            ),
+            f": accumulate_grad_batches={accumulated} joins several batches into one release, in "
+            "which a sample can occur more than once and each loss is divided before it is "
+            f"clipped. Use accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
+            "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory.": (
+                accumulated != 1
+            ),
+            f" draws each batch from all of the data, so that overfit_batches={repeated} would not "
+            "repeat the same batches. Give the loader a few rows alone "
+            "(torch.utils.data.Subset).": repeated,
+        }
+
+    def count_steps(self, per_epoch: int) -> int | None:
+        """Return the smaller of what ``max_epochs`` and ``max_steps`` allow."""
+        trainer, limit = self._trainer, self._trainer.limit_train_batches
+        per_epoch = min(per_epoch, limit) if isinstance(limit, int) else int(per_epoch * limit)
+        epochs, steps = trainer.max_epochs, trainer.max_steps
+        counts = [] if epochs is None or epochs < 0 else [epochs * per_epoch]
+        return min([*counts, *([steps] if steps >= 0 else [])], default=None)
+
+    def stop(self) -> None:
+        """End the fit after this step."""
+        self._trainer.should_stop = True
+
+    def to_device(self, batch: Any) -> Any:
+        """Return a batch as the Trainer moves and converts it."""
+        trainer = self._trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward by the Trainer's precision, without the hooks, which are for a batch."""
+        trainer = self._trainer
+        trainer.precision_plugin.backward(loss, trainer.lightning_module, trainer.optimizers[0])
+
+    def merged_logs(
+        self, pieces: Sequence[Piece]
+    ) -> AbstractContextManager[Callable[[Piece], AbstractContextManager[None]]]:
+        """Return a context in which what the pieces log becomes values of the batch."""
+        results = self._trainer._results
+        return super().merged_logs(pieces) if results is None else _merged(results, pieces)
+
+
+@contextmanager
+def _merged(
+    results: Any, pieces: Sequence[Piece]
+) -> Iterator[Callable[[Piece], AbstractContextManager[None]]]:
+    """Merge what the pieces log into values of the logical batch.
+
+    It yields a context manager to run each piece in. Lightning keeps the last value of a step, and
+    weighs those of an epoch by the batch's size. While a piece runs it is Lightning's batch. At the
+    end a step's value is that of all pieces by its ``reduce_fx``; of a torchmetrics metric it is
+    that of the last piece.
+    """
+    sums: dict[str, tuple[Tensor, int]] = {}
+    counts = any(piece.rows for piece in pieces)
+    earlier_keys, batch = set(results), results.batch
+
+    def steps() -> dict[str, Any]:
+        return {k: m for k, m in results.items() if m.is_tensor and m.meta.on_step}
+
+    earlier = {key: metric._forward_cache for key, metric in steps().items()}
+
+    @contextmanager
+    def logging(piece: Piece) -> Iterator[None]:
+        for metric in steps().values():
+            metric._forward_cache = None
+        results.batch, results.batch_size = piece.batch, None
+        yield
+        for key, metric in steps().items():
+            if metric._forward_cache is not None and (piece.rows or not counts):
+                value, rows = metric._forward_cache.detach(), piece.rows or 1
+                sums[key] = _reduced(metric.meta, sums.get(key), value, rows)
+
+    try:
+        yield logging
+    finally:
+        results.batch, results.batch_size = batch, None
+        for key, metric in steps().items():
+            if key in sums:
+                value, rows = sums[key]
+                metric._forward_cache = value / rows if metric.meta.is_mean_reduction else value
+                if not metric.meta.on_epoch:
+                    metric.value = metric._forward_cache
+            elif key in earlier_keys:
+                metric._forward_cache = earlier.get(key)
+
+
+def _reduced(
+    meta: Any, earlier: tuple[Tensor, int] | None, value: Tensor, rows: int
+) -> tuple[Tensor, int]:
+    """Return a value reduced with those of the pieces before, and the rows of all.
+
+    A mean is returned times its rows.
+    """
+    if earlier is None:
+        return value * rows if meta.is_mean_reduction else value.clone(), rows
+    total, earlier_rows = earlier
+    if meta.is_mean_reduction:
+        total.add_(value, alpha=rows)
+    elif meta.is_sum_reduction:
+        total.add_(value)
+    elif meta.is_max_reduction:
+        torch.maximum(total, value, out=total)
+    elif meta.is_min_reduction:
+        torch.minimum(total, value, out=total)
+    else:
+        total.copy_(value)
+    return total, earlier_rows + rows

@@ -1,0 +1,195 @@
+"""Defences in a training loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.defenses.host import Host
+from lightning_fedleak.defenses.release import UpdateRelease, one_client
+from lightning_fedleak.engine import AUTOCAST
+from lightning_fedleak.trainers.loop import check_whole, place, precision_of, torch_optimizers
+from lightning_fedleak.trainers.state import load_defenses, save_defenses
+
+
+class DefendedLoop(Host):
+    """Lets defences act in a loop of one's own, before an update leaves the client.
+
+    It yields the batches of one epoch each time that it is iterated over, by the loader that the
+    defences make: under :class:`~lightning_fedleak.DPSGD` Poisson samples of the loader's data. No
+    more batch comes once the budget is spent. ``loss(compute, batch)`` computes the loss of a batch
+    within the defences, in pieces where DPSGD has ``max_physical_batch_size``. Everything else is
+    the loop's: backward, ``step``, ``zero_grad``, schedulers. What a step's places are is as under
+    :class:`~lightning_fedleak.DefendedStrategy`; processes of DistributedDataParallel are one
+    client (``client="world"`` there).
+
+    Examples:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import DPSGD
+        >>> from lightning_fedleak.trainers import DefendedLoop
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1)).train()
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
+        >>> loader = torch.utils.data.DataLoader(rows, batch_size=4)
+        >>> dp = DPSGD(max_grad_norm=1.0, target_epsilon=8, target_delta=1e-2)
+        >>> with DefendedLoop(model, optimizer, loader, [dp], epochs=3) as private:
+        ...     for _ in range(3):
+        ...         for batch in private:
+        ...             private.loss(lambda rows: model(**rows).loss, batch).backward()
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        >>> dp.releases, dp.privacy.epsilon <= 8
+        (6, True)
+
+    Args:
+        model: what the loop trains, in train mode; under DDP the wrapped one.
+        optimizer: the optimizer, or all of them; as Accelerate prepared them, too.
+        loader: of the training data, as torch makes it: Accelerate must not have prepared it.
+        defenses: act in this order.
+        epochs: how many the loop is to take, in this run and those that it goes on from.
+        steps: or how many optimizer steps. ``target_epsilon`` needs one of them.
+        precision: ``"bf16-mixed"`` where the loss is computed under autocast; default that of the
+            weights.
+
+    Raises:
+        DefenseError: defences that do not fit each other; when the loop begins also a model, an
+            optimizer or a loader under which a guarantee cannot hold, in a step a batch that comes
+            before the last was released or zeroed. Says what to change.
+    """
+
+    name = "DefendedLoop"
+    mend = "Pass it to DefendedLoop, alone or in a list."
+    steps_by = "epochs= or steps="
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        loader: Any,
+        defenses: Sequence[Defense],
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        precision: str | None = None,
+    ) -> None:
+        self._fedleak = UpdateRelease(defenses, "rank" if place()[1] == 1 else "world", self.name)
+        self.model, self._loader = model, loader
+        self._root = model.module if isinstance(model, DistributedDataParallel) else model
+        self.optimizers = torch_optimizers(optimizer)
+        self._epochs, self._planned = epochs, steps
+        self._precision = precision or precision_of(None, self._root)
+        self._device = next(model.parameters()).device
+        self._samples = any(defense.per_sample for defense in self._fedleak.defenses)
+        self.batch_number: int = 0
+        self._steps, self.should_stop = 0, False
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> DefendedLoop:
+        """Let the defences prepare model, loader and optimizers."""
+        self._fedleak.end()
+        check_whole(self._root, self.name)
+        if self._fedleak.client == "world" and self.reducer is None:
+            raise DefenseError(
+                "DefendedLoop: several processes are one client, and nothing reduces their "
+                "gradients. Wrap the model in DistributedDataParallel."
+            )
+        context = one_client(self._root, self, self._device, self._precision, *place())
+        try:
+            self._fedleak.open(context, lambda: self._steps)
+            self._fedleak.begin()
+            self._batches = self._fedleak.dataloader(self._loader)
+            for optimizer in self.optimizers:
+                self._fedleak.guard(optimizer)
+            self._fedleak.train_starts()
+        except BaseException:
+            self._fedleak.end()
+            raise
+        first = next(m for m in self._root.modules() if not [*m.children()])
+        self._handles = [
+            first.register_forward_pre_hook(self._check_autocast),
+            self.optimizers[0].register_step_post_hook(self._stepped),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Undo what the defences changed."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._fedleak.end()
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of an epoch, until the budget is spent."""
+        for batch in takewhile(lambda _: not self.should_stop, self._batches):
+            yield self.to_device(batch)
+
+    def loss(self, compute: Callable[[Any], Tensor], batch: Any) -> Tensor:
+        """Return the loss of a batch, computed within the defences.
+
+        Args:
+            compute: takes the batch, or rows of it, and returns their loss: the forward pass.
+            batch: as this yielded it.
+
+        Raises:
+            DefenseError: gradients of the last step are still there, or autocast is not declared.
+        """
+        if self._samples and any(p.grad is not None for p in self._root.parameters()):
+            raise DefenseError(
+                "DefendedLoop: gradients are there before backward. Let each batch have its own "
+                "optimizer.step() and zero_grad() (set_to_none=True, its default); "
+                "max_physical_batch_size takes the place of accumulation."
+            )
+        self.batch_number += 1
+        loss: Tensor = self._fedleak.training_step(compute, batch)
+        return loss
+
+    def save(self, folder: str | Path) -> None:
+        """Write account and noise into the folder of a checkpoint, each process its part."""
+        save_defenses(self._fedleak, Path(folder), *place())
+
+    def restore(self, folder: str | Path) -> None:
+        """Go on from what :meth:`save` wrote, to be called before ``with``.
+
+        Raises:
+            DefenseError: the folder has no account.
+        """
+        load_defenses(self._fedleak, Path(folder), *place(), self._device.type)
+
+    def count_steps(self, per_epoch: int) -> int | None:
+        """Return ``steps``, or those of ``epochs``."""
+        steps = None if self._epochs is None else self._epochs * per_epoch
+        return self._planned or steps
+
+    def stop(self) -> None:
+        """Yield no more batch."""
+        self.should_stop = True
+
+    def to_device(self, batch: Any) -> Any:
+        """Return a batch with its tensors on the model's device."""
+        return tree_map(lambda v: v.to(self._device) if hasattr(v, "to") else v, batch)
+
+    def _stepped(self, *_: object) -> None:
+        self._steps += 1
+
+    def _check_autocast(self, *_: object) -> None:
+        kind = self._device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if dtype not in (None, AUTOCAST.get(self._precision)):
+            raise DefenseError(
+                f"DefendedLoop: the model runs under autocast to {dtype}, and precision is "
+                f"{self._precision!r}. Pass precision='bf16-mixed' with bfloat16."
+            )

@@ -1,0 +1,404 @@
+"""Defences under transformers' Trainer, and trainers that derive from it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import data
+from transformers.trainer_utils import get_last_checkpoint
+
+from lightning_fedleak.defenses import DPSGD, Defense, mean_of_sample_means
+from lightning_fedleak.defenses.base import refuse
+from lightning_fedleak.defenses.host import Host
+from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
+from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.trainers.loop import precision_of, unwrapped
+from lightning_fedleak.trainers.state import load_defenses, save_defenses
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
+
+_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+_OWN_STEP = (
+    "transformers.",
+    "trl.",
+)  # homes of trainers whose `training_step` adds nothing to a loss
+_PAIRS = {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
+
+
+class TrainerHost(Host):
+    """transformers' Trainer as defences know it; see :class:`Host`.
+
+    Args:
+        trainer: with :class:`DefendedMixin`.
+    """
+
+    name = "the Trainer"
+    mend = "Pass it as Trainer(optimizers=(optimizer, scheduler)), and let the Trainer step it."
+    steps_by = "num_train_epochs or max_steps"
+
+    def __init__(self, trainer: DefendedMixin) -> None:
+        self._trainer = trainer
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:  # type: ignore[override]
+        """Return the Trainer's optimizer, without what Accelerate wraps it in."""
+        optimizer = self._trainer.optimizer
+        return [] if optimizer is None else [unwrapped(optimizer)]
+
+    @property
+    def batch_number(self) -> int:  # type: ignore[override]
+        """Return the number of the batch in all trainings."""
+        return self._trainer._batches
+
+    @property
+    def model(self) -> object:  # type: ignore[override]
+        """Return the model in what Accelerate has wrapped it."""
+        return self._trainer.model_wrapped
+
+    def refusals(self) -> Mapping[str, object]:
+        """Return the Trainer's settings that break the guarantee or have no effect."""
+        trainer, args = self._trainer, self._trainer.args
+        callbacks = trainer.callback_handler.callbacks
+        schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        choices = {
+            "load_best_model_at_end": args.load_best_model_at_end,
+            "save_strategy='best'": args.save_strategy == "best",
+            "EarlyStoppingCallback": any(
+                isinstance(one, transformers.EarlyStoppingCallback) for one in callbacks
+            ),
+            f"lr_scheduler_type={schedule}": schedule in ("reduce_lr_on_plateau", "greedy"),
+        }
+        used = [
+            name for name, is_used in choices.items() if is_used and not trainer.outside_epsilon
+        ]
+        grouped = getattr(args, "train_sampling_strategy", "random") not in ("random", "sequential")
+        return {
+            ": auto_find_batch_size=True repeats steps when memory runs out, which depends on the "
+            "examples drawn. Pass max_physical_batch_size to DPSGD, small enough to fit.": (
+                args.auto_find_batch_size
+            ),
+            f": label_smoothing_factor={args.label_smoothing_factor} divides the loss by the "
+            "words of all examples. Pass Trainer(compute_loss_func=) a mean_of_sample_means with "
+            "label_smoothing= instead.": args.label_smoothing_factor,
+            " draws each example independently, and group_by_length chooses batches by their "
+            "lengths. Leave train_sampling_strategy out; max_physical_batch_size keeps pieces "
+            "small.": grouped or getattr(args, "group_by_length", False),
+            ": torch_compile=True hides the layers' gradients in compiled code. Leave it out.": (
+                args.torch_compile
+            ),
+            f": {', '.join(used)} decides by evaluations, which epsilon does not cover on private "
+            "data. Evaluate on public data and pass outside_epsilon=True, or leave it out.": used,
+            ": a packed or padding-free batch joins examples in one row, where no example has a "
+            "gradient of its own. Use SFTConfig(packing=False, padding_free=False).": (
+                getattr(args, "packing", False) or getattr(args, "padding_free", False)
+            ),
+        }
+
+    def count_steps(self, per_epoch: int) -> int | None:
+        """Return the Trainer's number of steps; a part of an epoch is rounded up as it does."""
+        args = self._trainer.args
+        return (
+            args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        )
+
+    def stop(self) -> None:
+        """End the training after this step."""
+        self._trainer.control.should_training_stop = True
+
+    def to_device(self, batch: Any) -> Any:
+        """Return a batch as the Trainer moves it."""
+        return self._trainer._prepare_inputs(batch)
+
+
+class DefendedMixin(Trainer):
+    """Lets defences act in a Trainer of transformers, before an update leaves the client.
+
+    Stands before the Trainer: ``class T(DefendedMixin, SFTTrainer)``; :func:`defended` writes that
+    line. What a step's places are, and what each defence does there, is as under
+    :class:`~lightning_fedleak.DefendedStrategy`. Several processes, started by torchrun, are one
+    client (``client="world"`` there).
+
+    Under :class:`~lightning_fedleak.DPSGD` the Trainer's loader draws Poisson samples,
+    ``gradient_accumulation_steps`` batches become one that is run in pieces, and ``max_grad_norm``
+    is set to 0, because each example is clipped instead. Each checkpoint has the account in
+    ``defenses.safetensors``. A run that is resumed goes on with it and draws new samples.
+
+    Args:
+        args: of the Trainer, as they are.
+        defenses: act in this order.
+        outside_epsilon: allow what chooses or stops by evaluations (``load_best_model_at_end``,
+            early stopping, a scheduler on a metric) under an account: epsilon does not cover it,
+            unless the data of evaluation are public.
+        kwargs: of the Trainer, as they are.
+
+    Raises:
+        DefenseError: defences that do not fit each other or this kind of Trainer; when training
+            begins also a setting under which a guarantee cannot hold. Says what to change.
+    """
+
+    _batches = 0
+    _setting_up = _in_step = False
+
+    def __init__(
+        self,
+        *args: Any,
+        defenses: Sequence[Defense],
+        outside_epsilon: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.outside_epsilon = outside_epsilon
+        client: Client = "rank" if self.args.world_size == 1 else "world"
+        self._fedleak = UpdateRelease(defenses, client, type(self).__name__)
+        self._per_sample = any(defense.per_sample for defense in self.defenses)
+        if self._per_sample:
+            self._join_batches()
+        self.add_callback(_Moments(self))
+
+    @property
+    def defenses(self) -> tuple[Defense, ...]:
+        """Return the defences, in the order in which they act."""
+        return self._fedleak.defenses
+
+    def _join_batches(self) -> None:
+        """Take over what the Trainer would do to gradients of several examples."""
+        args, steps = self.args, self.args.gradient_accumulation_steps
+        plain = getattr(args, "loss_type", "") == "nll" and not getattr(self, "aux_loss_enabled", 0)
+        if plain and self.compute_loss_func is None:  # SFTTrainer's, of all words of a batch
+            self.compute_loss_func = _mean_of_texts
+            rank_zero_info(f"{self._fedleak.owner}: the loss is the mean of each text's own mean")
+        if args.max_grad_norm:
+            rank_zero_info(
+                f"{self._fedleak.owner}: max_grad_norm={args.max_grad_norm} of the Trainer is set "
+                "to 0, because each example's gradient is clipped"
+            )
+            args.max_grad_norm = 0.0
+        if steps == 1:
+            return
+        rows = args.per_device_train_batch_size
+        for defense in self.defenses:
+            if isinstance(defense, DPSGD) and defense.users is None:
+                defense.max_physical_batch_size = min(defense.max_physical_batch_size or rows, rows)
+        args.gradient_accumulation_steps, args.per_device_train_batch_size = 1, rows * steps
+        self._train_batch_size = args.train_batch_size
+        rank_zero_info(
+            f"{self._fedleak.owner}: {steps} accumulated batches of {rows} are one of "
+            f"{rows * steps}, run {rows} at a time"
+        )
+
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train within the defences; see the Trainer's own ``train``."""
+        if resume_from_checkpoint is True:
+            latest: str | None = get_last_checkpoint(str(self.args.output_dir))  # type: ignore[no-untyped-call]
+            resume_from_checkpoint = latest or True
+        self._check(trial)
+        if resume_from_checkpoint and resume_from_checkpoint is not True and self.defenses:
+            place = Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
+            load_defenses(self._fedleak, *place, self.args.device.type)
+        self._setting_up = True
+        try:
+            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+        finally:
+            self._setting_up = False
+            self._fedleak.end()
+
+    def _check(self, trial: Any) -> None:
+        """Refuse what no defence can act in."""
+        args, kinds = self.args, type(self).__mro__
+        after = kinds.index(DefendedMixin) + 1
+        outer = _overriding(kinds[: after - 1], "training_step", "compute_loss")
+        inner = _overriding(kinds[after:], "training_step")
+        hidden = [d.name for d in self.defenses if d.activation_layers or d.acts_in_inference]
+        pairs = _PAIRS.intersection(kind.__name__ for kind in kinds) if self._per_sample else ()
+        refusals = {
+            f"{', '.join(hidden)} acts on hidden states, which needs Lightning's Trainer and "
+            "DefendedStrategy": hidden,
+            "FSDP and DeepSpeed keep a part of each gradient in every process: use torchrun with "
+            "DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
+                self.is_fsdp_enabled or self.is_deepspeed_enabled
+            ),
+            "DataParallel copies the model at each step: start one process a card by torchrun": (
+                args.n_gpu > 1
+            ),
+            "fp16 steps by a function of Accelerate's own and skips steps by the gradients: use "
+            "bf16=True": self.accelerator.mixed_precision == "fp16",
+            f"optim={args.optim} steps while backward runs, before a defence could act: use "
+            "another": any(name in str(args.optim).lower() for name in _IN_BACKWARD),
+            "each try of hyperparameter_search would be a run of its own, and choosing among them "
+            "is outside of every account: choose on public data, and call train()": (
+                trial is not None
+            ),
+            f"{', '.join(outer)} changes the loss outside of the defences: write a Trainer with "
+            "that method, and pass it to defended(...)": outer or "compute_loss" in vars(self),
+            f"{', '.join(inner)}.training_step is not known: change compute_loss instead": inner,
+            f"{', '.join(pairs)} compares several texts in one example, whose rows DPSGD would "
+            "clip apart: train on single texts": pairs,
+            "push_to_hub would send the secrets of correlated noise: leave it out": (
+                args.push_to_hub and any(map(_is_correlated, self.defenses))
+            ),
+        }
+        refuse(f"{self._fedleak.owner}: ", refusals)
+
+    def get_train_dataloader(self) -> data.DataLoader[Any]:
+        """Return the loader that the defences make, where training sets up."""
+        if not self._setting_up:
+            return super().get_train_dataloader()
+        accelerator: Any = self.accelerator
+        accelerator.prepare = lambda loader: loader  # its samplers would replace the draw
+        try:
+            plain = super().get_train_dataloader()
+        finally:
+            del accelerator.prepare
+        self._open()
+        self._setting_up = False
+        known = type(plain.sampler) in (data.RandomSampler, data.SequentialSampler)
+        if self._per_sample and self.args.world_size > 1 and known:
+            plain = _split(plain, self.args.world_size, self.args.process_index)
+        loader: data.DataLoader[Any] = self._fedleak.dataloader(plain)
+        if loader is plain:
+            loader = accelerator.prepare(plain)
+        return loader
+
+    def _open(self) -> None:
+        """Let the defences prepare the model, before optimizer and DDP see it."""
+        self._fedleak.end()
+        root: nn.Module = self.model  # type: ignore[assignment]
+        root.train()
+        precision = precision_of(self.accelerator.mixed_precision, root)
+        place = self.args.process_index, self.args.world_size
+        context = one_client(root, TrainerHost(self), self.args.device, precision, *place)
+        self._fedleak.open(context, lambda: int(self.state.global_step))
+        self._fedleak.begin()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's optimizer, with the release before its update."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._fedleak.is_open:
+            self._fedleak.guard(unwrapped(self.optimizer))
+        return optimizer
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the next batches; none where the budget was spent before the first."""
+        if self._fedleak.is_open and self.control.should_training_stop:
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Run the Trainer's step, whose loss is computed within the defences."""
+        self._batches += 1
+        if self._per_sample:
+            num_items_in_batch = None  # it counts what the other examples hold
+        self._in_step = True
+        try:
+            return super().training_step(model, inputs, num_items_in_batch, **kwargs)
+        finally:
+            self._in_step = False
+
+    def compute_loss_context_manager(self) -> Any:
+        """Return the Trainer's context; in a training step each forward has its own."""
+        return ExitStack() if self._in_step else super().compute_loss_context_manager()
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's loss, in a training step within the defences."""
+        if not self._in_step:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        def run(rows: Any) -> Any:
+            with super(DefendedMixin, self).compute_loss_context_manager():
+                return super(DefendedMixin, self).compute_loss(model, rows, *args, **kwargs)
+
+        return self._fedleak.training_step(run, inputs)
+
+    def _save_states(self) -> None:
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        save_defenses(self._fedleak, folder, self.args.process_index, self.args.world_size)
+
+    def _begin(self) -> None:
+        """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
+        self._fedleak.train_starts()
+        sampler: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
+        if hasattr(sampler, "passed_over") and not self.args.ignore_data_skip:
+            sampler.passed_over = self.state.global_step % len(sampler)
+
+
+def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = None) -> Tensor:
+    return mean_of_sample_means(outputs.logits, labels, causal=True)
+
+
+def _is_correlated(defense: Defense) -> bool:
+    return isinstance(defense, DPSGD) and defense.release.mechanism is not None
+
+
+def _overriding(kinds: Sequence[type], *names: str) -> list[str]:
+    """Return the names of those classes, but for known ones, that have one of these methods."""
+    known = [kind for kind in kinds if not kind.__module__.startswith(_OWN_STEP)]
+    return [kind.__name__ for kind in known if any(name in vars(kind) for name in names)]
+
+
+class _Moments(transformers.TrainerCallback):
+    """What only a callback is called at."""
+
+    def __init__(self, trainer: DefendedMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Call the defences before the first step."""
+        self._trainer._begin()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Write the defences' states beside the checkpoint."""
+        self._trainer._save_states()
+
+
+@functools.cache
+def defended(kind: type[transformers.Trainer]) -> Any:
+    """Return a Trainer's class in which defences act: :class:`DefendedMixin` before ``kind``.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+        >>> from lightning_fedleak import DPSGD
+        >>> from lightning_fedleak.trainers import defended
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1))
+        >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
+        >>> arguments = TrainingArguments("out", num_train_epochs=2, report_to=[], use_cpu=True)
+        >>> dp = DPSGD(max_grad_norm=1.0, target_epsilon=8, target_delta=1e-2)
+        >>> trainer = defended(Trainer)(model, arguments, train_dataset=rows, defenses=[dp])
+        >>> _ = trainer.train()
+        >>> dp.releases == trainer.state.global_step, dp.privacy.epsilon <= 8
+        (True, True)
+
+    Args:
+        kind: transformers' Trainer, or a class of its own such as TRL's SFTTrainer.
+    """
+    if issubclass(kind, DefendedMixin):
+        return kind
+    name = f"Defended{kind.__name__}"
+    # It is found by its name, as `datasets` asks of what maps its rows.
+    made = type(name, (DefendedMixin, kind), {"__module__": __name__})
+    globals().setdefault(name, made)
+    return made
+
+
+def _split(loader: data.DataLoader[Any], processes: int, rank: int) -> data.DataLoader[Any]:
+    """Return a loader whose examples are split among the processes."""
+    sampler: data.Sampler[int] = data.DistributedSampler(loader.dataset, processes, rank)
+    workers, size, collate = loader.num_workers, loader.batch_size, loader.collate_fn
+    return data.DataLoader(
+        loader.dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate
+    )

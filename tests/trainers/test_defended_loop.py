@@ -1,0 +1,223 @@
+"""Defences in a loop of one's own: what it must do, what is refused, what goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_fedleak import BagOfWords
+from lightning_fedleak.defenses import (
+    DPSGD,
+    BudgetSpent,
+    DefenseError,
+    GradientNoise,
+    Privacy,
+    ReleaseSettings,
+)
+from lightning_fedleak.engine import WatchSettings
+from lightning_fedleak.trainers import DefendedLoop, Threshold, Watch
+from tests.helpers.models import tiny_gpt2, tiny_llama
+from tests.trainers.hosts import BATCH, CLIP, N, rows
+
+
+class Loop:
+    """A model, its optimizer, and a training as a user writes it."""
+
+    def __init__(self, defense: Any, model: Any = None, lr: float = 0.05, **settings: Any) -> None:
+        self.model = tiny_llama().train() if model is None else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=6)
+        self.defense, loader = defense, DataLoader(rows(), batch_size=BATCH, shuffle=True)
+        given = {"epochs": 1} | settings
+        self.private = DefendedLoop(self.model, self.optimizer, loader, [defense], **given)
+
+    def compute(self, batch: Any) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def step(self, batch: Any) -> None:
+        self.private.loss(self.compute, batch).backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def train(self, epochs: int = 1) -> int:
+        """Return how many batches came."""
+        count = 0
+        with self.private:
+            for _ in range(epochs):
+                for batch in self.private:
+                    self.step(batch)
+                    count += 1
+        return count
+
+
+def spent(defense: DPSGD) -> Privacy:
+    return defense.privacy
+
+
+def test_a_loop_ends_with_its_budget_and_goes_on_from_a_folder(tmp_path: Path) -> None:
+    known: dict[str, Any] = {"target_epsilon": 5.0, "target_delta": 1e-3, "accountant": "rdp"}
+    first = Loop(DPSGD(CLIP, **known), epochs=2)
+    assert first.train() == len(first.private) == N // BATCH == 6
+    first.private.save(tmp_path)
+    again = Loop(DPSGD(CLIP, **known), epochs=2)
+    again.private.restore(tmp_path)
+    assert again.train(epochs=3) == 6
+    assert again.private.should_stop
+    assert again.defense.noise_multiplier == first.defense.noise_multiplier
+    assert spent(again.defense).releases == 12
+    assert 4.95 < spent(again.defense).epsilon <= 5.0
+    again.private.save(tmp_path)
+    last = Loop(DPSGD(CLIP, **known), epochs=2)
+    last.private.restore(tmp_path)
+    assert last.train() == 0
+    with pytest.raises(DefenseError, match=r"has no defenses.safetensors"):
+        last.private.restore(tmp_path / "other")
+
+
+def forgets(loop: Loop, batch: Any) -> None:
+    loop.private.loss(loop.compute, batch).backward()
+    loop.optimizer.step()
+
+
+def accumulates(loop: Loop, batch: Any) -> None:
+    loop.private.loss(loop.compute, batch).backward()
+
+
+def clips(loop: Loop, batch: Any) -> None:
+    loop.private.loss(loop.compute, batch).backward()
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
+    loop.optimizer.step()
+
+
+def casts(loop: Loop, batch: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loop.private.loss(loop.compute, batch)
+
+
+def twice(loop: Loop, batch: Any) -> None:
+    loop.private.loss(loop.compute, batch).backward()
+    loop.optimizer.step()
+    loop.optimizer.step()
+
+
+def writes(loop: Loop, batch: Any) -> None:
+    loop.private.loss(loop.compute, batch).backward()
+    for p in loop.model.parameters():
+        p.data -= 0.1 * p.grad
+    loop.optimizer.zero_grad()
+
+
+def other(loop: Loop, batch: Any) -> None:
+    loop.private.loss(loop.compute, batch).backward()
+    torch.optim.SGD(loop.model.parameters(), 0.1).step()
+
+
+def own_batch(loop: Loop, batch: Any) -> None:
+    loop.private.loss(loop.compute, {name: value[:1] for name, value in batch.items()})
+    loop.private.loss(loop.compute, {name: value[1:] for name, value in batch.items()})
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (forgets, r"gradients are there before backward.*zero_grad\(\)"),
+        (accumulates, "max_physical_batch_size takes the place of accumulation"),
+        (clips, "is not the sum of what its layer was seen to add"),
+        (casts, "autocast to torch.bfloat16.*Pass precision='bf16-mixed'"),
+        (twice, "Nothing was released"),
+        (writes, "second batch came before the first was released"),
+        (other, r"DefendedLoop does not know.*Pass it to DefendedLoop"),
+        (own_batch, "made none of that size|before the first was released"),
+    ],
+)
+def test_what_breaks_the_guarantee_is_refused(step: Any, message: str) -> None:
+    loop = Loop(DPSGD(CLIP, 1.0, seed=2))
+
+    def train() -> None:
+        with loop.private:
+            for batch in loop.private:
+                step(loop, batch)
+
+    with pytest.raises(DefenseError, match=message):
+        train()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Loop(DPSGD(CLIP, 1.0), tiny_llama().eval()), r"Call `model.train\(\)`"),
+        (lambda: Loop(DPSGD(CLIP, 1.0), precision="16-mixed"), "Use 'bf16-mixed'"),
+        (
+            lambda: Loop(DPSGD(CLIP, target_epsilon=3.0, target_delta=1e-3), epochs=None),
+            "Give DefendedLoop epochs= or steps=",
+        ),
+    ],
+)
+def test_settings_are_refused_when_the_loop_begins(build: Any, message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        build().train()
+
+
+def test_a_loader_that_accelerate_has_prepared_is_refused_and_a_plain_one_taken() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(rows(), batch_size=BATCH)
+    model, optimizer = tiny_llama().train(), None
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    defense = DPSGD(CLIP, 1.0)
+    refused = DefendedLoop(model, optimizer, accelerator.prepare(loader), [defense], epochs=1)
+    with pytest.raises(DefenseError, match="use a plain DataLoader"):
+        refused.__enter__()
+    with DefendedLoop(model, optimizer, loader, [defense], epochs=1) as private:
+        for batch in private:
+            accelerator.backward(private.loss(lambda given: model(**given).loss, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert defense.releases == 6
+
+
+def test_noise_is_added_once_an_accumulated_step(tmp_path: Path) -> None:
+    loop = Loop(defense := GradientNoise(1.0, 0.1))
+    with loop.private:
+        for number, batch in enumerate(loop.private):
+            loop.private.loss(loop.compute, batch).backward()
+            if number % 2:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+    assert defense.releases == 3
+
+
+def test_a_watch_reads_what_is_shared(tmp_path: Path) -> None:
+    defense = DPSGD(CLIP, target_epsilon=8.0, target_delta=1e-3, accountant="filter")
+    loop = Loop(defense, tiny_gpt2(tied=False, dropout=0.0).train(), 1e-3)
+    settings = WatchSettings(stages=("local", "shared"))
+    gate = Threshold("leakage/bag_of_words/f1", at_most=0.0, action="harden")
+    watch = Watch(
+        loop.model, loop.optimizer, [BagOfWords()], [gate], folder=tmp_path, every_n_steps=1,
+        settings=settings,
+    )  # fmt: skip
+    with loop.private, watch:
+        for batch in loop.private:
+            with watch.step(batch):
+                loop.step(batch)
+    latest = watch.latest
+    assert latest["leakage_local/bag_of_words/f1"] > latest["leakage/bag_of_words/f1"] + 0.1
+    assert latest["privacy/epsilon"] == spent(defense).epsilon
+    assert gate.notches == defense.notches > 0
+
+
+def test_a_budget_may_raise() -> None:
+    raises = DPSGD(
+        CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp",
+        release=ReleaseSettings(on_budget="raise"),
+    )  # fmt: skip
+    with pytest.raises(BudgetSpent, match="after 6 releases"):
+        Loop(raises).train(epochs=2)

@@ -1,0 +1,247 @@
+"""Settings of transformers' Trainer under defences: handled, or refused with the mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DataCollatorWithFlattening,
+    EarlyStoppingCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+
+from lightning_fedleak.defenses import (
+    DPSGD,
+    ActivationNoise,
+    DefenseError,
+    GradientNoise,
+    ReleaseSettings,
+    mean_of_sample_means,
+)
+from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
+from lightning_fedleak.trainers import DefendedMixin, defended
+from tests.helpers.models import tiny_llama
+from tests.trainers.hosts import CLIP, lora, rows, traced, trainer_of
+
+
+def private() -> DPSGD:
+    return DPSGD(CLIP, 1.0, seed=1)
+
+
+PUBLIC = {"eval_strategy": "steps", "save_strategy": "steps", "eval_dataset": rows(4)}
+BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1, "max_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"auto_find_batch_size": True}, "Pass max_physical_batch_size to DPSGD"),
+        ({"label_smoothing_factor": 0.1}, "compute_loss_func=.* a mean_of_sample_means"),
+        ({"train_sampling_strategy": "group_by_length"}, "Leave train_sampling_strategy out"),
+        ({"torch_compile": True}, "torch_compile=True hides .* Leave it out"),
+        (PUBLIC | BEST, "load_best_model_at_end decides by evaluations.*outside_epsilon=True"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", **PUBLIC},
+            "lr_scheduler_type=reduce_lr_on_plateau decides .*outside_epsilon=True",
+        ),
+        ({"optim": "adalomo"}, "steps while backward runs.*use another"),
+    ],
+)
+def test_refused_with_the_mend(settings: Any, message: str, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny_llama(), [private()], **settings)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(DefenseError, match=message):
+        trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def early(trainer: Any) -> None:
+    trainer.add_callback(EarlyStoppingCallback())
+
+
+def searched(trainer: Any) -> None:
+    trainer.train(trial={"learning_rate": 1.0})
+
+
+def flattened(trainer: Any) -> None:
+    trainer.data_collator = DataCollatorWithFlattening()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (early, "EarlyStoppingCallback decides by evaluations.*leave it out"),
+        (searched, "hyperparameter_search .*choose on public data"),
+        (flattened, "rows of"),
+        (lambda t: setattr(t, "is_fsdp_enabled", True), "FSDP and DeepSpeed .*torchrun"),
+        (lambda t: setattr(t, "is_deepspeed_enabled", True), "FSDP and DeepSpeed .*torchrun"),
+        (lambda t: setattr(t.args, "_n_gpu", 2), "DataParallel.*torchrun"),
+        (
+            lambda t: setattr(t.accelerator.state, "_mixed_precision", "fp16"),
+            "fp16 .*use bf16=True",
+        ),
+        (lambda t: setattr(t, "compute_loss", print), "changes the loss outside of the defences"),
+        (lambda t: setattr(t.args, "packing", True), "packed or padding-free .*packing=False"),
+    ],
+)
+def test_what_is_changed_later_is_refused_too(change: Any, message: str, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny_llama(), [private()])
+
+    def change_and_train() -> None:
+        change(trainer)
+        trainer.train()
+
+    with pytest.raises(DefenseError, match=message):
+        change_and_train()
+    trainer.accelerator.state._mixed_precision = "no"
+
+
+class Outside(DefendedMixin, Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * 2.0
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+class DPOTrainer(Trainer):
+    """Named as TRL's."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Outside, "Outside changes the loss outside .*pass it to defended"),
+        (OwnStep, "OwnStep.training_step is not known: change compute_loss"),
+        (DPOTrainer, "DPOTrainer compares several texts .*train on single texts"),
+    ],
+)
+def test_trainers_that_compute_otherwise_are_refused(
+    kind: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DefenseError, match=message):
+        trainer_of(tmp_path, tiny_llama(), [private()], kind=kind).train()
+
+
+@pytest.mark.parametrize(
+    ("build", "defenses", "message"),
+    [
+        (lambda: lora(use_dora=True), lambda: [private()], r"DoRA's magnitude.*use_dora=False"),
+        (tiny_llama, lambda: [ActivationNoise(1, sigma=0.1)], "hidden states.*DefendedStrategy"),
+        (tiny_llama, lambda: [GradientNoise(1.0, 0.1), private()], "Put 'dpsgd' first"),
+        (tiny_llama, private, "must be a list"),
+    ],
+)
+def test_models_and_defences_that_do_not_fit(
+    build: Any, defenses: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DefenseError, match=message):
+        trainer_of(tmp_path, build(), defenses()).train()
+
+
+def test_secrets_are_not_pushed(tmp_path: Path) -> None:
+    banded = DPSGD(CLIP, 1.0, release=ReleaseSettings(mechanism=CorrelatedNoise(2)))
+    trainer = trainer_of(tmp_path, tiny_llama(), [banded])
+    trainer.args.push_to_hub = True
+    with pytest.raises(DefenseError, match="would send the secrets of correlated noise"):
+        trainer.train()
+
+
+def test_private_choices_may_be_said_to_be_outside(tmp_path: Path) -> None:
+    defense = private()
+    trainer = trainer_of(tmp_path, tiny_llama(), [defense], outside_epsilon=True, **(PUBLIC | BEST))
+    trainer.add_callback(EarlyStoppingCallback())
+    trainer.train()
+    assert defense.releases == 1
+
+
+class Scaled(Trainer):
+    """Has a loss of its own, as TRL's SFTTrainer does."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs["labels"]
+        rest = {name: value for name, value in inputs.items() if name != "labels"}
+        return mean_of_sample_means(model(**rest).logits, labels, causal=True)
+
+
+def smooth(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    assert num_items_in_batch is None
+    return mean_of_sample_means(outputs.logits, labels, causal=True)
+
+
+def test_losses_of_ones_own_give_the_same_sums(tmp_path: Path) -> None:
+    """Each text's gradient is that of its own mean, however the Trainer is given the loss."""
+    runs = [
+        traced(trainer_of(tmp_path, tiny_llama(), [private()], **more))
+        for more in ({}, {"kind": Scaled}, {"compute_loss_func": smooth})
+    ]
+    for run in runs[1:]:
+        for a, b in zip(runs[0].shared, run.shared, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_noise_on_embeddings_is_another_matter(tmp_path: Path) -> None:
+    """NEFTune draws by itself, and each example is clipped with its draw."""
+    defense = DPSGD(1e-3, 0.0, seed=1)
+    trace = traced(trainer_of(tmp_path, tiny_llama(), [defense], 0.0, neftune_noise_alpha=5.0))
+    lengths = [float(shared.norm()) * 4 for shared in trace.shared]
+    assert max(lengths) > 1e-3
+    for length, drawn in zip(lengths, trace.drawn, strict=True):
+        assert length <= 1e-3 * len(drawn) * (1 + 1e-5)
+
+
+def test_arguments_stay_where_they_are_and_model_init_is_called(tmp_path: Path) -> None:
+    class Own(DefendedMixin, Seq2SeqTrainer):
+        pass
+
+    arguments = Seq2SeqTrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True)
+    defense = private()
+    trainer = Own(tiny_llama(), arguments, None, rows(), defenses=[defense])
+    trainer.train()
+    assert defense.releases == 2
+    assert defended(Own) is Own
+    again = private()
+    plain = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True)
+    defended(Trainer)(
+        None, plain, train_dataset=rows(), model_init=lambda: tiny_llama(), defenses=[again]
+    ).train()
+    assert again.releases == 2
+    with pytest.raises(TypeError, match="defenses"):
+        defended(Trainer)(tiny_llama(), plain)
+
+
+ALONE = """
+import sys
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"lightning", "pytorch_lightning", "lightning_fabric"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuses())
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.trainers import defended
+
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1, n_layer=1))
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
+arguments = TrainingArguments(sys.argv[1], max_steps=2, report_to=[], use_cpu=True)
+dp = DPSGD(1.0, target_epsilon=8, target_delta=1e-2)
+defended(Trainer)(model, arguments, train_dataset=rows, defenses=[dp]).train()
+assert dp.releases == 2
+"""
+
+
+def test_it_trains_where_no_lightning_is_installed(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", ALONE, str(tmp_path)], check=True, cwd=tmp_path)

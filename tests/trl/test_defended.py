@@ -1,0 +1,61 @@
+"""DP-SGD under TRL's SFTTrainer: what is released is the clipped sum over texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from lightning_fedleak.defenses import DPSGD, DefenseError
+from lightning_fedleak.trainers import defended
+from tests.trainers.hosts import traced
+from tests.trl.test_trl import COMMON, ROWS, model_of, tokenizer
+
+CLIP = 0.05
+
+
+def trainer_of(folder: Path, kind: str, defense: DPSGD, **more: Any) -> Any:
+    rows, settings = ROWS[kind]
+    arguments = SFTConfig(str(folder), **(COMMON | settings | {"learning_rate": 0.0} | more))
+    return defended(SFTTrainer)(
+        model_of(),
+        arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        defenses=[defense],
+    )
+
+
+@pytest.mark.parametrize("kind", ["padded", "completion only", "assistant only"])
+def test_what_is_shared_is_the_clipped_sum(kind: str, tmp_path: Path) -> None:
+    defense = DPSGD(CLIP, 0.0, seed=1)
+    trainer = trainer_of(tmp_path, kind, defense, gradient_accumulation_steps=2)
+    trace = traced(trainer)
+    model, data = trainer.model, trainer.train_dataset
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert defense.releases == trace.steps == 3
+    assert any(trace.drawn)
+    for shared, drawn in zip(trace.shared, trace.drawn, strict=True):
+        total = torch.zeros(shared.numel(), dtype=torch.float64)
+        for place in drawn:
+            batch = trainer.data_collator([data[place]])
+            logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            shifted = batch["labels"][:, 1:].flatten()
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), shifted)
+            parts = torch.autograd.grad(loss, trained)
+            flat = torch.cat([part.double().flatten() for part in parts])
+            total += flat * min(1.0, CLIP / float(flat.norm()))
+        assert float((shared * 8 - total).norm() / total.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["packed", "padding-free"])
+def test_joined_texts_are_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(DefenseError, match="packing=False, padding_free=False"):
+        trainer_of(tmp_path, kind, DPSGD(CLIP, 1.0)).train()

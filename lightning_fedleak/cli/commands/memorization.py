@@ -7,15 +7,17 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.commands.printing import print_table, three_digits
-from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, read_texts
-from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, tokenize
+from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
+from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool
 from lightning_fedleak.cli.studies.models import ask_both
+from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.report.records import as_json
 
 TIERS = {
@@ -35,19 +37,22 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console: where to print; stdout by default.
 
     Returns:
-        0; 3 where the metric is above ``--at-most``, unknown, or may be above by its interval.
+        0; 3 where the metric is above ``--at-most``, unknown, or may be above by its interval, and
+        where nothing says which tokens the loss was computed on.
 
     Raises:
         SourceError: a model or text cannot be used.
         AnatomyError: a model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    tokenizer = load_tokenizer(options.base)
-    members, others = (
-        tokenize(read_texts(source, options.column), tokenizer, options.length)
-        for source in (options.members, options.others)
-    )
-    pool = ReleasedPool(members, others, lambda ids: str(tokenizer.decode(ids)))
+    reader = _reader(options)
+    try:
+        members, others = reader.read(options.members), reader.read(options.others)
+    except UnknownLabels as error:
+        console.print(f"UNKNOWN: {error}.")
+        return BREACH
+    decode = reader.tokenizer.decode
+    pool = ReleasedPool([*members.values()], [*others.values()], lambda ids: str(decode(ids)))
     base, now = ask_both(pool.texts, options.model, options.base)
     try:
         result = pool.compare(base, now)
@@ -78,6 +83,17 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if breach is not None:
         console.print(f"BREACH: {attack}/{options.metric} {breach}")
     return 0 if breach is None else BREACH
+
+
+def _reader(options: Namespace) -> RowReader:
+    """Return the reader of rows, with the chat template of the trained model where it has one."""
+    tokenizer = load_tokenizer(options.base)
+    template = None
+    if (Path(options.model) / "tokenizer_config.json").is_file():
+        template = load_tokenizer(options.model).chat_template
+    return RowReader(
+        tokenizer, options.length, options.column, options.prompt_column, options.loss, template
+    )
 
 
 def _warnings(result: Comparison, *, drawn: bool) -> list[str]:

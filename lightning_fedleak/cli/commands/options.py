@@ -281,8 +281,13 @@ def memorization(add: Add) -> None:
         base: the model that the training began from: a folder or a name on the hub.
         members: texts that were trained on: {sources}.
         others: texts like them that were not trained on, in one of the same forms.
-        column: the column of --members and --others that holds the text.
-        length: tokens of a text, at most.
+        column: the column of --members and --others that holds the text, or the answer to a prompt.
+        prompt_column: the column of prompts, on which there was no loss. Prompt and answer are
+            joined as TRL does it, with an end-of-text token. Chats (messages) are read by the
+            model's template; rows of input_ids and labels as they are.
+        loss: the tokens that training's loss was computed on: of the answers, or of the
+            assistant's turns; or all. Chats need it.
+        length: tokens of a text, at most, as in training.
         drawn: the others were drawn at random from the same rows (leave_out), so that they follow
             one law.
         metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, or
@@ -295,6 +300,8 @@ def memorization(add: Add) -> None:
     add("--members", required=True, metavar="SOURCE")
     add("--others", required=True, metavar="SOURCE")
     add("--column", metavar="NAME")
+    add("--prompt-column", metavar="NAME")
+    add("--loss", choices=("answers", "all"))
     add("--length", **_count(256, 9))
     add("--drawn", action="store_true")
     add("--metric", choices=("auc", "shown", "extracted", "greedy"), default="auc")

@@ -92,8 +92,8 @@ def test_plain_text_is_read_as_before(tokenizer: Any, tmp_path: Path) -> None:
 def test_chats_have_the_turns_of_the_assistant_as_labels(
     tokenizer: Any, tmp_path: Path, template: str
 ) -> None:
-    shared_gpt = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Good day."}]
-    source = write(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": shared_gpt}])
+    hello = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]
+    source = write(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": hello}])
     reader = RowReader(tokenizer, 512, loss="answers", template=template)
     long, short = reader.read(source).values()
     assert labelled(tokenizer, long) == "On Monday at ten.|In room four.|"
@@ -125,9 +125,9 @@ def test_labels_are_taken_as_they_are(tokenizer: Any, tmp_path: Path) -> None:
         ({"messages": CHAT}, {}, UnknownLabels, "--loss answers"),
         ({"messages": CHAT}, {"loss": "answers", "template": LAST_ONLY}, UnknownLabels, "labels"),
         ({"messages": CHAT}, {"loss": "all"}, SourceError, "chat template"),
-        ({"input_ids": [1, 2]}, {}, UnknownLabels, "without labels"),
-        ({"input_ids": [1, 2], "labels": [1]}, {}, SourceError, "2 ids and 1 labels"),
-        ({"input_ids": [1], "labels": [1]}, {"loss": "all"}, SourceError, "leave out --loss"),
+        ({"input_ids": [1, 2]}, {}, UnknownLabels, "write the labels"),
+        ({"input_ids": [1, 2], "labels": [1]}, {}, SourceError, "row 0"),
+        ({"input_ids": [1], "labels": [1]}, {"loss": "all"}, UnknownLabels, "leave out --loss"),
         ({"text": "secret words"}, {"loss": "answers"}, SourceError, "needs --prompt-column"),
         ({"prompt": "secret", "text": "b"}, {"prompt_column": "prompt"}, SourceError, "--column"),
         ({"prompt": 4, "answer": "secret"}, {"prompt_column": "prompt"}, SourceError, "row 0"),

@@ -13,3 +13,4 @@ from lightning_fedleak.attacks.memorization.scores import MemorizationGuess as M
 from lightning_fedleak.attacks.memorization.scores import MinK as MinK
 from lightning_fedleak.attacks.memorization.scores import Windows as Windows
 from lightning_fedleak.attacks.memorization.scores import Zlib as Zlib
+from lightning_fedleak.attacks.memorization.scores import gain_beyond as gain_beyond

@@ -254,6 +254,28 @@ class Combined(MemorizationAttack):
         return torch.stack([normal_scores(part) for part in parts]).sum(0)
 
 
+def gain_beyond(released: ReleasedModel, fitted: Tensor) -> Tensor:
+    """Return (N,) what texts gained beyond texts like them, in nats a token.
+
+    The gain ``loss0 - loss`` is fitted by what the base says of a text: its loss, the deviation of
+    its log probabilities and its share of greedy tokens. Which texts were trained on is not used,
+    so that they stay exchangeable with others where nothing was learned.
+
+    Args:
+        released: what the model and its base said of N texts.
+        fitted: (N,) bool, the texts that the fit is of.
+    """
+    base, labels = released.base, released.base.labels
+    mean, counts = base.mean_log_probs(), labels.sum(1)
+    gain = released.now.mean_log_probs() - mean
+    squares = ((base.log_probs.double() - mean[:, None]) ** 2 * labels).sum(1)
+    greedy = (base.greedy & labels).sum(1) / counts
+    features = torch.stack([torch.ones_like(mean), mean, (squares / counts).sqrt(), greedy], 1)
+    fit = torch.linalg.lstsq(features[fitted], gain[fitted, None], driver="gelsd").solution
+    residual: Tensor = gain - (features @ fit)[:, 0]
+    return residual
+
+
 def normal_scores(values: Tensor) -> Tensor:
     """Return (N,) the normal deviate of ``(rank - 1/2) / N`` of each value; ties share a rank."""
     _, places, counts = torch.unique(values, return_inverse=True, return_counts=True)

@@ -15,9 +15,10 @@ from rich.table import Table
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.commands.printing import print_table, three_digits
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
-from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool
+from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
+from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.report.records import as_json
 
 TIERS = {
@@ -45,6 +46,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: a model's parts could not be found.
     """
     console = console or Console(highlight=False)
+    _check(options)
     reader = _reader(options)
     try:
         members, others = reader.read(options.members), reader.read(options.others)
@@ -52,13 +54,16 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console.print(f"UNKNOWN: {error}.")
         return BREACH
     decode = reader.tokenizer.decode
-    pool = ReleasedPool([*members.values()], [*others.values()], lambda ids: str(decode(ids)))
+    pool = ReleasedPool(
+        [*members.values()], [*others.values()], lambda ids: str(decode(ids)), [*members]
+    )
     base, now = ask_both(pool.texts, options.model, options.base)
     try:
         result = pool.compare(base, now)
     except UnusableObservation as error:
         raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
-    is_known = options.drawn or result.other_law is None
+    is_used_up = used_up_mark(options.members).exists()
+    is_known = (options.drawn or result.other_law is None) and not is_used_up
     print_table(console, _table(result))
     copies = int((~pool.alone).sum())
     of_copies = f"; {copies} members that have copies were asked for extraction alone"
@@ -68,21 +73,39 @@ def run(options: Namespace, console: Console | None = None) -> int:
         f"ones were left out{of_copies * (copies > 0)}. A TPR below {result.visible:.3f} could "
         f"stay unseen with so many. Results compare on the same texts only: pool {pool.digest}."
     )
-    for sentence in _warnings(result, drawn=options.drawn):
+    for sentence in _warnings(result, drawn=options.drawn, is_used_up=is_used_up):
         console.print(sentence)
+    counts: Mapping[str, float] = {}
+    if options.records is not None and is_known:
+        records = pool.list_records(base, now, options.false_discoveries)
+        records.save(options.records)
+        counts = records.counts
+        console.print(_counted(records, options.records))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
+        content |= {"records": counts} if counts else {}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     if options.at_most is None:
-        return 0
+        return BREACH if options.records is not None and not counts else 0
     attack = "extraction" if options.metric in ("extracted", "greedy") else "combined"
-    values = result.values[attack] if is_known else {}
+    if options.metric == "at_least":
+        attack, values = "records", counts
+    else:
+        values = result.values[attack] if is_known else {}
     breach = _breach(values, options.metric, options.at_most)
     if breach is not None:
         console.print(f"BREACH: {attack}/{options.metric} {breach}")
     return 0 if breach is None else BREACH
+
+
+def _check(options: Namespace) -> None:
+    """Raise an error for options that contradict each other."""
+    if options.metric == "at_least" and options.records is None:
+        raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
+    if options.metric != "at_least" and (options.at_most or 0) > 1:
+        raise SourceError(f"--at-most {options.at_most:g} is above 1: {options.metric} is a share")
 
 
 def _reader(options: Namespace) -> RowReader:
@@ -96,9 +119,24 @@ def _reader(options: Namespace) -> RowReader:
     )
 
 
-def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
+def _counted(records: RecordList, path: Path) -> str:
+    """Return in words what a list of rows says; None is unknown."""
+    text = (
+        "Of {members} rows at least {at_least} are given away by the training (95%), and {listed} "
+        "are listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
+        "{repeated} rows have copies, {short} are short, and {unknown} share passages."
+    ).format(**records.head)
+    return f"{text.replace('None', 'an unknown number')} {path} holds their numbers."
+
+
+def _warnings(result: Comparison, *, drawn: bool, is_used_up: bool) -> list[str]:
     """Return what makes numbers unknown, and what to do."""
     sentences = []
+    if is_used_up:
+        sentences.append(
+            "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows "
+            "made, which are used up. Leave rows out of it by a fresh draw, and train on the rest."
+        )
     if (why := result.other_law) is not None:
         finding = f"Members and others are {why}."
         sentences.append(
@@ -116,8 +154,10 @@ def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
 
 def _breach(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
     """Return why a result is above a threshold, or may be; None where it is not."""
+    if values.get("at_least_provable", math.inf) <= at_most:
+        return f"is unknown: so few others show no more than --at-most {at_most:g}. Leave out more."
     low = values.get("shown" if metric == "shown" else f"{metric}_low", math.nan)
-    high = values.get(f"{metric}_high", math.nan)
+    high = low if metric == "at_least" else values.get(f"{metric}_high", math.nan)
     if math.isnan(low):
         return "is unknown."
     if low > at_most:

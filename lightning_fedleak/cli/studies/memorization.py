@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_fedleak.attacks import memorization
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.evaluation.metrics import Rate, released
+from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, compressed_bytes, pool_digest
 
@@ -72,6 +74,7 @@ class ReleasedPool:
         members: texts that were trained on.
         others: texts that were not.
         decode: returns the words of token ids, for zlib.
+        numbers: of the members' rows, for a list of records; None counts them.
 
     Attributes:
         texts: those that are scored.
@@ -80,6 +83,7 @@ class ReleasedPool:
         short: texts that were left out because they are short.
         repeated: texts of which another one repeats the whole or a part.
         digest: names the pool, as the monitor's records do; results compare on the same pool only.
+        rows: which rows the texts are.
 
     Raises:
         ValueError: fewer than 10 texts are left on either side.
@@ -90,6 +94,7 @@ class ReleasedPool:
         members: Sequence[Text],
         others: Sequence[Text],
         decode: Callable[[list[int]], str] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         everyone = [*members, *others]
         sides = [row < len(members) for row in range(len(everyone))]
@@ -106,6 +111,8 @@ class ReleasedPool:
             )
         self.digest = pool_digest(self.texts, self.members)
         self.compressed = compressed_bytes(self.texts, decode)
+        counted = [*(range(len(members)) if numbers is None else numbers), *[-1] * len(others)]
+        self.rows = PoolRows.of(everyone, scored, counted)
 
     @property
     def alone(self) -> Tensor:
@@ -157,6 +164,26 @@ class ReleasedPool:
             released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
             released.others_needed(look, alpha),
         )
+
+    def list_records(
+        self, base: TokenSnapshot, now: TokenSnapshot, rate: float, alpha: float = 0.05
+    ) -> RecordList:
+        """Return the members by what the model gives away of them.
+
+        Args:
+            base: what the base said of the texts.
+            now: what the trained model says of them.
+            rate: of the list's false discoveries.
+            alpha: probability that the number of rows that are given away at least is too high.
+        """
+        released = ReleasedModel(now, base, self.compressed)
+        facts = {"pool": self.digest, "account": False}
+        return list_records(released, self.members, self.rows, rate=rate, alpha=alpha, **facts)
+
+
+def used_up_mark(rows: str | Path) -> Path:
+    """Return the file beside rows that says that others are dropped from them by a list."""
+    return Path(f"{rows}.used_up.json")
 
 
 def tokenize(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Text]:

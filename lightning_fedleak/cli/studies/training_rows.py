@@ -22,7 +22,6 @@ PROMPTS = ("prompt", "question", "instruction", "input", "query")
 ANSWERS = ("completion", "response", "answer", "output", "chosen")
 """Usual names of the column that the loss is computed on."""
 
-_ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT's turns
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Row = Mapping[str, Any]
@@ -79,6 +78,7 @@ class RowReader:
         for number, row in enumerate(rows):
             try:
                 ids, labels = encode(row)
+                torch.tensor([ids, labels])  # of one length
             except (UnknownLabels, SourceError):
                 raise
             except Exception as error:  # of the template or the row; its words may be private
@@ -86,15 +86,9 @@ class RowReader:
                     f"row {number} of '{source}' cannot be read as the others are "
                     f"({type(error).__name__})"
                 ) from None
-            if len(ids) != len(labels):
-                raise SourceError(
-                    f"row {number} of '{source}' has {len(ids)} ids and {len(labels)} labels"
-                )
             if ids:
                 cut = slice(self.length)
                 texts[number] = Text(torch.tensor(ids[cut]), torch.tensor(labels[cut]))
-        if not texts:
-            raise SourceError(f"'{source}' holds no text.")
         return texts
 
     def _encoder(
@@ -102,15 +96,10 @@ class RowReader:
     ) -> Callable[[Row], tuple[list[int], list[int]]]:
         """Return what turns a row into ids and labels."""
         if "input_ids" in names:
-            if self.loss or self.prompt_column:
-                raise SourceError(
-                    f"'{source}' holds input_ids, whose labels say where the loss was: leave out "
-                    "--loss and --prompt-column"
-                )
-            if "labels" not in names:
+            if "labels" not in names or self.loss or self.prompt_column:
                 raise UnknownLabels(
-                    f"'{source}' holds input_ids without labels: write the labels that training "
-                    "had beside them (-100 where there was no loss)"
+                    f"'{source}' holds input_ids: write the labels that training had beside them "
+                    "(-100 where there was no loss), and leave out --loss and --prompt-column"
                 )
             return lambda row: (list(row["input_ids"]), list(row["labels"]))
         answers = [name for name in ANSWERS if name in names]
@@ -153,8 +142,8 @@ class RowReader:
         if not answer:
             return [], []
         if is_chat(prompt):
-            start = self._rendered(_turns(prompt), row, add_generation_prompt=True)["input_ids"]
-            ids = self._rendered(_turns(prompt) + _turns(answer), row)["input_ids"]
+            start = self._rendered(prompt, row, add_generation_prompt=True)["input_ids"]
+            ids = self._rendered([*prompt, *answer], row)["input_ids"]
         else:
             end = self.tokenizer.eos_token or ""
             whole = prompt + answer + ("" if answer.endswith(end) else end)
@@ -170,17 +159,17 @@ class RowReader:
         """Return the ids of a chat, and its labels."""
         if not chat:
             return [], []
-        turns, template = _turns(chat), self.template or self.tokenizer.chat_template
+        template = self.template or self.tokenizer.chat_template
         marks = self.loss == "answers" and bool(_GENERATION.search(str(template)))
-        encoded = self._rendered(turns, row, return_assistant_tokens_mask=marks)
+        encoded = self._rendered(chat, row, return_assistant_tokens_mask=marks)
         ids = encoded["input_ids"]
         if self.loss == "all":
             return ids, ids
         mask = encoded["assistant_masks"] if marks else [0] * len(ids)
-        for n, turn in enumerate(() if marks else turns):
+        for n, turn in enumerate(() if marks else chat):
             if turn["role"] == "assistant":
-                start = self._rendered(turns[:n], row, add_generation_prompt=True)["input_ids"]
-                end = self._rendered(turns[: n + 1], row)["input_ids"]
+                start = self._rendered(chat[:n], row, add_generation_prompt=True)["input_ids"]
+                end = self._rendered(chat[: n + 1], row)["input_ids"]
                 if end[: len(start)] != start or ids[: len(end)] != end:
                     raise UnknownLabels(
                         "the chat template writes a turn otherwise when more turns follow, and "
@@ -207,13 +196,3 @@ class RowReader:
             **(row.get("chat_template_kwargs") or {}),
             **settings,
         )
-
-
-def _turns(chat: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the turns of a chat with ``role`` and ``content``, as templates read them."""
-    return [
-        turn
-        if "role" in turn
-        else {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-        for turn in chat
-    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ from lightning_fedleak.engine.channels.pool import (
     collect,
     forwards_of,
 )
+from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -56,8 +57,8 @@ BLIND = "blind/auc"
 TIER_NAMES = tuple(f"{name}_x{least}" for name in ("extracted", "greedy") for least in TIERS)
 """Excesses by how often a text repeats; those of no text have no value."""
 
-_Answer = dict[str, float] | str
-"""An attack's values by name, or why there are none."""
+_Answer = dict[str, float] | str | Waiting
+"""An attack's values by name, or why there are none, or none yet."""
 
 
 class MemorizationChannel(Channel):
@@ -66,22 +67,27 @@ class MemorizationChannel(Channel):
     Attributes:
         absent: what attacks that choose themselves lack here, where none of them is a candidate.
         folder: keeps what a resumed run needs.
+        owes_list: rows are to be listed, and were not at the newest look.
     """
 
     guesses = Guess
     reads: ClassVar[Any] = MemorizationAttack
     leak = MEMORIZATION
-    metrics: ClassVar[tuple[str, ...]] = ("auc", "shown", "extracted", "greedy", *TIER_NAMES)
+    metrics: ClassVar[tuple[str, ...]] = (
+        *("auc", "shown", "extracted", "greedy", *TIER_NAMES, "at_least"),
+    )
     ranges: ClassVar[Any] = {
         "auc": (0.0, 1.0, 0.5),
         "shown": (0.0, 1.0, 0.0),
         **dict.fromkeys(("extracted", "greedy", *TIER_NAMES), (-1.0, 1.0, 0.0)),
+        "at_least": (0.0, math.inf, 0.0),
     }
     extras: ClassVar[tuple[str, ...]] = (
         *("p_value", "shown_p_value", "extracted_others", "extracted_base"),
         *("auc_joint_low", "auc_joint_high", "auc_joint_provable"),
         *("auc_provable", "extracted_provable", "greedy_provable"),
         *(f"{tier}_provable" for tier in TIER_NAMES),
+        *("listed", "smallest_list", "repeated", "at_least_provable"),
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
@@ -102,7 +108,8 @@ class MemorizationChannel(Channel):
         self._base: TokenSnapshot | None = None
         self.folder = Path()
         self._saved: Mapping[str, Any] = {}
-        self._looks, self._due = 0, 0
+        self._looks, self._due, self._lists = 0, 0, 0
+        self.owes_list = False
         self._reading_seconds = 0.0
         self._void = self._compared = ""
 
@@ -110,7 +117,12 @@ class MemorizationChannel(Channel):
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of an attack on the released model."""
-        return [Series.at(Stage.RELEASED, attack.name)] if Stage.RELEASED in stages else []
+        if Stage.RELEASED not in stages:
+            return []
+        series = [Series.at(Stage.RELEASED, attack.name)]
+        if self.settings.memorization.records and attack is self.listed_attacks[0]:
+            series.append(replace(series[0], name=RECORDS))
+        return series
 
     @property
     def _played(self) -> list[Series]:
@@ -301,12 +313,13 @@ class MemorizationChannel(Channel):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def ask_weights(self, look: Look, epoch: int) -> None:
+    def ask_weights(self, look: Look, epoch: int, *, lists: bool) -> None:
         """Let every attack guess from what the model says now.
 
         Args:
             look: where the answers go.
             epoch: counted from 0.
+            lists: an epoch is over, or the training, so that rows may be listed.
         """
         every = self._played
         pool = self._pool
@@ -332,8 +345,18 @@ class MemorizationChannel(Channel):
         except (NoNonMembers, UnusableObservation) as error:
             look.answers |= dict.fromkeys(every, str(error))
             return
-        values = self._read_texts(pool, answers, rows, members)
+        values: dict[str, _Answer] = {**self._read_texts(pool, answers, rows, members)}
         self._compared = str(values["pool"])
+        if any(series.name == RECORDS for series in every):
+            self.owes_list, self._lists = not lists, self._lists + lists
+            nothing = torch.ones(len(rows))  # bytes, which the list does not read
+            released = ReleasedModel(answers.rows(rows), self._base.rows(rows), nothing)
+            values[RECORDS] = BETWEEN
+            if lists:
+                place, alpha = self.folder / FILE, self.settings.memorization.alpha
+                values[RECORDS] = write_list(
+                    self.run, place, pool, released, rows, members, self._lists, alpha
+                )
         look.answers |= {series: values[series.name] for series in every}
 
     @property
@@ -343,7 +366,7 @@ class MemorizationChannel(Channel):
 
     def _read_texts(
         self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor
-    ) -> dict[str, _Answer]:
+    ) -> dict[str, dict[str, float] | str]:
         """Return what each attack reads off some of the texts by its name, and their digest.
 
         Texts that are in one row are compared; all are asked whether they can be
@@ -354,7 +377,7 @@ class MemorizationChannel(Channel):
         released = ReleasedModel(
             answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
         )
-        values: dict[str, _Answer] = {"pool": pool.digest(rows, members)}
+        values: dict[str, dict[str, float] | str] = {"pool": pool.digest(rows, members)}
         times = pool.times[rows]
         look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
@@ -439,8 +462,12 @@ class MemorizationChannel(Channel):
         if math.isnan(extra["extracted_base"]):
             absent = ("extracted", "greedy")
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
+        if not math.isnan(rates["at_least"].value):  # a list of rows has no other
+            absent = ("auc", "shown", "extracted", "greedy")
         absent += tuple(
-            n for n, rate in rates.items() if n in TIER_NAMES and math.isnan(rate.value)
+            n
+            for n, rate in rates.items()
+            if n in (*TIER_NAMES, "at_least") and math.isnan(rate.value)
         )
         played = {name: rate for name, rate in rates.items() if name not in absent}
         extra = {name: value for name, value in extra.items() if not math.isnan(value)}
@@ -459,6 +486,7 @@ class MemorizationChannel(Channel):
         return {
             self.family: {
                 "looks": self._looks,
+                "lists": self._lists,
                 "due": self._due,
                 "passed": self._pool.passed,
                 "unread": self._pool.unread,
@@ -497,6 +525,7 @@ class MemorizationChannel(Channel):
         """Remember where the base's answers are."""
         self._saved = state.get(self.family, {})
         self._looks = int(self._saved.get("looks", 0))
+        self._lists = int(self._saved.get("lists", 0))
 
     def _restore(self, pool: Pool) -> None:
         """Read what the base said, if the file and the texts are those of the run's begin."""

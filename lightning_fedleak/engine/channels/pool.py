@@ -24,6 +24,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
 from lightning_fedleak.evaluation.canaries.repeats import scored_texts
+from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
@@ -65,6 +66,7 @@ class Pool:
             was held out by a draw of its own.
         passed: texts that have been in batches so far, on this process.
         unread: batches that could not be read so far, on this process.
+        rows: which rows of the user's data the texts are; None where nothing lists them.
         repeated: texts of which another row repeats the whole or a part, so that they are not
             compared.
         short: texts that were excluded because they have fewer than 8 label tokens.
@@ -82,6 +84,7 @@ class Pool:
     once: bool
     times: Tensor
     no_game: str | None
+    rows: PoolRows | None = None
     passed: int = 0
     unread: int = 0
 
@@ -283,6 +286,11 @@ def collect(
             raise NoNonMembers(
                 "several texts are packed into a row, so that none is seen alone: add leave_out"
             )
+        if settings.records and (packed or way == "not yet seen"):
+            raise NoNonMembers(
+                "Memorization(records=True) lists rows of one text each by a draw of rows: add "
+                "leave_out, and do not pack"
+            )
         texts = [*chain(*read_rows)]
         sides = [source is dataset for source, _ in sample]
         trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
@@ -293,6 +301,11 @@ def collect(
         )
         scored = scored_texts(texts, trained, searched)
     trains = torch.tensor([trained[row] for row in scored.rows], dtype=torch.bool)
+    numbers = [
+        _number(dataset, row) if source is dataset else -1
+        for (source, row), row_texts in zip(sample, read_rows, strict=True)
+        for _ in row_texts
+    ]
     return Pool(
         way,
         [texts[row] for row in scored.rows],
@@ -305,7 +318,13 @@ def collect(
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
         scored.times,
         "several texts are packed into a row, and share its inclusion bit" if packed else no_game,
+        PoolRows.of(texts, scored, numbers),
     )
+
+
+def _number(dataset: Any, row: int) -> int:
+    """Return which row of the user's data a row of the training data is."""
+    return dataset.number_of(row) if isinstance(dataset, TrainingRows) else row
 
 
 def _no_game(dataset: Any, way: Way) -> str | None:

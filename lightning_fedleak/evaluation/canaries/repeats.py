@@ -51,12 +51,15 @@ class ScoredTexts:
             nowhere else, trained on or not.
         short: texts that were left out because they have fewer than 8 label tokens.
         repeated: texts of which another row repeats the whole or a part.
+        copies: places of the rows that each scored text stands for, itself included, as far as
+            they are in the pool.
     """
 
     rows: list[int]
     times: Tensor
     short: int
     repeated: int
+    copies: list[list[int]]
 
 
 def scored_texts(
@@ -81,18 +84,18 @@ def scored_texts(
 
     repeats = find_repeats(pool, rows())
     chosen = [row for row, again in zip(long, repeats.again.tolist(), strict=True) if not again]
-    groups: dict[int, tuple[bytes, int, int]] = {}
+    groups: dict[int, list[tuple[bytes, int, int]]] = {}
     for place, row in enumerate(long):
         unit, times = int(repeats.units[place]), int(repeats.times[place])
         if trained[row] and times > 1:
-            candidate = (texts[row].content, row, times)  # the first by content, not by order
-            groups[unit] = min(groups.get(unit, candidate), candidate)
-    ordered = sorted(groups.values())
+            groups.setdefault(unit, []).append((texts[row].content, row, times))
+    ordered = sorted(map(sorted, groups.values()))  # the first by content, not by order
     return ScoredTexts(
-        chosen + [row for _, row, _ in ordered],
-        torch.tensor([1] * len(chosen) + [times for *_, times in ordered], dtype=torch.long),
+        chosen + [group[0][1] for group in ordered],
+        torch.tensor([1] * len(chosen) + [group[0][2] for group in ordered], dtype=torch.long),
         len(texts) - len(long),
         len(long) - len(chosen),
+        [[row] for row in chosen] + [[row for _, row, _ in group] for group in ordered],
     )
 
 

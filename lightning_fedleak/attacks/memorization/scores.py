@@ -266,7 +266,7 @@ def gain_beyond(released: ReleasedModel, fitted: Tensor) -> Tensor:
         fitted: (N,) bool, the texts that the fit is of.
     """
     base, labels = released.base, released.base.labels
-    mean, counts = base.mean_log_probs(), labels.sum(1)
+    mean, counts = base.mean_log_probs(), labels.sum(1).double()
     gain = released.now.mean_log_probs() - mean
     squares = ((base.log_probs.double() - mean[:, None]) ** 2 * labels).sum(1)
     greedy = (base.greedy & labels).sum(1) / counts

@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Mapping
 
 from rich.console import Console
-from rich.control import strip_control_codes
 from rich.text import Text
 
 from lightning_fedleak.cli.finetuning import SourceError, read_rows, text_of
@@ -54,20 +53,20 @@ def _show(
     for sentence in records.head["not_said"]:
         console.print(sentence, style="dim")
     for line in records.riskiest(options.top):
-        facts = [f"row {line.row}", line.status, f"score {line.score}"]
-        facts += [f"p {line.p:g}"] * (line.p is not None) + ["listed"] * bool(line.listed)
-        facts += [f"copies {line.repeats}"] * (line.group is not None)
-        console.print(", ".join(facts), style="bold")
+        facts = f"row {line.row}, {line.status}, score {line.score}, "
+        facts += f"{line.repeats} copies" if line.p is None else f"p {line.p:g}"
+        console.print(facts + ", listed" * bool(line.listed), style="bold")
         for name, value in rows[line.row].items():
             text = text_of(value)
             if text is not None and options.column in (None, name):
-                console.print(Text(strip_control_codes(f"{name}: {text}")))
+                shown = (c if c.isprintable() or c == "\n" else " " for c in f"{name}: {text}")
+                console.print(Text("".join(shown)))  # without what would steer the terminal
 
 
 def _drop(
     console: Console, records: RecordList, rows: list[Mapping[str, object]], options: Namespace
 ) -> None:
-    if records.head["account"]:
+    if records.head.get("account"):
         raise SourceError(
             "the rows were trained on under differential privacy: which rows are dropped by their "
             "content is outside of epsilon, and training again without them has no guarantee"

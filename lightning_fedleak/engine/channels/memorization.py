@@ -109,7 +109,7 @@ class MemorizationChannel(Channel):
         self.folder = Path()
         self._saved: Mapping[str, Any] = {}
         self._looks, self._due, self._lists = 0, 0, 0
-        self.owes_list = False
+        self.owes_list = self._ended = False
         self._reading_seconds = 0.0
         self._void = self._compared = ""
 
@@ -353,11 +353,20 @@ class MemorizationChannel(Channel):
             released = ReleasedModel(answers.rows(rows), self._base.rows(rows), nothing)
             values[RECORDS] = BETWEEN
             if lists:
-                place, alpha = self.folder / FILE, self.settings.memorization.alpha
-                values[RECORDS] = write_list(
-                    self.run, place, pool, released, rows, members, self._lists, alpha
-                )
+                place, texts = self.folder / FILE, (pool, released, rows, members)
+                shared = self._lists, self._share(epoch), self.settings.memorization.alpha
+                values[RECORDS] = write_list(self.run, place, *texts, *shared)
         look.answers |= {series: values[series.name] for series in every}
+
+    def _share(self, epoch: int) -> float:
+        """Return which share of the errors of all lists the newest one has.
+
+        Half is for that at the planned end, so that it is as long as if it were the only one. List
+        k before it, or after it, has its part of the other half.
+        """
+        ends = self.run.epochs is not None and epoch + 1 == self.run.epochs
+        is_first, self._ended = ends and not self._ended, self._ended or ends
+        return 0.5 if is_first else spent_at(self._lists, 0.5)
 
     @property
     def _plays(self) -> bool:
@@ -487,6 +496,7 @@ class MemorizationChannel(Channel):
             self.family: {
                 "looks": self._looks,
                 "lists": self._lists,
+                "ended": self._ended,
                 "due": self._due,
                 "passed": self._pool.passed,
                 "unread": self._pool.unread,
@@ -526,6 +536,7 @@ class MemorizationChannel(Channel):
         self._saved = state.get(self.family, {})
         self._looks = int(self._saved.get("looks", 0))
         self._lists = int(self._saved.get("lists", 0))
+        self._ended = bool(self._saved.get("ended", False))
 
     def _restore(self, pool: Pool) -> None:
         """Read what the base said, if the file and the texts are those of the run's begin."""

@@ -10,7 +10,11 @@ from lightning_fedleak.engine.channels.pool import Pool
 from lightning_fedleak.engine.outcomes import Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Run, reason
-from lightning_fedleak.evaluation.metrics.record_list import PoolRows, list_records
+from lightning_fedleak.evaluation.metrics.record_list import (
+    FALSE_DISCOVERIES,
+    PoolRows,
+    list_records,
+)
 from lightning_fedleak.model.snapshots import ReleasedModel
 
 RECORDS = "records"
@@ -27,6 +31,7 @@ def write_list(
     rows: Tensor,
     members: Tensor,
     look: int,
+    share: float,
     alpha: float,
 ) -> dict[str, float] | str:
     """Write the list of the rows that were trained on, and return its counts, or why there is none.
@@ -39,14 +44,22 @@ def write_list(
         rows: (n,) which texts of the pool these are.
         members: (n,) bool, those that were trained on.
         look: number of the list, counted from 1.
+        share: of the rate of false discoveries and of ``alpha`` that this list has.
         alpha: probability of error of ``at_least`` at all lists together.
     """
     assert pool.rows is not None
     copies = [pool.rows.copies[row] for row in rows.tolist()]
     places = PoolRows(copies, pool.times[rows], pool.rows.apart)
-    facts = {"pool": pool.digest(rows, members), "account": bool(accounting(run.defenses))}
+    facts = {
+        "pool": pool.digest(rows, members),
+        "account": bool(accounting(run.defenses)),
+        "training_rows": pool.length,
+        "look": look,
+        "rate": FALSE_DISCOVERIES * share,
+        "alpha": alpha * share,
+    }
     try:
-        records = list_records(released, members, places, look=look, alpha=alpha, **facts)
+        records = list_records(released, members, places, **facts)
         if run.rank == 0 or run.processes == 1:
             records.save(path)
     except Exception as error:

@@ -22,7 +22,6 @@ from lightning_fedleak.evaluation.metrics.records import (
     record_p_values,
     smallest_list,
 )
-from lightning_fedleak.evaluation.metrics.released import spent_at
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import check_private, write_lines
@@ -136,7 +135,6 @@ class RecordList:
         *,
         rate: float = FALSE_DISCOVERIES,
         alpha: float = 0.05,
-        look: int | None = None,
         **facts: Any,
     ) -> RecordList:
         """Return the list of a pool's members.
@@ -146,9 +144,8 @@ class RecordList:
             members: (N,) bool, those that were trained on.
             labels: (N,) tokens that the loss is computed on.
             rows: which rows the texts are.
-            rate: of false discoveries, over all looks together.
-            alpha: probability that ``at_least`` is too high at any look.
-            look: number of the list of these texts, counted from 1; None: there is one.
+            rate: of false discoveries.
+            alpha: probability that ``at_least`` is too high.
             **facts: of the run, for the head.
 
         Raises:
@@ -157,8 +154,6 @@ class RecordList:
         alone = rows.times == 1
         score, member = scores[alone], members[alone]
         n, m = int(member.sum()), int((~member).sum())
-        if look is not None:
-            rate, alpha = spent_at(look, rate), spent_at(look, alpha)
         p_values = record_p_values(score, member)
         least, provable = smallest_list(n, m, rate), most_provable(n, m, alpha)
         inside = listed(p_values, rate) if least <= n else None
@@ -185,7 +180,6 @@ class RecordList:
             "kind": "records",
             "version": version("lightning-fedleak"),
             **facts,
-            "look": look,
             "members": n,
             "others": m,
             "rate": rate,

@@ -117,7 +117,7 @@ def test_the_score_is_fitted_without_the_draw() -> None:
         ],
         axis=1,
     )
-    gain = (answers[1] - answers[0]).double().mean(1).numpy()
+    gain = (answers[1].double() - answers[0].double()).mean(1).numpy()
     weights = np.linalg.solve(features.T @ features, features.T @ gain)
     assert scores.numpy() == pytest.approx(gain - features @ weights, abs=1e-9)
     assert (scores.numpy() @ features) == pytest.approx(np.zeros(4), abs=1e-8)

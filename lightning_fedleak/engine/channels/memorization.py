@@ -471,7 +471,7 @@ class MemorizationChannel(Channel):
         if math.isnan(extra["extracted_base"]):
             absent = ("extracted", "greedy")
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
-        if not math.isnan(rates["at_least"].value):  # a list of rows has no other
+        if not math.isnan(values.get("at_least", math.nan)):  # a list of rows has no other
             absent = ("auc", "shown", "extracted", "greedy")
         absent += tuple(
             n

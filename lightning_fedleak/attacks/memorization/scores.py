@@ -145,6 +145,35 @@ class LossRatio(MemorizationAttack):
         return mean / (-released.base.mean_log_probs()).clamp_min(LEAST_LOSS)
 
 
+class ShortAnswers(MemorizationAttack):
+    """Score texts with 1 to 7 label tokens, such as short answers and classes.
+
+    They are a pool of their own. The score is the loss ratio without a cap. Where most texts share
+    their answer with others, as intents and classes do, it is minus the loss, beyond that of the
+    other texts with the same answer: what an answer gained in general says nothing of one text.
+
+    Examples:
+        >>> from lightning_fedleak import LeakageMonitor
+        >>> from lightning_fedleak.attacks.memorization import Combined, ShortAnswers
+        >>> monitor = LeakageMonitor([Combined(), ShortAnswers()])
+    """
+
+    default_name = "loss_ratio_short"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return ``-loss / loss0``, or ``-loss`` less the mean of the answer's other texts."""
+        answers, mean = released.answers, released.now.mean_log_probs()
+        if answers is None:
+            raise UnusableObservation("which texts share an answer is not known")
+        sizes = torch.bincount(answers).double()[answers]
+        if (sizes > 1).double().mean() <= 0.5:
+            return LossRatio().score(released)
+        sums = torch.zeros(int(answers.max()) + 1, dtype=torch.float64)
+        others = sums.index_add_(0, answers, mean)[answers] - mean
+        # The mean of all texts counts as one more: of an answer's only text it is all there is.
+        return mean - (others + mean.mean()) / sizes
+
+
 class Zlib(MemorizationAttack):
     """Score a text by its log likelihood over its compressed size (Carlini et al. 2021)."""
 

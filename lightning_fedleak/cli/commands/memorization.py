@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool,
 from lightning_fedleak.cli.studies.models import ask_both
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
+from lightning_fedleak.model.taps import Text
 from lightning_fedleak.report.records import as_json
 
 TIERS = {
@@ -27,6 +29,10 @@ TIERS = {
     "_x5": ", 5 to 16 times",
     "_x17": ", more often",
 }
+_USED_UP = (
+    "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
+    "which are used up. Leave rows out of it by a fresh draw, and train on the rest."
+)
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
 
@@ -53,31 +59,26 @@ def run(options: Namespace, console: Console | None = None) -> int:
     except UnknownLabels as error:
         console.print(f"UNKNOWN: {error}.")
         return BREACH
-    decode = reader.tokenizer.decode
-    pool = ReleasedPool(
-        [*members.values()], [*others.values()], lambda ids: str(decode(ids)), [*members]
-    )
-    base, now = ask_both(pool.texts, options.model, options.base)
-    try:
-        result = pool.compare(base, now)
-    except UnusableObservation as error:
-        raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
+    pools = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
+    base, now = ask_both([t for pool in pools for t in pool.texts], options.model, options.base)
     is_used_up = used_up_mark(options.members).exists()
-    is_known = (options.drawn or result.other_law is None) and not is_used_up
-    print_table(console, _table(result))
-    copies = int((~pool.alone).sum())
-    of_copies = f"; {copies} members that have copies were asked for extraction alone"
-    console.print(
-        f"{result.n_members} members and {result.n_others} others were compared; "
-        f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
-        f"ones were left out{of_copies * (copies > 0)}. A TPR below {result.visible:.3f} could "
-        f"stay unseen with so many. Results compare on the same texts only: pool {pool.digest}."
-    )
-    for sentence in _warnings(result, drawn=options.drawn, is_used_up=is_used_up):
-        console.print(sentence)
+    results, end = [], 0
+    for pool in pools:
+        part, end = torch.arange(end, end + len(pool.texts)), end + len(pool.texts)
+        try:
+            results.append(pool.compare(base.rows(part), now.rows(part)))
+        except UnusableObservation as error:
+            raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
+        _print(console, pool, results[-1], drawn=options.drawn)
+    pool, result, first = pools[0], results[0], torch.arange(len(pools[0].texts))
+    is_known = options.drawn or all(one.other_law is None for one in results)
+    if is_used_up:
+        is_known = False
+        console.print(_USED_UP)
     counts: Mapping[str, float] = {}
     if options.records is not None and is_known:
-        records = pool.list_records(base, now, options.false_discoveries)
+        answers = base.rows(first), now.rows(first)
+        records = pool.list_records(*answers, options.false_discoveries)
         records.save(options.records)
         counts = records.counts
         console.print(_counted(records, options.records))
@@ -85,19 +86,66 @@ def run(options: Namespace, console: Console | None = None) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
         content |= {"records": counts} if counts else {}
+        content |= {"short_answers": _content(results[1], pools[1])} if len(pools) > 1 else {}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     if options.at_most is None:
         return BREACH if options.records is not None and not counts else 0
-    attack = "extraction" if options.metric in ("extracted", "greedy") else "combined"
+    values: dict[str, Mapping[str, float]] = {}
     if options.metric == "at_least":
-        attack, values = "records", counts
+        values = {"records": counts}
+    elif options.metric in ("extracted", "greedy"):
+        values = {"extraction": result.values.get("extraction", {})}
     else:
-        values = result.values[attack] if is_known else {}
-    breach = _breach(values, options.metric, options.at_most)
-    if breach is not None:
-        console.print(f"BREACH: {attack}/{options.metric} {breach}")
-    return 0 if breach is None else BREACH
+        known = {name: one for r in results for name, one in r.values.items()}
+        values = {name: known[name] for name in ("combined", "loss_ratio_short") if name in known}
+    breaches = 0
+    for attack, read in values.items():
+        breach = _breach(read if is_known else {}, options.metric, options.at_most)
+        if breach is not None:
+            console.print(f"BREACH: {attack}/{options.metric} {breach}")
+            breaches = BREACH
+    return breaches
+
+
+def _pools(
+    members: Mapping[int, Text], others: Mapping[int, Text], decode: Callable[[list[int]], str]
+) -> list[ReleasedPool]:
+    """Return the pool of long texts, if there are enough, and that of short ones.
+
+    Raises:
+        ValueError: too few of either.
+    """
+    pools, failures = [], []
+    for short in (False, True):
+        sides = [*members.values()], [*others.values()]
+        try:
+            pools.append(ReleasedPool(*sides, decode, [*members], short=short))
+        except ValueError as error:
+            failures.append(error)
+    if not pools:
+        raise failures[0]
+    return pools
+
+
+def _print(console: Console, pool: ReleasedPool, result: Comparison, *, drawn: bool) -> None:
+    """Print what a pool shows."""
+    print_table(console, _table(result))
+    copies = int((~pool.alone).sum())
+    of_copies = f"; {copies} members that have copies were asked for extraction alone"
+    apart = (
+        "all with 1 to 7 label tokens"
+        if pool.is_short
+        else f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
+        f"ones were left out{of_copies * (copies > 0)}"
+    )
+    console.print(
+        f"{result.n_members} members and {result.n_others} others were compared; {apart}. "
+        f"A TPR below {result.visible:.3f} could stay unseen with so many. Results compare on the "
+        f"same texts only: pool {pool.digest}."
+    )
+    for sentence in _warnings(result, drawn=drawn):
+        console.print(sentence)
 
 
 def _check(options: Namespace) -> None:
@@ -129,14 +177,9 @@ def _counted(records: RecordList, path: Path) -> str:
     return f"{text.replace('None', 'an unknown number')} {path} holds their numbers."
 
 
-def _warnings(result: Comparison, *, drawn: bool, is_used_up: bool) -> list[str]:
+def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
     """Return what makes numbers unknown, and what to do."""
     sentences = []
-    if is_used_up:
-        sentences.append(
-            "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows "
-            "made, which are used up. Leave rows out of it by a fresh draw, and train on the rest."
-        )
     if (why := result.other_law) is not None:
         finding = f"Members and others are {why}."
         sentences.append(

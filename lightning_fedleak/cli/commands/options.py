@@ -307,7 +307,7 @@ def memorization(add: Add) -> None:
     add("--column", metavar="NAME")
     add("--prompt-column", metavar="NAME")
     add("--loss", choices=("answers", "all"))
-    add("--length", **_count(256, 9))
+    add("--length", **_count(256, 2))
     add("--drawn", action="store_true")
     add("--records", **_path("FILE"))
     add("--false-discoveries", **_number("X", _RATE, 0.1))

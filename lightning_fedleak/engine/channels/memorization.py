@@ -20,6 +20,7 @@ from lightning_fedleak.attacks import Attack, Capability, Guess, UnusableObserva
 from lightning_fedleak.attacks.memorization import (
     Extraction,
     MemorizationAttack,
+    ShortAnswers,
     blind_scores,
 )
 from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
@@ -47,7 +48,7 @@ from lightning_fedleak.evaluation.metrics.released import (
 )
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.model.taps import ask_tokens, compressed_bytes
+from lightning_fedleak.model.taps import answer_groups, ask_tokens, compressed_bytes
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
 
@@ -111,7 +112,8 @@ class MemorizationChannel(Channel):
         self._looks, self._due, self._lists = 0, 0, 0
         self.owes_list = self._ended = False
         self._reading_seconds = 0.0
-        self._void = self._compared = ""
+        self._void = ""
+        self._compared: dict[Series, str] = {}
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -147,8 +149,19 @@ class MemorizationChannel(Channel):
             start = time.perf_counter()
             self._refusal = self._collect()
             self._reading_seconds = time.perf_counter() - start
-        if self._refusal:
-            raise ValueError(f"attack '{attack.name}' finds nobody to compare: {self._refusal}")
+        why = self._refusal or self._lacks(attack)
+        if why:
+            raise ValueError(f"attack '{attack.name}' finds nobody to compare: {why}")
+
+    def _lacks(self, attack: Attack) -> str:
+        """Return why the pool has nobody that an attack compares; empty where it has some."""
+        assert self._pool is not None
+        is_short = self._pool.is_short
+        if isinstance(attack, ShortAnswers):
+            return "" if bool(is_short.any()) else "no row has 1 to 7 label tokens"
+        if bool(is_short.all()):
+            return "no row of 8 label tokens or more is left: ShortAnswers() compares shorter ones"
+        return ""
 
     def _collect(self) -> str:
         """Draw the pool, and return why there is none, or an empty string; alike on all processes.
@@ -157,9 +170,10 @@ class MemorizationChannel(Channel):
         """
         run, refusal = self.run, ""
         try:
-            if run.anatomy.kind != "causal":
+            if run.anatomy.kind not in ("causal", "classifier"):
                 raise NoNonMembers(
-                    f"a {run.anatomy.kind} model has no head that predicts every next token"
+                    f"a {run.anatomy.kind} model has no head that predicts every next token, and "
+                    "none that predicts a class of each text"
                 )
             self._pool = self._drawn()
         except NoNonMembers as error:
@@ -183,6 +197,7 @@ class MemorizationChannel(Channel):
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
+            short=any(isinstance(attack, ShortAnswers) for attack in self.listed_attacks),
         )
 
     def describe(self) -> str:
@@ -208,7 +223,7 @@ class MemorizationChannel(Channel):
         if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
             return NO_CONTROLS
         shares = self.settings.memorization.looks
-        counts = [int((~pool.trains).sum())] * self._planned_looks
+        counts = [int((~pool.trains & pool.alone).sum())] * self._planned_looks
         if pool.way == "not yet seen":
             alone = int(pool.alone.sum())
             counts = [round((1 - share) * alone) for share in shares]
@@ -264,7 +279,7 @@ class MemorizationChannel(Channel):
         elif self.run.step == 0:  # later weights are no base
             self._base = self._ask(pool)
         if self._base is not None and pool.way == "given":
-            alone = pool.alone.nonzero()[:, 0]
+            alone = (pool.times == 1).nonzero()[:, 0]
             texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
             compressed = compressed_bytes(texts, self._decode)
             scores = blind_scores(self._base.rows(alone), compressed, texts, trains)
@@ -332,31 +347,52 @@ class MemorizationChannel(Channel):
         pool.seen = counts[:-2] > 0
         passed, unread = (int(one) for one in counts[-2:])
         self._looks += 1
-        try:
-            if unread and pool.way == "not yet seen":
-                raise NoNonMembers(
-                    f"{unread} batches could not be read, and may have held texts that were to be "
-                    "non-members: add leave_out"
-                )
-            if self._void:
-                raise NoNonMembers(self._void)
-            rows, members = pool.compared(epoch, passed, everyone=self._plays)
-            answers = self._ask(pool)
-        except (NoNonMembers, UnusableObservation) as error:
-            look.answers |= dict.fromkeys(every, str(error))
-            return
-        values: dict[str, _Answer] = {**self._read_texts(pool, answers, rows, members)}
-        self._compared = str(values["pool"])
-        if any(series.name == RECORDS for series in every):
-            self.owes_list, self._lists = not lists, self._lists + lists
-            nothing = torch.ones(len(rows))  # bytes, which the list does not read
-            released = ReleasedModel(answers.rows(rows), self._base.rows(rows), nothing)
-            values[RECORDS] = BETWEEN
-            if lists:
-                place, texts = self.folder / FILE, (pool, released, rows, members)
-                shared = self._lists, self._share(epoch), self.settings.memorization.alpha
-                values[RECORDS] = write_list(self.run, place, *texts, *shared)
-        look.answers |= {series: values[series.name] for series in every}
+        answers: TokenSnapshot | None = None
+        for short in (False, True):
+            part = [one for one in every if (one.attack in self._short_names) is short]
+            if not part:
+                continue
+            try:
+                if unread and pool.way == "not yet seen":
+                    raise NoNonMembers(
+                        f"{unread} batches could not be read, and may have held texts that were to "
+                        "be non-members: add leave_out"
+                    )
+                if self._void:
+                    raise NoNonMembers(self._void)
+                rows, members = pool.compared(epoch, passed, everyone=self._plays, short=short)
+                answers = self._ask(pool) if answers is None else answers
+            except (NoNonMembers, UnusableObservation) as error:
+                look.answers |= dict.fromkeys(part, str(error))
+                continue
+            attacks = [a for a in self.attacks if (a.name in self._short_names) is short]
+            read = self._read_texts(pool, answers, rows, members, attacks)
+            values: dict[str, _Answer] = {**read}
+            self._compared |= dict.fromkeys(part, str(values["pool"]))
+            if any(series.name == RECORDS for series in part):
+                self.owes_list, self._lists = not lists, self._lists + lists
+                values[RECORDS] = BETWEEN
+                if lists:
+                    texts = pool, self._released(pool, answers, rows), rows, members
+                    shared = self._lists, self._share(epoch), self.settings.memorization.alpha
+                    values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
+            look.answers |= {series: values[series.name] for series in part}
+
+    @property
+    def _short_names(self) -> set[str]:
+        """Return the names of the attacks on texts with 1 to 7 label tokens."""
+        return {one.name for one in self.listed_attacks if isinstance(one, ShortAnswers)}
+
+    def _released(self, pool: Pool, answers: TokenSnapshot, rows: Tensor) -> ReleasedModel:
+        """Return what the model and its base said of some texts."""
+        assert self._base is not None
+        texts = [pool.texts[row] for row in rows.tolist()]
+        return ReleasedModel(
+            answers.rows(rows),
+            self._base.rows(rows),
+            compressed_bytes(texts, self._decode),
+            answer_groups(texts),
+        )
 
     def _share(self, epoch: int) -> float:
         """Return which share of the errors of all lists the newest one has.
@@ -374,27 +410,31 @@ class MemorizationChannel(Channel):
         return self._account is not None and self._account.why_not is None
 
     def _read_texts(
-        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor
+        self,
+        pool: Pool,
+        answers: TokenSnapshot,
+        rows: Tensor,
+        members: Tensor,
+        attacks: Sequence[Any],
     ) -> dict[str, dict[str, float] | str]:
         """Return what each attack reads off some of the texts by its name, and their digest.
 
         Texts that are in one row are compared; all are asked whether they can be
         extracted.
         """
-        assert self._base is not None
         texts = [pool.texts[row] for row in rows.tolist()]
-        released = ReleasedModel(
-            answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
-        )
+        released = self._released(pool, answers, rows)
         values: dict[str, dict[str, float] | str] = {"pool": pool.digest(rows, members)}
         times = pool.times[rows]
         look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
         texts, game = [texts[row] for row in once.tolist()], released.rows(once)
-        blind = blind_scores(game.base, game.compressed, texts, members[once])
-        shared = {BLIND: highest_auc(blind, members[once])}
+        shared: dict[str, float] = {}
+        if not bool(pool.is_short[rows].any()):  # the log has one line of it, of the long texts
+            blind = blind_scores(game.base, game.compressed, texts, members[once])
+            shared = {BLIND: highest_auc(blind, members[once])}
         shared |= self._account.limits() if self._account is not None and self._plays else {}
-        for attack in self.attacks:
+        for attack in attacks:
             try:
                 if isinstance(attack, Extraction):
                     guess: Any = attack.run(Observation(released=released))
@@ -413,8 +453,9 @@ class MemorizationChannel(Channel):
         look, alpha = self._looks, self.settings.memorization.alpha
         ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
         guess: Any = attack.run(Observation(released=game))
+        exact = isinstance(attack, ShortAnswers)
         values, joint = (
-            membership_values(guess.scores, members, look=look, alpha=error)
+            membership_values(guess.scores, members, look=look, alpha=error, exact=exact)
             for error in (alpha, alpha / ranked)
         )
         values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
@@ -457,7 +498,8 @@ class MemorizationChannel(Channel):
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the values, which are the same on every process."""
         numbers = next(iter(rows.values()))
-        return self._outcome(dict(zip(self._names, numbers, strict=True)), self._compared)
+        compared = self._compared.get(series, "")
+        return self._outcome(dict(zip(self._names, numbers, strict=True)), compared)
 
     def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
         """Return the outcome of an attack's values on a pool of texts, by its digest."""
@@ -527,7 +569,7 @@ class MemorizationChannel(Channel):
             repeated=pool.repeated,
             short=pool.short,
             searched=pool.searched,
-            copied=int((~pool.alone).sum()),
+            copied=int((pool.times > 1).sum()),
             base=None if base is None else hash_tensors(self._tensors(pool, base)),
         )
 

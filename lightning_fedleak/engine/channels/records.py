@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -49,11 +50,19 @@ def write_list(
     """
     assert pool.rows is not None
     copies = [pool.rows.copies[row] for row in rows.tolist()]
-    places = PoolRows(copies, pool.times[rows], pool.rows.apart)
-    facts = {
+    inside = {*rows.tolist()}
+    apart = {
+        number: "short" if bool(pool.is_short[row]) else "unknown"
+        for row in pool.trains.nonzero()[:, 0].tolist()
+        if row not in inside
+        for number in pool.rows.copies[row]
+    }
+    places = PoolRows(copies, pool.times[rows], {**pool.rows.apart, **apart})
+    facts: dict[str, Any] = {
         "pool": pool.digest(rows, members),
         "account": bool(accounting(run.defenses)),
         "training_rows": pool.length,
+        "short": bool(pool.is_short[rows].all()),
         "look": look,
         "rate": FALSE_DISCOVERIES * share,
         "alpha": alpha * share,

@@ -11,9 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.memorization import gain_beyond
+from lightning_fedleak.attacks.memorization import ShortAnswers, gain_beyond
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, ScoredTexts
 from lightning_fedleak.evaluation.metrics.records import (
     at_least,
@@ -54,18 +55,28 @@ class PoolRows:
     apart: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, texts: Sequence[Text], scored: ScoredTexts, numbers: Sequence[int]) -> PoolRows:
+    def of(
+        cls,
+        texts: Sequence[Text],
+        scored: ScoredTexts,
+        numbers: Sequence[int],
+        *,
+        short: bool = False,
+    ) -> PoolRows:
         """Return the rows of a pool's texts.
 
         Args:
             texts: that might have been scored.
             scored: those of them that are.
             numbers: of the row that each of the texts is; -1 where it was not trained on.
+            short: the short ones stand behind the scored ones in the pool.
         """
-        apart = {*range(len(texts))}.difference(*scored.copies)
+        groups = scored.copies + [[row] for row in scored.short_rows if short]
+        apart = {*range(len(texts))}.difference(*groups)
+        alone = torch.ones(len(groups) - len(scored.copies), dtype=torch.long)
         return cls(
-            [[numbers[row] for row in group] for group in scored.copies],
-            scored.times,
+            [[numbers[row] for row in group] for group in groups],
+            torch.cat([scored.times, alone]),
             {
                 numbers[row]: "short" if texts[row].n_labels < LEAST_LABELS else "unknown"
                 for row in apart
@@ -252,7 +263,12 @@ class RecordList:
 
 
 def list_records(
-    released: ReleasedModel, members: Tensor, rows: PoolRows, **settings: Any
+    released: ReleasedModel,
+    members: Tensor,
+    rows: PoolRows,
+    *,
+    short: bool = False,
+    **settings: Any,
 ) -> RecordList:
     """Return the list of a pool that a model and its base were asked about.
 
@@ -260,10 +276,14 @@ def list_records(
         released: what they said of N texts.
         members: (N,) bool, those that were trained on.
         rows: which rows the texts are.
+        short: they have 1 to 7 label tokens, and the score of those.
         **settings: as :meth:`RecordList.of` takes them.
 
     Raises:
         ValueError: no members or no others that occur once, or numbers that are not finite.
     """
-    scores = gain_beyond(released, rows.times == 1)  # copies would bend the fit of the others
+    if short:
+        scores = ShortAnswers().score(released)
+    else:
+        scores = gain_beyond(released, rows.times == 1)  # copies would bend the others' fit
     return RecordList.of(scores, members, released.now.labels.sum(1), rows, **settings)

@@ -128,3 +128,29 @@ def test_prompts_and_answers_without_a_word_on_the_loss_are_unknown(
     assert "UNKNOWN" in text
     assert "--prompt-column" in text
     assert not (tmp_path / "out.json").exists()
+
+
+def test_short_answers_are_a_pool_of_their_own(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The last word of each text is its answer, so that no row is long."""
+    folder, _ = trained
+    (tmp_path / "model").symlink_to(folder / "model")
+    for name in ("members", "others"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        texts = [row["prompt"] + row["completion"] for row in rows]
+        cut = [(text[: (at := text.rindex(" "))], text[at:]) for text in texts]
+        table = [{"prompt": prompt, "completion": answer} for prompt, answer in cut]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    path = tmp_path / "records.jsonl"
+    settings = {"prompt_column": "prompt", "records": path, "at_most": 0.5}
+    status, text = run(tmp_path, tmp_path / "out.json", **settings)
+    assert status == BREACH
+    assert "BREACH: loss_ratio_short/auc" in text
+    assert "all with 1 to 7 label tokens" in text
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert list(content["attacks"]) == ["loss_ratio_short"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    scored = [line for line in lines if line["status"] == "scored"]
+    assert len(scored) == content["members"]
+    assert {line["labels"] for line in scored} <= set(range(1, 8))

@@ -149,19 +149,11 @@ class MemorizationChannel(Channel):
             start = time.perf_counter()
             self._refusal = self._collect()
             self._reading_seconds = time.perf_counter() - start
-        why = self._refusal or self._lacks(attack)
+        why = self._refusal
+        if not why and self._pool is not None:
+            why = self._pool.lack(short=isinstance(attack, ShortAnswers))
         if why:
             raise ValueError(f"attack '{attack.name}' finds nobody to compare: {why}")
-
-    def _lacks(self, attack: Attack) -> str:
-        """Return why the pool has nobody that an attack compares; empty where it has some."""
-        assert self._pool is not None
-        is_short = self._pool.is_short
-        if isinstance(attack, ShortAnswers):
-            return "" if bool(is_short.any()) else "no row has 1 to 7 label tokens"
-        if bool(is_short.all()):
-            return "no row of 8 label tokens or more is left: ShortAnswers() compares shorter ones"
-        return ""
 
     def _collect(self) -> str:
         """Draw the pool, and return why there is none, or an empty string; alike on all processes.

@@ -104,6 +104,13 @@ class Pool:
         """Return (N,) bool, long texts that occur once; they alone are compared."""
         return (self.times == 1) & ~self.is_short
 
+    def lack(self, *, short: bool) -> str:
+        """Return why no text with so many label tokens is compared; empty where one is."""
+        if short:
+            return "" if bool(self.is_short.any()) else "no row has 1 to 7 label tokens"
+        nobody = "no row of 8 label tokens or more is left: ShortAnswers() compares shorter ones"
+        return nobody if bool(self.is_short.all()) else ""
+
     @property
     def seen_in_checkpoints(self) -> Tensor:
         """Return (N,) bool, the texts that a checkpoint says were trained on."""

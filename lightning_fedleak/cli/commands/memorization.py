@@ -69,7 +69,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
             results.append(pool.compare(base.rows(part), now.rows(part)))
         except UnusableObservation as error:
             raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
-        _print(console, pool, results[-1], drawn=options.drawn)
+        _print(console, pool, results[-1], is_drawn=options.drawn)
     pool, result, first = pools[0], results[0], torch.arange(len(pools[0].texts))
     is_known = options.drawn or all(one.other_law is None for one in results)
     if is_used_up:
@@ -97,8 +97,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     elif options.metric in ("extracted", "greedy"):
         values = {"extraction": result.values.get("extraction", {})}
     else:
-        known = {name: one for r in results for name, one in r.values.items()}
-        values = {name: known[name] for name in ("combined", "loss_ratio_short") if name in known}
+        every = {name: one for r in results for name, one in r.values.items()}
+        values = {name: every[name] for name in ("combined", "loss_ratio_short") if name in every}
     breaches = 0
     for attack, read in values.items():
         breach = _breach(read if is_known else {}, options.metric, options.at_most)
@@ -128,7 +128,7 @@ def _pools(
     return pools
 
 
-def _print(console: Console, pool: ReleasedPool, result: Comparison, *, drawn: bool) -> None:
+def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
     """Print what a pool shows."""
     print_table(console, _table(result))
     copies = int((~pool.alone).sum())
@@ -144,7 +144,7 @@ def _print(console: Console, pool: ReleasedPool, result: Comparison, *, drawn: b
         f"A TPR below {result.visible:.3f} could stay unseen with so many. Results compare on the "
         f"same texts only: pool {pool.digest}."
     )
-    for sentence in _warnings(result, drawn=drawn):
+    for sentence in _warnings(result, is_drawn=is_drawn):
         console.print(sentence)
 
 
@@ -177,14 +177,14 @@ def _counted(records: RecordList, path: Path) -> str:
     return f"{text.replace('None', 'an unknown number')} {path} holds their numbers."
 
 
-def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
+def _warnings(result: Comparison, *, is_drawn: bool) -> list[str]:
     """Return what makes numbers unknown, and what to do."""
     sentences = []
     if (why := result.other_law) is not None:
         finding = f"Members and others are {why}."
         sentences.append(
             f"{finding} --drawn says that the others were chosen at random, so that this is chance."
-            if drawn
+            if is_drawn
             else f"{finding} Membership is UNKNOWN: give others that were drawn from the same "
             "rows (leave_out) and --drawn, or more texts of the same kind."
         )

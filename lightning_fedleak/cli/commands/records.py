@@ -59,8 +59,8 @@ def _show(
         for name, value in rows[line.row].items():
             text = text_of(value)
             if text is not None and options.column in (None, name):
-                shown = (c if c.isprintable() or c == "\n" else " " for c in f"{name}: {text}")
-                console.print(Text("".join(shown)))  # without what would steer the terminal
+                characters = (c if c.isprintable() or c == "\n" else " " for c in f"{name}: {text}")
+                console.print(Text("".join(characters)))  # without what would steer the terminal
 
 
 def _drop(

@@ -319,9 +319,9 @@ def collect(
             for text in _read_row(loader, *source, read)
         )
         scored = scored_texts(texts, trained, searched)
-    asked = scored.rows + (scored.short_rows if short else [])
-    trains = torch.tensor([trained[row] for row in asked], dtype=torch.bool)
-    is_short = torch.arange(len(asked)) >= len(scored.rows)
+    places = scored.rows + (scored.short_rows if short else [])
+    trains = torch.tensor([trained[row] for row in places], dtype=torch.bool)
+    is_short = torch.arange(len(places)) >= len(scored.rows)
     numbers = [
         _number(dataset, row) if source is dataset else -1
         for (source, row), row_texts in zip(sample, read_rows, strict=True)
@@ -329,7 +329,7 @@ def collect(
     ]
     return Pool(
         way,
-        [texts[row] for row in asked],
+        [texts[row] for row in places],
         trains,
         torch.zeros_like(trains),
         scored.repeated,

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,22 @@ def write_secret(path: Path, content: Mapping[str, object], *, replace: bool = F
         OSError: it cannot be written.
     """
     _write(path, json.dumps(content, indent=1).encode(), os.replace if replace else os.link)
+
+
+def write_lines(path: Path, lines: Iterable[object]) -> None:
+    """Write plain values as lines of JSON to a file of mode 0600, whole or not at all, over an
+    earlier one.
+
+    Args:
+        path: of the file.
+        lines: what is written.
+
+    Raises:
+        OSError: it cannot be written.
+        TypeError: a line is no JSON.
+    """
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    _write(path, text.encode(), os.replace)
 
 
 def _write(path: Path, content: bytes, place: Callable[[Path, Path], object]) -> None:

@@ -10,7 +10,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -27,13 +27,19 @@ class ReleaseCheck:
     """Hold what trained weights give away of their training texts.
 
     Args:
-        content: the result of ``fedleak memorization``.
+        content: the result of ``fedleak memorization``; empty where it could score nothing.
         printed: what it printed.
         notes: lines for the summary of the session.
     """
 
-    def __init__(self, content: Mapping[str, object], printed: str, notes: list[str]) -> None:
-        self.content = content
+    def __init__(self, content: Mapping[str, Any], printed: str, notes: list[str]) -> None:
+        pools = [content, content.get("short_answers", {})]
+        attacks = {name: one for pool in pools for name, one in pool.get("attacks", {}).items()}
+        self._values = {
+            attack: {name: math.nan if value is None else value for name, value in values.items()}
+            for attack, values in attacks.items()
+        }
+        self._is_known = bool(content.get("known"))
         self._printed = printed
         self._notes = notes
 
@@ -44,19 +50,20 @@ class ReleaseCheck:
             at_most: the limit.
             metric: ``"auc"``, ``"shown"``, ``"extracted"`` or ``"greedy"``, as the command has it.
         """
-        from lightning_fedleak.cli.commands.memorization import breach_of
+        from lightning_fedleak.cli.commands.memorization import breaches_of
 
-        attack = "extraction" if metric in ("extracted", "greedy") else "combined"
-        attacks = self.content["attacks"]
-        assert isinstance(attacks, dict)
-        numbers = {n: math.nan if v is None else v for n, v in attacks[attack].items()}
-        values = numbers if self.content["known"] else {}
-        ends = (f"{values.get(f'{metric}_{end}', math.nan):.3f}" for end in ("low", "high"))
-        line = f"{attack}/{metric} {numbers[metric]:.3f} ({' to '.join(ends)}), limit {at_most:g}"
-        breach = breach_of(values, metric, at_most)
-        self._notes.append(f"{line}: {'passed' if breach is None else 'FAILED'}")
-        if breach is not None:
-            pytest.fail(f"{line}: {metric} {breach}\n{self._printed}", pytrace=False)
+        breaches = breaches_of(self._values if self._is_known else {}, metric, at_most)
+        numbers = ", ".join(
+            f"{attack}/{metric} {values[metric]:.3f} "
+            f"({values.get(f'{metric}_low', math.nan):.3f} to "
+            f"{values.get(f'{metric}_high', math.nan):.3f})"
+            for attack, values in self._values.items()
+            if metric in values and attack in ("combined", "loss_ratio_short", "extraction")
+        )
+        line = f"{numbers or metric}, limit {at_most:g}"
+        self._notes.append(f"{line}: {'FAILED' if breaches else 'passed'}")
+        if breaches:
+            pytest.fail("\n".join([line, *breaches, self._printed]), pytrace=False)
 
 
 class StepCheck:
@@ -155,7 +162,7 @@ def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., ReleaseChec
                 words += [option] if value is True else [option, value] if value else []
             console = Console(record=True, width=100, quiet=True)
             memorization.run(parse([str(word) for word in words]), console)
-            content = json.loads(out.read_text(encoding="utf-8"))
+            content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
         return ReleaseCheck(content, console.export_text(), notes)
 
     return check

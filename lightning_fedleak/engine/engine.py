@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine import record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, results_of
+from lightning_fedleak.engine.channels.records import RECORDS
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Report, UserMetrics
@@ -60,6 +61,11 @@ class StepEngine:
         self.options = options
         self.channels: list[Channel] = channels_of(selection.attacks, options)
         self.series = series_of(selection.attacks, self.channels, options.stages)
+        if options.memorization.records and all(s.name != RECORDS for s in self.series):
+            raise ValueError(
+                "Memorization(records=True) lists rows by what an attack on the trained weights "
+                "asks, and none is played: add Combined() to the attacks"
+            )
         most_waited = MAX_WAITS if in_rounds else MOST_STEPS_WAITED
         self.results = Results(self.series, most_waited=most_waited)
         self.fit: Fit | None = None

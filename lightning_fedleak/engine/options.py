@@ -124,6 +124,8 @@ class Memorization:
         most_texts: largest number of texts that are asked about.
         outside_epsilon: allow gates and choices by these numbers under differential privacy. They
             read private texts outside of the account.
+        records: list the training rows that the weights give away in ``records.jsonl`` (mode 0600,
+            row numbers and no text), after each epoch and at the end.
         seed: draws the rows.
 
     Raises:
@@ -136,6 +138,7 @@ class Memorization:
     alpha: float = 0.05
     most_texts: int = 4000
     outside_epsilon: bool = False
+    records: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -149,15 +149,20 @@ class ReleasedModel:
         now: what the model says.
         base: what the model said before the first step of the fine-tuning.
         compressed: (N,) bytes of each text, compressed by zlib.
+        answers: (N,) int64, the same number for texts with the same label tokens; None: not known.
     """
 
     now: TokenSnapshot
     base: TokenSnapshot
     compressed: Tensor
+    answers: Tensor | None = None
 
     def rows(self, index: Tensor) -> ReleasedModel:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
-        return ReleasedModel(self.now.rows(index), self.base.rows(index), self.compressed[index])
+        answers = None if self.answers is None else self.answers[index]
+        return ReleasedModel(
+            self.now.rows(index), self.base.rows(index), self.compressed[index], answers
+        )
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,11 @@ class AttackSummary:
         return self.blind > 0 and self.above_chance <= HIGH
 
 
+def _is_list(line: ResultLine) -> bool:
+    """Return whether a line counts the rows that a trained model gives away."""
+    return line.attack == "records" and line.stage == RELEASED
+
+
 class FitResults:
     """The results of a fit, and which of its updates left their clients.
 
@@ -221,12 +226,16 @@ class FitResults:
         clients: whose results there are, in the order in which they came.
         several: whether results are separated by client.
         withheld: updates, by client and round, that a gate did not let leave.
+        rows: the newest counts of training rows that the trained model gives away, without why they
+            are unknown; None where no rows were listed.
     """
 
     def __init__(self, log: FitLog) -> None:
         self._log = log
         self._facts = {one.name: one for one in log.begin.attacks} if log.begin else {}
-        self.lines = [line for line in log.results if line.reason_not_played is None]
+        played = [line for line in log.results if line.reason_not_played is None]
+        self.lines = [line for line in played if not _is_list(line)]
+        self.rows = next((line.values for line in reversed(played) if _is_list(line)), None)
         self.clients = list(
             dict.fromkeys(str(x.client) for x in self.of_clients if x.client is not None)
         )

@@ -97,6 +97,8 @@ class FitSummary:
         not_played: attacks that were left out, and why.
         not_tested: what nobody tried, in sentences.
         named_attacks: those of EDPB Opinion 28/2024, paragraph 55.
+        rows: counts of the training rows that the trained model gives away; empty where they are
+            unknown, None where no rows were listed.
     """
 
     name: str
@@ -129,6 +131,7 @@ class FitSummary:
     not_played: Mapping[str, str]
     not_tested: Sequence[str]
     named_attacks: Sequence[NamedAttack] = records.named("edpb_28_2024_par_55")
+    rows: Mapping[str, float] | None = None
 
 
 def fit_summaries(
@@ -190,6 +193,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         not_played=not_played,
         not_tested=_not_tested(log, attacks, not_played),
         named_attacks=named_attacks(attacks),
+        rows=results.rows,
     )
     return summary, problems
 

@@ -6,7 +6,7 @@ Here are the words and numbers alone, for every form of the report. What is draw
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -167,6 +167,8 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
             f"The account of differential privacy was not refuted by {', '.join(compared)}. That "
             "does not confirm it."
         )
+    if fit.rows is not None:
+        yield _listed_rows(fit.rows)
     if fit.withheld:
         yield (
             f"Gates kept back {fit.withheld} of {fit.updates} updates: what those would have given "
@@ -177,6 +179,18 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
             "How the run ended is not recorded: what it released after its last look is not "
             "counted, so that its epsilon is no bound for the whole run."
         )
+
+
+def _listed_rows(rows: Mapping[str, float]) -> str:
+    """Return which training rows the trained model gives away, in a sentence of counts."""
+    if "at_least" not in rows:
+        return "Which training rows the trained model gives away is unknown."
+    chosen = f"{rows['listed']:.0f} are listed" if "listed" in rows else "too few to list any"
+    return (
+        f"The trained model gives away at least {rows['at_least']:.0f} of {rows['members']:.0f} "
+        f"training rows, but for a probability of {rows['alpha']:.3g}; {chosen} in records.jsonl. "
+        f"{rows['repeated']:.0f} further rows have copies."
+    )
 
 
 # ---- readings -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from lightning_fedleak.evaluation.metrics.released import (
     membership_values,
     other_law,
     others_needed,
+    permutation_test,
     rank_test,
     shown_tpr,
     spent_at,
@@ -261,3 +263,33 @@ def test_what_is_extracted_is_that_of_the_tier_where_most_is() -> None:
         assert values[f"{name}_provable"] == shown[f"{name}_x5_low"] < shown[f"{name}_x1_low"]
         for tier in ("x1", "x5"):
             assert values[f"{name}_{tier}_provable"] == shown[f"{name}_{tier}_low"]
+
+
+def test_permutations_are_exact_with_ties() -> None:
+    """Against all choices of 3 members among 8 texts, and Mann and Whitney's on many."""
+    scores = torch.tensor([3.0, 3, 2, 2, 2, 1, 1, 0])
+    members = torch.tensor([1, 0, 1, 1, 0, 0, 0, 0]).bool()
+    ranks = scipy.stats.rankdata(scores)
+    sums = [sum(ranks[list(chosen)]) for chosen in combinations(range(8), 3)]
+    share = np.mean([one >= ranks[members.numpy()].sum() for one in sums])
+    assert permutation_test(scores, members) == pytest.approx(share, abs=0.015)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(200, generator=generator)
+    scores[:100] += 0.2
+    members = torch.arange(200) < 100
+    expected = scipy.stats.mannwhitneyu(scores[:100], scores[100:], alternative="greater").pvalue
+    assert permutation_test(scores, members) == pytest.approx(expected, abs=0.015)
+
+
+def test_the_exact_test_decides_of_the_low_end() -> None:
+    generator = torch.Generator().manual_seed(1)
+    alarms = 0
+    for _ in range(40):
+        scores = torch.randint(0, 3, (120,), generator=generator).double()
+        members = torch.randperm(120, generator=generator) < 60
+        values = membership_values(scores, members, exact=True)
+        alarms += values["auc_low"] > 0.5
+        assert (values["auc_low"] > 0.5) <= (values["p_value"] <= 0.05)
+    assert alarms <= 4
+    clear = membership_values(torch.arange(120.0), torch.arange(120) >= 60, exact=True)
+    assert clear["auc_low"] > 0.8

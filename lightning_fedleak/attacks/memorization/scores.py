@@ -145,6 +145,35 @@ class LossRatio(MemorizationAttack):
         return mean / (-released.base.mean_log_probs()).clamp_min(LEAST_LOSS)
 
 
+class ShortAnswers(MemorizationAttack):
+    """Score texts with 1 to 7 label tokens, such as short answers and classes.
+
+    They are a pool of their own. The score is the loss ratio without a cap. Where most texts share
+    their answer with others, as intents and classes do, it is minus the loss, beyond that of the
+    other texts with the same answer: what an answer gained in general says nothing of one text.
+
+    Examples:
+        >>> from lightning_fedleak import LeakageMonitor
+        >>> from lightning_fedleak.attacks.memorization import Combined, ShortAnswers
+        >>> monitor = LeakageMonitor([Combined(), ShortAnswers()])
+    """
+
+    default_name = "loss_ratio_short"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return ``-loss / loss0``, or ``-loss`` less the mean of the answer's other texts."""
+        answers, mean = released.answers, released.now.mean_log_probs()
+        if answers is None:
+            raise UnusableObservation("which texts share an answer is not known")
+        sizes = torch.bincount(answers).double()[answers]
+        if (sizes > 1).double().mean() <= 0.5:
+            return LossRatio().score(released)
+        sums = torch.zeros(int(answers.max()) + 1, dtype=torch.float64)
+        others = sums.index_add_(0, answers, mean)[answers] - mean
+        # The mean of all texts counts as one more: of an answer's only text it is all there is.
+        return mean - (others + mean.mean()) / sizes
+
+
 class Zlib(MemorizationAttack):
     """Score a text by its log likelihood over its compressed size (Carlini et al. 2021)."""
 
@@ -252,6 +281,28 @@ class Combined(MemorizationAttack):
         """Return the sum of both normal scores."""
         parts = (LossRatio(MOST_GAIN).score(released), ErrorZone().score(released))
         return torch.stack([normal_scores(part) for part in parts]).sum(0)
+
+
+def gain_beyond(released: ReleasedModel, fitted: Tensor) -> Tensor:
+    """Return (N,) what texts gained beyond texts like them, in nats a token.
+
+    The gain ``loss0 - loss`` is fitted by what the base says of a text: its loss, the deviation of
+    its log probabilities and its share of greedy tokens. Which texts were trained on is not used,
+    so that they stay exchangeable with others where nothing was learned.
+
+    Args:
+        released: what the model and its base said of N texts.
+        fitted: (N,) bool, the texts that the fit is of.
+    """
+    base, labels = released.base, released.base.labels
+    mean, counts = base.mean_log_probs(), labels.sum(1).double()
+    gain = released.now.mean_log_probs() - mean
+    squares = ((base.log_probs.double() - mean[:, None]) ** 2 * labels).sum(1)
+    greedy = (base.greedy & labels).sum(1) / counts
+    features = torch.stack([torch.ones_like(mean), mean, (squares / counts).sqrt(), greedy], 1)
+    fit = torch.linalg.lstsq(features[fitted], gain[fitted, None], driver="gelsd").solution
+    residual: Tensor = gain - (features @ fit)[:, 0]
+    return residual
 
 
 def normal_scores(values: Tensor) -> Tensor:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.commands.printing import print_table, three_digits
-from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, read_texts
-from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, tokenize
+from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
+from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both
+from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
+from lightning_fedleak.evaluation.metrics.record_list import RecordList
+from lightning_fedleak.model.taps import Text
 from lightning_fedleak.report.records import as_json
 
 TIERS = {
@@ -24,6 +29,10 @@ TIERS = {
     "_x5": ", 5 to 16 times",
     "_x17": ", more often",
 }
+_USED_UP = (
+    "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
+    "which are used up. Leave rows out of it by a fresh draw, and train on the rest."
+)
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
 
@@ -35,59 +44,139 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console: where to print; stdout by default.
 
     Returns:
-        0; 3 where the metric is above ``--at-most``, unknown, or may be above by its interval.
+        0; 3 where the metric is above ``--at-most``, unknown, or may be above by its interval, and
+        where nothing says which tokens the loss was computed on.
 
     Raises:
         SourceError: a model or text cannot be used.
         AnatomyError: a model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    tokenizer = load_tokenizer(options.base)
-    members, others = (
-        tokenize(read_texts(source, options.column), tokenizer, options.length)
-        for source in (options.members, options.others)
-    )
-    pool = ReleasedPool(members, others, lambda ids: str(tokenizer.decode(ids)))
-    base, now = ask_both(pool.texts, options.model, options.base)
+    _check(options)
+    reader = _reader(options)
     try:
-        result = pool.compare(base, now)
-    except UnusableObservation as error:
-        raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
-    is_known = options.drawn or result.other_law is None
-    print_table(console, _table(result))
-    copies = int((~pool.alone).sum())
-    of_copies = f"; {copies} members that have copies were asked for extraction alone"
-    console.print(
-        f"{result.n_members} members and {result.n_others} others were compared; "
-        f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
-        f"ones were left out{of_copies * (copies > 0)}. A TPR below {result.visible:.3f} could "
-        f"stay unseen with so many. Results compare on the same texts only: pool {pool.digest}."
-    )
-    for sentence in _warnings(result, drawn=options.drawn):
-        console.print(sentence)
+        members, others = reader.read(options.members), reader.read(options.others)
+    except UnknownLabels as error:
+        console.print(f"UNKNOWN: {error}.")
+        return BREACH
+    pools = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
+    base, now = ask_both([t for pool in pools for t in pool.texts], options.model, options.base)
+    is_used_up = used_up_mark(options.members).exists()
+    results, end = [], 0
+    for pool in pools:
+        part, end = torch.arange(end, end + len(pool.texts)), end + len(pool.texts)
+        try:
+            results.append(pool.compare(base.rows(part), now.rows(part)))
+        except UnusableObservation as error:
+            raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
+        _print(console, pool, results[-1], is_drawn=options.drawn)
+    pool, result, first = pools[0], results[0], torch.arange(len(pools[0].texts))
+    is_known = options.drawn or all(one.other_law is None for one in results)
+    if is_used_up:
+        is_known = False
+        console.print(_USED_UP)
+    counts: Mapping[str, float] = {}
+    if options.records is not None and is_known:
+        answers = base.rows(first), now.rows(first)
+        records = pool.list_records(*answers, options.false_discoveries)
+        records.save(options.records)
+        counts = records.counts
+        console.print(_counted(records, options.records))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
+        content |= {"records": counts} if counts else {}
+        content |= {"short_answers": _content(results[1], pools[1])} if len(pools) > 1 else {}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     if options.at_most is None:
-        return 0
-    attack = "extraction" if options.metric in ("extracted", "greedy") else "combined"
-    values = result.values[attack] if is_known else {}
-    breach = breach_of(values, options.metric, options.at_most)
-    if breach is not None:
-        console.print(f"BREACH: {attack}/{options.metric} {breach}")
-    return 0 if breach is None else BREACH
+        return BREACH if options.records is not None and not counts else 0
+    values = {name: one for each in results for name, one in each.values.items()}
+    breaches = breaches_of(
+        values | {"records": counts} if is_known else {}, options.metric, options.at_most
+    )
+    for breach in breaches:
+        console.print(f"BREACH: {breach}")
+    return BREACH if breaches else 0
 
 
-def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
+def _pools(
+    members: Mapping[int, Text], others: Mapping[int, Text], decode: Callable[[list[int]], str]
+) -> list[ReleasedPool]:
+    """Return the pool of long texts, if there are enough, and that of short ones.
+
+    Raises:
+        ValueError: too few of either.
+    """
+    pools, failures = [], []
+    for short in (False, True):
+        sides = [*members.values()], [*others.values()]
+        try:
+            pools.append(ReleasedPool(*sides, decode, [*members], short=short))
+        except ValueError as error:
+            failures.append(error)
+    if not pools:
+        raise failures[0]
+    return pools
+
+
+def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
+    """Print what a pool shows."""
+    print_table(console, _table(result))
+    copies = int((~pool.alone).sum())
+    of_copies = f"; {copies} members that have copies were asked for extraction alone"
+    apart = (
+        "all with 1 to 7 label tokens"
+        if pool.is_short
+        else f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
+        f"ones were left out{of_copies * (copies > 0)}"
+    )
+    console.print(
+        f"{result.n_members} members and {result.n_others} others were compared; {apart}. "
+        f"A TPR below {result.visible:.3f} could stay unseen with so many. Results compare on the "
+        f"same texts only: pool {pool.digest}."
+    )
+    for sentence in _warnings(result, is_drawn=is_drawn):
+        console.print(sentence)
+
+
+def _check(options: Namespace) -> None:
+    """Raise an error for options that contradict each other."""
+    if options.metric == "at_least" and options.records is None:
+        raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
+    if options.metric != "at_least" and (options.at_most or 0) > 1:
+        raise SourceError(f"--at-most {options.at_most:g} is above 1: {options.metric} is a share")
+
+
+def _reader(options: Namespace) -> RowReader:
+    """Return the reader of rows, with the chat template of the trained model where it has one."""
+    tokenizer = load_tokenizer(options.base)
+    template = None
+    if (Path(options.model) / "tokenizer_config.json").is_file():
+        template = load_tokenizer(options.model).chat_template
+    return RowReader(
+        tokenizer, options.length, options.column, options.prompt_column, options.loss, template
+    )
+
+
+def _counted(records: RecordList, path: Path) -> str:
+    """Return in words what a list of rows says; None is unknown."""
+    text = (
+        "Of {members} rows at least {at_least} are given away by the training (95%), and {listed} "
+        "are listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
+        "{repeated} rows have copies, {short} are short, and {unknown} share passages."
+    ).format(**records.head)
+    return f"{text.replace('None', 'an unknown number')} {path} holds their numbers."
+
+
+def _warnings(result: Comparison, *, is_drawn: bool) -> list[str]:
     """Return what makes numbers unknown, and what to do."""
     sentences = []
     if (why := result.other_law) is not None:
         finding = f"Members and others are {why}."
         sentences.append(
             f"{finding} --drawn says that the others were chosen at random, so that this is chance."
-            if drawn
+            if is_drawn
             else f"{finding} Membership is UNKNOWN: give others that were drawn from the same "
             "rows (leave_out) and --drawn, or more texts of the same kind."
         )
@@ -98,10 +187,31 @@ def _warnings(result: Comparison, *, drawn: bool) -> list[str]:
     return sentences
 
 
-def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
+def breaches_of(
+    values: Mapping[str, Mapping[str, float]], metric: str, at_most: float
+) -> list[str]:
+    """Return a sentence for each result that is above a threshold, or may be.
+
+    Args:
+        values: of each attack, and of ``records``; empty where they say nothing.
+        metric: one that ``--metric`` takes.
+        at_most: the threshold.
+    """
+    attacks = [name for name in ("combined", "loss_ratio_short") if name in values] or ["combined"]
+    if metric == "at_least":
+        attacks = ["records"]
+    elif metric in ("extracted", "greedy"):
+        attacks = ["extraction"]
+    reasons = {name: _breach(values.get(name, {}), metric, at_most) for name in attacks}
+    return [f"{name}/{metric} {why}" for name, why in reasons.items() if why is not None]
+
+
+def _breach(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
     """Return why a result is above a threshold, or may be; None where it is not."""
+    if values.get("at_least_provable", math.inf) <= at_most:
+        return f"is unknown: so few others show no more than --at-most {at_most:g}. Leave out more."
     low = values.get("shown" if metric == "shown" else f"{metric}_low", math.nan)
-    high = values.get(f"{metric}_high", math.nan)
+    high = low if metric == "at_least" else values.get(f"{metric}_high", math.nan)
     if math.isnan(low):
         return "is unknown."
     if low > at_most:

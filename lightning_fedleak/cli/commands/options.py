@@ -46,6 +46,7 @@ def _converter(
 
 
 _SHARE = _converter(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+_RATE = _converter(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _POSITIVE = _converter(float, lambda x: 0 < x < float("inf"), "a positive number")
 _DURATION = _converter(float, lambda x: x > 0, "a positive number")
 _NOISE = _converter(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
@@ -281,12 +282,21 @@ def memorization(add: Add) -> None:
         base: the model that the training began from: a folder or a name on the hub.
         members: texts that were trained on: {sources}.
         others: texts like them that were not trained on, in one of the same forms.
-        column: the column of --members and --others that holds the text.
-        length: tokens of a text, at most.
+        column: the column of --members and --others that holds the text, or the answer to a prompt.
+        prompt_column: the column of prompts, on which there was no loss. Prompt and answer are
+            joined as TRL does it, with an end-of-text token. Chats (messages) are read by the
+            model's template; rows of input_ids and labels as they are.
+        loss: the tokens that training's loss was computed on: of the answers, or of the
+            assistant's turns; or all. Chats need it.
+        length: tokens of a text, at most, as in training.
         drawn: the others were drawn at random from the same rows (leave_out), so that they follow
             one law.
-        metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, or
-            the excess of members that are extracted in samples or greedily.
+        records: private file of the members by what the model gives away of them: row numbers,
+            p-values and a list, and no text. See fedleak records.
+        false_discoveries: rate of that list: the expected share of rows in it that chance explains.
+        metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, the excess of
+            members that are extracted in samples or greedily, or with --records the number of rows
+            that are given away at least.
         at_most: exit with status 3 where its interval reaches above, or it is unknown.
         out: file of the result as JSON.
     """
@@ -295,10 +305,39 @@ def memorization(add: Add) -> None:
     add("--members", required=True, metavar="SOURCE")
     add("--others", required=True, metavar="SOURCE")
     add("--column", metavar="NAME")
-    add("--length", **_count(256, 9))
+    add("--prompt-column", metavar="NAME")
+    add("--loss", choices=("answers", "all"))
+    add("--length", **_count(256, 2))
     add("--drawn", action="store_true")
-    add("--metric", choices=("auc", "shown", "extracted", "greedy"), default="auc")
-    add("--at-most", **_number("X", _SHARE))
+    add("--records", **_path("FILE"))
+    add("--false-discoveries", **_number("X", _RATE, 0.1))
+    add("--metric", choices=("auc", "shown", "extracted", "greedy", "at_least"), default="auc")
+    add("--at-most", **_number("X", _NOISE))
+    add("--out", **_path("FILE"))
+
+
+def records(add: Add) -> None:
+    """Which training rows a trained model gives away: show them, or drop them.
+
+    Reads a list of row numbers that a monitor (Memorization(records=True)) or fedleak memorization
+    --records wrote. Dropping rows protects those rows alone, and uses up the rows that were left
+    out: draw others before training again. It is refused for a list of a run with differential
+    privacy.
+
+    Options:
+        action: show prints the riskiest rows on a terminal; drop writes all others to --out.
+        file: the list, of mode 0600.
+        data: the rows, as the list counts them: those given to leave_out, or the --members:
+            {sources}.
+        column: the column to show; without it all.
+        top: share of the rows with a score, the riskiest ones. Copies count first, all or none.
+        out: .jsonl file of the rows that drop keeps, of mode 0600.
+    """
+    add("action", choices=("show", "drop"))
+    add("file", metavar="FILE", type=Path)
+    add("--data", required=True, metavar="SOURCE")
+    add("--column", metavar="NAME")
+    add("--top", **_number("X", _SHARE, 0.1))
     add("--out", **_path("FILE"))
 
 

@@ -20,14 +20,18 @@ if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.data import load_tokenizer as load_tokenizer
     from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning as CausalLMFineTuning
     from lightning_fedleak.cli.finetuning.module import load_model as load_model
+    from lightning_fedleak.cli.finetuning.texts import column_of as column_of
+    from lightning_fedleak.cli.finetuning.texts import is_chat as is_chat
     from lightning_fedleak.cli.finetuning.texts import read_labelled as read_labelled
+    from lightning_fedleak.cli.finetuning.texts import read_rows as read_rows
     from lightning_fedleak.cli.finetuning.texts import read_texts as read_texts
+    from lightning_fedleak.cli.finetuning.texts import text_of as text_of
 
 _HOMES = {
     "assets": ("EMBEDDED_MESSAGES", "EMBEDDED_MODEL", "TRAINING", "SourceError", "quiet_logs"),
     "data": ("PadRight", "TextDataModule", "TokenRows", "load_tokenizer"),
     "module": ("CausalLMFineTuning", "load_model"),
-    "texts": ("read_labelled", "read_texts"),
+    "texts": ("column_of", "is_chat", "read_labelled", "read_rows", "read_texts", "text_of"),
 }
 
 

@@ -66,13 +66,13 @@ def read_labelled(
     rows, column_in_name = _rows_of(source)
     if isinstance(rows, list):
         names = list(dict.fromkeys(name for row in rows for name in row))
-        name = _column_of(rows, names, column or column_in_name, str(source))
+        name = column_of(rows, names, column or column_in_name, str(source))
         if label is not None and label not in names:
             raise SourceError(
                 f"'{source}' has no column '{label}' (--partition-by); it has "
                 f"{_column_list(names)}."
             )
-        pairs = [(_text_of(row.get(name)) or "", row.get(label or "")) for row in rows]
+        pairs = [(text_of(row.get(name)) or "", row.get(label or "")) for row in rows]
     else:
         if (wrong := column or label) is not None:
             raise SourceError(f"'{source}' is plain text, which has no column '{wrong}'.")
@@ -87,6 +87,21 @@ def read_labelled(
             "(--partition-by): fill it, or take another column."
         )
     return [text for text, _ in pairs], [str(value or "") for _, value in pairs]
+
+
+def read_rows(source: str | Path) -> tuple[Rows, str | None]:
+    """Return the rows of ``source`` in their order, empty ones too, and a column in its name.
+
+    A line or a file of plain text is a row with ``text``.
+
+    Args:
+        source: a file, folder or dataset, see :func:`read_texts`.
+
+    Raises:
+        SourceError: there is none, or it cannot be read.
+    """
+    rows, column = _rows_of(source)
+    return (rows if isinstance(rows, list) else [{"text": text} for text in rows]), column
 
 
 def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
@@ -203,7 +218,7 @@ def _json_lines(text: str, path: Path) -> Rows:
 def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
     if isinstance(content, str):
         return {"text": content}
-    if _is_chat(content):
+    if is_chat(content):
         return {"messages": content}
     if not isinstance(content, dict):
         raise SourceError(
@@ -277,8 +292,18 @@ def _hub_rows(source: str) -> tuple[Rows, str | None]:
 # ---- rows -----------------------------------------------------------------------------------
 
 
-def _column_of(rows: Rows, names: Sequence[str], column: str | None, source: str) -> str:
-    """Return the name of the column that holds the text."""
+def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str) -> str:
+    """Return the name of the column that holds the text.
+
+    Args:
+        rows: of the source.
+        names: of their columns.
+        column: that was asked for; None: ``text``, or the only one that holds text.
+        source: where they are from, for messages.
+
+    Raises:
+        SourceError: there is no such column, or none alone.
+    """
     if column is None and rows:
         column = "text" if "text" in names else _only_text(rows, names)
         if column is None:
@@ -288,7 +313,7 @@ def _column_of(rows: Rows, names: Sequence[str], column: str | None, source: str
             )
     if rows and column not in names:
         raise SourceError(f"'{source}' has no column '{column}'; it has {_column_list(names)}.")
-    if rows and all(_text_of(row.get(column or "")) is None for row in rows):
+    if rows and all(text_of(row.get(column or "")) is None for row in rows):
         raise SourceError(
             f"column '{column}' of '{source}' holds no text; it has {_column_list(names)}."
         )
@@ -296,13 +321,14 @@ def _column_of(rows: Rows, names: Sequence[str], column: str | None, source: str
 
 
 def _only_text(rows: Rows, names: Sequence[str]) -> str | None:
-    texts = [n for n in names if all(_text_of(row.get(n)) is not None for row in rows)]
+    texts = [n for n in names if all(text_of(row.get(n)) is not None for row in rows)]
     if len(texts) == 1:
         return texts[0]
     return next((name for name in _CHATS if name in texts), None)
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
+    """Return whether a value is a list of turns, of which each has ``content`` or ``value``."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -310,11 +336,11 @@ def _is_chat(value: Any) -> bool:
     )
 
 
-def _text_of(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
     """Return a text, or the turns of a chat; None where the value is neither."""
     if isinstance(value, str):
         return value
-    if not _is_chat(value):
+    if not is_chat(value):
         return None
     turns = (_turn_text(turn.get("content", turn.get("value"))) for turn in value)
     return "\n".join(turn for turn in turns if turn)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from lightning_fedleak.attacks import memorization
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.evaluation.metrics import Rate, released
+from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
-from lightning_fedleak.model.taps import Text, compressed_bytes, pool_digest
+from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
 
 LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
 
@@ -72,6 +74,8 @@ class ReleasedPool:
         members: texts that were trained on.
         others: texts that were not.
         decode: returns the words of token ids, for zlib.
+        numbers: of the members' rows, for a list of records; None counts them.
+        short: the pool is of the texts with 1 to 7 label tokens, which :class:`ShortAnswers` reads.
 
     Attributes:
         texts: those that are scored.
@@ -80,6 +84,7 @@ class ReleasedPool:
         short: texts that were left out because they are short.
         repeated: texts of which another one repeats the whole or a part.
         digest: names the pool, as the monitor's records do; results compare on the same pool only.
+        rows: which rows the texts are.
 
     Raises:
         ValueError: fewer than 10 texts are left on either side.
@@ -90,13 +95,22 @@ class ReleasedPool:
         members: Sequence[Text],
         others: Sequence[Text],
         decode: Callable[[list[int]], str] | None = None,
+        numbers: Sequence[int] | None = None,
+        *,
+        short: bool = False,
     ) -> None:
         everyone = [*members, *others]
         sides = [row < len(members) for row in range(len(everyone))]
         scored = scored_texts(everyone, sides)
-        self.short, self.repeated, self.times = scored.short, scored.repeated, scored.times
-        self.texts = [everyone[row] for row in scored.rows]
-        self.members = torch.tensor([sides[row] for row in scored.rows], dtype=torch.bool)
+        self.short, self.repeated, self.is_short = scored.short, scored.repeated, short
+        chosen = scored.short_rows if short else scored.rows
+        self.texts = [everyone[row] for row in chosen]
+        self.members = torch.tensor([sides[row] for row in chosen], dtype=torch.bool)
+        counted = [*(range(len(members)) if numbers is None else numbers), *[-1] * len(others)]
+        rows = PoolRows.of(everyone, scored, counted, short=short)
+        part = slice(len(scored.rows) if short else 0, None)
+        self.rows = replace(rows, copies=rows.copies[part], times=rows.times[part])
+        self.times = self.rows.times
         n, n_others = int((self.members & self.alone).sum()), int((~self.members).sum())
         if min(n, n_others) < LEAST_TEXTS:
             raise ValueError(
@@ -126,14 +140,17 @@ class ReleasedPool:
         Args:
             base: what the base said of the texts.
             now: what the trained model says of them.
-            attacks: those that are played; none plays :func:`all_attacks`.
+            attacks: those that are played; none plays :func:`all_attacks`, or on short texts
+                :class:`~lightning_fedleak.attacks.memorization.ShortAnswers`.
             look: number of the look at these texts, counted from 1.
             alpha: probability of error over all looks together.
         """
         alone = self.alone
-        model, members = ReleasedModel(now, base, self.compressed), self.members[alone]
+        model = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
+        members = self.members[alone]
         values: dict[str, Mapping[str, float]] = {}
-        for attack in attacks or all_attacks():
+        default = (memorization.ShortAnswers(),) if self.is_short else all_attacks()
+        for attack in attacks or default:
             extracts = isinstance(attack, memorization.Extraction)
             guess = attack.run(Observation(released=model if extracts else model.rows(alone)))
             if isinstance(attack, memorization.Extraction) and isinstance(
@@ -144,7 +161,7 @@ class ReleasedPool:
                 )
             elif isinstance(guess, memorization.MemorizationGuess):
                 values[attack.name] = released.membership_values(
-                    guess.scores, members, look=look, alpha=alpha
+                    guess.scores, members, look=look, alpha=alpha, exact=self.is_short
                 )
         n_members, n_others = int(members.sum()), int((~members).sum())
         texts = [text for text, once in zip(self.texts, alone.tolist(), strict=True) if once]
@@ -157,6 +174,26 @@ class ReleasedPool:
             released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
             released.others_needed(look, alpha),
         )
+
+    def list_records(
+        self, base: TokenSnapshot, now: TokenSnapshot, rate: float, alpha: float = 0.05
+    ) -> RecordList:
+        """Return the members by what the model gives away of them.
+
+        Args:
+            base: what the base said of the texts.
+            now: what the trained model says of them.
+            rate: of the list's false discoveries.
+            alpha: probability that the number of rows that are given away at least is too high.
+        """
+        released = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
+        facts = {"pool": self.digest, "account": False, "rate": rate, "alpha": alpha}
+        return list_records(released, self.members, self.rows, short=self.is_short, **facts)
+
+
+def used_up_mark(rows: str | Path) -> Path:
+    """Return the file beside rows that says that others are dropped from them by a list."""
+    return Path(f"{rows}.used_up.json")
 
 
 def tokenize(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Text]:

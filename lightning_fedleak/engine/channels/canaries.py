@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -125,13 +125,18 @@ class CanaryChannel(MemorizationChannel):
             canaries.load_state_dict(committed)
 
     def _read_texts(
-        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor
+        self,
+        pool: Pool,
+        answers: TokenSnapshot,
+        rows: Tensor,
+        members: Tensor,
+        attacks: Sequence[Any],
     ) -> dict[str, dict[str, float] | str]:
         """Return the values of each attack and tier by the name of its series."""
         assert self._base is not None
         released = ReleasedModel(answers, self._base, torch.ones(len(pool.texts)))
         values: dict[str, dict[str, float] | str] = {"pool": pool.digest(rows, members)}
-        for attack in self.attacks:
+        for attack in attacks:
             try:
                 guess = attack.run(Observation(released=released))
                 tiers = canary_tiers(

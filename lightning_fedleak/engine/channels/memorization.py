@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from lightning_fedleak.attacks import Attack, Capability, Guess, UnusableObserva
 from lightning_fedleak.attacks.memorization import (
     Extraction,
     MemorizationAttack,
+    ShortAnswers,
     blind_scores,
 )
 from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
@@ -31,6 +32,7 @@ from lightning_fedleak.engine.channels.pool import (
     collect,
     forwards_of,
 )
+from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -46,7 +48,7 @@ from lightning_fedleak.evaluation.metrics.released import (
 )
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.model.taps import compressed_bytes, token_log_probs
+from lightning_fedleak.model.taps import answer_groups, compressed_bytes, token_log_probs
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
 
@@ -56,8 +58,8 @@ BLIND = "blind/auc"
 TIER_NAMES = tuple(f"{name}_x{least}" for name in ("extracted", "greedy") for least in TIERS)
 """Excesses by how often a text repeats; those of no text have no value."""
 
-_Answer = dict[str, float] | str
-"""An attack's values by name, or why there are none."""
+_Answer = dict[str, float] | str | Waiting
+"""An attack's values by name, or why there are none, or none yet."""
 
 
 class MemorizationChannel(Channel):
@@ -66,22 +68,27 @@ class MemorizationChannel(Channel):
     Attributes:
         absent: what attacks that choose themselves lack here, where none of them is a candidate.
         folder: keeps what a resumed run needs.
+        owes_list: rows are to be listed, and were not at the newest look.
     """
 
     guesses = Guess
     reads: ClassVar[Any] = MemorizationAttack
     leak = MEMORIZATION
-    metrics: ClassVar[tuple[str, ...]] = ("auc", "shown", "extracted", "greedy", *TIER_NAMES)
+    metrics: ClassVar[tuple[str, ...]] = (
+        *("auc", "shown", "extracted", "greedy", *TIER_NAMES, "at_least"),
+    )
     ranges: ClassVar[Any] = {
         "auc": (0.0, 1.0, 0.5),
         "shown": (0.0, 1.0, 0.0),
         **dict.fromkeys(("extracted", "greedy", *TIER_NAMES), (-1.0, 1.0, 0.0)),
+        "at_least": (0.0, math.inf, 0.0),
     }
     extras: ClassVar[tuple[str, ...]] = (
         *("p_value", "shown_p_value", "extracted_others", "extracted_base"),
         *("auc_joint_low", "auc_joint_high", "auc_joint_provable"),
         *("auc_provable", "extracted_provable", "greedy_provable"),
         *(f"{tier}_provable" for tier in TIER_NAMES),
+        *("listed", "smallest_list", "repeated", "at_least_provable"),
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
@@ -102,15 +109,22 @@ class MemorizationChannel(Channel):
         self._base: TokenSnapshot | None = None
         self.folder = Path()
         self._saved: Mapping[str, Any] = {}
-        self._looks, self._due = 0, 0
+        self._looks, self._due, self._lists = 0, 0, 0
+        self.owes_list = self._ended = False
         self._reading_seconds = 0.0
-        self._void = self._compared = ""
+        self._void = ""
+        self._compared: dict[Series, str] = {}
 
     # ---- names ------------------------------------------------------------------------------
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of an attack on the released model."""
-        return [Series.at(Stage.RELEASED, attack.name)] if Stage.RELEASED in stages else []
+        if Stage.RELEASED not in stages:
+            return []
+        series = [Series.at(Stage.RELEASED, attack.name)]
+        if self.settings.memorization.records and attack is self.listed_attacks[0]:
+            series.append(replace(series[0], name=RECORDS))
+        return series
 
     @property
     def _played(self) -> list[Series]:
@@ -135,8 +149,11 @@ class MemorizationChannel(Channel):
             start = time.perf_counter()
             self._refusal = self._collect()
             self._reading_seconds = time.perf_counter() - start
-        if self._refusal:
-            raise ValueError(f"attack '{attack.name}' finds nobody to compare: {self._refusal}")
+        why = self._refusal
+        if not why and self._pool is not None:
+            why = self._pool.lack(short=isinstance(attack, ShortAnswers))
+        if why:
+            raise ValueError(f"attack '{attack.name}' finds nobody to compare: {why}")
 
     def _collect(self) -> str:
         """Draw the pool, and return why there is none, or an empty string; alike on all processes.
@@ -145,9 +162,10 @@ class MemorizationChannel(Channel):
         """
         run, refusal = self.run, ""
         try:
-            if run.anatomy.kind != "causal":
+            if run.anatomy.kind not in ("causal", "classifier"):
                 raise NoNonMembers(
-                    f"a {run.anatomy.kind} model has no head that predicts every next token"
+                    f"a {run.anatomy.kind} model has no head that predicts every next token, and "
+                    "none that predicts a class of each text"
                 )
             self._pool = self._drawn()
         except NoNonMembers as error:
@@ -171,6 +189,7 @@ class MemorizationChannel(Channel):
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
+            short=any(isinstance(attack, ShortAnswers) for attack in self.listed_attacks),
         )
 
     def describe(self) -> str:
@@ -196,7 +215,7 @@ class MemorizationChannel(Channel):
         if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
             return NO_CONTROLS
         shares = self.settings.memorization.looks
-        counts = [int((~pool.trains).sum())] * self._planned_looks
+        counts = [int((~pool.trains & pool.alone).sum())] * self._planned_looks
         if pool.way == "not yet seen":
             alone = int(pool.alone.sum())
             counts = [round((1 - share) * alone) for share in shares]
@@ -252,7 +271,7 @@ class MemorizationChannel(Channel):
         elif self.run.step == 0:  # later weights are no base
             self._base = self._ask(pool)
         if self._base is not None and pool.way == "given":
-            alone = pool.alone.nonzero()[:, 0]
+            alone = (pool.times == 1).nonzero()[:, 0]
             texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
             compressed = compressed_bytes(texts, self._decode)
             scores = blind_scores(self._base.rows(alone), compressed, texts, trains)
@@ -301,12 +320,13 @@ class MemorizationChannel(Channel):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def ask_weights(self, look: Look, epoch: int) -> None:
+    def ask_weights(self, look: Look, epoch: int, *, lists: bool) -> None:
         """Let every attack guess from what the model says now.
 
         Args:
             look: where the answers go.
             epoch: counted from 0.
+            lists: an epoch is over, or the training, so that rows may be listed.
         """
         every = self._played
         pool = self._pool
@@ -319,22 +339,62 @@ class MemorizationChannel(Channel):
         pool.seen = counts[:-2] > 0
         passed, unread = (int(one) for one in counts[-2:])
         self._looks += 1
-        try:
-            if unread and pool.way == "not yet seen":
-                raise NoNonMembers(
-                    f"{unread} batches could not be read, and may have held texts that were to be "
-                    "non-members: add leave_out"
-                )
-            if self._void:
-                raise NoNonMembers(self._void)
-            rows, members = pool.compared(epoch, passed, everyone=self._plays)
-            answers = self._ask(pool)
-        except (NoNonMembers, UnusableObservation) as error:
-            look.answers |= dict.fromkeys(every, str(error))
-            return
-        values = self._read_texts(pool, answers, rows, members)
-        self._compared = str(values["pool"])
-        look.answers |= {series: values[series.name] for series in every}
+        answers: TokenSnapshot | None = None
+        for short in (False, True):
+            part = [one for one in every if (one.attack in self._short_names) is short]
+            if not part:
+                continue
+            try:
+                if unread and pool.way == "not yet seen":
+                    raise NoNonMembers(
+                        f"{unread} batches could not be read, and may have held texts that were to "
+                        "be non-members: add leave_out"
+                    )
+                if self._void:
+                    raise NoNonMembers(self._void)
+                rows, members = pool.compared(epoch, passed, everyone=self._plays, short=short)
+                answers = self._ask(pool) if answers is None else answers
+            except (NoNonMembers, UnusableObservation) as error:
+                look.answers |= dict.fromkeys(part, str(error))
+                continue
+            attacks = [a for a in self.attacks if (a.name in self._short_names) is short]
+            read = self._read_texts(pool, answers, rows, members, attacks)
+            values: dict[str, _Answer] = {**read}
+            self._compared |= dict.fromkeys(part, str(values["pool"]))
+            if any(series.name == RECORDS for series in part):
+                self.owes_list, self._lists = not lists, self._lists + lists
+                values[RECORDS] = BETWEEN
+                if lists:
+                    texts = pool, self._released(pool, answers, rows), rows, members
+                    shared = self._lists, self._share(epoch), self.settings.memorization.alpha
+                    values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
+            look.answers |= {series: values[series.name] for series in part}
+
+    @property
+    def _short_names(self) -> set[str]:
+        """Return the names of the attacks on texts with 1 to 7 label tokens."""
+        return {one.name for one in self.listed_attacks if isinstance(one, ShortAnswers)}
+
+    def _released(self, pool: Pool, answers: TokenSnapshot, rows: Tensor) -> ReleasedModel:
+        """Return what the model and its base said of some texts."""
+        assert self._base is not None
+        texts = [pool.texts[row] for row in rows.tolist()]
+        return ReleasedModel(
+            answers.rows(rows),
+            self._base.rows(rows),
+            compressed_bytes(texts, self._decode),
+            answer_groups(texts),
+        )
+
+    def _share(self, epoch: int) -> float:
+        """Return which share of the errors of all lists the newest one has.
+
+        Half is for that at the planned end, so that it is as long as if it were the only one. List
+        k before it, or after it, has its part of the other half.
+        """
+        ends = self.run.epochs is not None and epoch + 1 == self.run.epochs
+        is_first, self._ended = ends and not self._ended, self._ended or ends
+        return 0.5 if is_first else spent_at(self._lists, 0.5)
 
     @property
     def _plays(self) -> bool:
@@ -342,27 +402,31 @@ class MemorizationChannel(Channel):
         return self._account is not None and self._account.why_not is None
 
     def _read_texts(
-        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor
-    ) -> dict[str, _Answer]:
+        self,
+        pool: Pool,
+        answers: TokenSnapshot,
+        rows: Tensor,
+        members: Tensor,
+        attacks: Sequence[Any],
+    ) -> dict[str, dict[str, float] | str]:
         """Return what each attack reads off some of the texts by its name, and their digest.
 
         Texts that are in one row are compared; all are asked whether they can be
         extracted.
         """
-        assert self._base is not None
         texts = [pool.texts[row] for row in rows.tolist()]
-        released = ReleasedModel(
-            answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
-        )
-        values: dict[str, _Answer] = {"pool": pool.digest(rows, members)}
+        released = self._released(pool, answers, rows)
+        values: dict[str, dict[str, float] | str] = {"pool": pool.digest(rows, members)}
         times = pool.times[rows]
         look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
         texts, game = [texts[row] for row in once.tolist()], released.rows(once)
-        blind = blind_scores(game.base, game.compressed, texts, members[once])
-        shared = {BLIND: highest_auc(blind, members[once])}
+        shared: dict[str, float] = {}
+        if not bool(pool.is_short[rows].any()):  # the log has one line of it, of the long texts
+            blind = blind_scores(game.base, game.compressed, texts, members[once])
+            shared = {BLIND: highest_auc(blind, members[once])}
         shared |= self._account.limits() if self._account is not None and self._plays else {}
-        for attack in self.attacks:
+        for attack in attacks:
             try:
                 if isinstance(attack, Extraction):
                     guess: Any = attack.run(Observation(released=released))
@@ -381,8 +445,9 @@ class MemorizationChannel(Channel):
         look, alpha = self._looks, self.settings.memorization.alpha
         ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
         guess: Any = attack.run(Observation(released=game))
+        exact = isinstance(attack, ShortAnswers)
         values, joint = (
-            membership_values(guess.scores, members, look=look, alpha=error)
+            membership_values(guess.scores, members, look=look, alpha=error, exact=exact)
             for error in (alpha, alpha / ranked)
         )
         values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
@@ -425,7 +490,8 @@ class MemorizationChannel(Channel):
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the values, which are the same on every process."""
         numbers = next(iter(rows.values()))
-        return self._outcome(dict(zip(self._names, numbers, strict=True)), self._compared)
+        compared = self._compared.get(series, "")
+        return self._outcome(dict(zip(self._names, numbers, strict=True)), compared)
 
     def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
         """Return the outcome of an attack's values on a pool of texts, by its digest."""
@@ -439,8 +505,12 @@ class MemorizationChannel(Channel):
         if math.isnan(extra["extracted_base"]):
             absent = ("extracted", "greedy")
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
+        if not math.isnan(values.get("at_least", math.nan)):  # a list of rows has no other
+            absent = ("auc", "shown", "extracted", "greedy")
         absent += tuple(
-            n for n, rate in rates.items() if n in TIER_NAMES and math.isnan(rate.value)
+            n
+            for n, rate in rates.items()
+            if n in (*TIER_NAMES, "at_least") and math.isnan(rate.value)
         )
         played = {name: rate for name, rate in rates.items() if name not in absent}
         extra = {name: value for name, value in extra.items() if not math.isnan(value)}
@@ -459,6 +529,8 @@ class MemorizationChannel(Channel):
         return {
             self.family: {
                 "looks": self._looks,
+                "lists": self._lists,
+                "ended": self._ended,
                 "due": self._due,
                 "passed": self._pool.passed,
                 "unread": self._pool.unread,
@@ -489,7 +561,7 @@ class MemorizationChannel(Channel):
             repeated=pool.repeated,
             short=pool.short,
             searched=pool.searched,
-            copied=int((~pool.alone).sum()),
+            copied=int((pool.times > 1).sum()),
             base=None if base is None else hash_tensors(self._tensors(pool, base)),
         )
 
@@ -497,6 +569,8 @@ class MemorizationChannel(Channel):
         """Remember where the base's answers are."""
         self._saved = state.get(self.family, {})
         self._looks = int(self._saved.get("looks", 0))
+        self._lists = int(self._saved.get("lists", 0))
+        self._ended = bool(self._saved.get("ended", False))
 
     def _restore(self, pool: Pool) -> None:
         """Read what the base said, if the file and the texts are those of the run's begin."""

@@ -24,6 +24,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
 from lightning_fedleak.evaluation.canaries.repeats import scored_texts
+from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
@@ -65,6 +66,8 @@ class Pool:
             was held out by a draw of its own.
         passed: texts that have been in batches so far, on this process.
         unread: batches that could not be read so far, on this process.
+        rows: which rows of the user's data the texts are; None where nothing lists them.
+        is_short: (N,) bool, texts with 1 to 7 label tokens, which are compared apart.
         repeated: texts of which another row repeats the whole or a part, so that they are not
             compared.
         short: texts that were excluded because they have fewer than 8 label tokens.
@@ -82,6 +85,8 @@ class Pool:
     once: bool
     times: Tensor
     no_game: str | None
+    is_short: Tensor
+    rows: PoolRows | None = None
     passed: int = 0
     unread: int = 0
 
@@ -96,8 +101,15 @@ class Pool:
 
     @property
     def alone(self) -> Tensor:
-        """Return (N,) bool, the texts that occur once; they alone are compared."""
-        return self.times == 1
+        """Return (N,) bool, long texts that occur once; they alone are compared."""
+        return (self.times == 1) & ~self.is_short
+
+    def lack(self, *, short: bool) -> str:
+        """Return why no text with so many label tokens is compared; empty where one is."""
+        if short:
+            return "" if bool(self.is_short.any()) else "no row has 1 to 7 label tokens"
+        nobody = "no row of 8 label tokens or more is left: ShortAnswers() compares shorter ones"
+        return nobody if bool(self.is_short.all()) else ""
 
     @property
     def seen_in_checkpoints(self) -> Tensor:
@@ -117,27 +129,31 @@ class Pool:
             if row is not None:
                 self.seen[row] = True
 
-    def compared(self, epoch: int, passed: int, *, everyone: bool = False) -> tuple[Tensor, Tensor]:
+    def compared(
+        self, epoch: int, passed: int, *, everyone: bool = False, short: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
 
         Args:
             epoch: counted from 0.
             passed: texts that have been in batches so far, on all processes.
             everyone: all training rows are members, also those that no batch has held yet.
+            short: the texts with 1 to 7 label tokens, in place of all others.
 
         Raises:
             NoNonMembers: too few of either side, or rows that were trained on and not recognised;
                 what was known before says nothing of the weights now.
         """
-        members = self.trains & self.seen
+        alone, part = (self.is_short,) * 2 if short else (self.alone, ~self.is_short)
+        members = self.trains & self.seen & part
         non_members = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
-        non_members &= self.alone
+        non_members = non_members & alone
         if self.way == "not yet seen" and (epoch > 0 or not bool(non_members.any())):
             raise NoNonMembers(NO_CONTROLS)
-        n = int((members & self.alone).sum())
+        n = int((members & alone).sum())
         if not n:
             raise NoNonMembers("no row of the training data was recognised in its batches")
-        rows, share = int((self.trains & self.alone).sum()), passed / self.length
+        rows, share = int((self.trains & alone).sum()), passed / self.length
         drawn = min(1.0, share) if self.once else -math.expm1(-share)
         if n < rows * drawn - MISSED * math.sqrt(rows * drawn * (1 - drawn)) - 1:
             raise NoNonMembers(
@@ -146,8 +162,8 @@ class Pool:
                 "(padded with an attention_mask, or cut to a fixed length), and a round of a "
                 "federation must not begin with the same rows as the one before"
             )
-        members = self.trains if everyone else members
-        n, n_non_members = int((members & self.alone).sum()), int(non_members.sum())
+        members = self.trains & part if everyone else members
+        n, n_non_members = int((members & alone).sum()), int(non_members.sum())
         if min(n, n_non_members) < LEAST_TEXTS:
             raise NoNonMembers(
                 f"{n} texts were trained on and {n_non_members} were not: {LEAST_TEXTS} of each "
@@ -159,8 +175,8 @@ class Pool:
     @property
     def cost(self) -> str:
         """Return in words what is compared, for the line-up."""
-        n, n_copied = int((self.trains & self.alone).sum()), int((~self.alone).sum())
-        n_non_members = int((~self.trains).sum())
+        n, n_copied = int((self.trains & self.alone).sum()), int((self.times > 1).sum())
+        n_non_members, n_short = int((~self.trains & self.alone).sum()), int(self.is_short.sum())
         controls = {
             "not yet seen": "those that the first epoch has not come to yet are the non-members",
             "left out": f"{n_non_members} that were held out are the non-members",
@@ -172,6 +188,7 @@ class Pool:
             f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
             f"repeat{part} and {self.short} short ones were excluded"
             f"{copied * (n_copied > 0)}"
+            f"{f'; {n_short} with 1 to 7 label tokens are compared apart' * (n_short > 0)}"
         )
 
 
@@ -200,6 +217,7 @@ class CanaryPool(Pool):
             length=length,
             once=False,
             times=torch.ones(len(included), dtype=torch.long),
+            is_short=torch.zeros_like(included),
             no_game="canaries are compared with it by audit_canaries",
         )
 
@@ -211,7 +229,9 @@ class CanaryPool(Pool):
         """Return (N,) False: a checkpoint does not show which canaries are in the data."""
         return torch.zeros_like(self.seen)
 
-    def compared(self, epoch: int, passed: int, *, everyone: bool = False) -> tuple[Tensor, Tensor]:
+    def compared(
+        self, epoch: int, passed: int, *, everyone: bool = False, short: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return all canaries, (n,) indices, and which were trained on so far, (n,) bool."""
         return torch.arange(len(self.texts)), self.trains & self.seen
 
@@ -227,6 +247,7 @@ def collect(
     read: Callable[[Any], TokenBatch],
     *,
     resumed: bool = False,
+    short: bool = False,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
@@ -238,6 +259,7 @@ def collect(
         settings: the user's settings.
         read: reads a batch.
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
+        short: texts with 1 to 7 label tokens are asked about too.
 
     Raises:
         NoNonMembers: nobody can be compared, with the argument that would change that.
@@ -283,6 +305,11 @@ def collect(
             raise NoNonMembers(
                 "several texts are packed into a row, so that none is seen alone: add leave_out"
             )
+        if settings.records and (packed or way == "not yet seen"):
+            raise NoNonMembers(
+                "Memorization(records=True) lists rows of one text each by a draw of rows: add "
+                "leave_out, and do not pack"
+            )
         texts = [*chain(*read_rows)]
         sides = [source is dataset for source, _ in sample]
         trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
@@ -292,20 +319,34 @@ def collect(
             for text in _read_row(loader, *source, read)
         )
         scored = scored_texts(texts, trained, searched)
-    trains = torch.tensor([trained[row] for row in scored.rows], dtype=torch.bool)
+    places = scored.rows + (scored.short_rows if short else [])
+    trains = torch.tensor([trained[row] for row in places], dtype=torch.bool)
+    is_short = torch.arange(len(places)) >= len(scored.rows)
+    numbers = [
+        _number(dataset, row) if source is dataset else -1
+        for (source, row), row_texts in zip(sample, read_rows, strict=True)
+        for _ in row_texts
+    ]
     return Pool(
         way,
-        [texts[row] for row in scored.rows],
+        [texts[row] for row in places],
         trains,
         torch.zeros_like(trains),
         scored.repeated,
-        scored.short,
+        scored.short - int(is_short.sum()),
         len(rest) / unread if unread else 1.0,
         round(length * len(texts) / max(1, len(read_rows))),
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
-        scored.times,
+        torch.cat([scored.times, torch.ones(int(is_short.sum()), dtype=torch.long)]),
         "several texts are packed into a row, and share its inclusion bit" if packed else no_game,
+        is_short,
+        PoolRows.of(texts, scored, numbers, short=short),
     )
+
+
+def _number(dataset: Any, row: int) -> int:
+    """Return which row of the user's data a row of the training data is."""
+    return dataset.number_of(row) if isinstance(dataset, TrainingRows) else row
 
 
 def _no_game(dataset: Any, way: Way) -> str | None:

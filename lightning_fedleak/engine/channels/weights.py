@@ -114,6 +114,12 @@ class WeightLooks:
         """Refuse callbacks that stop or choose by private texts, which no epsilon covers."""
         if not accounting(self._run.defenses):
             return
+        for settings in (channel.settings.memorization for channel in self._channels):
+            if settings.records and not settings.outside_epsilon:
+                raise ValueError(
+                    "Memorization(records=True) lists rows by their content, which the run's "
+                    "epsilon does not cover: leave it out, or accept it by outside_epsilon=True"
+                )
         for name in self._run.watched:
             root = name.rpartition("/")[0]
             read = [
@@ -184,7 +190,8 @@ class WeightLooks:
         just_looked = self.looked_at == self._run.step and not self._run.on_any_process(
             not torch.equal(self._sums, self._sums_of_weights())
         )
-        return None if just_looked else self.look(channels)
+        is_done = just_looked and not any(channel.owes_list for channel in channels)
+        return None if is_done else self.look(channels, ends=True)
 
     def keep_last_look(self) -> None:
         """Ask no more about weights that are there now: they are earlier ones of this run.
@@ -204,8 +211,15 @@ class WeightLooks:
         ]
         return torch.stack(sums).cpu().nan_to_num() if sums else torch.zeros(0)
 
-    def look(self, channels: Sequence[MemorizationChannel]) -> tuple[Look, dict[Series, Outcome]]:
-        """Return a look at the weights as they are, with its outcomes."""
+    def look(
+        self, channels: Sequence[MemorizationChannel], *, ends: bool = False
+    ) -> tuple[Look, dict[Series, Outcome]]:
+        """Return a look at the weights as they are, with its outcomes.
+
+        Args:
+            channels: that look.
+            ends: training ends here.
+        """
         self.looked_at, self._sums = self._run.step, self._sums_of_weights()
         scope = frozenset(s for s in self.series if self._series[s] in channels)
         look = Look(self._run.step, scope=scope)
@@ -214,7 +228,8 @@ class WeightLooks:
             for channel in channels:
                 why = self.failure
                 try:
-                    channel.ask_weights(look, (self._run.progress or (0, 0.0))[0])
+                    epoch, share = self._run.progress or (0, 0.0)
+                    channel.ask_weights(look, epoch, lists=ends or share >= 1)
                     results |= channel.results(look)
                 except Exception as error:
                     why = reason(error)

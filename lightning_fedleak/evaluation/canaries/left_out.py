@@ -122,6 +122,10 @@ class TrainingRows(Dataset[Any]):
         at_once = getattr(self.dataset, "__getitems__", None)
         return [self.dataset[row] for row in rows] if at_once is None else list(at_once(rows))
 
+    def number_of(self, index: int) -> int:
+        """Return which row of the user's data a row of these is."""
+        return self._rows[index]
+
     def sources(self) -> list[tuple[Any, int]]:
         """Return where every row of the user's data is, in their order: a data set and its place.
 

@@ -9,9 +9,10 @@ whose copy is decided on all rows, by a rule that looks at neither coin nor orde
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.taps import Text
 
-LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
+LEAST_LABELS = 8  # label tokens of a long text; shorter ones are a pool of their own. Not tuned
 RUN = 13  # label tokens in a row, as GPT-3's check of contamination has it; fewer: more texts leave
 PIECE = 8  # label tokens in a row that near copies share: one word in ten may differ. Not tuned
 COPY_SHARE = 0.8  # of a text's label tokens in common pieces; lower: forms with a gap are copies
@@ -51,12 +52,18 @@ class ScoredTexts:
             nowhere else, trained on or not.
         short: texts that were left out because they have fewer than 8 label tokens.
         repeated: texts of which another row repeats the whole or a part.
+        copies: places of the rows that each scored text stands for, itself included, as far as
+            they are in the pool.
+        short_rows: places of the texts with 1 to 7 label tokens that occur nowhere else, prompt
+            and answer together; they are a pool of their own.
     """
 
     rows: list[int]
     times: Tensor
     short: int
     repeated: int
+    copies: list[list[int]]
+    short_rows: list[int]
 
 
 def scored_texts(
@@ -75,24 +82,32 @@ def scored_texts(
     long = [row for row, text in enumerate(texts) if text.n_labels >= LEAST_LABELS]
     pool = [texts[row] for row in long]
 
-    def rows() -> Iterator[tuple[Text, bool]]:
-        yield from zip(texts, trained, strict=True)
-        yield from elsewhere
+    contents: Counter[bytes] = Counter()
 
-    repeats = find_repeats(pool, rows())
+    def rows() -> Iterator[tuple[Text, bool]]:
+        for text, side in chain(zip(texts, trained, strict=True), elsewhere):
+            if text.n_labels < LEAST_LABELS:
+                contents[text.content] += 1
+            yield text, side
+
+    stream = rows()
+    repeats = find_repeats(pool, stream)
+    deque(stream, 0)  # where no text is long, nothing has read the rows
+    short = [row for row, text in enumerate(texts) if 0 < text.n_labels < LEAST_LABELS]
     chosen = [row for row, again in zip(long, repeats.again.tolist(), strict=True) if not again]
-    groups: dict[int, tuple[bytes, int, int]] = {}
+    groups: dict[int, list[tuple[bytes, int, int]]] = {}
     for place, row in enumerate(long):
         unit, times = int(repeats.units[place]), int(repeats.times[place])
         if trained[row] and times > 1:
-            candidate = (texts[row].content, row, times)  # the first by content, not by order
-            groups[unit] = min(groups.get(unit, candidate), candidate)
-    ordered = sorted(groups.values())
+            groups.setdefault(unit, []).append((texts[row].content, row, times))
+    ordered = sorted(map(sorted, groups.values()))  # the first by content, not by order
     return ScoredTexts(
-        chosen + [row for _, row, _ in ordered],
-        torch.tensor([1] * len(chosen) + [times for *_, times in ordered], dtype=torch.long),
+        chosen + [group[0][1] for group in ordered],
+        torch.tensor([1] * len(chosen) + [group[0][2] for group in ordered], dtype=torch.long),
         len(texts) - len(long),
         len(long) - len(chosen),
+        [[row] for row in chosen] + [[row for _, row, _ in group] for group in ordered],
+        [row for row in short if contents[texts[row].content] == 1],
     )
 
 

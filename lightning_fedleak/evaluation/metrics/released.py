@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from scipy.stats import beta, binom, mannwhitneyu, nhypergeom
+from scipy.stats import beta, binom, mannwhitneyu, nhypergeom, rankdata
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
@@ -30,6 +30,7 @@ RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; m
 LEAST_CANARIES = 10  # of a tier, and held out; fewer: intervals say next to nothing. Not tuned
 TIERS = 1, 2, 5, 17  # least rows of the data that hold a tier's texts: 1, 2-4, 5-16, more
 LEAST_REPEATED = 10  # texts of a tier; fewer join the one below, as intervals say next to nothing
+PERMUTATIONS = 9900  # of the exact test; more: slower, and smaller p-values
 POWER = 0.8  # chance that a look shows the rate that is printed as visible; the usual one
 
 
@@ -162,8 +163,33 @@ def visible_excess(n_members: int, n_others: int, others_hits: int, *, alpha: fl
     return 1.0 if needed is None else float(beta.ppf(POWER, needed, n_members - needed + 1))
 
 
+def permutation_test(scores: Tensor, members: Tensor) -> float:
+    """Return the p-value of "members rank no higher than others", by permuted memberships.
+
+    It is exact for exchangeable texts, whatever the ties, since the pool as it is counts as one of
+    9,901 permutations; so it is at least .0001.
+
+    Args:
+        scores: (N,) higher is more likely a member.
+        members: (N,) bool.
+    """
+    score, member = _pool(scores, members)
+    ranks, generator = rankdata(score), np.random.default_rng(0)
+    seen, n = ranks[member].sum(), int(member.sum())
+    as_high = sum(
+        int((generator.permuted(np.tile(ranks, (part, 1)), axis=1)[:, :n].sum(1) >= seen).sum())
+        for part in [PERMUTATIONS // 100] * 100
+    )
+    return (1 + as_high) / (1 + PERMUTATIONS)
+
+
 def membership_values(
-    scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05
+    scores: Tensor,
+    members: Tensor,
+    *,
+    look: int = 1,
+    alpha: float = 0.05,
+    exact: bool = False,
 ) -> dict[str, float]:
     """Return what a look at two pools shows of one score, by the names of the logs.
 
@@ -183,6 +209,8 @@ def membership_values(
         members: (N,) bool.
         look: counted from 1.
         alpha: probability of error over all looks together.
+        exact: ``p_value`` is that of :func:`permutation_test`, and ``auc_low`` is above .5 only
+            where that shows it too. The interval of an AUC is not exact where scores are coarse.
 
     Raises:
         ValueError: as :func:`shown_tpr` does.
@@ -190,11 +218,14 @@ def membership_values(
     shown = shown_tpr(scores, members, look=look, alpha=alpha)
     spent = spent_at(look, alpha)
     area = _auc(scores, members, spent)
+    error = permutation_test(scores, members) if exact else least_error(*_pool(scores, members))
+    if exact and error > spent / 2:
+        area = replace(area, low=min(area.low, 0.5))
     fewest = min(int(members.sum()), int((~members).sum()))
     return {
         **flat({"auc": area}),
         "auc_provable": (spent / 2) ** (1 / fewest),
-        "p_value": min(1.0, least_error(*_pool(scores, members)) * alpha / spent),
+        "p_value": min(1.0, error * alpha / spent),
         "shown": shown.low,
         "shown_high": shown.high,
         "shown_p_value": min(1.0, rank_test(scores, members) * alpha / spent),

@@ -58,19 +58,38 @@ def pool_digest(texts: Sequence[Text], members: Tensor) -> str:
     return hashlib.sha256(b"".join(sorted(rows))).hexdigest()[:16]
 
 
+def answer_groups(texts: Sequence[Text]) -> Tensor:
+    """Return (N,) int64, the same number for texts with the same label tokens."""
+    answers = [tuple(t.labels[1:][t.labels[1:] != IGNORE_INDEX].tolist()) for t in texts]
+    numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
+    return torch.tensor([numbers[answer] for answer in answers], dtype=torch.long)
+
+
 def texts_in(batch: TokenBatch) -> list[Text]:
-    """Return the texts of a causal batch, without padding; those packed into one row apart.
+    """Return the texts of a batch, without padding; those packed into one row apart.
+
+    The class of a classifier's text is the label at its last token.
 
     Raises:
-        ValueError: the batch is not of a causal model.
+        ValueError: the batch is neither of a causal model nor of a classifier with a class a row.
     """
+    ids = batch.input_ids.cpu().flatten()
+    documents = [places[places >= 0] for places in batch.document_places().cpu()]
+    if batch.kind == "classifier" and batch.labels is not None:
+        classes = batch.labels.cpu()
+        if classes.shape != (len(documents),) or classes.is_floating_point():
+            raise ValueError("its labels are not one class for each row")
+        nothing = torch.full_like(ids, IGNORE_INDEX).long()
+        return [
+            Text(ids[places].long(), torch.cat([nothing[: len(places) - 1], one[None].long()]))
+            for places, one in zip(documents, classes, strict=True)
+        ]
     if batch.kind != "causal":
         raise ValueError(
             f"the batch is of a {batch.kind} model: what a model has memorized is read from a "
-            "causal language model, which predicts every next token"
+            "causal language model, which predicts every next token, or from a classifier"
         )
-    ids, labels = batch.input_ids.cpu().flatten(), model_runs.labels_of(batch).cpu().flatten()
-    documents = (places[places >= 0] for places in batch.document_places().cpu())
+    labels = model_runs.labels_of(batch).cpu().flatten()
     return [Text(ids[places].long(), labels[places].long()) for places in documents]
 
 
@@ -102,7 +121,7 @@ def token_log_probs(anatomy: Anatomy, texts: Sequence[Text]) -> TokenSnapshot:
     with texts of the same lengths.
 
     Args:
-        anatomy: a causal language model.
+        anatomy: a causal language model, or a classifier, which is asked for each text's class.
         texts: N texts, at least one.
 
     Returns:
@@ -119,7 +138,10 @@ def token_log_probs(anatomy: Anatomy, texts: Sequence[Text]) -> TokenSnapshot:
     order = sorted(range(len(texts)), key=lambda row: len(texts[row].ids), reverse=True)
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
         while order:
-            rows = max(1, at_once // len(texts[order[0]].ids))
+            length = len(texts[order[0]].ids)
+            rows = max(1, at_once // length)
+            if anatomy.kind == "classifier":  # some find a text's end by its padding: there is none
+                rows = min(rows, sum(len(texts[row].ids) == length for row in order[:rows]))
             part, order = order[:rows], order[rows:]
             answers = _ask(anatomy, model, [texts[row] for row in part])
             width = answers.labels.shape[1]
@@ -132,17 +154,21 @@ def _ask(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSnap
     """Return the snapshot of texts of similar length, padded on the right."""
     pad = nn.utils.rnn.pad_sequence
     labels = pad([t.labels for t in texts], batch_first=True, padding_value=IGNORE_INDEX)
+    classifies = anatomy.kind == "classifier"
     batch = TokenBatch(
         input_ids=pad([t.ids for t in texts], batch_first=True),
-        labels=labels,
+        labels=labels[:, -1] if classifies else labels,
         attention_mask=pad([torch.ones_like(t.ids) for t in texts], batch_first=True),
-        kind="causal",
+        kind="classifier" if classifies else "causal",
     )
     counted = labels[:, 1:] != IGNORE_INDEX
     answers = []
     for part in model_runs.micro_batches(anatomy, batch):
-        targets = model_runs.labels_of(part)[:, 1:]
-        logits = model_runs.run_logits(model, part)[:, -labels.shape[1] : -1]
+        targets, logits = model_runs.labels_of(part), model_runs.run_logits(model, part)
+        if classifies:
+            answers.append(describe_tokens(logits, targets).cpu())
+            continue
+        targets, logits = targets[:, 1:], logits[:, -labels.shape[1] : -1]
         for row, target in zip(logits, targets, strict=True):  # a copy of all would double memory
             scored = target != IGNORE_INDEX
             answers.append(describe_tokens(row[scored], target[scored]).cpu())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -20,6 +21,7 @@ from lightning_fedleak.attacks.memorization import (
     LossRatio,
     MemorizationAttack,
     MinK,
+    ShortAnswers,
     Windows,
     Zlib,
 )
@@ -186,3 +188,21 @@ def test_nothing_released_and_infinite_answers_are_refused() -> None:
     released.now.log_probs[0, 0] = -math.inf
     with pytest.raises(UnusableObservation, match="not finite"):
         Loss().run(Observation(released=released))
+
+
+def test_short_answers_are_compared_with_their_answers_other_texts() -> None:
+    released = replace(random_release(4), answers=torch.tensor([0, 0, 0, 1, 1, 1, 2]))
+    mean = released.now.mean_log_probs()
+    expected = []
+    for row, answer in enumerate([0, 0, 0, 1, 1, 1, 2]):
+        others = [n for n in range(7) if n != row and [0, 0, 0, 1, 1, 1, 2][n] == answer]
+        total = sum(float(mean[n]) for n in others) + float(mean.mean())
+        expected.append(float(mean[row]) - total / (len(others) + 1))
+    assert ShortAnswers().score(released).tolist() == pytest.approx(expected)
+
+
+def test_answers_of_their_own_have_the_loss_ratio() -> None:
+    released = replace(random_release(4), answers=torch.arange(7))
+    torch.testing.assert_close(ShortAnswers().score(released), LossRatio().score(released))
+    with pytest.raises(UnusableObservation, match="share an answer"):
+        ShortAnswers().score(random_release(4))

@@ -1,0 +1,198 @@
+"""Rows of a table as training reads them: token ids, and where the loss was computed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightning_fedleak.cli.finetuning import SourceError, column_of, is_chat, read_rows, text_of
+from lightning_fedleak.model.batches import IGNORE_INDEX
+from lightning_fedleak.model.taps import Text
+
+PROMPTS = ("prompt", "question", "instruction", "input", "query")
+"""Usual names of the column that the loss is not computed on; more: more rows are asked about."""
+
+ANSWERS = ("completion", "response", "answer", "output", "chosen")
+"""Usual names of the column that the loss is computed on."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Row = Mapping[str, Any]
+
+
+class UnknownLabels(ValueError):
+    """Nothing says which tokens of the rows the loss was computed on."""
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Read rows as training read them, cut to the same length.
+
+    - Text: every token is a label.
+    - A prompt and an answer: the answer is the label, with an end-of-text token behind it, as TRL
+      has it. Where both are chats, the model's template joins them.
+    - A chat (``messages``): by the model's template, with ``tools`` and ``chat_template_kwargs`` of
+      the row. Labels are the turns of the assistant, as the template marks them by
+      ``{% generation %}``, and else all tokens that such a turn adds.
+    - ``input_ids`` and ``labels``: as they are.
+
+    Attributes:
+        tokenizer: of the model.
+        length: tokens of a row, at most.
+        column: that holds the text, the chat, or beside a prompt the answer.
+        prompt_column: that holds the prompt.
+        loss: ``"answers"`` or ``"all"`` tokens; None where the rows themselves say it.
+        template: the model's chat template; None: the tokenizer's own.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    length: int
+    column: str | None = None
+    prompt_column: str | None = None
+    loss: Literal["answers", "all"] | None = None
+    template: str | None = None
+
+    def read(self, source: str | Path) -> dict[int, Text]:
+        """Return the texts of a source by the number of their row, counted from 0.
+
+        Rows without text are left out.
+
+        Args:
+            source: as :func:`~lightning_fedleak.cli.finetuning.read_texts` takes it.
+
+        Raises:
+            SourceError: it cannot be read, or holds no such column.
+            UnknownLabels: rows look like prompts and answers, and nothing says where the loss was.
+        """
+        rows, column = read_rows(source)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        encode = self._encoder(rows, names, self.column or column, str(source))
+        texts = {}
+        for number, row in enumerate(rows):
+            try:
+                ids, labels = encode(row)
+                torch.tensor([ids, labels])  # of one length
+            except (UnknownLabels, SourceError):
+                raise
+            except Exception as error:  # of the template or the row; its words may be private
+                raise SourceError(
+                    f"row {number} of '{source}' cannot be read as the others are "
+                    f"({type(error).__name__})"
+                ) from None
+            if ids:
+                cut = slice(self.length)
+                texts[number] = Text(torch.tensor(ids[cut]), torch.tensor(labels[cut]))
+        return texts
+
+    def _encoder(
+        self, rows: Sequence[Row], names: Sequence[str], column: str | None, source: str
+    ) -> Callable[[Row], tuple[list[int], list[int]]]:
+        """Return what turns a row into ids and labels."""
+        if "input_ids" in names:
+            if "labels" not in names or self.loss or self.prompt_column:
+                raise UnknownLabels(
+                    f"'{source}' holds input_ids: write the labels that training had beside them "
+                    "(-100 where there was no loss), and leave out --loss and --prompt-column"
+                )
+            return lambda row: (list(row["input_ids"]), list(row["labels"]))
+        answers = [name for name in ANSWERS if name in names]
+        if (prompts := self.prompt_column) is not None:
+            if prompts not in names or not (column or answers):
+                raise SourceError(
+                    f"'{source}' needs the column '{prompts}' (--prompt-column), and "
+                    f"for the answer one of {', '.join(ANSWERS)} or --column"
+                )
+            answer = column or answers[0]
+            return lambda row: self._answered(row.get(prompts), row.get(answer), row)
+        if self.loss is None and answers and any(name in names for name in PROMPTS):
+            raise UnknownLabels(
+                f"'{source}' looks like prompts and answers: name the prompt's column "
+                "(--prompt-column), or say that all tokens of --column were trained on (--loss all)"
+            )
+        name = column_of(list(rows), names, column, source)
+        if not any(is_chat(row.get(name)) for row in rows):
+            if self.loss == "answers":
+                raise SourceError(
+                    f"'{source}' holds no chats: --loss answers needs --prompt-column"
+                )
+            return lambda row: self._plain((text_of(row.get(name)) or "").strip())
+        if self.loss is None:
+            raise UnknownLabels(
+                f"'{source}' holds chats: say whether the loss was computed on the assistant's "
+                "turns (--loss answers) or on all tokens (--loss all)"
+            )
+        return lambda row: self._chat(row.get(name), row)
+
+    def _plain(self, text: str) -> tuple[list[int], list[int]]:
+        if not text:
+            return [], []
+        settings = {"truncation": True, "max_length": self.length, "verbose": False}
+        ids = self.tokenizer(text, **settings)["input_ids"]
+        return ids, ids
+
+    def _answered(self, prompt: Any, answer: Any, row: Row) -> tuple[list[int], list[int]]:
+        """Return the ids of prompt and answer; what both have in common at the begin is masked."""
+        if not answer:
+            return [], []
+        if is_chat(prompt):
+            start = self._rendered(prompt, row, add_generation_prompt=True)["input_ids"]
+            ids = self._rendered([*prompt, *answer], row)["input_ids"]
+        else:
+            end = self.tokenizer.eos_token or ""
+            whole = prompt + answer + ("" if answer.endswith(end) else end)
+            start, ids = (
+                self.tokenizer(text, verbose=False)["input_ids"] for text in (prompt, whole)
+            )
+        pairs = enumerate(zip(start, ids, strict=False))
+        shared = next((n for n, (a, b) in pairs if a != b), min(len(start), len(ids)))
+        shared = 0 if self.loss == "all" else shared
+        return ids, [IGNORE_INDEX] * shared + ids[shared:]
+
+    def _chat(self, chat: Any, row: Row) -> tuple[list[int], list[int]]:
+        """Return the ids of a chat, and its labels."""
+        if not chat:
+            return [], []
+        template = self.template or self.tokenizer.chat_template
+        marks = self.loss == "answers" and bool(_GENERATION.search(str(template)))
+        encoded = self._rendered(chat, row, return_assistant_tokens_mask=marks)
+        ids = encoded["input_ids"]
+        if self.loss == "all":
+            return ids, ids
+        mask = encoded["assistant_masks"] if marks else [0] * len(ids)
+        for n, turn in enumerate(() if marks else chat):
+            if turn["role"] == "assistant":
+                start = self._rendered(chat[:n], row, add_generation_prompt=True)["input_ids"]
+                end = self._rendered(chat[: n + 1], row)["input_ids"]
+                if end[: len(start)] != start or ids[: len(end)] != end:
+                    raise UnknownLabels(
+                        "the chat template writes a turn otherwise when more turns follow, and "
+                        "does not mark the assistant's ({% generation %}): give rows of input_ids "
+                        "and labels"
+                    )
+                mask[len(start) : len(end)] = [1] * (len(end) - len(start))
+        return ids, [i if inside else IGNORE_INDEX for i, inside in zip(ids, mask, strict=True)]
+
+    def _rendered(self, turns: list[Any], row: Row, **settings: Any) -> Any:
+        """Return a chat in the model's template, as token ids."""
+        if not (self.template or self.tokenizer.chat_template):
+            raise SourceError(
+                "the rows are chats, and neither --model nor --base has a chat template: save the "
+                "tokenizer that training used into --model"
+            )
+        tools = row.get("tools")
+        return self.tokenizer.apply_chat_template(
+            turns,
+            tools=json.loads(tools) if isinstance(tools, str) else tools,
+            chat_template=self.template,
+            tokenize=True,
+            return_dict=True,
+            **(row.get("chat_template_kwargs") or {}),
+            **settings,
+        )

@@ -1,0 +1,156 @@
+"""The command and the monitor score the same tokens of the same rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from lightning_fedleak import LeakageMonitor
+from lightning_fedleak.attacks.memorization import Combined, LossRatio
+from lightning_fedleak.callbacks import WatchSettings
+from lightning_fedleak.cli.commands.memorization import BREACH
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
+from lightning_fedleak.cli.finetuning.data import load_tokenizer
+from lightning_fedleak.cli.finetuning.texts import read_texts
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.evaluation.canaries import leave_out
+from tests.helpers.commands import run_command
+from tests.helpers.lightning_modules import CausalLMModule
+
+ROWS, LENGTH = 80, 48
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def pad(name: str, value: int) -> torch.Tensor:
+        rows_of = [torch.tensor(row[name]) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(rows_of, batch_first=True, padding_value=value)
+
+    masks = [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows]
+    return {
+        "input_ids": pad("input_ids", 0),
+        "labels": pad("labels", -100),
+        "attention_mask": torch.nn.utils.rnn.pad_sequence(masks, batch_first=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return a folder with a model that was trained on answers alone, and its last live result."""
+    folder = tmp_path_factory.mktemp("masked")
+    tokenizer = load_tokenizer(None)
+    words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))[:ROWS]
+    pairs = []
+    for text in words:
+        place = text.index(" ", len(text) // 3)
+        pairs.append((text[:place], text[place:]))
+    rows = []
+    for prompt, answer in pairs:
+        whole = tokenizer(prompt + answer + tokenizer.eos_token, return_offsets_mapping=True)
+        pairs_of = zip(whole["input_ids"], whole["offset_mapping"], strict=True)
+        labels = [one if start >= len(prompt) else -100 for one, (start, _) in pairs_of]
+        rows.append({"input_ids": whole["input_ids"][:LENGTH], "labels": labels[:LENGTH]})
+    train, others = leave_out(rows, ROWS // 2, seed=1)
+    absent = set(others.indices)
+    for name, inside in (("members", False), ("others", True)):
+        part = [n for n in range(ROWS) if (n in absent) is inside]
+        table = [{"prompt": pairs[n][0], "completion": pairs[n][1]} for n in part]
+        text = "".join(json.dumps(row) + "\n" for row in table)
+        (folder / f"{name}.jsonl").write_text(text)
+        text = "".join(json.dumps(rows[n]) + "\n" for n in part)
+        (folder / f"{name}_ids.jsonl").write_text(text)
+    L.seed_everything(0)
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    settings = WatchSettings(memorization=Memorization(max_overhead=20, looks=()))
+    monitor = LeakageMonitor([Combined(), LossRatio()], folder=folder, settings=settings)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=3, callbacks=[monitor], enable_checkpointing=False, **quiet
+    )
+    loader = DataLoader(train, batch_size=8, shuffle=True, collate_fn=padded)
+    trainer.fit(CausalLMModule(model, 1e-3, "adamw"), loader)
+    model.save_pretrained(folder / "model")
+    lines = map(json.loads, (folder / "leakage.jsonl").read_text().splitlines())
+    return folder, {line["attack"]: line for line in lines}
+
+
+def run(folder: Path, output: Path, end: str = "", **settings: Any) -> tuple[int, str]:
+    return run_command(
+        "memorization",
+        model=str(folder / "model"),
+        base=str(EMBEDDED_MODEL),
+        members=str(folder / f"members{end}.jsonl"),
+        others=str(folder / f"others{end}.jsonl"),
+        length=LENGTH,
+        drawn=True,
+        out=output,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "settings"), [("", {"prompt_column": "prompt"}), ("_ids", {})], ids=["prompts", "ids"]
+)
+def test_the_command_says_what_the_monitor_says(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, end: str, settings: dict[str, Any]
+) -> None:
+    folder, live = trained
+    assert run(folder, tmp_path / "out.json", end, **settings)[0] == 0
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["pool"] == live["combined"]["pool"]
+    for attack in ("combined", "loss_ratio"):
+        value = live[attack]["metrics"]["auc"]["value"]
+        assert content["attacks"][attack]["auc"] == pytest.approx(value, abs=1e-9)
+        assert value > 0.6
+
+
+def test_all_tokens_say_something_else(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, live = trained
+    status, _ = run(folder, tmp_path / "out.json", prompt_column="prompt", loss="all")
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert status == 0
+    assert content["pool"] != live["combined"]["pool"]
+
+
+def test_prompts_and_answers_without_a_word_on_the_loss_are_unknown(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    status, text = run(trained[0], tmp_path / "out.json", at_most=1.0)
+    assert status == BREACH
+    assert "UNKNOWN" in text
+    assert "--prompt-column" in text
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_short_answers_are_a_pool_of_their_own(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The last word of each text is its answer, so that no row is long."""
+    folder, _ = trained
+    (tmp_path / "model").symlink_to(folder / "model")
+    for name in ("members", "others"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        texts = [row["prompt"] + row["completion"] for row in rows]
+        cut = [(text[: (at := text.rindex(" "))], text[at:]) for text in texts]
+        table = [{"prompt": prompt, "completion": answer} for prompt, answer in cut]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    path = tmp_path / "records.jsonl"
+    settings = {"prompt_column": "prompt", "records": path, "at_most": 0.5}
+    status, text = run(tmp_path, tmp_path / "out.json", **settings)
+    assert status == BREACH
+    assert "BREACH: loss_ratio_short/auc" in text
+    assert "all with 1 to 7 label tokens" in text
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert list(content["attacks"]) == ["loss_ratio_short"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    scored = [line for line in lines if line["status"] == "scored"]
+    assert len(scored) == content["members"]
+    assert {line["labels"] for line in scored} <= set(range(1, 8))

@@ -1,0 +1,176 @@
+"""Rows with few label tokens, and classifiers, looked at in a Trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
+
+from lightning_fedleak import LeakageMonitor
+from lightning_fedleak.attacks.memorization import Combined, Extraction, ShortAnswers
+from lightning_fedleak.callbacks import WatchSettings
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.evaluation.metrics.record_list import RecordList
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.batches import read_batch
+from lightning_fedleak.model.taps.tokens import answer_groups, texts_in, token_log_probs
+from tests.engine.channels.test_memorization import fit, lines, rows
+
+SIZES = {"n_embd": 24, "n_head": 2, "n_layer": 1, "resid_pdrop": 0.0}
+
+
+def short(data: list[dict[str, torch.Tensor]], n: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Return rows of which the last n tokens are labels."""
+    masked = []
+    for row in data:
+        labels = row["input_ids"].clone()
+        labels[:-n] = -100
+        masked.append({"input_ids": row["input_ids"], "labels": labels})
+    return masked
+
+
+def watching(folder: Path, attacks: list[Any], **settings: Any) -> LeakageMonitor:
+    memorization = Memorization(max_overhead=10, looks=(), **settings)
+    return LeakageMonitor(attacks, folder=folder, settings=WatchSettings(memorization=memorization))
+
+
+def classes(n: int = 400) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, 3, (n,), generator=generator)
+    return [
+        {"input_ids": row["input_ids"], "labels": label}
+        for row, label in zip(rows(n), labels, strict=True)
+    ]
+
+
+class Classifying(L.LightningModule):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def classifier(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=2000, n_positions=32, num_labels=3, pad_token_id=0, **SIZES)
+        return GPT2ForSequenceClassification(config)
+    config = BertConfig(
+        vocab_size=2000, hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=48, max_position_embeddings=32, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def test_short_rows_are_a_pool_of_their_own(tmp_path: Path) -> None:
+    data = rows()
+    data = data[:200] + short(data[200:])
+    train = leave_out(data, 140, seed=1)[0]
+    monitor = watching(tmp_path, [Combined(), ShortAnswers()], records=True)
+    fit([monitor], data=train)
+    n_short = [train.number_of(index) >= 200 for index in range(len(train))]
+    last = {name: lines(tmp_path, name)[-1]["metrics"] for name in ("combined", "loss_ratio_short")}
+    assert last["loss_ratio_short"]["members"]["value"] == sum(n_short)
+    assert last["combined"]["members"]["value"] == len(n_short) - sum(n_short)
+    assert last["loss_ratio_short"]["auc"]["value"] > 0.9
+    assert last["loss_ratio_short"]["p_value"]["value"] < 0.01
+    pools = {lines(tmp_path, name)[-1]["pool"] for name in last}
+    assert len(pools) == 2
+    records = RecordList.load(tmp_path / "records.jsonl")
+    assert records.head["short"] == sum(n_short)
+    assert {line.row for line in records.lines if line.status == "short"} == {
+        train.number_of(index) for index, one in enumerate(n_short) if one
+    }
+
+
+@pytest.fixture(scope="module", params=["bert", "gpt2"])
+def classified(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp(request.param)
+    train = leave_out(classes(), 140, seed=1)[0]
+    L.seed_everything(0)
+    module = Classifying(classifier(request.param))
+    monitor = watching(folder, [ShortAnswers()], records=True)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=6, callbacks=[monitor], enable_checkpointing=False, **quiet
+    )
+    trainer.fit(module, DataLoader(train, batch_size=8, shuffle=True))
+    return SimpleNamespace(folder=folder, train=train, module=module)
+
+
+def test_a_classifier_gives_its_rows_away(classified: SimpleNamespace) -> None:
+    looks = lines(classified.folder, "loss_ratio_short")
+    assert len(looks) == 6
+    last = looks[-1]["metrics"]
+    assert last["auc"]["value"] > 0.8
+    assert last["members"]["value"] == len(classified.train)
+    assert last["p_value"]["value"] < 0.01
+    head = RecordList.load(classified.folder / "records.jsonl").head
+    assert head["members"] == len(classified.train)
+    assert head["at_least"] > 0
+    train = json.dumps(classified.train[0]["input_ids"].tolist())[1:-1]
+    assert train not in (classified.folder / "records.jsonl").read_text()
+
+
+def test_a_class_is_asked_as_the_loss_is_computed(classified: SimpleNamespace) -> None:
+    model = classified.module.model.eval()
+    anatomy = find_anatomy(model)
+    assert anatomy.kind == "classifier"
+    data = [{**row, "input_ids": row["input_ids"][: 5 + n % 3]} for n, row in enumerate(classes(9))]
+    texts = [
+        text
+        for row in data
+        for text in texts_in(
+            read_batch({name: value[None] for name, value in row.items()}, "classifier")
+        )
+    ]
+    assert [text.n_labels for text in texts] == [1] * 9
+    losses = [
+        model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss for row in data
+    ]
+    said = token_log_probs(anatomy, texts).mean_log_probs()
+    assert said.tolist() == pytest.approx([-float(loss) for loss in losses], abs=1e-5)
+    groups = answer_groups(texts)
+    same = [[a["labels"] == b["labels"] for b in data] for a in data]
+    assert (groups[:, None] == groups[None]).tolist() == same
+
+
+@pytest.mark.parametrize(
+    ("attack", "data", "words"),
+    [
+        (Combined(), short(rows()), "ShortAnswers"),
+        (ShortAnswers(), rows(), "no row has 1 to 7 label tokens"),
+    ],
+)
+def test_an_attack_without_rows_is_refused(
+    tmp_path: Path, attack: Any, data: Any, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        fit([watching(tmp_path, [attack])], data=leave_out(data, 140, seed=1)[0])
+
+
+def test_extraction_is_not_asked_of_short_rows(tmp_path: Path) -> None:
+    data = rows()
+    train = leave_out(data[:200] + short(data[200:]), 140, seed=1)[0]
+    fit([watching(tmp_path, [Extraction(tokens=4), ShortAnswers()])], data=train, max_epochs=1)
+    counts = [lines(tmp_path, name)[-1]["metrics"] for name in ("extraction", "loss_ratio_short")]
+    assert sum(one["members"]["value"] for one in counts) == len(train)

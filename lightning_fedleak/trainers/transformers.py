@@ -38,6 +38,7 @@ from lightning_fedleak.private_files import save_private
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
 from lightning_fedleak.trainers.watch import Watch
+from lightning_fedleak.validate import explain_arguments
 
 FILE = "fedleak.safetensors"
 """What a checkpoint holds for a run that goes on from it."""
@@ -100,6 +101,7 @@ class LeakageCallback(TrainerCallback, Reported):
 
     engine: Engine
 
+    @explain_arguments(settings=WatchSettings)
     def __init__(
         self,
         trainer: transformers.Trainer | None = None,
@@ -244,7 +246,8 @@ class TransformersWatch(Watch):
         if args.greater_is_better is not False or best not in known:
             raise ValueError(
                 f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
-                f"for '{CHOOSE}' a gate on the trained weights" + names_there_are(best, known)
+                f"for '{CHOOSE}' a gate on the trained weights"
+                + names_there_are(best, known, self.run.watcher)
             )
 
     def _best_metric(self) -> str | None:

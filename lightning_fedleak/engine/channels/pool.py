@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
-from lightning_fedleak.evaluation.canaries.repeats import scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
@@ -292,6 +292,11 @@ def collect(
             for text in _read_row(loader, *source, read)
         )
         scored = scored_texts(texts, trained, searched)
+    if not scored.rows:
+        raise NoNonMembers(
+            f"of {len(texts)} texts, {scored.short} have fewer than {LEAST_LABELS} label tokens "
+            f"and {scored.repeated} are repeated by other rows, so that none is left to compare"
+        )
     trains = torch.tensor([trained[row] for row in scored.rows], dtype=torch.bool)
     return Pool(
         way,
@@ -353,7 +358,8 @@ def affordable(length: int, settings: Memorization, least: int, forwards: int) -
     raise NoNonMembers(
         f"within max_overhead={settings.max_overhead:g} only {count} texts can be asked about "
         f"{forwards} times in an epoch of {length} rows, and {least} are needed: "
-        f"Memorization(max_overhead={needed:g}) asks about {least}"
+        f"settings=WatchSettings(memorization=Memorization(max_overhead={needed:g})) asks about "
+        f"{least}"
     )
 
 

@@ -182,7 +182,7 @@ def _fit(
         interrupted=interrupted,
         gate=gate,
         revealed_file=folder / "revealed_words.rank0.txt",
-        message=[data.tokenizer.decode([token]) for token in table.message],
+        message=[str(data.tokenizer.decode([token])) for token in table.message],
     )
 
 

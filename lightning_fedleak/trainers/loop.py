@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Capability
-from lightning_fedleak.engine import AUTOCAST, Run, StageReached, declared
+from lightning_fedleak.engine import AUTOCAST, Run, StageReached, chosen_metrics, declared
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
@@ -192,9 +192,9 @@ class LoopRun(Run):
         """Return whether the value is true on at least one process."""
         return bool(self.summed(torch.tensor(int(value), device=self.device)))
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
-        """Return those of the user's own numbers that are known by now."""
-        return {name: self.loop.utility[name] for name in names if name in self.loop.utility}
+    def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
+        """Return those of the user's own numbers that are known by now; None: all."""
+        return chosen_metrics(self.loop.utility, names)
 
 
 def _is_distributed() -> bool:

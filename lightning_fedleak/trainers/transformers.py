@@ -27,6 +27,7 @@ from lightning_fedleak.engine import (
     StageReached,
     Threshold,
     WatchSettings,
+    chosen_metrics,
     contained,
     names_there_are,
 )
@@ -158,8 +159,8 @@ class LeakageCallback(TrainerCallback, Reported):
 
     def on_log(self, *_: Any, logs: Mapping[str, float] | None = None, **__: Any) -> None:
         """Note the Trainer's own numbers that are logged beside leakage."""
-        names = self.watch.engine.options.utility
-        self.watch.note({n: float(v) for n, v in (logs or {}).items() if n in names})
+        numbers = {n: v for n, v in (logs or {}).items() if isinstance(v, int | float)}
+        self.watch.note(chosen_metrics(numbers, self.watch.engine.options.metric_names))
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Add what a checkpoint may be chosen by to the metrics; unknown is the worst."""
@@ -171,7 +172,8 @@ class LeakageCallback(TrainerCallback, Reported):
         self.watch.save_state()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Look at the last weights of the run while they are there: the best may be loaded next."""
+        """Log what was spent; look at the last weights while they are there, before the best."""
+        self.watch.engine.metrics_changed(epoch_ended=True)
         if self.trainer.control.should_training_stop:
             self.watch.engine.look_at_end()
 

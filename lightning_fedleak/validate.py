@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def check_integer(
@@ -123,6 +128,45 @@ def check_choice(
     ):
         return value
     raise error(_message(name, " or ".join(map(repr, choices)), value, optional, hint))
+
+
+def explain_arguments(example: str = "", *, settings: type | None = None) -> Callable[[Init], Init]:
+    """Decorate an ``__init__`` so that a call with wrong arguments is told what to write.
+
+    Args:
+        example: a call that is right.
+        settings: a data class that the class takes as ``settings=``; its fields, passed directly,
+            are refused with the place where they belong.
+
+    Returns:
+        The decorator. What it returns raises ``TypeError``, as Python does, with the class, the
+        nearest name, or the example.
+    """
+    moved = [] if settings is None else [one.name for one in fields(settings)]
+
+    def decorate(init: Init) -> Init:
+        signature = inspect.signature(init)
+
+        def hint(named: Sequence[str]) -> str:
+            unknown = [name for name in named if name not in signature.parameters]
+            for name in unknown:
+                if settings is not None and name in moved:
+                    return f". It belongs in settings={settings.__name__}({name}=...)"
+                if close := difflib.get_close_matches(name, signature.parameters, n=1):
+                    return f". Did you mean {close[0]}=?"
+            return f". For example: {example}" if example else ""
+
+        @functools.wraps(init)
+        def checked(self: Any, *arguments: Any, **named: Any) -> None:
+            try:
+                signature.bind(self, *arguments, **named)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}: {error}{hint([*named])}") from None
+            init(self, *arguments, **named)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> str:

@@ -53,7 +53,7 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         original(self, *args, **kwargs)
 
     monkeypatch.setattr(L.Trainer, "fit", keep)
-    defaults = AlignedFlatChat.__init__.__kwdefaults__
+    defaults = AlignedFlatChat.__init__.__wrapped__.__kwdefaults__
     assert defaults["calibration_tokens"] > 2_000
     monkeypatch.setitem(defaults, "calibration_tokens", 2_000)
     monkeypatch.setattr(aligned_readout, "_REPEATS", 2)

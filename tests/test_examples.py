@@ -36,7 +36,7 @@ def value(printed: str, before: str) -> float:
 
 def test_quickstart(run, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the readout calibrated as in the other examples, on a sixth of the usual text."""
-    defaults = AlignedFlatChat.__init__.__kwdefaults__
+    defaults = AlignedFlatChat.__init__.__wrapped__.__kwdefaults__
     assert defaults["calibration_tokens"] > 2_000
     monkeypatch.setitem(defaults, "calibration_tokens", 2_000)
     assert 0.5 < value(run("quickstart.py"), "leakage/aligned_flatchat/f1 =") <= 1

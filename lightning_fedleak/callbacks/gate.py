@@ -10,7 +10,14 @@ import torch
 
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.callbacks.trainer_facts import defenses_of
-from lightning_fedleak.engine import CHOOSE, Engine, GateActions, Threshold, names_there_are
+from lightning_fedleak.engine import (
+    CHOOSE,
+    Engine,
+    GateActions,
+    Threshold,
+    is_worst,
+    names_there_are,
+)
 from lightning_fedleak.lightning_packages import EitherCallback
 
 if TYPE_CHECKING:
@@ -120,11 +127,22 @@ class RiskGate(Threshold, EitherCallback):
         monitors = [c for c in _callbacks(trainer) if isinstance(c, LeakageMonitor)]
         logged_by = [m for m in monitors if self.metric in m.metric_names()]
         if len(logged_by) != 1:
+            start = f"RiskGate watches '{self.metric}'"
+            if not monitors:
+                raise ValueError(
+                    f"{start}, and this run has no LeakageMonitor: "
+                    "Trainer(callbacks=[LeakageMonitor(), gate])"
+                )
+            if len(monitors) > 1 and (logged_by or is_worst(self.metric)):
+                raise ValueError(
+                    f"{start}, and this run has {len(monitors)} LeakageMonitors, of which none "
+                    "knows what the others read: give all attacks to one, "
+                    "LeakageMonitor([one, other]), or watch a value of one attack"
+                )
             names = [n for m in monitors for n in m.metric_names()]
             raise ValueError(
-                f"RiskGate watches '{self.metric}', which {len(logged_by)} LeakageMonitors of this "
-                "run log: give one monitor among the Trainer's callbacks an attack that logs it."
-                f"{names_there_are(self.metric, names)}"
+                f"{start}, which no attack of this run logs."
+                f"{names_there_are(self.metric, names, 'LeakageMonitor')}"
             )
         return logged_by[0].engine
 

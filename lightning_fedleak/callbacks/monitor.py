@@ -26,6 +26,7 @@ from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 from lightning_fedleak.report.watched import Reported
+from lightning_fedleak.validate import explain_arguments
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -87,8 +88,8 @@ class LeakageMonitor(EitherCallback, Reported):
     AUC of membership, token accuracy of texts), and unknown where one that applies is unknown.
 
     Args:
-        attacks: the attacks, each with a name of its own, in all monitors of a run (Lightning
-            refuses two with the same attacks); or ``"auto"``.
+        attacks: the attacks, each with a name of its own; or ``"auto"``. One monitor plays all
+            attacks of a run, at all stages. Lightning refuses a second one with the same.
         every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
         max_overhead: look so seldom that looks cost at most this share of the training time.
             Either this or ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
@@ -104,6 +105,7 @@ class LeakageMonitor(EitherCallback, Reported):
 
     engine: Engine
 
+    @explain_arguments(settings=WatchSettings)
     def __init__(
         self,
         attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
@@ -220,8 +222,9 @@ class LeakageMonitor(EitherCallback, Reported):
                 both &= {s.log_name for s in other.engine.series}
                 if both:
                     raise ValueError(
-                        f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too; "
-                        "give the attacks of one of them other names"
+                        f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too: "
+                        "use one for all attacks, as LeakageMonitor() is, or give those of one "
+                        "of them other names: BagOfWords(name='other')"
                     )
 
     def _find_anatomy(self, pl_module: L.LightningModule) -> Anatomy:

@@ -20,6 +20,7 @@ from lightning_fedleak.engine import (
     BeforeDefense,
     Run,
     StageReached,
+    chosen_metrics,
     declared,
     optimizers_of,
 )
@@ -87,10 +88,9 @@ class TrainerRun(Run):
             shows_progress=trainer.is_global_zero and trainer.progress_bar_callback is not None,
         )
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
-        """Return those of the Trainer's ``callback_metrics`` that are known by now, by name."""
-        logged = self.trainer.callback_metrics
-        return {name: logged[name] for name in names if name in logged}
+    def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
+        """Return those of the Trainer's ``callback_metrics`` that are known by now; None: all."""
+        return chosen_metrics(self.trainer.callback_metrics, names)
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Put values among the Trainer's ``callback_metrics``."""

@@ -275,7 +275,7 @@ class StepEngine:
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         run = self._fit.run
-        utility = self._metrics.add(run.metrics(self.options.utility), run.step)
+        utility = self._metrics.add(run.metrics(self.options.metric_names), run.step)
         defenses = record.accounting(run.defenses)
         outcomes = self.add(look, outcomes, utility, record.privacy_values(defenses))
         run.publish(self.results.latest)

@@ -16,7 +16,7 @@ from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import is_first_process
-from lightning_fedleak.report.records import Judgement
+from lightning_fedleak.report.records import Judgement, standard_family
 from lightning_fedleak.validate import check_number
 
 log = logging.getLogger(__name__)
@@ -122,11 +122,30 @@ def check_value(gate: str, metric: str) -> None:
 _ENDS = ("_low", "_high", "_worst_client")
 
 
-def names_there_are(metric: str, names: Sequence[str]) -> str:
-    """Return the names that exist, and the one that may be meant."""
-    close = difflib.get_close_matches(metric, names, n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
-    listed = "".join(f"\n  {name}" for name in names if not name.endswith(_ENDS))
+def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
+    """Return the names that exist, a line for each attack, and what may be meant.
+
+    Another attack is not named for one that is not played: whether it can read the run is not known
+    yet, and of those that can the worst of the family is the highest.
+
+    Args:
+        metric: the name that is not logged.
+        names: those that are.
+        watcher: class that plays the attacks.
+    """
+    hint, worst = "", [name for name in names if is_worst(name)]
+    if close := difflib.get_close_matches(metric, names, n=1, cutoff=0.9):
+        hint = f" Did you mean '{close[0]}'?"
+    elif is_worst(metric) and (mend := standard_family(metric.rpartition("/")[-1]).untested):
+        hint = f" {mend.format(watcher=watcher)}"
+    elif worst:
+        hint = f" Of the attacks that can read the run, the highest: {', '.join(worst)}."
+    by_root: dict[str, list[str]] = {}
+    for name in sorted(names, key=is_worst, reverse=True):
+        if not name.endswith(_ENDS):
+            root, _, rate = name.rpartition("/")
+            by_root.setdefault(root, []).append(rate)
+    listed = "".join(f"\n  {root}/: {', '.join(rates)}" for root, rates in by_root.items())
     return f"{hint} These exist (rates also with {', '.join(_ENDS)}):{listed}"
 
 

@@ -431,7 +431,7 @@ class Engine(StepEngine):
             run = self.fit.run
             if epoch_ended is None:
                 epoch_ended = run.progress is not None and run.progress[1] == 1
-            utility = self._metrics.changed(run.metrics(self.options.utility), run.step)
+            utility = self._metrics.changed(run.metrics(self.options.metric_names), run.step)
             self._write_between_looks(
                 utility, record.accounting(run.defenses) if epoch_ended else ()
             )
@@ -521,7 +521,7 @@ class Engine(StepEngine):
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
-        self._metrics.add(self.run.metrics(self.options.utility), step)
+        self._metrics.add(self.run.metrics(self.options.metric_names), step)
         self._log_last()
 
     def _log_last(self) -> None:

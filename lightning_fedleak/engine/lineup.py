@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy, matrix_shape
 from lightning_fedleak.model.model_runs import whole_model
-from lightning_fedleak.progress import bars, track
+from lightning_fedleak.progress import bars, measure_seconds, track
 
 _HELD = "it is played from the first look at which labels weigh unevenly in the loss"
 _NOT_SHARED = "what it reads is not trained, and so not shared"
@@ -321,14 +322,13 @@ class Lineup:
         return {} if seconds is None else {attack.name: seconds}
 
     def prepare(self, attack: Attack) -> None:
-        """Calibrates an attack, once in a run."""
+        """Calibrates an attack, once in a run, and says what that takes by the clock of looks."""
         if attack.name in self.prepared:
             return
-        started = time.perf_counter()
-        attack.prepare(self._run.anatomy)
+        started, anatomy = time.perf_counter(), self._run.anatomy
+        seconds = measure_seconds(partial(attack.prepare, anatomy), anatomy.device)
         self.prepared.add(attack.name)
-        seconds = time.perf_counter() - started
-        self.calibrating_seconds += seconds
+        self.calibrating_seconds += time.perf_counter() - started
         if seconds > 1:
             watcher = self._run.watcher
             rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -148,6 +149,30 @@ def _number(value: float | None) -> float:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+_OURS = re.compile(r"(leakage\w*|audit|privacy|gate|monitor|utility)/")
+_OF_THE_RUN = re.compile(
+    r"epoch|step|lr.*|(.*[_/])?(learning_rate|grad_norm|runtime|total_flos|.*_per_second)"
+)
+
+
+def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """Return those of the metrics that a run logs which are reported beside leakage.
+
+    Args:
+        logged: all of them, by name; what this package has logged may be among them.
+        names: those that the user asks for; None: all but times, counts and learning rates, and
+            of a metric that Lightning logs by step and by epoch the one under its own name.
+    """
+    if names is not None:
+        return {name: logged[name] for name in names if name in logged}
+    forks = {f"{name}{end}" for name in logged for end in ("_step", "_epoch")}
+    return {
+        name: value
+        for name, value in logged.items()
+        if name not in forks and not _OURS.match(name) and not _OF_THE_RUN.fullmatch(name)
+    }
 
 
 class UserMetrics:

@@ -180,8 +180,8 @@ class WatchSettings:
         upload_report: attach ``report.html`` to the runs of W&B and MLflow that the Trainer's
             loggers write. It says what was read, and no text.
         utility: names of the user's own metrics to repeat as ``utility/<name>`` at looks, and where
-            a validation or an epoch changed them; their best is logged at the end. None:
-            ``train_loss`` and ``val_loss``, under transformers' Trainer ``loss`` and ``eval_loss``.
+            a validation or an epoch changed them; their last and best are logged at the end. None:
+            all that the run logs, but times and learning rates.
         client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
             company's; shared is then the reduced gradient). None: as the strategy says, else
             ``"rank"``.
@@ -252,6 +252,8 @@ class Options(WatchSettings):
     """How a run is watched: all settings, and the integration's arguments.
 
     Attributes:
+        utility: as above; where none were named, those that TensorBoard shows first.
+        logs_all: whether all of the user's metrics are logged.
         cadence: when to look.
         games: how membership games are played.
         local_steps: optimizer steps of a round of a federation; None: gradients of single steps.
@@ -259,9 +261,15 @@ class Options(WatchSettings):
 
     stages: tuple[Stage, ...] = (Stage.SHARED,)
     utility: tuple[str, ...] = ()
+    logs_all: bool = False
     cadence: Cadence = field(default_factory=lambda: Cadence(50))
     games: Games = field(default_factory=Games)
     local_steps: int | None = None
+
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        """Return the names of the user's metrics that are logged; None: all."""
+        return None if self.logs_all else self.utility
 
 
 def parts_of(
@@ -282,7 +290,7 @@ def parts_of(
         games: how membership games are played.
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
-        utility: metrics that are logged where the settings name none.
+        utility: metrics that TensorBoard shows first where the settings name none.
         local_steps: of a round of a federation.
 
     Raises:
@@ -299,6 +307,7 @@ def parts_of(
     given = {one.name: getattr(settings, one.name) for one in fields(WatchSettings)}
     names = utility if settings.utility is None else settings.utility
     given["utility"] = (names,) if isinstance(names, str) else tuple(names)
+    given["logs_all"] = settings.utility is None
     given["stages"] = known_stages(settings.stages)
     cadence = cadence_of(every_n_steps, max_overhead, auto=selection.auto)
     given |= {"cadence": cadence, "games": games or Games(), "local_steps": local_steps}

@@ -150,8 +150,8 @@ class Run(ABC):
         """Return whether the value is true on every process."""
         return not self.on_any_process(not value)
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
-        """Return those of the user's own metrics that are known by now, by name.
+    def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
+        """Return those of the user's own metrics that are known by now, by name; None: all.
 
         They are numbers, or tensors of one, which are the same objects until they change.
         """

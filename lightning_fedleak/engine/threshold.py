@@ -23,6 +23,7 @@ from lightning_fedleak.engine.gates import (
     why_unread,
 )
 from lightning_fedleak.engine.lifecycle import Engine
+from lightning_fedleak.engine.outcomes import CHOOSE
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import rank_zero_info
@@ -92,8 +93,8 @@ class Threshold:
     def __init__(
         self,
         metric: str,
-        *,
         at_most: float,
+        *,
         action: Action = "stop",
         patience: int = 0,
         strict: bool = True,
@@ -118,6 +119,8 @@ class Threshold:
         self._engine: Engine | None = None
         self._stopped = False
         self._has_result = False
+        self._choices: list[tuple[float, int]] = []  # none of which was allowed: end and step
+        self._was_allowed = False
 
     def __repr__(self) -> str:
         fired = "" if self.fired is None else f", fired at step {self.fired.step}"
@@ -181,7 +184,8 @@ class Threshold:
         if not self.on_weights:
             check_value(self._kind, self.metric)
         self._check_looks(engine, actions.processes)
-        self._has_result = self._stopped = False
+        self._has_result = self._stopped = self._was_allowed = False
+        self._choices = []
         engine.subscribe(
             partial(self._decide, engine, actions),
             threshold=(self.metric, self.at_most),
@@ -222,9 +226,15 @@ class Threshold:
         why = why_unread(engine, self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
+        mend = "list an attack that reads it (attacks='auto' takes all that do)"
+        channel = engine.results.channel_of(self.metric)
+        worst = "" if channel is None else f"{WORST}/{channel.family}"
+        if self.on_weights:  # the reason names the argument
+            mend = "change that"
+        elif worst in engine.metric_names() and why_unread(engine, worst) is None:
+            mend = f"watch '{worst}'"
         raise ValueError(
-            f"{self._subject}: {why}. That is 'unknown', not 'safe': list an attack that reads it "
-            "(attacks='auto' takes all that do), or leave this gate out"
+            f"{self._subject}: {why}. That is 'unknown', not 'safe': {mend}, or leave this gate out"
         )
 
     def _check_private(self, engine: Engine) -> None:
@@ -264,7 +274,12 @@ class Threshold:
             actions.log({f"gate/{self.name}_notches": float(self.notches)}, step)
 
     def _conclude(self, engine: Engine, actions: GateActions) -> None:
-        """Fire if a strict gate had no result in the whole run, whatever its patience."""
+        """Fire if a strict gate had no result in the whole run, whatever its patience.
+
+        Say so if there were weights to choose from, and none was allowed.
+        """
+        if self._choices and not self._was_allowed:
+            announce(f"{self._kind} '{self.name}': {self._none_chosen()}")
         if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
             return
         if not engine.run.broadcast(self._has_result):
@@ -394,8 +409,22 @@ class Threshold:
         is_read = weights is not None and weights.looked_at == engine.run.step
         # An end that is unknown (NaN) allows nothing.
         allowed = is_read and bool(ends) and all(end <= self.at_most for end in ends.values())
+        self._was_allowed |= allowed
+        highest = math.nan if any(map(math.isnan, ends.values())) else max(ends.values(), default=0)
+        self._choices.append((highest if is_read and ends else math.nan, engine.run.step))
         loss = engine.run.broadcast(loss if allowed else math.inf)
         return loss if weights is None else weights.choose(loss)
+
+    def _none_chosen(self) -> str:
+        """Return that no weights were allowed, and which were the nearest."""
+        known = [choice for choice in self._choices if not math.isnan(choice[0])]
+        nearest = "The interval was never known there"
+        if known:
+            nearest = f"The nearest were those of step {min(known)[1]}, up to {min(known)[0]:.3f}"
+        return (
+            f"{CHOOSE} was infinite at all {len(self._choices)} validations, so that no checkpoint "
+            f"kept by it is allowed: none was shown to have at most {self.at_most:g}. {nearest}."
+        )
 
     def _judge(self, event: GateEvent) -> bool:
         """Return whether the gate acts, with this look counted."""

@@ -50,8 +50,8 @@ class RoundGate(Threshold):
     def __init__(
         self,
         metric: str,
-        *,
         at_most: float,
+        *,
         action: Action = "withhold",
         patience: int = 0,
         name: str | None = None,
@@ -76,7 +76,7 @@ class RoundGate(Threshold):
         if self.metric not in names:
             raise ValueError(
                 f"RoundGate watches '{self.metric}', which this RoundObserver does not log."
-                f"{names_there_are(self.metric, names)}"
+                f"{names_there_are(self.metric, names, 'RoundObserver')}"
             )
         if (why := observer.never_judged(self.metric)) is not None:
             can = [name for name in observer.headlines() if observer.never_judged(name) is None]

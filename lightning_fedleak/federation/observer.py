@@ -48,7 +48,7 @@ from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
-from lightning_fedleak.validate import check_choice, check_integer
+from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -164,6 +164,7 @@ class RoundObserver:
         ValueError: contradictory or unknown arguments, or an attack that cannot read this model.
     """
 
+    @explain_arguments(settings=RoundSettings)
     def __init__(
         self,
         model: nn.Module,

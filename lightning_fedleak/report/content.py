@@ -152,7 +152,7 @@ _DEFENSE = (
     "Trainer(strategy=DefendedStrategy('auto', defenses=[DPSGD(1.0, target_epsilon=8, "
     "target_delta=...)])) clips and noises each example's part"
 )
-ASSUMPTION = "assume=DISHONEST_SERVER"
+ASSUMPTION = "settings=WatchSettings(assume=DISHONEST_SERVER)"
 """The argument that has attacks of a server played that adds layers of its own."""
 _CLIENT_DEFENSE = "ClientDP(..., trust='local') clips each client's update and adds noise to it"
 

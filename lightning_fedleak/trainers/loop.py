@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Capability
 from lightning_fedleak.defenses.release import UpdateRelease, release_of
-from lightning_fedleak.engine import AUTOCAST, BeforeDefense, Run, StageReached, declared
+from lightning_fedleak.engine import (
+    AUTOCAST,
+    BeforeDefense,
+    Run,
+    StageReached,
+    chosen_metrics,
+    declared,
+)
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
@@ -214,9 +221,9 @@ class LoopRun(Run):
         """Return whether the value is true on at least one process."""
         return bool(self.summed(torch.tensor(int(value), device=self.device)))
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
-        """Return the user's metrics logged so far."""
-        return {name: self.loop.utility[name] for name in names if name in self.loop.utility}
+    def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
+        """Return the user's metrics logged so far; None: all."""
+        return chosen_metrics(self.loop.utility, names)
 
 
 def precision_of(mixed: str | None, model: nn.Module) -> str:

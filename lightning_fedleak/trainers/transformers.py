@@ -25,6 +25,7 @@ from lightning_fedleak.engine import (
     StageReached,
     Threshold,
     WatchSettings,
+    chosen_metrics,
     contained,
     names_there_are,
 )
@@ -36,6 +37,7 @@ from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, precision_of, unwrapped
 from lightning_fedleak.trainers.state import load_state, save_state
 from lightning_fedleak.trainers.watch import Watch
+from lightning_fedleak.validate import explain_arguments
 
 FILE = "fedleak.safetensors"
 """What a checkpoint holds for a run that goes on from it."""
@@ -96,6 +98,7 @@ class LeakageCallback(TrainerCallback, Reported):
 
     engine: Engine
 
+    @explain_arguments(settings=WatchSettings)
     def __init__(
         self,
         trainer: transformers.Trainer | None = None,
@@ -152,8 +155,8 @@ class LeakageCallback(TrainerCallback, Reported):
 
     def on_log(self, *_: Any, logs: Mapping[str, float] | None = None, **__: Any) -> None:
         """Note the Trainer's own numbers that are logged beside leakage."""
-        names = self.watch.engine.options.utility
-        self.watch.note({n: float(v) for n, v in (logs or {}).items() if n in names})
+        numbers = {n: v for n, v in (logs or {}).items() if isinstance(v, int | float)}
+        self.watch.note(chosen_metrics(numbers, self.watch.engine.options.metric_names))
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Add what a checkpoint may be chosen by to the metrics; unknown is the worst."""
@@ -165,7 +168,8 @@ class LeakageCallback(TrainerCallback, Reported):
         self.watch.save_state()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Look at the last weights of the run while they are there: the best may be loaded next."""
+        """Log what was spent; look at the last weights while they are there, before the best."""
+        self.watch.engine.metrics_changed(epoch_ended=True)
         if self.trainer.control.should_training_stop:
             self.watch.engine.look_at_end()
 
@@ -240,7 +244,8 @@ class TransformersWatch(Watch):
         if args.greater_is_better is not False or best not in known:
             raise ValueError(
                 f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
-                f"for '{CHOOSE}' a gate on the trained weights" + names_there_are(best, known)
+                f"for '{CHOOSE}' a gate on the trained weights"
+                + names_there_are(best, known, self.run.watcher)
             )
 
     def _best_metric(self) -> str | None:

@@ -42,6 +42,7 @@ from lightning_fedleak.trainers.loop import (
     show_messages,
     torch_optimizers,
 )
+from lightning_fedleak.validate import explain_arguments
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,6 +114,7 @@ class Watch(Reported):
         "train it with a defence: DefendedLoop(model, optimizer, loader, [DPSGD(...)], epochs=...)"
     )
 
+    @explain_arguments(settings=WatchSettings)
     def __init__(
         self,
         model: nn.Module,
@@ -276,10 +278,9 @@ class Watch(Reported):
         logged = self.engine.metric_names()
         for gate in self.gates:
             if gate.metric not in logged:
-                message = (
-                    f"Threshold watches '{gate.metric}', which {self.run.watcher} does not log."
-                )
-                raise ValueError(message + names_there_are(gate.metric, logged))
+                watcher = self.run.watcher
+                message = f"Threshold watches '{gate.metric}', which {watcher} does not log."
+                raise ValueError(message + names_there_are(gate.metric, logged, watcher))
         names = [gate.name for gate in self.gates]
         for name in {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two gates are named '{name}': give one of them name=...")

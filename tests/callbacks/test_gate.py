@@ -157,9 +157,20 @@ def test_the_decision_is_logged_and_breaches_survive_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("metric", ["leakage/probe/f2", "train_loss", "leakage_local/probe/f1"])
 def test_a_metric_that_is_not_logged_is_refused_with_the_names_that_exist(tmp_path, metric):
     monitor = LeakageMonitor(Probe())
-    with pytest.raises(ValueError, match=r"0 LeakageMonitors(?s:.*)\n  leakage/probe/f1\n"):
+    with pytest.raises(ValueError, match=r"no attack of this run(?s:.*)\n  leakage/probe/: .*f1"):
         fit([RiskGate(metric, at_most=0.3), monitor], tmp_path)
     assert monitor.looks == 0
+
+
+def test_a_gate_says_what_a_run_lacks(tmp_path):
+    with pytest.raises(ValueError, match=r"no LeakageMonitor: Trainer\(callbacks=\[LeakageM"):
+        fit([RiskGate(F1, 0.3)], tmp_path)
+    monitors = [LeakageMonitor(Probe()), LeakageMonitor(Probe(name="other"))]
+    with pytest.raises(ValueError, match=r"has 2 LeakageMonitors.*give all attacks to one"):
+        fit([RiskGate("leakage/worst/words", 0.3), *monitors], tmp_path)
+    with pytest.raises(ValueError, match=r"LeakageMonitor\(attacks=\[SubspaceTexts\(\)\]\)"):
+        fit([RiskGate("leakage/worst/texts", 0.3), monitors[0]], tmp_path)
+    assert RiskGate(F1, 0.3).at_most == 0.3
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from rich.text import Text
+from transformers import AutoTokenizer
 
 from lightning_fedleak.attacks import AlignedFlatChat
 from lightning_fedleak.cli.commands import demo as run_module
 from lightning_fedleak.cli.commands.printing import INTERRUPTED
-from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
@@ -77,6 +78,35 @@ def test_watches_then_stops_then_sums_up_and_reveals_words_to_the_owner_alone(
     assert "recovered" in words
     for line in words.splitlines():
         assert not line.startswith("recovered") or line not in printed
+
+
+def test_an_invented_message_is_printed_beside_what_was_read_of_it(
+    model: str, tmp_path: Path
+) -> None:
+    code, printed = shown(
+        model=model, steps=1, at_most=1.0, length=32, out=tmp_path / "out", terminal=True
+    )
+    assert code == 0
+    text = Text.from_ansi(printed)
+    lines = text.plain.splitlines()
+    message = lines[lines.index("An invented message of the newest batch that was looked at:") + 1]
+    read = next(line for line in lines if line.startswith("The same, as far as the server read"))
+    read = lines[lines.index(read) + 1]
+    messages = [json.loads(line)["text"] for line in EMBEDDED_MESSAGES.read_text().splitlines()]
+    assert any(message.strip() in one for one in messages), message
+    [revealed] = tmp_path.rglob("revealed*")
+    *_, last = (one for one in revealed.read_text().splitlines() if one.startswith("recovered"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    kept = tokenizer(message.strip())["input_ids"]
+    pieces = [tokenizer.decode([token]) for token in kept]
+    assert "".join(pieces) == message.strip()
+    assert (
+        read.strip()
+        == "".join(piece if repr(piece) in last else "_" * len(piece) for piece in pieces).strip()
+    )
+    assert any(repr(piece) in last for piece in pieces)
+    assert "LeakageCallback(trainer)" in text.plain
+    assert str(revealed) not in text.plain.replace("\n", "")
 
 
 def test_two_runs_with_one_seed_are_one_run_that_the_gate_lets_pass(

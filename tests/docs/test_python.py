@@ -149,16 +149,13 @@ def own_trainer() -> Iterator[Names]:
     arguments = TrainingArguments(
         "out", max_steps=2, report_to=[], use_cpu=True, save_strategy="no"
     )
-    rows = [
-        {"input_ids": row, "labels": row} for row in TokenRows.tokenize(TEXTS, tiny_tokenizer(), 8)
-    ]
-    trainer = Trainer(
-        language_model(),
-        arguments,
-        default_data_collator,
-        [r for r in rows if len(r["labels"]) == 8],
-    )
-    yield {"trainer": trainer}
+    ids = torch.randint(3, 384, (480, 16), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(language_model(), arguments, default_data_collator, rows)
+    names: Names = {"trainer": trainer}
+    yield names
+    if "callback" in names:  # whose number is printed
+        assert 0 <= names["callback"].latest["leakage/combined/auc"] <= 1
     assert any("leakage/worst/words" in logs for logs in trainer.state.log_history)
 
 
@@ -320,8 +317,8 @@ def reader(tmp_path, monkeypatch):
     for name, value in SUPPLIED.items():
         monkeypatch.setenv(f"PL_TRAINER_{name}", value)
     for name, value in CALIBRATED_ON.items():
-        assert AlignedFlatChat.__init__.__kwdefaults__[name] > value
-        monkeypatch.setitem(AlignedFlatChat.__init__.__kwdefaults__, name, value)
+        assert AlignedFlatChat.__init__.__wrapped__.__kwdefaults__[name] > value
+        monkeypatch.setitem(AlignedFlatChat.__init__.__wrapped__.__kwdefaults__, name, value)
     monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
     monkeypatch.setattr(aligned_updates, "_UPDATES", 8)
     (tmp_path / "letters.txt").write_text("\n".join(TEXTS * 2))

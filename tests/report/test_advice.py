@@ -54,4 +54,4 @@ def test_what_is_unknown_untested_or_not_played_names_the_argument(tmp_path):
     assert "Have aligned played: no text to calibrate on" in told
     assert "bias_sign" not in told
     assert "LeakageMonitor(attacks=[SubspaceTexts()])" in told
-    assert "LeakageMonitor(assume=DISHONEST_SERVER)" in told
+    assert "LeakageMonitor(settings=WatchSettings(assume=DISHONEST_SERVER))" in told

@@ -430,4 +430,4 @@ def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -
     trainer.train()
     assert values[0] == float("inf")
     assert trainer.state.best_metric == min(values) < 1
-    assert callback.watch.utility.keys() == {"loss", "eval_loss"}
+    assert callback.watch.utility.keys() == {"loss", "eval_loss", "train_loss"}

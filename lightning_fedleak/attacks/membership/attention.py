@@ -38,7 +38,7 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import fit_whitening
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of that response; not tuned."""
@@ -118,6 +118,7 @@ class AttentionMembership(MembershipAttack):
     )
     needs_float64 = True
 
+    @explain_arguments("AttentionMembership(layer=1, public_text='sampled')")
     def __init__(
         self,
         layer: int,

@@ -24,7 +24,7 @@ from lightning_fedleak.attacks.membership.base import (
     sentence_rows,
 )
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.validate import check_number
+from lightning_fedleak.validate import check_number, explain_arguments
 
 MAX_STORED_WEIGHTS = 1 << 26
 """Weights of the first layer that are stored (256 MiB); more are applied without being stored."""
@@ -234,6 +234,7 @@ class FCMembership(MembershipAttack):
     default_name = "fc_membership"
     restores_fully = False
 
+    @explain_arguments("FCMembership(layer=1)")
     def __init__(
         self,
         layer: int,

@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.descent import LIKENESSES, Likeness, RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.sweeps import high_errors, sweep
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
 # None of the values was tuned.
 TEXTS, LENGTH = 64, 64  # random texts of a readout and their tokens; more cost time
@@ -178,6 +178,7 @@ class EmbeddingDescent(InversionAttack):
         *("initial", "likeness", "sweeps"),
     )
 
+    @explain_arguments("EmbeddingDescent(layer=2)")
     def __init__(
         self,
         layer: int,

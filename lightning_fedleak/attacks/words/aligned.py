@@ -50,7 +50,7 @@ from lightning_fedleak.model.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.threats import Capability, ThreatModel
-from lightning_fedleak.validate import check_choice, check_integer
+from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
 LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens in a calibrating text; not tuned
 _SIGN_TOKENS = 2048  # public tokens whose hidden states give the sign's direction; not tuned
@@ -138,6 +138,7 @@ class AlignedFlatChat(Attack):
     reads_adaptive_updates = True
     reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
 
+    @explain_arguments("AlignedFlatChat('sampled')")
     def __init__(
         self,
         public_text: TextSource,

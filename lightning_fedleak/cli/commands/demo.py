@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import math
 import os
+import re
 import shlex
 import signal
 import warnings
@@ -14,10 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
+from rich.text import Text
 
 from lightning_fedleak.attacks import AlignedFlatChat, Attack, FlatChat, PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
@@ -40,7 +45,13 @@ _CAVEAT = (
     "which occur, but not their order, nor in which text.\nA low number would not mean 'safe': "
     "other attacks may read more, and another model, text or batch size gives other numbers."
 )
-_PATIENCE = 1  # looks above the threshold after which the gate acts; the demo is short
+_PATIENCE = 1  # looks above the threshold that the gate lets pass: one is no evidence
+_OWN = (
+    "In your own training it is one line, for Lightning or for transformers' Trainer:\n"
+    "  trainer = L.Trainer(callbacks=[lightning_fedleak.LeakageMonitor()])\n"
+    "  trainer.add_callback(lightning_fedleak.trainers.LeakageCallback(trainer))"
+)
+_PIECE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")  # a token in a reveal file
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class _RunResult:
     interrupted: bool
     gate: RiskGate
     revealed_file: Path
+    message: list[str]
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -92,12 +104,14 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console.rule("what one shared update leaked")
     try:
         console.print(printing.explain_run(folder / "watched"), markup=False)
+        if options.text is None and watched.revealed_file.exists():  # the messages are invented
+            _print_message(console, watched)
         console.print(_CAVEAT)
         page = os.path.relpath(write([folder])[0])
         console.print(f"\nThe report, one page for people who decide: {page}", soft_wrap=True)
     except ReportError as error:  # interrupted before the first look
         console.print(f"Nothing was measured, which is 'unknown', not 'safe': {error}")
-    if watched.revealed_file.exists():
+    if options.reveal and watched.revealed_file.exists():
         console.print(
             f"\nThe recovered words are in {watched.revealed_file}. Only you can read this "
             "file; delete it when you no longer need it.",
@@ -109,6 +123,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         "then open http://localhost:6006; the group 1_leakage comes first.",
         soft_wrap=True,
     )
+    console.print(f"\n{_OWN}", soft_wrap=True, markup=False)
     return printing.INTERRUPTED if last.interrupted else 0
 
 
@@ -130,10 +145,11 @@ def _fit(
     module = CausalLMFineTuning(options.model, lr=options.lr)
     data = _data(options)
     attacks: list[Attack] = [FlatChat(public), AlignedFlatChat(public)]
+    reveals = (options.reveal or options.text is None) and not gated
     monitor = LeakageMonitor(
         attacks,
         every_n_steps=options.every_n_steps,
-        settings=WatchSettings(reveal=options.reveal and not gated, tokenizer=data.tokenizer),
+        settings=WatchSettings(reveal=reveals, tokenizer=data.tokenizer),
     )
     title = f"Run 2: gate at F1 {options.at_most:g}" if gated else "Run 1: watched"
     table = _LooksTable(console, monitor, title)
@@ -166,7 +182,22 @@ def _fit(
         interrupted=interrupted,
         gate=gate,
         revealed_file=folder / "revealed_words.rank0.txt",
+        message=[str(data.tokenizer.decode([token])) for token in table.message],
     )
+
+
+def _print_message(console: Console, watched: _RunResult) -> None:
+    """Print a message of the newest batch, and which of its tokens the last attack named."""
+    lines = watched.revealed_file.read_text(encoding="utf-8").splitlines()
+    recovered = next(line for line in reversed(lines) if line.startswith("recovered"))
+    named = {ast.literal_eval(piece) for piece in _PIECE.findall(recovered)}
+    message = Text.assemble(
+        *((p, "bold red") if p in named else ("_" * len(p), "dim") for p in watched.message)
+    )
+    console.print("\nAn invented message of the newest batch that was looked at:")
+    console.print(Text("  ").append("".join(watched.message).strip()), soft_wrap=True)
+    console.print("The same, as far as the server read its words off the gradient:")
+    console.print(Text("  ").append_text(message), soft_wrap=True)
 
 
 def _print_gate(console: Console, result: _RunResult) -> None:
@@ -199,10 +230,14 @@ class _LooksTable(L.Callback):
         console: where to print.
         monitor: the monitor that looks.
         title: title above the table.
+
+    Attributes:
+        message: (L,) token ids of the first text in the batch of the newest look.
     """
 
     def __init__(self, console: Console, monitor: LeakageMonitor, title: str) -> None:
         self._monitor = monitor
+        self._batch = self.message = torch.empty(0, dtype=torch.long)
         self._attacks = [attack.name for attack in monitor.attacks]
         headers = [f"{a}\n{m}" if m == "recall" else m for a in self._attacks for m in _METRICS]
         widths = [7, 7, *[11] * len(headers)]
@@ -214,8 +249,13 @@ class _LooksTable(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._table.print_headers()
 
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch = batch["input_ids"][0][batch["attention_mask"][0] > 0]
+
     def _on_look(self, trainer: L.Trainer) -> None:
-        latest = self._monitor.latest
+        latest, self.message = self._monitor.latest, self._batch
         names = [f"leakage/{attack}/{metric}" for attack in self._attacks for metric in _METRICS]
         values = [float(trainer.callback_metrics.get("train_loss", math.nan))]
         values += [latest.get(name, math.nan) for name in names]

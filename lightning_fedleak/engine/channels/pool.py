@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
-from lightning_fedleak.evaluation.canaries.repeats import scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
@@ -320,6 +320,11 @@ def collect(
         )
         scored = scored_texts(texts, trained, searched)
     places = scored.rows + (scored.short_rows if short else [])
+    if not places:
+        raise NoNonMembers(
+            f"of {len(texts)} texts, {scored.short} have fewer than {LEAST_LABELS} label tokens "
+            f"and {scored.repeated} are repeated by other rows, so that none is left to compare"
+        )
     trains = torch.tensor([trained[row] for row in places], dtype=torch.bool)
     is_short = torch.arange(len(places)) >= len(scored.rows)
     numbers = [
@@ -394,7 +399,8 @@ def affordable(length: int, settings: Memorization, least: int, forwards: int) -
     raise NoNonMembers(
         f"within max_overhead={settings.max_overhead:g} only {count} texts can be asked about "
         f"{forwards} times in an epoch of {length} rows, and {least} are needed: "
-        f"Memorization(max_overhead={needed:g}) asks about {least}"
+        f"settings=WatchSettings(memorization=Memorization(max_overhead={needed:g})) asks about "
+        f"{least}"
     )
 
 

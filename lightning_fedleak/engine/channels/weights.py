@@ -145,7 +145,8 @@ class WeightLooks:
             return None
         silent = sorted(self.refused if names is None else names)
         whys = {self.refused.get(name, "it was left out") for name in silent}
-        return f"{', '.join(silent)} is not played in this run: {'; '.join(whys)}"
+        verb = "is" if len(silent) == 1 else "are"
+        return f"{' and '.join(silent)} {verb} not played in this run: {'; '.join(sorted(whys))}"
 
     def rows(self) -> list[Row]:
         """Return the attacks that are not played, and why."""

@@ -11,6 +11,7 @@ from lightning_fedleak.report.records.families import STANDARD_FAMILIES as STAND
 from lightning_fedleak.report.records.families import TEXTS as TEXTS
 from lightning_fedleak.report.records.families import WORDS as WORDS
 from lightning_fedleak.report.records.families import Family as Family
+from lightning_fedleak.report.records.families import standard_family as standard_family
 from lightning_fedleak.report.records.fields import BEFORE as BEFORE
 from lightning_fedleak.report.records.fields import JsonObject as JsonObject
 from lightning_fedleak.report.records.fields import Record as Record

@@ -112,7 +112,7 @@ MEMBERSHIP = Family(
     title="membership",
     sentences=("tell whether a given text was in a batch {surely}",),
     untested="Test whether a given text is in a batch, which no attack asked: "
-    "{watcher}(assume=DISHONEST_SERVER).",
+    "{watcher}(settings=WatchSettings(assume=DISHONEST_SERVER)).",
     terms={
         "AUC": "How often the attack ranks a text of the batch above one that is not in it. "
         "0.5 is guessing, 1 is always.",

@@ -542,6 +542,15 @@ def test_two_processes_know_the_same(tmp_path: Path) -> None:
     assert pair[0]["fsdp2"]["parts"] < pair[0]["ddp"]["parts"]
 
 
+def test_that_no_weights_were_allowed_is_said_at_the_end_with_the_nearest(tmp_path: Path) -> None:
+    with announced("leakage/choose was infinite at all 3 validations") as messages:
+        chosen(tmp_path, gate_on_auc(0.51))
+    highs = {line["metrics"]["auc"]["high"]: line["step"] for line in lines(tmp_path)}
+    ends = {high: step for high, step in highs.items() if step in (33, 66, 99)}
+    nearest = f"The nearest were those of step {ends[min(ends)]}, up to {min(ends):.3f}."
+    assert any(nearest in text and "at most 0.51" in text for text in messages)
+
+
 # ---- accounts -----------------------------------------------------------------------------------
 
 

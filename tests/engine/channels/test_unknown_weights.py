@@ -71,6 +71,9 @@ def test_one_unknown_attack_allows_no_checkpoint(tmp_path: Path) -> None:
             validate=True,
         )
         chosen = float(trainer.callback_metrics["leakage/choose"])
+        told = gate._none_chosen() if not gate._was_allowed else ""
+        assert ("was infinite at all 1 validations" in told) is not allowed
+        assert ("The interval was never known there" in told) is not allowed
         assert (chosen == -trainer.global_step) is allowed
         assert math.isinf(chosen) is not allowed
 

@@ -29,7 +29,7 @@ from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.validate import check_integer
+from lightning_fedleak.validate import check_integer, explain_arguments
 
 # None of the values was tuned.
 BY_SIDE = 256  # candidates in one run; bounds the memory
@@ -143,6 +143,7 @@ class PrefixInversion(InversionAttack):
     )
     needs_float64 = True
 
+    @explain_arguments("PrefixInversion(layer=2)")
     def __init__(
         self,
         layer: int,

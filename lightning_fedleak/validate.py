@@ -142,7 +142,7 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
         The decorator. What it returns raises ``TypeError``, as Python does, with the class, the
         nearest name, or the example.
     """
-    moved = [] if settings is None else [one.name for one in fields(settings)]
+    setting_names = [] if settings is None else [one.name for one in fields(settings)]
 
     def decorate(init: Init) -> Init:
         signature = inspect.signature(init)
@@ -150,7 +150,7 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
         def hint(named: Sequence[str]) -> str:
             unknown = [name for name in named if name not in signature.parameters]
             for name in unknown:
-                if settings is not None and name in moved:
+                if settings is not None and name in setting_names:
                     return f". It belongs in settings={settings.__name__}({name}=...)"
                 if close := difflib.get_close_matches(name, signature.parameters, n=1):
                     return f". Did you mean {close[0]}=?"

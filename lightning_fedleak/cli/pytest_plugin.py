@@ -5,6 +5,7 @@ Installed with the package; imports nothing heavy before a fixture is used.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import tempfile
@@ -154,15 +155,28 @@ def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., ReleaseChec
         from lightning_fedleak.cli.commands.parser import parse
 
         with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "result.json"
-            words = ["memorization", "--model", model, "--base", base, "--members", members]
-            words += ["--others", held_out, "--out", out]
+            result_path = Path(folder) / "result.json"
+            words: list[object] = [
+                "memorization",
+                "--model",
+                model,
+                "--base",
+                base,
+                "--members",
+                members,
+            ]
+            words += ["--others", held_out, "--out", result_path]
             for name, value in options.items():
                 option = f"--{name.replace('_', '-')}"
-                words += [option] if value is True else [option, value] if value else []
-            console = Console(record=True, width=100, quiet=True)
+                if value is True:
+                    words.append(option)
+                elif value is not None and value is not False:
+                    words += [option, value]
+            console = Console(record=True, width=100, file=io.StringIO())
             memorization.run(parse([str(word) for word in words]), console)
-            content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+            content = (
+                json.loads(result_path.read_text(encoding="utf-8")) if result_path.exists() else {}
+            )
         return ReleaseCheck(content, console.export_text(), notes)
 
     return check

@@ -417,10 +417,11 @@ class Threshold:
 
     def _none_chosen(self) -> str:
         """Return that no weights were allowed, and which were the nearest."""
-        known = [choice for choice in self._choices if not math.isnan(choice[0])]
+        finite_choices = [choice for choice in self._choices if not math.isnan(choice[0])]
         nearest = "The interval was never known there"
-        if known:
-            nearest = f"The nearest were those of step {min(known)[1]}, up to {min(known)[0]:.3f}"
+        if finite_choices:
+            end, step = min(finite_choices)
+            nearest = f"The nearest were those of step {step}, up to {end:.3f}"
         return (
             f"{CHOOSE} was infinite at all {len(self._choices)} validations, so that no checkpoint "
             f"kept by it is allowed: none was shown to have at most {self.at_most:g}. {nearest}."

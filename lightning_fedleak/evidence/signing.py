@@ -173,8 +173,8 @@ def _load_key(path: Path, *, private: bool) -> Any:
             f"'{path}' cannot be read as a key in PEM without a password ({error}). Make one with: "
             f"{make}; {public}"
         ) from None
-    wanted = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
-    if not isinstance(key, wanted):
+    key_class = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
+    if not isinstance(key, key_class):
         raise ReportError(
             f"'{path}' holds no {'private' if private else 'public'} ed25519 key. Make one with: "
             f"{make}; {public}"

@@ -264,8 +264,8 @@ class DefendedMixin(Trainer):
             del accelerator.prepare
         self._open()
         self._setting_up = False
-        known = type(plain.sampler) in (data.RandomSampler, data.SequentialSampler)
-        if self._per_sample and self.args.world_size > 1 and known:
+        is_splittable = type(plain.sampler) in (data.RandomSampler, data.SequentialSampler)
+        if self._per_sample and self.args.world_size > 1 and is_splittable:
             plain = _split(plain, self.args.world_size, self.args.process_index)
         loader: data.DataLoader[Any] = self._fedleak.dataloader(plain)
         if loader is plain:
@@ -346,8 +346,8 @@ def _is_correlated(defense: Defense) -> bool:
 
 def _overriding(kinds: Sequence[type], *names: str) -> list[str]:
     """Return the names of those classes, but for known ones, that have one of these methods."""
-    known = [kind for kind in kinds if not kind.__module__.startswith(_OWN_STEP)]
-    return [kind.__name__ for kind in known if any(name in vars(kind) for name in names)]
+    overriding = [kind for kind in kinds if not kind.__module__.startswith(_OWN_STEP)]
+    return [kind.__name__ for kind in overriding if any(name in vars(kind) for name in names)]
 
 
 class _Moments(transformers.TrainerCallback):
@@ -390,9 +390,9 @@ def defended(kind: type[transformers.Trainer]) -> Any:
         return kind
     name = f"Defended{kind.__name__}"
     # It is found by its name, as `datasets` asks of what maps its rows.
-    made = type(name, (DefendedMixin, kind), {"__module__": __name__})
-    globals().setdefault(name, made)
-    return made
+    defended_kind = type(name, (DefendedMixin, kind), {"__module__": __name__})
+    globals().setdefault(name, defended_kind)
+    return defended_kind
 
 
 def _split(loader: data.DataLoader[Any], processes: int, rank: int) -> data.DataLoader[Any]:

@@ -7,26 +7,28 @@ from tests.tools import code_metrics
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code, whole texts behind crafted
 # bottlenecks 310; the truth off a step's graph, controls, DP optimizers of other libraries, watches
-# that end no training, metrics between looks, intervals of one look and copies of texts 3,300.
+# that end no training, metrics between looks, intervals of one look and copies of texts 3,300;
+# defences under other Trainers 520, lists of records and short rows 850, checks of a run's files and
+# of a release 650.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 45_310,
+    "code": 46_970,
     "longest": 644,
     "long": 5,
-    "imports": 37,
+    "imports": 40,
     "most_imports": 17,
     "callbacks": 0,
     "circles": 0,
-    "parameters": 12,
+    "parameters": 13,
     "most_parameters": 12,
-    "complexity": 6,
-    "public": 13,
-    "private": 5,
+    "complexity": 8,
+    "public": 15,
+    "private": 6,
     "names": 0.005,
     "fragments": 0.005,
     "examples": 0,
     "constants": 3,
-    "any": 66,
+    "any": 72,
 }
 
 

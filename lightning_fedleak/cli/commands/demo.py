@@ -46,7 +46,7 @@ _CAVEAT = (
     "other attacks may read more, and another model, text or batch size gives other numbers."
 )
 _PATIENCE = 1  # looks above the threshold that the gate lets pass: one is no evidence
-_OWN = (
+_TWO_LINES = (
     "In your own training it is one line, for Lightning or for transformers' Trainer:\n"
     "  trainer = L.Trainer(callbacks=[lightning_fedleak.LeakageMonitor()])\n"
     "  trainer.add_callback(lightning_fedleak.trainers.LeakageCallback(trainer))"
@@ -123,7 +123,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         "then open http://localhost:6006; the group 1_leakage comes first.",
         soft_wrap=True,
     )
-    console.print(f"\n{_OWN}", soft_wrap=True, markup=False)
+    console.print(f"\n{_TWO_LINES}", soft_wrap=True, markup=False)
     return printing.INTERRUPTED if last.interrupted else 0
 
 

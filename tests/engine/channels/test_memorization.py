@@ -306,7 +306,8 @@ def test_rows_to_come_are_controls_in_the_first_epoch_only(tmp_path: Path) -> No
 def test_texts_of_another_distribution_and_too_few_texts_are_unknown(tmp_path: Path) -> None:
     ids = torch.randint(1900, 2000, (120, 14), generator=torch.Generator().manual_seed(3))
     other = [{"input_ids": row, "labels": row} for row in ids]
-    for texts, why in ((other, "of another law"), (rows(430)[400:], "are too few to decide")):
+    different = (other, "from different distributions")
+    for texts, why in (different, (rows(430)[400:], "are too few to decide")):
         settings = Memorization(others=texts, max_overhead=4 / 3)
         fit([combined(tmp_path / why, settings)], data=rows(), max_epochs=1)
         assert all(why in line["unknown"] for line in lines(tmp_path / why))

@@ -8,8 +8,8 @@ from tests.tools import code_metrics
 # on the trained weights and their report took 1,950 lines of code, whole texts behind crafted
 # bottlenecks 310; the truth off a step's graph, controls, DP optimizers of other libraries, watches
 # that end no training, metrics between looks, intervals of one look and copies of texts 3,300;
-# defences under other Trainers 520, lists of records and short rows 850, checks of a run's files and
-# of a release 650.
+# defences under other Trainers 520, lists of records and short rows 850, checks of a run and of a
+# release 650.
 # Each module of a command has its own `run`.
 CEILINGS = {
     "code": 46_970,

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,11 @@ def hash_weights(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     The same weights have the same hashes in a training loop, in a checkpoint of Lightning, and in
     the files of ``save_pretrained``, adapters too.
     """
-    hashes = {}
+    names = {n: ".".join(part for part in n.split(".") if part not in WRAPPERS) for n in tensors}
+    counts, hashes = Counter(names.values()), {}
     for name, tensor in tensors.items():
-        plain = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        if counts[plain := names[name]] > 1:  # which of them it is nobody could say later
+            continue
         hashes[plain] = f"{str(tensor.dtype).removeprefix('torch.')} {hash_tensors({'': tensor})}"
     return hashes
 

@@ -116,6 +116,7 @@ class StepCheck:
                 every_n_steps=1,
                 settings=settings,
             )
+            optimizer.zero_grad()
             with watch, watch.step(self._batch):
                 self._model(**self._batch).loss.backward()
                 optimizer.step()

@@ -21,7 +21,7 @@ def recipe_files() -> dict[str, Traversable]:
     try:
         folder: Traversable = files("lightning_fedleak.recipes")
     except ModuleNotFoundError:  # a checkout that is not installed
-        folder = Path(__file__).parents[3] / "callbacks"
+        folder = Path(__file__).parents[2] / "callbacks"
     paths = sorted(folder.iterdir(), key=lambda path: path.name)
     return {path.name[:-5]: path for path in paths if path.name.endswith(".yaml")}
 

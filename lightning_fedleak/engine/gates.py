@@ -136,7 +136,11 @@ def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
     hint, worst = "", [name for name in names if is_worst(name)]
     if close := difflib.get_close_matches(metric, names, n=1, cutoff=0.9):
         hint = f" Did you mean '{close[0]}'?"
-    elif is_worst(metric) and (mend := standard_family(metric.rpartition("/")[-1]).untested):
+    elif (
+        watcher != "RoundObserver"
+        and is_worst(metric)
+        and (mend := standard_family(metric.rpartition("/")[-1]).untested)
+    ):
         hint = f" {mend.format(watcher=watcher)}"
     elif worst:
         hint = f" Of the attacks that can read the run, the highest: {', '.join(worst)}."

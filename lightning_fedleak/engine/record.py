@@ -84,7 +84,10 @@ class RunRecord:
         weights, results = None, self.path.parent / records.RESULTS
         if outcome == "finished" and run.unit == "step" and not run.is_sharded:
             parameters = run.anatomy.root.named_parameters()
-            weights = hash_weights({name: p for name, p in parameters if p.requires_grad})
+            try:
+                weights = hash_weights({name: p for name, p in parameters if p.requires_grad})
+            except Exception as error:  # of weights on no device, or out of memory
+                self._warn(f"the trained weights were not hashed ({type(error).__name__})")
         number, head = None, None
         try:
             number, head = records.closing_of(results)

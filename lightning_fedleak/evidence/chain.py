@@ -8,9 +8,11 @@ from pathlib import Path
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.report.records import (
     BEFORE,
+    NOT_PLAYED,
     RESULTS,
     JsonObject,
     hash_line,
+    holds_own_hash,
     parse_json,
     split_lines,
 )
@@ -50,7 +52,7 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
         OSError: the file cannot be read.
     """
     log = ChainedFile(path.name)
-    data = path.read_bytes()
+    data = path.read_bytes() if path.exists() or path.name != RESULTS else b""
     unchained = 0
     for number, line in enumerate(split_lines(data), 1):
         content = _object_of(line)
@@ -61,7 +63,10 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
             continue  # the next line's hash says whether it was so when that was written
         if before is None and _schema(content) < CHAINED:
             unchained += 1
-        elif before != log_head:
+            continue
+        if not holds_own_hash(line):
+            verdict.contradict(f"{path.name}, line {number}: it was changed, by its own hash")
+        if before != log_head:
             verdict.contradict(
                 f"{path.name}, line {number}: the line before is not the one that was there "
                 "when it was written: a line was changed, removed, added or moved"
@@ -113,13 +118,13 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
             if run in begins:
                 verdict.contradict(f"{place}: run {run} begins a second time")
             resumed = line.get("resumed")
-            begins[run] = resumed.get("run") if isinstance(resumed, dict) else None
+            begins[run] = str(resumed.get("run")) if isinstance(resumed, dict) else None
         elif run not in begins:
             verdict.contradict(f"{place}: run {run} has not begun")
         if run in ends:
             verdict.contradict(f"{place}: run {run} had ended before")
         if kind == "end":
-            ends[run] = line.get("results")
+            ends[run] = _count(line)
             _check_closing(line, results, place, verdict)
         now = str(line.get("time", time))
         if now < time:
@@ -136,18 +141,27 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
     for number, line in enumerate(results.contents, 1):
         run = str((line or {}).get("run", ""))
         place = f"{results.name}, line {number}"
-        if line is not None and run not in begins:
+        reason = str((line or {}).get("unknown", ""))
+        if line is not None and run not in begins and reason.startswith(NOT_PLAYED):
+            verdict.note(f"{place}: run {run} was refused before it began")
+        elif line is not None and run not in begins:
             verdict.contradict(f"{place}: run {run} is not in {record.name}")
         elif (closed := ends.get(run)) is not None and number > closed:
             verdict.contradict(f"{place}: run {run} had ended before")
 
 
+def _count(line: JsonObject) -> int | None:
+    """Return how many results a run's last line counts; None where it says no such number."""
+    count = line.get("results")
+    return count if type(count) is int and count >= 0 else None
+
+
 def _check_closing(line: JsonObject, results: ChainedFile, place: str, verdict: Verdict) -> None:
     """Compare what a run's last line says of ``leakage.jsonl`` with that file."""
-    count, head = line.get("results"), line.get("results_head")
+    count, head = _count(line), line.get("results_head")
     if _schema(line) < CHAINED:
         return
-    if not isinstance(count, int):
+    if count is None:
         verdict.leave_open(f"{place}: it does not say how far {RESULTS} goes")
     elif count > len(results.hashes):
         verdict.contradict(

@@ -9,15 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_fedleak.evidence.chain import ChainedFile, read_chain
+from lightning_fedleak.evidence.chain import read_chain
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.extras import install
 from lightning_fedleak.report import ReportError
-from lightning_fedleak.report.records import RECORD, RESULTS, JsonObject, hash_line
+from lightning_fedleak.report.records import RECORD, RESULTS, JsonObject, split_lines
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -62,7 +61,7 @@ def sign_run(run: Path, key: Path) -> Path:
     statement = {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [
-            {"name": name, "digest": {"sha256": hashlib.sha256(content).hexdigest()}}
+            {"name": name, "digest": {"sha256": _digest(content)}}
             for name, content in files.items()
         ],
         "predicateType": PREDICATE_TYPE,
@@ -86,15 +85,12 @@ def sign_run(run: Path, key: Path) -> Path:
     return path
 
 
-def check_signature(
-    run: Path, key: Path, logs: Mapping[str, ChainedFile], verdict: Verdict
-) -> None:
+def check_signature(run: Path, key: Path, verdict: Verdict) -> None:
     """Check that the files of a run are those that were signed, and by whom.
 
     Args:
         run: folder of the logs and the envelope.
         key: public key in PEM.
-        logs: by the name of the file.
         verdict: gets what is wrong.
 
     Raises:
@@ -106,24 +102,30 @@ def check_signature(
     if statement is None:
         verdict.contradict(f"{STATEMENT} is not signed by the key in '{key}'")
         return
+    digests = {one["name"]: one["digest"]["sha256"] for one in statement["subject"]}
+    grown = False
     for name, log_then in statement["predicate"]["logs"].items():
-        count, hashes = log_then["lines"], logs[name].hashes
-        if len(hashes) < count:
+        count, digest = log_then["lines"], digests.pop(name)
+        lines = split_lines((run / name).read_bytes()) if (run / name).exists() else []
+        first = b"\n".join(lines[:count])
+        if len(lines) < count:
             verdict.contradict(
-                f"{name} has {len(hashes)} lines, and {count} were signed: it was cut"
+                f"{name} has {len(lines)} lines, and {count} were signed: it was cut"
             )
-        elif log_then["head"] != (hashes[count - 1] if count else hash_line(b"")):
+        elif digest not in (_digest(first), _digest(first + b"\n" * (count > 0))):
             verdict.contradict(f"{name}: its first {count} lines are not those that were signed")
-        elif len(hashes) > count:
-            verdict.note(f"{name}: {len(hashes) - count} lines were added after it was signed")
-    for subject in statement["subject"]:
-        path = run / subject["name"]
-        if subject["name"] in logs:
+        elif len(lines) > count:
+            grown = True
+            verdict.note(f"{name}: {len(lines) - count} lines were added after it was signed")
+    for name, digest in digests.items():
+        if not (run / name).exists():
+            verdict.leave_open(f"{name} was signed, and is not there")
+        elif _digest((run / name).read_bytes()) == digest:
             continue
-        if not path.exists():
-            verdict.leave_open(f"{subject['name']} was signed, and is not there")
-        elif hashlib.sha256(path.read_bytes()).hexdigest() != subject["digest"]["sha256"]:
-            verdict.contradict(f"{subject['name']} is not the file that was signed")
+        elif grown:
+            verdict.leave_open(f"{name} is not the file that was signed, and the run has gone on")
+        else:
+            verdict.contradict(f"{name} is not the file that was signed")
 
 
 def _signed_statement(path: Path, key: Ed25519PublicKey) -> JsonObject | None:
@@ -136,7 +138,7 @@ def _signed_statement(path: Path, key: Ed25519PublicKey) -> JsonObject | None:
         [signature] = envelope["signatures"]
         key.verify(base64.b64decode(signature["sig"]), _encoding(payload))
         statement = json.loads(payload)
-    except (InvalidSignature, ValueError, KeyError, TypeError):
+    except (InvalidSignature, ValueError, KeyError, TypeError, RecursionError):
         return None
     is_ours = statement.get("predicateType") == PREDICATE_TYPE
     return statement if is_ours and envelope.get("payloadType") == PAYLOAD_TYPE else None
@@ -148,8 +150,12 @@ def _encoding(payload: bytes) -> bytes:
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
 
 
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def _key_id(key: Ed25519PublicKey) -> str:
-    return hashlib.sha256(key.public_bytes_raw()).hexdigest()
+    return _digest(key.public_bytes_raw())
 
 
 def _load_key(path: Path, *, private: bool) -> Any:

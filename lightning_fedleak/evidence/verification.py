@@ -20,7 +20,7 @@ from lightning_fedleak.report import FitLog, ReportError, findings, read
 from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, JsonObject, as_json
 
 REPORT = "report.json"
-_OF_THIS_REPORT = ("made", "made_by", "problems")
+_OF_THIS_REPORT = ("made", "made_by", "problems", "people")
 """Keys of a report that differ between reports of the same logs."""
 
 
@@ -66,7 +66,8 @@ def verify_run(
         ReportError: a file is missing or cannot be read.
     """
     verdict = Verdict()
-    checked, not_checked = ["order and completeness of the logs", "gates"], []
+    checked = ["order and completeness of the logs", "gates on the value of one attack"]
+    not_checked = ["gates on the worst of a family, on trained weights and of rounds"]
     logs = {name: _read(run / name, verdict) for name in (RECORD, RESULTS)}
     check_closings(logs[RECORD], logs[RESULTS], verdict)
     hashes = {one for log in logs.values() for one in log.hashes}
@@ -78,9 +79,11 @@ def verify_run(
         _check_gates(fit, verdict)
     if (run / REPORT).exists():
         _check_report(run, fits, verdict)
-        checked.append("report")
+        checked.append(REPORT)
+    else:
+        not_checked.append(f"a report: there is no {REPORT}")
     if (run / STATEMENT).exists() and key is not None:
-        check_signature(run, key, logs, verdict)
+        check_signature(run, key, verdict)
         checked.append("signature")
     elif key is not None:
         verdict.contradict(f"{run / STATEMENT} is missing: the run was not signed")
@@ -127,32 +130,40 @@ def _check_gates(fit: FitLog, verdict: Verdict) -> None:
                 f"{value:g}, which is not above {limit:g}"
             )
     for gate in (fit.begin.gates or ()) if fit.begin is not None else ():
-        decision_steps = {line.step for line in fit.decisions if line.gate == gate.name}
-        for step, value in _breaches(fit, gate):
-            if step not in decision_steps:
-                verdict.contradict(
-                    f"run {fit.run}, step {step}: {gate.metric} is {value:g}, and gate "
-                    f"'{gate.name}' (at most {gate.at_most:g}) did not act"
-                )
-            if gate.action in ("stop", "raise"):
-                break
+        for step, value in _missed(fit, gate):
+            verdict.contradict(
+                f"run {fit.run}, step {step}: {gate.metric} is {value:g}, and gate "
+                f"'{gate.name}' (at most {gate.at_most:g}) did not act"
+            )
 
 
-def _breaches(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
-    """Yield the steps at which a gate had to act by values of one attack, and the values."""
+def _missed(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
+    """Yield the steps at which a gate had to act by the value of one attack and did not.
+
+    A run that was cut off may have ended before its gate was asked. One that goes on from a
+    checkpoint begins with breaches that no line holds.
+    """
     limit, patience, above = gate.at_most, gate.patience or 0, 0
-    if limit is None or gate.bound == "lower":
+    resumed = fit.begin is not None and fit.begin.resumed is not None
+    if limit is None or gate.bound == "lower" or fit.is_federation or (resumed and patience):
         return
+    did = {line.step: line.did for line in fit.decisions if line.gate == gate.name}
+    is_finished = fit.end is not None and fit.end.outcome == "finished"
     for line in fit.results:
         prefix = "leakage" if line.stage == "shared" else f"leakage_{line.stage}"
         name = gate.metric.removeprefix(f"{prefix}/{line.attack}/")
-        value = None if name == gate.metric else line.value(name)
-        if value is None:
-            above += name != gate.metric and bool(gate.strict)
+        if name == gate.metric:
             continue
-        above = above + 1 if value > limit else 0
-        if above > patience:
-            yield line.step, value
+        value = line.value(name)
+        breach = bool(gate.strict) if value is None else value > limit
+        above = above + 1 if breach else above * (value is None)
+        must_act = above > patience and value is not None
+        if must_act and line.step not in did and (is_finished or line.step != fit.last_step):
+            yield line.step, value or 0.0
+        if did.get(line.step) == "hardened":
+            above = 0
+        elif line.step in did and gate.action in ("stop", "raise", "harden"):
+            return
 
 
 # ---- report and weights -------------------------------------------------------------------------
@@ -162,30 +173,49 @@ def _check_report(run: Path, fits: Sequence[FitLog], verdict: Verdict) -> None:
     """Check that ``report.json`` says what the logs give."""
     try:
         report = json.loads((run / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        verdict.contradict(f"{REPORT} cannot be read")
+        state = _state_of(report)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        verdict.contradict(f"{REPORT} cannot be read as a report")
         return
     if report.get("made_by") != f"lightning-fedleak {version('lightning-fedleak')}":
         verdict.leave_open(f"{REPORT} is of another version, {report.get('made_by')}")
         return
+    states = []
     for name in (None, *(fit.run for fit in fits)):
         content = as_json(findings(read([run / RECORD], run=name)))
         if _statements(content) == _statements(report):
             return
-    if fits:
+        states.append(_state_of(content))
+    if state in states:
         verdict.contradict(f"{REPORT} does not say what the logs give")
+    elif fits:
+        verdict.leave_open(
+            f"{REPORT} is older than the logs, of other runs, or of a renamed folder"
+        )
+
+
+def _state_of(report: JsonObject) -> list[tuple[object, ...]]:
+    """Return which runs a report is of, and how far they were."""
+    return [(run["run"], run["name"], run["ended"], run["steps"]) for run in report["runs"]]
 
 
 def _statements(report: JsonObject) -> JsonObject:
-    return {name: part for name, part in report.items() if name not in _OF_THIS_REPORT}
+    """Return what a report says of its runs, wherever they are and whoever they are of."""
+    parts = {name: part for name, part in report.items() if name not in _OF_THIS_REPORT}
+    without = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
+    return {**parts, "runs": without}
 
 
 def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     """Check that saved weights are those that the last run ended with."""
     saved_hashes = hash_weights(_saved_tensors(place))
-    ends = [line for line in record.contents if line is not None and line.get("kind") == "end"]
+    lines = [line for line in record.contents if line is not None]
+    runs = [line.get("run") for line in lines if line.get("kind") == "begin"]
+    ends = [one for one in lines if one.get("kind") == "end" and one.get("run") in runs[-1:]]
     trained = ends[-1].get("weights") if ends else None
-    if not isinstance(trained, dict) or not trained:
+    if not isinstance(trained, dict) or not all(isinstance(h, str) for h in trained.values()):
+        trained = {}
+    if not trained:
         verdict.leave_open("the last run did not note its weights: sharded, or not finished")
         return
     shared = trained.keys() & saved_hashes.keys()
@@ -209,13 +239,15 @@ def _saved_tensors(place: Path) -> dict[str, Tensor]:
     Raises:
         ReportError: there is none.
     """
-    files = [place] if place.is_file() else sorted(place.glob("*")) if place.is_dir() else []
+    patterns = ("*.safetensors", "*model*.bin", "*.ckpt")  # of several kinds the first
+    by_kind = [sorted(place.glob(pattern)) for pattern in patterns] if place.is_dir() else []
+    files = [place] if place.is_file() else next(filter(None, by_kind), [])
     tensors: dict[str, Tensor] = {}
     for path in files:
         try:
             if path.suffix == ".safetensors":
                 tensors |= load_file(path)
-            elif path.suffix in (".bin", ".pt", ".ckpt"):
+            else:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
                 content = content.get("state_dict", content)
                 tensors |= {n: t for n, t in content.items() if isinstance(t, Tensor)}

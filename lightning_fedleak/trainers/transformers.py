@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -155,8 +156,8 @@ class LeakageCallback(TrainerCallback, Reported):
 
     def on_log(self, *_: Any, logs: Mapping[str, float] | None = None, **__: Any) -> None:
         """Note the Trainer's own numbers that are logged beside leakage."""
-        numbers = {n: v for n, v in (logs or {}).items() if isinstance(v, int | float)}
-        self.watch.note(chosen_metrics(numbers, self.watch.engine.options.metric_names))
+        values = {n: v for n, v in (logs or {}).items() if isinstance(v, Real | torch.Tensor)}
+        self.watch.note(chosen_metrics(values, self.watch.engine.options.metric_names))
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Add what a checkpoint may be chosen by to the metrics; unknown is the worst."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def chained_again(lines: list[bytes]) -> list[bytes]:
     result, head = [], hash_line(b"")
     for line in lines:
         content = json.loads(line) | {"before": head}
-        result.append(json.dumps(content).encode())
+        del content["hash"]
+        text = json.dumps(content)
+        result.append(f'{text[:-1]}, "hash": "{hash_line(text.encode())}"}}'.encode())
         head = hash_line(result[-1])
     return result
 
@@ -181,11 +184,13 @@ def test_an_edit_without_new_hashes_needs_no_signature(
     honest(tmp_path, random.Random(0))
     assert verify_run(tmp_path).verdict.status == HOLDS
     original = lines_of(tmp_path / name)
-    for n in range(len(original) - 1):
+    for n in range(len(original)):
         lines = original[:]
         edit(lines, n)
         (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
-        assert verify_run(tmp_path).verdict.status == CONTRADICTED, n
+        is_cut_end = edit is remove and name == RECORD and n == len(original) - 1
+        expected = OPEN if is_cut_end else CONTRADICTED
+        assert verify_run(tmp_path).verdict.status == expected, n
 
 
 def test_honest_runs_are_not_accused(tmp_path: Path, keys: tuple[Path, Path]) -> None:
@@ -277,7 +282,7 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     write([folder])
     check = verify_run(folder, weights=saved)
     assert check.verdict.status == HOLDS, check.verdict
-    assert {"report", "weights", "gates"} <= set(check.checked)
+    assert {"report.json", "weights"} <= set(check.checked)
     sign_run(folder, private)
     arguments = [str(folder), "--weights", str(saved), "--key", str(public)]
     assert fedleak("verify", *arguments) == HOLDS
@@ -339,3 +344,46 @@ def test_errors_say_what_to_do(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     (tmp_path / RESULTS).write_bytes(b"\n".join(lines[1:]) + b"\n")
     with pytest.raises(ReportError, match="these logs are not signed"):
         sign_run(tmp_path, private)
+
+
+ODD = [
+    {"kind": "end", "run": "run0", "results": "7", "how": "finished"},
+    {"kind": "end", "run": "run0", "results": -50, "results_head": 1, "weights": {"a": 1}},
+    {"kind": "begin", "run": "b", "resumed": {"run": [1]}},
+    {"kind": ["end"], "run": {"a": 1}, "results": True},
+]
+
+
+@pytest.mark.parametrize("line", ODD, ids=str)
+def test_odd_lines_are_contradictions_and_no_error(tmp_path: Path, line: dict[str, Any]) -> None:
+    honest(tmp_path, random.Random(0))
+    append_line(tmp_path / RECORD, {"schema": 4} | line)
+    saved = tmp_path / "saved.safetensors"
+    save_file({"a": torch.ones(2)}, saved)
+    assert verify_run(tmp_path, weights=saved).verdict.status in (OPEN, CONTRADICTED)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "[" * 50_000, '{"runs": 1}', "nonsense"])
+def test_an_odd_report_is_a_contradiction(tmp_path: Path, content: str) -> None:
+    honest(tmp_path, random.Random(0))
+    (tmp_path / "report.json").write_text(content)
+    assert verify_run(tmp_path).verdict.status == CONTRADICTED
+
+
+def test_a_run_killed_before_its_gate_was_asked_is_open(tmp_path: Path) -> None:
+    written = Written(tmp_path, "a")
+    written.look(0.2)
+    line = result(1, run="a", f1=0.9) | {"schema": 4}
+    append_line(tmp_path / RESULTS, line)
+    assert verify_run(tmp_path).verdict.status == OPEN
+
+
+def test_a_report_elsewhere_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another path to the folder gives the same; a copy under another name is open."""
+    watched(tmp_path / "run")
+    [folder] = {path.parent for path in (tmp_path / "run").rglob(RESULTS)}
+    write([folder])
+    monkeypatch.chdir(folder.parent)
+    assert verify_run(Path(folder.name)).verdict.status == HOLDS
+    shutil.copytree(folder, tmp_path / "copy")
+    assert verify_run(tmp_path / "copy").verdict.status == OPEN

@@ -34,7 +34,9 @@ def attacks() -> list[Any]:
 def lines(folder: Path, name: str = "leakage") -> list[dict[str, Any]]:
     (path,) = folder.rglob(f"{name}.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{n: value for n, value in row.items() if n not in ("run", "before")} for row in rows]
+    return [
+        {n: value for n, value in row.items() if n not in ("run", "before", "hash")} for row in rows
+    ]
 
 
 def run(model: Any, optimizer: Any, watch: Watch, rows: Any) -> int:

@@ -20,6 +20,7 @@ from lightning_fedleak.report.records.fields import append_line as append_line
 from lightning_fedleak.report.records.fields import as_json as as_json
 from lightning_fedleak.report.records.fields import closing_of as closing_of
 from lightning_fedleak.report.records.fields import hash_line as hash_line
+from lightning_fedleak.report.records.fields import holds_own_hash as holds_own_hash
 from lightning_fedleak.report.records.fields import named as named
 from lightning_fedleak.report.records.fields import split_lines as split_lines
 from lightning_fedleak.report.records.files import RECORD as RECORD

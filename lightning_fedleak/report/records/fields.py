@@ -31,6 +31,8 @@ SCHEMA = 4
 """Version of the lines that are written; older ones are read as the same records, unchained."""
 BEFORE = "before"
 """Key of each line that holds :func:`hash_line` of the line before it in its file."""
+HASH = "hash"
+"""Last key of each line: :func:`hash_line` of the line without it."""
 BLOCK = 2**14
 """Bytes of a file's end that are read at once: more than most lines have."""
 LARGEST = 2**53
@@ -124,12 +126,19 @@ def hash_line(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
+def holds_own_hash(line: bytes) -> bool:
+    """Return whether the last key of a line is the hash of all that is before it."""
+    start, end = line[: -(64 + 2)], line[-(64 + 2) : -2]
+    before = start.removesuffix(f', "{HASH}": "'.encode())
+    return before != start and hash_line(before + b"}") == end.decode(errors="replace")
+
+
 def append_line(path: Path, line: object) -> None:
     """Add a line to a file, whose folder is made where it is missing.
 
-    The line holds the hash of the one before, whatever that is: a part of a line that a killed fit
-    wrote stays a line of its own. A new file only its owner may read: its numbers are of one
-    client's data.
+    The line holds its own hash, and that of the one before, whatever that is: a part of a line that
+    a killed fit wrote stays a line of its own. A new file only its owner may read: its numbers are
+    of one client's data.
 
     Raises:
         OSError: the file cannot be written.
@@ -139,6 +148,7 @@ def append_line(path: Path, line: object) -> None:
         last = _last_line(file)
         before = hash_line(last.removesuffix(b"\n"))
         text = json.dumps({**as_json(line), BEFORE: before}, allow_nan=False)
+        text = f'{text[:-1]}, "{HASH}": "{hash_line(text.encode())}"}}'
         if last and not last.endswith(b"\n"):
             file.write(b"\n")
         file.write(f"{text}\n".encode())

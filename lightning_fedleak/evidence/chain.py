@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.report.records import (
     BEFORE,
     NOT_PLAYED,
+    RECORD,
     RESULTS,
     JsonObject,
     hash_line,
@@ -138,6 +140,16 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
             verdict.leave_open(
                 f"run {run} is not closed: it goes on, was killed, or its end was cut"
             )
+    _check_results(results, begins.keys(), ends, verdict)
+
+
+def _check_results(
+    results: ChainedFile,
+    begins: Collection[str],
+    ends: Mapping[str, int | None],
+    verdict: Verdict,
+) -> None:
+    """Check that each result is of a run that had begun and not ended."""
     for number, line in enumerate(results.contents, 1):
         run = str((line or {}).get("run", ""))
         place = f"{results.name}, line {number}"
@@ -145,7 +157,7 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
         if line is not None and run not in begins and reason.startswith(NOT_PLAYED):
             verdict.note(f"{place}: run {run} was refused before it began")
         elif line is not None and run not in begins:
-            verdict.contradict(f"{place}: run {run} is not in {record.name}")
+            verdict.contradict(f"{place}: run {run} is not in {RECORD}")
         elif (closed := ends.get(run)) is not None and number > closed:
             verdict.contradict(f"{place}: run {run} had ended before")
 

@@ -149,21 +149,25 @@ def _missed(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
         return
     did = {line.step: line.did for line in fit.decisions if line.gate == gate.name}
     is_finished = fit.end is not None and fit.end.outcome == "finished"
+    for step, value in _watched_values(fit, gate.metric):
+        is_breach = bool(gate.strict) if value is None else value > limit
+        above = above + 1 if is_breach else above * (value is None)
+        is_missed = above > patience and step not in did and (is_finished or step != fit.last_step)
+        if value is not None and is_missed:
+            yield step, value
+        if did.get(step) == "hardened":
+            above = 0
+        elif step in did and gate.action in ("stop", "raise", "harden"):
+            return
+
+
+def _watched_values(fit: FitLog, metric: str) -> Iterator[tuple[int, float | None]]:
+    """Yield the values of one attack's metric by step; None where it is unknown."""
     for line in fit.results:
         prefix = "leakage" if line.stage == "shared" else f"leakage_{line.stage}"
-        name = gate.metric.removeprefix(f"{prefix}/{line.attack}/")
-        if name == gate.metric:
-            continue
-        value = line.value(name)
-        breach = bool(gate.strict) if value is None else value > limit
-        above = above + 1 if breach else above * (value is None)
-        must_act = above > patience and value is not None
-        if must_act and line.step not in did and (is_finished or line.step != fit.last_step):
-            yield line.step, value or 0.0
-        if did.get(line.step) == "hardened":
-            above = 0
-        elif line.step in did and gate.action in ("stop", "raise", "harden"):
-            return
+        name = metric.removeprefix(f"{prefix}/{line.attack}/")
+        if name != metric:
+            yield line.step, line.value(name)
 
 
 # ---- report and weights -------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from lightning_fedleak.attacks import AlignedFlatChat
 from lightning_fedleak.cli.commands import demo as run_module
-from lightning_fedleak.cli.commands.printing import INTERRUPTED
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning
+from lightning_fedleak.cli.printing import INTERRUPTED
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 

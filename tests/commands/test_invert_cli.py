@@ -13,8 +13,8 @@ from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands import invert as invert_cli
 from lightning_fedleak.cli.commands.invert import explain_cells
-from lightning_fedleak.cli.commands.printing import short
 from lightning_fedleak.cli.finetuning.assets import SourceError
+from lightning_fedleak.cli.printing import short
 from lightning_fedleak.cli.studies.invert import ActivationCell, Utility
 from lightning_fedleak.evaluation.metrics.rates import Rate
 from tests.helpers.commands import run_command

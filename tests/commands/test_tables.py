@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lightning_fedleak.cli.commands import game
 from lightning_fedleak.cli.commands import invert as invert
-from lightning_fedleak.cli.commands.printing import print_table
+from lightning_fedleak.cli.printing import print_table
 from lightning_fedleak.cli.studies.invert import ActivationCell, GradientCell, Utility
 from lightning_fedleak.evaluation.games import GameResult
 from lightning_fedleak.evaluation.metrics.rates import Rate

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from rich.console import Console
 
-from lightning_fedleak.cli.commands.printing import print_comparison
+from lightning_fedleak.cli.printing import print_comparison
 from lightning_fedleak.report import ReportError, findings, read
 
 

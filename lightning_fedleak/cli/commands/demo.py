@@ -26,7 +26,7 @@ from rich.text import Text
 
 from lightning_fedleak.attacks import AlignedFlatChat, Attack, FlatChat, PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.cli.commands import printing
+from lightning_fedleak.cli import printing
 from lightning_fedleak.cli.finetuning import (
     TRAINING,
     CausalLMFineTuning,

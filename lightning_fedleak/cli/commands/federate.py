@@ -18,7 +18,8 @@ from lightning_utilities.core import rank_zero
 from rich.console import Console
 from safetensors.torch import save_file
 
-from lightning_fedleak.cli.commands.printing import (
+from lightning_fedleak.cli.finetuning import SourceError, quiet_logs
+from lightning_fedleak.cli.printing import (
     LinesTable,
     explain_run,
     make_folder,
@@ -26,7 +27,6 @@ from lightning_fedleak.cli.commands.printing import (
     text_name,
     three_digits,
 )
-from lightning_fedleak.cli.finetuning import SourceError, quiet_logs
 from lightning_fedleak.cli.studies.federation import (
     Federation,
     Round,

@@ -20,17 +20,17 @@ from torch import Tensor
 from lightning_fedleak import attacks
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
-from lightning_fedleak.cli.commands.printing import (
-    model_name,
-    print_table,
-    short,
-    text_name,
-)
 from lightning_fedleak.cli.finetuning import (
     EMBEDDED_MESSAGES,
     SourceError,
     load_tokenizer,
     read_texts,
+)
+from lightning_fedleak.cli.printing import (
+    model_name,
+    print_table,
+    short,
+    text_name,
 )
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora

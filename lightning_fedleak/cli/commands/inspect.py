@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fedleak.cli.commands.printing import print_table
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, read_texts
+from lightning_fedleak.cli.printing import print_table
 from lightning_fedleak.cli.studies.models import find_model
 from lightning_fedleak.federation import inspection
 from lightning_fedleak.federation.inspection import Agreed, Inspection, LastRound

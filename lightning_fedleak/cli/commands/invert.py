@@ -16,14 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from lightning_fedleak.cli.commands import printing
-from lightning_fedleak.cli.commands.printing import short
+from lightning_fedleak.cli import printing
 from lightning_fedleak.cli.finetuning import (
     EMBEDDED_MESSAGES,
     SourceError,
     load_tokenizer,
     read_texts,
 )
+from lightning_fedleak.cli.printing import short
 from lightning_fedleak.cli.studies import invert
 from lightning_fedleak.cli.studies.invert import ActivationCell, GradientCell
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.cli.commands.printing import print_table, three_digits
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
+from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from rich.console import Console
 
-from lightning_fedleak.cli.commands import printing
+from lightning_fedleak.cli import printing
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.sweep import (

@@ -112,9 +112,10 @@ class Run:
         return [{n: v for n, v in row.items() if n != "monitor/seconds"} for row in rows]
 
     def lines(self) -> list[dict[str, Any]]:
-        """``leakage.jsonl``, but for the name of the run."""
+        """``leakage.jsonl``, but for the name of the run and hashes."""
         text = (Path(self.trainer.log_dir) / "leakage.jsonl").read_text()
-        return [{**json.loads(line), "run": ""} for line in text.splitlines()]
+        of_this_run = {"run": "", "before": "", "hash": ""}
+        return [json.loads(line) | of_this_run for line in text.splitlines()]
 
     def weights(self) -> list[torch.Tensor]:
         return [p.detach() for p in self.module.parameters()]

@@ -321,9 +321,12 @@ def collect(
         scored = scored_texts(texts, trained, searched)
     places = scored.rows + (scored.short_rows if short else [])
     if not places:
+        n_short = 0 if short else len(scored.short_rows)
+        mend = f": ShortAnswers() compares the {n_short} with 1 to 7" * (n_short > 0)
         raise NoNonMembers(
             f"of {len(texts)} texts, {scored.short} have fewer than {LEAST_LABELS} label tokens "
             f"and {scored.repeated} are repeated by other rows, so that none is left to compare"
+            f"{mend}"
         )
     trains = torch.tensor([trained[row] for row in places], dtype=torch.bool)
     is_short = torch.arange(len(places)) >= len(scored.rows)

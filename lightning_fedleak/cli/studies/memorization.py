@@ -192,7 +192,8 @@ class ReleasedPool:
             alpha: probability that the number of rows that are given away at least is too high.
         """
         released = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
-        facts = {"pool": self.digest, "account": False, "rate": rate, "alpha": alpha}
+        # Nothing says whether the model was trained under differential privacy.
+        facts = {"pool": self.digest, "account": None, "rate": rate, "alpha": alpha}
         return list_records(released, self.members, self.rows, short=self.is_short, **facts)
 
 

@@ -495,10 +495,17 @@ def _read_row(
 ) -> list[Text]:
     item = _copied(dataset[row])  # collate functions may change what they get
     try:
-        tokens = read(loader.collate_fn([item]))
+        batch = loader.collate_fn([item])
+        segments = batch.get("token_type_ids") if isinstance(batch, Mapping) else None
+        tokens = read(batch)
         texts = texts_in(tokens)
     except (BatchError, ValueError) as error:
         raise NoNonMembers(f"a row of the training data cannot be read alone: {error}") from error
+    if isinstance(segments, Tensor) and bool(segments.any()):
+        raise NoNonMembers(
+            "rows have token_type_ids that are not zero (pairs of texts), and the model is asked "
+            "about texts without them: join the pair into one text, with token_type_ids of zeros"
+        )
     if tokens.preferences:
         raise NoNonMembers(
             "the loss prefers chosen texts to rejected ones, which the weights learn to find "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,3 +189,26 @@ def test_a_gate_is_unknown_where_no_permutation_could_show_a_leak(tmp_path: Path
     assert gate.fired is not None
     assert math.isnan(gate.fired.value)
     assert "too few texts" in str(gate.fired)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_pairs_of_texts_are_unknown_to_a_classifier(tmp_path: Path, pairs: bool) -> None:
+    """The model would be asked about them as about one text each."""
+    data = [
+        {**row, "token_type_ids": (torch.arange(len(row["input_ids"])) > 3).long() * pairs}
+        for row in classes(300)
+    ]
+    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    monitor = watching(tmp_path, [ShortAnswers()])
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, callbacks=[monitor], enable_checkpointing=False, **settings
+    )
+    train = leave_out(data, 140, seed=1)[0]
+    refusal = (
+        pytest.raises(ValueError, match="token_type_ids that are not zero")
+        if pairs
+        else nullcontext()
+    )
+    with refusal:
+        trainer.fit(Classifying(classifier("bert")), DataLoader(train, batch_size=8, shuffle=True))
+    assert (tmp_path / "leakage.jsonl").exists() is not pairs

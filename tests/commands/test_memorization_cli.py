@@ -228,6 +228,74 @@ def test_few_texts_are_refused(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "at least 10 on each side are needed" in capsys.readouterr().err
 
 
+@pytest.fixture
+def mixed(folder: Path, tmp_path: Path) -> Path:
+    """Return a folder with the long texts, and three short members."""
+    take_first(TEXTS, folder, tmp_path)
+    add_short(tmp_path, "members", 3)
+    (tmp_path / "model").symlink_to(folder / "model")
+    return tmp_path
+
+
+def add_short(folder: Path, side: str, n: int) -> None:
+    words = [
+        "Yes",
+        "No",
+        "Maybe",
+        "Later",
+        "Today",
+        "Never",
+        "Monday",
+        "Friday",
+        "Ten",
+        "Two",
+        "Red",
+        "Blue",
+    ]
+    with (folder / f"{side}.jsonl").open("a") as file:
+        file.writelines(json.dumps({"text": f"{word} {side}."}) + "\n" for word in words[:n])
+
+
+def test_members_of_a_length_that_is_not_compared_are_unknown(mixed: Path) -> None:
+    output = mixed / "out.json"
+    status, text = run(mixed, str(EMBEDDED_MODEL), drawn=True, at_most=0.999, out=output)
+    assert status == BREACH
+    text = " ".join(text.split())
+    assert "given away of 3 members with 1 to 7 label tokens is UNKNOWN: 3 members and 0" in text
+    assert "BREACH: loss_ratio_short/auc is unknown." in text
+    assert "combined/auc" not in text
+    assert list(json.loads(output.read_text())["not_compared"]) == ["loss_ratio_short"]
+    settings = {"drawn": True, "metric": "greedy", "at_most": 0.3}
+    assert run(mixed, str(EMBEDDED_MODEL), **settings)[0] == 0  # no short text holds 16 tokens
+
+
+def test_short_texts_of_the_others_alone_change_nothing(folder: Path, tmp_path: Path) -> None:
+    take_first(TEXTS, folder, tmp_path)
+    add_short(tmp_path, "others", 3)
+    status, text = run(tmp_path, str(EMBEDDED_MODEL), drawn=True, at_most=0.999)
+    assert status == 0
+    assert "UNKNOWN" not in text
+
+
+def test_few_long_members_beside_short_ones_are_unknown(folder: Path, tmp_path: Path) -> None:
+    take_first(3, folder, tmp_path)
+    for side in ("members", "others"):
+        add_short(tmp_path, side, 12)
+    status, text = run(tmp_path, str(EMBEDDED_MODEL), drawn=True, at_most=1.0)
+    assert status == BREACH
+    assert "BREACH: combined/auc is unknown." in text
+    assert "loss_ratio_short/auc" not in text
+
+
+def test_a_list_of_long_rows_alone_does_not_pass_for_all(mixed: Path, folder: Path) -> None:
+    settings = {"drawn": True, "metric": "at_least", "records": mixed / "records.jsonl"}
+    status, text = run(mixed, str(EMBEDDED_MODEL), at_most=5.0, **settings)
+    assert status == BREACH
+    assert "BREACH: records/at_least is unknown." in text
+    assert "3 members with 1 to 7 label tokens are not counted" in " ".join(text.split())
+    assert run(folder, str(EMBEDDED_MODEL), at_most=5.0, **settings)[0] == 0
+
+
 def test_missing_options_and_files_are_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def test_the_command_writes_the_list_and_gates_on_it(
     records = RecordList.load(path)
     counts = json.loads(output.read_text())["records"]
     assert counts["at_least"] == records.head["at_least"] > 2
+    assert records.head["account"] is None
     assert f"at least {records.head['at_least']} are given away" in text
     assert {line.row for line in records.lines} == set(range(TEXTS))
     words = (folder / "members.jsonl").read_text().splitlines()
@@ -72,19 +73,20 @@ def test_options_that_contradict_each_other(
         run(folder, drawn=True, **settings)
 
 
-def write(tmp_path: Path, *, account: bool = False) -> tuple[Path, Path]:
+def write(tmp_path: Path, *, account: bool | None = False, others: int = 40) -> tuple[Path, Path]:
     """Return a list of twenty rows, of which 4 and 9 are copies, and the rows."""
+    n = 19 + others
     data = tmp_path / "train.jsonl"
     rows = [{"text": f"text number {n}\x1b[31m", "id": n} for n in range(20)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    scores = torch.cat([torch.arange(19.0).flip(0) + 100, torch.zeros(40)])
-    times, copies = torch.ones(59, dtype=torch.long), [[n] for n in range(59)]
+    scores = torch.cat([torch.arange(19.0).flip(0) + 100, torch.zeros(others)])
+    times, copies = torch.ones(n, dtype=torch.long), [[row] for row in range(n)]
     for text in range(9, 19):
         copies[text] = [text + 1]
     times[4], copies[4] = 2, [4, 9]
     rows_of = PoolRows(copies, times)
-    labels = torch.full((59,), 12)
-    members = torch.arange(59) < 19
+    labels = torch.full((n,), 12)
+    members = torch.arange(n) < 19
     path = tmp_path / "records.jsonl"
     RecordList.of(scores, members, labels, rows_of, account=account).save(path)
     return path, data
@@ -107,13 +109,16 @@ def test_rows_are_shown_on_a_terminal_alone(tmp_path: Path) -> None:
     assert "text number" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("account", [None, False])
 def test_kept_rows_are_written_and_the_draw_is_used_up(
     tmp_path: Path,
     folder: Path,  # noqa: F811
+    account: bool | None,
 ) -> None:
-    path, data = write(tmp_path)
+    path, data = write(tmp_path, account=account)
     kept = tmp_path / "kept.jsonl"
     settings = {"action": "drop", "file": path, "data": str(data)}
+    settings["no_account"] = account is None
     status, text = run_command("records", top=0.15, out=kept, **settings)
     assert status == 0
     assert "fresh draw" in text
@@ -133,18 +138,21 @@ def test_kept_rows_are_written_and_the_draw_is_used_up(
 
 
 @pytest.mark.parametrize(
-    ("account", "settings", "words"),
+    ("head", "out", "words"),
     [
-        (True, {"out": Path("kept.jsonl")}, "differential privacy"),
-        (False, {}, "--out FILE.jsonl"),
-        (False, {"out": Path("kept.csv")}, "--out FILE.jsonl"),
+        ({"account": True}, "kept.jsonl", "under differential privacy: which"),
+        ({"account": None}, "kept.jsonl", "--no-account"),
+        ({"others": 1}, "kept.jsonl", "too few texts"),
+        ({}, None, "--out FILE.jsonl"),
+        ({}, "kept.csv", "--out FILE.jsonl"),
     ],
 )
 def test_what_must_not_be_dropped(
-    tmp_path: Path, account: bool, settings: dict[str, Any], words: str
+    tmp_path: Path, head: dict[str, Any], out: str | None, words: str
 ) -> None:
-    path, data = write(tmp_path, account=account)
-    settings = {name: tmp_path / value for name, value in settings.items()}
+    path, data = write(tmp_path, **head)
+    settings: dict[str, Any] = {} if out is None else {"out": tmp_path / out}
+    settings["no_account"] = head.get("account") is True  # no word overrules an account
     with pytest.raises(SourceError, match=words):
         run_command("records", action="drop", file=path, data=str(data), **settings)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["records.jsonl", "train.jsonl"]

@@ -293,3 +293,14 @@ def test_the_exact_test_decides_of_the_low_end() -> None:
     assert alarms <= 4
     clear = membership_values(torch.arange(120.0), torch.arange(120) >= 60, exact=True)
     assert clear["auc_low"] > 0.8
+
+
+@pytest.mark.parametrize(("look", "alpha", "shows"), [(15, 0.05, True), (16, 0.05, False)])
+def test_a_look_that_no_permutation_can_show_proves_nothing(
+    look: int, alpha: float, shows: bool
+) -> None:
+    scores, members = torch.arange(400.0), torch.arange(400) >= 200
+    values = membership_values(scores, members, look=look, alpha=alpha, exact=True)
+    assert (values["auc_low"] > 0.5) is (values["auc_provable"] > 0.5) is shows
+    assert values["auc"] == values["auc_high"] == 1.0
+    assert membership_values(scores, members, look=look, alpha=alpha)["auc_provable"] > 0.9

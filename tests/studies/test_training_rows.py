@@ -140,3 +140,19 @@ def test_what_cannot_be_known_is_refused(
     with pytest.raises(error, match=words) as refusal:
         RowReader(tokenizer, 64, **options).read(source)
     assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("settings", [{}, {"prompt_column": "prompt"}, {"loss": "all"}])
+@pytest.mark.parametrize("end", ["", "_input_ids"])
+def test_preferences_are_unknown(
+    tokenizer: Any, tmp_path: Path, settings: dict[str, Any], end: str
+) -> None:
+    row = {"prompt": "When?", "chosen": " At ten.", f"rejected{end}": " Never."}
+    reader = RowReader(tokenizer, 40, **settings)
+    with pytest.raises(UnknownLabels, match="holds preferences"):
+        reader.read(write(tmp_path / "rows.jsonl", [row]))
+    del row[f"rejected{end}"]
+    alone = RowReader(tokenizer, 40, prompt_column="prompt")
+    assert labelled(tokenizer, alone.read(write(tmp_path / "rows.jsonl", [row]))[0]) == (
+        " At ten." + tokenizer.eos_token
+    )

@@ -19,6 +19,7 @@ from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
+from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.report.records import as_json
@@ -33,6 +34,9 @@ _USED_UP = (
     "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
     "which are used up. Leave rows out of it by a fresh draw, and train on the rest."
 )
+_HEADLINES = "combined", "loss_ratio_short"
+"""The attacks whose AUC --at-most limits: on long texts, and on short ones."""
+_WORDS = "8 label tokens or more", "1 to 7 label tokens"
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
 
@@ -59,7 +63,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
     except UnknownLabels as error:
         console.print(f"UNKNOWN: {error}.")
         return BREACH
-    pools = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
+    pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
+    for sentence in absent.values():
+        console.print(sentence)
     base, now = ask_both([t for pool in pools for t in pool.texts], options.model, options.base)
     is_used_up = used_up_mark(options.members).exists()
     results, end = [], 0
@@ -76,25 +82,34 @@ def run(options: Namespace, console: Console | None = None) -> int:
         is_known = False
         console.print(_USED_UP)
     counts: Mapping[str, float] = {}
+    uncounted = 0
     if options.records is not None and is_known:
         answers = base.rows(first), now.rows(first)
         records = pool.list_records(*answers, options.false_discoveries)
         records.save(options.records)
         counts = records.counts
         console.print(_counted(records, options.records))
+        uncounted = sum(_sizes(members)) - _sizes(members)[pool.is_short]
+        if uncounted:
+            console.print(
+                f"The list is of rows with {_WORDS[pool.is_short]} alone. {uncounted} members "
+                f"with {_WORDS[not pool.is_short]} are not counted, so that --metric at_least is "
+                "UNKNOWN."
+            )
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
         content |= {"records": counts} if counts else {}
+        content |= {"not_compared": absent} if absent else {}
         content |= {"short_answers": _content(results[1], pools[1])} if len(pools) > 1 else {}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     if options.at_most is None:
         return BREACH if options.records is not None and not counts else 0
-    values = {name: one for each in results for name, one in each.values.items()}
-    breaches = breaches_of(
-        values | {"records": counts} if is_known else {}, options.metric, options.at_most
-    )
+    values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}
+    values |= {name: one for each in results for name, one in each.values.items()}
+    values |= {} if uncounted else {"records": counts}
+    breaches = breaches_of(values if is_known else {}, options.metric, options.at_most)
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     return BREACH if breaches else 0
@@ -102,22 +117,35 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 def _pools(
     members: Mapping[int, Text], others: Mapping[int, Text], decode: Callable[[list[int]], str]
-) -> list[ReleasedPool]:
+) -> tuple[list[ReleasedPool], dict[str, str]]:
     """Return the pool of long texts, if there are enough, and that of short ones.
+
+    With it, by the attack that the gate reads, why members of such a length are not compared.
 
     Raises:
         ValueError: too few of either.
     """
-    pools, failures = [], []
-    for short in (False, True):
+    pools, failures, absent = [], [], {}
+    for short, attack in enumerate(_HEADLINES):
         sides = [*members.values()], [*others.values()]
         try:
-            pools.append(ReleasedPool(*sides, decode, [*members], short=short))
+            pools.append(ReleasedPool(*sides, decode, [*members], short=bool(short)))
         except ValueError as error:
             failures.append(error)
+            if n := _sizes(members)[short]:
+                absent[attack] = (
+                    f"What is given away of {n} members with {_WORDS[short]} is UNKNOWN: {error}."
+                )
     if not pools:
         raise failures[0]
-    return pools
+    return pools, absent
+
+
+def _sizes(texts: Mapping[int, Text]) -> tuple[int, int]:
+    """Return how many texts are long, and how many have 1 to 7 label tokens."""
+    n_labels = [text.n_labels for text in texts.values()]
+    n_short = sum(0 < n < LEAST_LABELS for n in n_labels)
+    return sum(n >= LEAST_LABELS for n in n_labels), n_short
 
 
 def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
@@ -193,11 +221,11 @@ def breaches_of(
     """Return a sentence for each result that is above a threshold, or may be.
 
     Args:
-        values: of each attack, and of ``records``; empty where they say nothing.
+        values: of each attack, and of ``records``; one is empty where it is unknown.
         metric: one that ``--metric`` takes.
         at_most: the threshold.
     """
-    attacks = [name for name in ("combined", "loss_ratio_short") if name in values] or ["combined"]
+    attacks = [name for name in _HEADLINES if name in values] or [_HEADLINES[0]]
     if metric == "at_least":
         attacks = ["records"]
     elif metric in ("extracted", "greedy"):

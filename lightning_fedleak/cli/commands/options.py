@@ -322,7 +322,7 @@ def records(add: Add) -> None:
     Reads a list of row numbers that a monitor (Memorization(records=True)) or fedleak memorization
     --records wrote. Dropping rows protects those rows alone, and uses up the rows that were left
     out: draw others before training again. It is refused for a list of a run with differential
-    privacy.
+    privacy, and for one of too few texts.
 
     Options:
         action: show prints the riskiest rows on a terminal; drop writes all others to --out.
@@ -331,6 +331,8 @@ def records(add: Add) -> None:
             {sources}.
         column: the column to show; without it all.
         top: share of the rows with a score, the riskiest ones. Copies count first, all or none.
+        no_account: the rows were trained on without differential privacy, which a list of fedleak
+            memorization does not know.
         out: .jsonl file of the rows that drop keeps, of mode 0600.
     """
     add("action", choices=("show", "drop"))
@@ -338,6 +340,7 @@ def records(add: Add) -> None:
     add("--data", required=True, metavar="SOURCE")
     add("--column", metavar="NAME")
     add("--top", **_number("X", _SHARE, 0.1))
+    add("--no-account", action="store_true")
     add("--out", **_path("FILE"))
 
 

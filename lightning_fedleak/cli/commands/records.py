@@ -23,8 +23,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console: where to print; stdout by default.
 
     Raises:
-        SourceError: the list or the rows cannot be used, stdout is no terminal, or rows were
-            trained on under differential privacy.
+        SourceError: the list or the rows cannot be used, stdout is no terminal, or rows were or
+            may have been trained on under differential privacy.
     """
     try:
         records = RecordList.load(options.file)
@@ -66,10 +66,21 @@ def _show(
 def _drop(
     console: Console, records: RecordList, rows: list[Mapping[str, object]], options: Namespace
 ) -> None:
-    if records.head.get("account"):
+    account = records.head.get("account")
+    if account:
         raise SourceError(
             "the rows were trained on under differential privacy: which rows are dropped by their "
             "content is outside of epsilon, and training again without them has no guarantee"
+        )
+    if account is None and not options.no_account:
+        raise SourceError(
+            "the list does not say whether the rows were trained on under differential privacy, "
+            "where none may be dropped by their content: say by --no-account that they were not"
+        )
+    if records.head["at_least"] is None:
+        raise SourceError(
+            "too few texts were compared to say of any row that it is given away, so that no row "
+            "is dropped by this list: leave more rows out, and make another list"
         )
     if options.out is None or options.out.suffix != ".jsonl":
         raise SourceError("drop writes the kept rows as JSON lines: give --out FILE.jsonl")

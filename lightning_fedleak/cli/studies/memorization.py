@@ -113,10 +113,15 @@ class ReleasedPool:
         self.times = self.rows.times
         n, n_others = int((self.members & self.alone).sum()), int((~self.members).sum())
         if min(n, n_others) < LEAST_TEXTS:
+            excluded = (
+                "only texts that have 1 to 7 label tokens and occur once count"
+                if short
+                else f"after {self.short} texts of fewer than {LEAST_LABELS} tokens and "
+                f"{self.repeated} that repeat parts of others"
+            )
             raise ValueError(
-                f"{n} members and {n_others} others are left to compare, after "
-                f"{self.short} texts of fewer than {LEAST_LABELS} tokens and {self.repeated} that "
-                f"repeat parts of others: at least {LEAST_TEXTS} on each side are needed"
+                f"{n} members and {n_others} others are left to compare, {excluded}: "
+                f"at least {LEAST_TEXTS} on each side are needed"
             )
         self.digest = pool_digest(self.texts, self.members)
         self.compressed = compressed_bytes(self.texts, decode)
@@ -187,7 +192,8 @@ class ReleasedPool:
             alpha: probability that the number of rows that are given away at least is too high.
         """
         released = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
-        facts = {"pool": self.digest, "account": False, "rate": rate, "alpha": alpha}
+        # Nothing says whether the model was trained under differential privacy.
+        facts = {"pool": self.digest, "account": None, "rate": rate, "alpha": alpha}
         return list_records(released, self.members, self.rows, short=self.is_short, **facts)
 
 

@@ -69,7 +69,8 @@ class RowReader:
 
         Raises:
             SourceError: it cannot be read, or holds no such column.
-            UnknownLabels: rows look like prompts and answers, and nothing says where the loss was.
+            UnknownLabels: rows look like prompts and answers, and nothing says where the loss was;
+                or they are preferences.
         """
         rows, column = read_rows(source)
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -95,6 +96,13 @@ class RowReader:
         self, rows: Sequence[Row], names: Sequence[str], column: str | None, source: str
     ) -> Callable[[Row], tuple[list[int], list[int]]]:
         """Return what turns a row into ids and labels."""
+        if any(name.startswith("rejected") for name in names):
+            raise UnknownLabels(
+                f"'{source}' holds preferences ('rejected'): a loss that prefers chosen texts to "
+                "rejected ones teaches the weights to find some of them unlikely, so that "
+                "likelihoods do not show what was trained on. If training read 'chosen' alone, "
+                "give rows without the others"
+            )
         if "input_ids" in names:
             if "labels" not in names or self.loss or self.prompt_column:
                 raise UnknownLabels(

@@ -321,9 +321,12 @@ def collect(
         scored = scored_texts(texts, trained, searched)
     places = scored.rows + (scored.short_rows if short else [])
     if not places:
+        n_short = 0 if short else len(scored.short_rows)
+        mend = f": ShortAnswers() compares the {n_short} with 1 to 7" * (n_short > 0)
         raise NoNonMembers(
             f"of {len(texts)} texts, {scored.short} have fewer than {LEAST_LABELS} label tokens "
             f"and {scored.repeated} are repeated by other rows, so that none is left to compare"
+            f"{mend}"
         )
     trains = torch.tensor([trained[row] for row in places], dtype=torch.bool)
     is_short = torch.arange(len(places)) >= len(scored.rows)
@@ -492,10 +495,17 @@ def _read_row(
 ) -> list[Text]:
     item = _copied(dataset[row])  # collate functions may change what they get
     try:
-        tokens = read(loader.collate_fn([item]))
+        batch = loader.collate_fn([item])
+        segments = batch.get("token_type_ids") if isinstance(batch, Mapping) else None
+        tokens = read(batch)
         texts = texts_in(tokens)
     except (BatchError, ValueError) as error:
         raise NoNonMembers(f"a row of the training data cannot be read alone: {error}") from error
+    if isinstance(segments, Tensor) and bool(segments.any()):
+        raise NoNonMembers(
+            "rows have token_type_ids that are not zero (pairs of texts), and the model is asked "
+            "about texts without them: join the pair into one text, with token_type_ids of zeros"
+        )
     if tokens.preferences:
         raise NoNonMembers(
             "the loss prefers chosen texts to rejected ones, which the weights learn to find "

@@ -219,12 +219,15 @@ def membership_values(
     spent = spent_at(look, alpha)
     area = _auc(scores, members, spent)
     error = permutation_test(scores, members) if exact else least_error(*_pool(scores, members))
+    fewest = min(int(members.sum()), int((~members).sum()))
+    provable = (spent / 2) ** (1 / fewest)
     if exact and error > spent / 2:
         area = replace(area, low=min(area.low, 0.5))
-    fewest = min(int(members.sum()), int((~members).sum()))
+    if exact and spent / 2 < 1 / (1 + PERMUTATIONS):  # less than the least p-value
+        provable = min(provable, 0.5)
     return {
         **flat({"auc": area}),
-        "auc_provable": (spent / 2) ** (1 / fewest),
+        "auc_provable": provable,
         "p_value": min(1.0, error * alpha / spent),
         "shown": shown.low,
         "shown_high": shown.high,

@@ -128,7 +128,8 @@ def test_what_does_not_fit_is_refused_at_setup(tmp_path: Path) -> None:
         LeakageMonitor([Canaries(tokens=14)], games=Games(canaries=data.canaries))
     with pytest.raises(ValueError, match=r"games=Games\(canaries=train.canaries\)"):
         LeakageMonitor([Canaries()])
-    with pytest.raises(ValueError, match=r"90 are needed: Memorization\(max_overhead=0\.\d+\)"):
+    argument = r"settings=WatchSettings\(memorization=Memorization\(max_overhead=0\.\d+\)\)"
+    with pytest.raises(ValueError, match=f"90 are needed: {argument}"):
         fit([watch(data, tmp_path, budget=0.02)], data=data, max_epochs=1)
 
 

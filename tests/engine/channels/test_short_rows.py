@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -18,7 +21,7 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
-from lightning_fedleak import LeakageMonitor
+from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Extraction, ShortAnswers
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
@@ -157,7 +160,7 @@ def test_a_class_is_asked_as_the_loss_is_computed(classified: SimpleNamespace) -
 @pytest.mark.parametrize(
     ("attack", "data", "words"),
     [
-        (Combined(), short(rows()), "ShortAnswers"),
+        (Combined(), short(rows()), r"none is left to compare: ShortAnswers\(\) compares the \d+"),
         (ShortAnswers(), rows(), "no row has 1 to 7 label tokens"),
     ],
 )
@@ -174,3 +177,38 @@ def test_extraction_is_not_asked_of_short_rows(tmp_path: Path) -> None:
     fit([watching(tmp_path, [Extraction(tokens=4), ShortAnswers()])], data=train, max_epochs=1)
     counts = [lines(tmp_path, name)[-1]["metrics"] for name in ("extraction", "loss_ratio_short")]
     assert sum(one["members"]["value"] for one in counts) == len(train)
+
+
+def test_a_gate_is_unknown_where_no_permutation_could_show_a_leak(tmp_path: Path) -> None:
+    """With 20 permutations the least p-value is 1/21, above the look's .0125."""
+    gate = RiskGate("leakage/loss_ratio_short/auc", at_most=0.7, action="warn")
+    with mock.patch("lightning_fedleak.evaluation.metrics.released.PERMUTATIONS", 20):
+        train = leave_out(short(rows()), 140, seed=1)[0]
+        fit([watching(tmp_path, [ShortAnswers()]), gate], data=train, max_epochs=1)
+    assert lines(tmp_path, "loss_ratio_short")[-1]["metrics"]["auc"]["high"] > 0.7
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert "too few texts" in str(gate.fired)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_pairs_of_texts_are_unknown_to_a_classifier(tmp_path: Path, pairs: bool) -> None:
+    """The model would be asked about them as about one text each."""
+    data = [
+        {**row, "token_type_ids": (torch.arange(len(row["input_ids"])) > 3).long() * pairs}
+        for row in classes(300)
+    ]
+    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    monitor = watching(tmp_path, [ShortAnswers()])
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, callbacks=[monitor], enable_checkpointing=False, **settings
+    )
+    train = leave_out(data, 140, seed=1)[0]
+    refusal = (
+        pytest.raises(ValueError, match="token_type_ids that are not zero")
+        if pairs
+        else nullcontext()
+    )
+    with refusal:
+        trainer.fit(Classifying(classifier("bert")), DataLoader(train, batch_size=8, shuffle=True))
+    assert (tmp_path / "leakage.jsonl").exists() is not pairs

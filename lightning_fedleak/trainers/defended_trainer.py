@@ -33,6 +33,7 @@ _OWN_STEP = (
     "transformers.",
     "trl.",
 )  # homes of trainers whose `training_step` adds nothing to a loss
+_ON_A_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # the latter is not in every transformers
 _PAIRS = {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
 
 
@@ -71,13 +72,20 @@ class TrainerHost(Host):
         trainer, args = self._trainer, self._trainer.args
         callbacks = trainer.callback_handler.callbacks
         schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        scheduler = type(trainer.lr_scheduler)
         choices = {
             "load_best_model_at_end": args.load_best_model_at_end,
             "save_strategy='best'": args.save_strategy == "best",
             "EarlyStoppingCallback": any(
                 isinstance(one, transformers.EarlyStoppingCallback) for one in callbacks
             ),
+            "metric_for_best_model with save_total_limit": (
+                args.metric_for_best_model and args.save_total_limit
+            ),
             f"lr_scheduler_type={schedule}": schedule in ("reduce_lr_on_plateau", "greedy"),
+            f"the scheduler {scheduler.__name__}": (
+                _ON_A_METRIC.intersection(kind.__name__ for kind in scheduler.__mro__)
+            ),
         }
         used = [
             name for name, is_used in choices.items() if is_used and not trainer.outside_epsilon

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     DataCollatorWithFlattening,
     EarlyStoppingCallback,
@@ -52,6 +53,10 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1, "max_s
             {"lr_scheduler_type": "reduce_lr_on_plateau", **PUBLIC},
             "lr_scheduler_type=reduce_lr_on_plateau decides .*outside_epsilon=True",
         ),
+        (
+            {"metric_for_best_model": "loss", "save_total_limit": 1, "save_steps": 1, **PUBLIC},
+            "metric_for_best_model with save_total_limit decides .*outside_epsilon=True",
+        ),
         ({"optim": "adalomo"}, "steps while backward runs.*use another"),
     ],
 )
@@ -61,6 +66,19 @@ def test_refused_with_the_mend(settings: Any, message: str, tmp_path: Path) -> N
     with pytest.raises(DefenseError, match=message):
         trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "schedule", [torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.optimization.GreedyLR]
+)
+def test_a_scheduler_on_a_metric_is_refused(schedule: Any, tmp_path: Path) -> None:
+    model, defense = tiny_llama(), private()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizers = (optimizer, schedule(optimizer))
+    trainer = trainer_of(tmp_path, model, [defense], optimizers=optimizers, **PUBLIC)
+    with pytest.raises(DefenseError, match=f"the scheduler {schedule.__name__} decides"):
+        trainer.train()
+    assert defense.releases == 0
 
 
 def early(trainer: Any) -> None:

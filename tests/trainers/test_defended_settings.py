@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from lightning_fedleak.defenses import (
     ReleaseSettings,
     mean_of_sample_means,
 )
+from lightning_fedleak.defenses.dpsgd import step
+from lightning_fedleak.defenses.dpsgd.logical import pieces_of
+from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 from lightning_fedleak.trainers import DefendedMixin, defended
 from tests.helpers.models import tiny_llama
@@ -206,6 +210,34 @@ def test_losses_of_ones_own_give_the_same_sums(tmp_path: Path) -> None:
     for run in runs[1:]:
         for a, b in zip(runs[0].shared, run.shared, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Peers(Team):
+    """Stands for a process whose peers need 6 pieces."""
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        return [max(float(value), 6.0) for value in values]
+
+
+def test_a_process_with_fewer_rows_than_others_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that stand in for no rows add nothing; the Trainer takes labels out of each."""
+
+    def among_peers(batch: Any, samples: int, max_rows: int, *_: Any) -> Any:
+        return pieces_of(batch, samples, max_rows, Peers())
+
+    def run() -> list[torch.Tensor]:
+        trainer = trainer_of(
+            tmp_path, tiny_llama(), [DPSGD(CLIP, 0.0, seed=1)], compute_loss_func=smooth,
+            per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        )  # fmt: skip
+        return traced(trainer).shared
+
+    alone = run()
+    monkeypatch.setattr(step, "pieces_of", among_peers)
+    for a, b in zip(alone, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_noise_on_embeddings_is_another_matter(tmp_path: Path) -> None:

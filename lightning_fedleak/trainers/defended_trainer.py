@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
@@ -237,6 +238,10 @@ class DefendedMixin(Trainer):
             "FSDP and DeepSpeed keep a part of each gradient in every process: use torchrun with "
             "DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
                 self.is_fsdp_enabled or self.is_deepspeed_enabled
+            ),
+            "the model was sharded when it was loaded (device_mesh, tp_plan): load it whole, and "
+            "use torchrun with DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
+                any(isinstance(p, DTensor) for p in self.model.parameters())
             ),
             "DataParallel copies the model at each step: start one process a card by torchrun": (
                 args.n_gpu > 1

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 from transformers import (
     DataCollatorWithFlattening,
     EarlyStoppingCallback,
@@ -124,6 +127,18 @@ def test_what_is_changed_later_is_refused_too(change: Any, message: str, tmp_pat
     with pytest.raises(DefenseError, match=message):
         change_and_train()
     trainer.accelerator.state._mixed_precision = "no"
+
+
+def test_a_model_that_was_loaded_sharded_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny_llama(), [private()])
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        distribute_module(trainer.model.lm_head, mesh)
+        with pytest.raises(DefenseError, match=r"sharded when it was loaded.*load it whole"):
+            trainer.train()
+    finally:
+        distributed.destroy_process_group()
 
 
 class Outside(DefendedMixin, Trainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -182,7 +183,8 @@ class DefendedMixin(Trainer):
 
     def _join_batches(self) -> None:
         """Take over what the Trainer would do to gradients of several examples."""
-        args, steps = self.args, self.args.gradient_accumulation_steps
+        self.args = args = copy.copy(self.args)  # the user's may serve other runs
+        steps = args.gradient_accumulation_steps
         plain = getattr(args, "loss_type", "") == "nll" and not getattr(self, "aux_loss_enabled", 0)
         if plain and self.compute_loss_func is None:  # SFTTrainer's, of all words of a batch
             self.compute_loss_func = _mean_of_texts

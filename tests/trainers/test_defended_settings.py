@@ -265,6 +265,24 @@ def test_noise_on_embeddings_is_another_matter(tmp_path: Path) -> None:
         assert length <= 1e-3 * len(drawn) * (1 + 1e-5)
 
 
+def test_the_users_arguments_serve_two_runs(tmp_path: Path) -> None:
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+    )  # fmt: skip
+    before = arguments.to_dict()
+    for _ in range(2):
+        defense = private()
+        trainer = defended(Trainer)(
+            tiny_llama(), arguments, train_dataset=rows(), defenses=[defense]
+        )
+        trainer.train()
+        assert trainer.args.per_device_train_batch_size == 6
+        assert trainer.args.max_grad_norm == 0.0
+        assert defense.max_physical_batch_size == 2
+        assert arguments.to_dict() == before
+
+
 def test_arguments_stay_where_they_are_and_model_init_is_called(tmp_path: Path) -> None:
     class Own(DefendedMixin, Seq2SeqTrainer):
         pass

@@ -29,7 +29,8 @@ class DefendedLoop(Host):
     defences make: under :class:`~lightning_fedleak.DPSGD` Poisson samples of the loader's data. No
     more batch comes once the budget is spent. ``loss(compute, batch)`` computes the loss of a batch
     within the defences, in pieces where DPSGD has ``max_physical_batch_size``. Everything else is
-    the loop's: backward, ``step``, ``zero_grad``, schedulers. What a step's places are is as under
+    the loop's: backward, ``step``, ``zero_grad``, schedulers. Under DPSGD each batch, also an empty
+    one, has its step before the next is asked for. What a step's places are is as under
     :class:`~lightning_fedleak.DefendedStrategy`; processes of DistributedDataParallel are one
     client (``client="world"`` there).
 
@@ -64,8 +65,8 @@ class DefendedLoop(Host):
 
     Raises:
         DefenseError: defences that do not fit each other; when the loop begins also a model, an
-            optimizer or a loader under which a guarantee cannot hold, in a step a batch that comes
-            before the last was released or zeroed. Says what to change.
+            optimizer or a loader under which a guarantee cannot hold; in the loop a batch that
+            comes before the last was released or zeroed, or twice. Says what to change.
     """
 
     name = "DefendedLoop"
@@ -92,12 +93,13 @@ class DefendedLoop(Host):
         self._device = next(model.parameters()).device
         self._samples = any(defense.per_sample for defense in self._fedleak.defenses)
         self.batch_number: int = 0
-        self._steps, self.should_stop = 0, False
+        self._steps, self.should_stop, self._waiting = 0, False, False
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> DefendedLoop:
         """Let the defences prepare model, loader and optimizers."""
         self._fedleak.end()
+        self._waiting = False
         check_whole(self._root, self.name)
         if self._fedleak.client == "world" and self.reducer is None:
             raise DefenseError(
@@ -133,9 +135,17 @@ class DefendedLoop(Host):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of an epoch, until the budget is spent."""
+        """Yield the batches of an epoch, until the budget is spent.
+
+        Raises:
+            DefenseError: the batch before was not released, and examples are accounted.
+        """
         for batch in takewhile(lambda _: not self.should_stop, self._batches):
+            self._check_released()
+            self.batch_number += 1
+            self._waiting = self._samples
             yield self.to_device(batch)
+        self._check_released()
 
     def loss(self, compute: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """Return the loss of a batch, computed within the defences.
@@ -145,7 +155,8 @@ class DefendedLoop(Host):
             batch: as this yielded it.
 
         Raises:
-            DefenseError: gradients of the last step are still there, or autocast is not declared.
+            DefenseError: gradients of the last step are still there, autocast is not declared, or
+                no batch waits for its release.
         """
         if self._samples and any(p.grad is not None for p in self._root.parameters()):
             raise DefenseError(
@@ -153,7 +164,12 @@ class DefendedLoop(Host):
                 "optimizer.step() and zero_grad() (set_to_none=True, its default); "
                 "max_physical_batch_size takes the place of accumulation."
             )
-        self.batch_number += 1
+        if self._samples and not self._waiting:
+            raise DefenseError(
+                "DefendedLoop: this batch was released already, or did not come from this loop. "
+                "Each release is accounted as a draw of its own: iterate over the DefendedLoop, "
+                "and take one loss and one optimizer.step() for each batch."
+            )
         loss: Tensor = self._fedleak.training_step(compute, batch)
         return loss
 
@@ -182,8 +198,18 @@ class DefendedLoop(Host):
         """Return a batch with its tensors on the model's device."""
         return tree_map(lambda v: v.to(self._device) if hasattr(v, "to") else v, batch)
 
+    def _check_released(self) -> None:
+        if self._waiting:
+            raise DefenseError(
+                "DefendedLoop: the batch before was not released. Call loss, backward and "
+                "optimizer.step() for each batch before the next is asked for, also for an empty "
+                "one: do not skip batches or collect them in a list. "
+                "max_physical_batch_size takes the place of accumulation."
+            )
+
     def _stepped(self, *_: object) -> None:
         self._steps += 1
+        self._waiting = False
 
     def _check_autocast(self, *_: object) -> None:
         kind = self._device.type

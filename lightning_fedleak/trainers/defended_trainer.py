@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
@@ -33,6 +35,7 @@ _OWN_STEP = (
     "transformers.",
     "trl.",
 )  # homes of trainers whose `training_step` adds nothing to a loss
+_ON_A_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # the latter is not in every transformers
 _PAIRS = {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
 
 
@@ -71,13 +74,20 @@ class TrainerHost(Host):
         trainer, args = self._trainer, self._trainer.args
         callbacks = trainer.callback_handler.callbacks
         schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        scheduler = type(trainer.lr_scheduler)
         choices = {
             "load_best_model_at_end": args.load_best_model_at_end,
             "save_strategy='best'": args.save_strategy == "best",
             "EarlyStoppingCallback": any(
                 isinstance(one, transformers.EarlyStoppingCallback) for one in callbacks
             ),
+            "metric_for_best_model with save_total_limit": (
+                args.metric_for_best_model and args.save_total_limit
+            ),
             f"lr_scheduler_type={schedule}": schedule in ("reduce_lr_on_plateau", "greedy"),
+            f"the scheduler {scheduler.__name__}": (
+                _ON_A_METRIC.intersection(kind.__name__ for kind in scheduler.__mro__)
+            ),
         }
         used = [
             name for name, is_used in choices.items() if is_used and not trainer.outside_epsilon
@@ -173,7 +183,8 @@ class DefendedMixin(Trainer):
 
     def _join_batches(self) -> None:
         """Take over what the Trainer would do to gradients of several examples."""
-        args, steps = self.args, self.args.gradient_accumulation_steps
+        self.args = args = copy.copy(self.args)  # the user's may serve other runs
+        steps = args.gradient_accumulation_steps
         plain = getattr(args, "loss_type", "") == "nll" and not getattr(self, "aux_loss_enabled", 0)
         if plain and self.compute_loss_func is None:  # SFTTrainer's, of all words of a batch
             self.compute_loss_func = _mean_of_texts
@@ -229,6 +240,10 @@ class DefendedMixin(Trainer):
             "FSDP and DeepSpeed keep a part of each gradient in every process: use torchrun with "
             "DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
                 self.is_fsdp_enabled or self.is_deepspeed_enabled
+            ),
+            "the model was sharded when it was loaded (device_mesh, tp_plan): load it whole, and "
+            "use torchrun with DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
+                any(isinstance(p, DTensor) for p in self.model.parameters())
             ),
             "DataParallel copies the model at each step: start one process a card by torchrun": (
                 args.n_gpu > 1

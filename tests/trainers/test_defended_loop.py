@@ -120,6 +120,15 @@ def other(loop: Loop, batch: Any) -> None:
     torch.optim.SGD(loop.model.parameters(), 0.1).step()
 
 
+def repeats(loop: Loop, batch: Any) -> None:
+    loop.step(batch)
+    loop.step(batch)
+
+
+def skips(loop: Loop, batch: Any) -> None:
+    """Continue with the next batch."""
+
+
 def own_batch(loop: Loop, batch: Any) -> None:
     loop.private.loss(loop.compute, {name: value[:1] for name, value in batch.items()})
     loop.private.loss(loop.compute, {name: value[1:] for name, value in batch.items()})
@@ -133,7 +142,9 @@ def own_batch(loop: Loop, batch: Any) -> None:
         (clips, "is not the sum of what its layer was seen to add"),
         (casts, "autocast to torch.bfloat16.*Pass precision='bf16-mixed'"),
         (twice, "Nothing was released"),
-        (writes, "second batch came before the first was released"),
+        (writes, "batch before was not released"),
+        (repeats, "released already.*one loss and one"),
+        (skips, "the batch before was not released.*also for an empty one"),
         (other, r"DefendedLoop does not know.*Pass it to DefendedLoop"),
         (own_batch, "made none of that size|before the first was released"),
     ],
@@ -148,6 +159,65 @@ def test_what_breaks_the_guarantee_is_refused(step: Any, message: str) -> None:
 
     with pytest.raises(DefenseError, match=message):
         train()
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["one batch", "several"])
+def test_batches_in_a_list_are_refused_before_any_release(more: int) -> None:
+    loop = Loop(DPSGD(CLIP, 1.0, seed=2))
+    if not more:
+        loop.private._loader = DataLoader(rows(BATCH), batch_size=BATCH)
+    with loop.private, pytest.raises(DefenseError, match="or collect them in a list"):
+        list(loop.private)
+    assert loop.defense.releases == 0
+
+
+def test_workers_that_draw_ahead_do_not_let_a_batch_be_released_twice() -> None:
+    loop = Loop(DPSGD(CLIP, 1.0, seed=2))
+    loop.private._loader = DataLoader(rows(), batch_size=BATCH, num_workers=1)
+    with loop.private:
+        batches = iter(loop.private)
+        batch = next(batches)
+        loop.step(batch)
+        with pytest.raises(DefenseError, match="released already"):
+            loop.step(batch)
+        batches.close()  # type: ignore[attr-defined]
+    assert loop.defense.releases == 1
+
+
+def test_an_empty_batch_must_not_be_left_out() -> None:
+    loop = Loop(DPSGD(CLIP, 1.0, seed=2), epochs=4)
+    loop.private._loader = DataLoader(rows(), batch_size=1)
+    sizes = list[int]()
+
+    def train() -> None:
+        for _ in range(4):
+            for batch in loop.private:
+                sizes.append(len(batch["input_ids"]))
+                if sizes[-1] == 0:
+                    continue
+                loop.step(batch)
+
+    with loop.private, pytest.raises(DefenseError, match="also for an empty one"):
+        train()
+    assert sizes[-1] == 0
+    assert loop.defense.releases == len(sizes) - 1
+
+
+def test_a_batch_of_another_loader_is_refused() -> None:
+    loop = Loop(DPSGD(CLIP, 1.0, seed=2))
+    with loop.private, pytest.raises(DefenseError, match="did not come from this loop"):
+        loop.step(next(iter(DataLoader(rows(), batch_size=BATCH))))
+
+
+def test_a_loop_may_end_in_the_middle_of_an_epoch() -> None:
+    loop = Loop(DPSGD(CLIP, 1.0, seed=2), epochs=2)
+    with loop.private:
+        for _ in range(2):
+            for number, batch in enumerate(loop.private):
+                loop.step(batch)
+                if number == 1:
+                    break
+    assert loop.defense.releases == 4
 
 
 @pytest.mark.parametrize(

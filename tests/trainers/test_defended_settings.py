@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 from transformers import (
     DataCollatorWithFlattening,
     EarlyStoppingCallback,
@@ -26,6 +31,9 @@ from lightning_fedleak.defenses import (
     ReleaseSettings,
     mean_of_sample_means,
 )
+from lightning_fedleak.defenses.dpsgd import step
+from lightning_fedleak.defenses.dpsgd.logical import pieces_of
+from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 from lightning_fedleak.trainers import DefendedMixin, defended
 from tests.helpers.models import tiny_llama
@@ -52,6 +60,10 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1, "max_s
             {"lr_scheduler_type": "reduce_lr_on_plateau", **PUBLIC},
             "lr_scheduler_type=reduce_lr_on_plateau decides .*outside_epsilon=True",
         ),
+        (
+            {"metric_for_best_model": "loss", "save_total_limit": 1, "save_steps": 1, **PUBLIC},
+            "metric_for_best_model with save_total_limit decides .*outside_epsilon=True",
+        ),
         ({"optim": "adalomo"}, "steps while backward runs.*use another"),
     ],
 )
@@ -61,6 +73,19 @@ def test_refused_with_the_mend(settings: Any, message: str, tmp_path: Path) -> N
     with pytest.raises(DefenseError, match=message):
         trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "schedule", [torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.optimization.GreedyLR]
+)
+def test_a_scheduler_on_a_metric_is_refused(schedule: Any, tmp_path: Path) -> None:
+    model, defense = tiny_llama(), private()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizers = (optimizer, schedule(optimizer))
+    trainer = trainer_of(tmp_path, model, [defense], optimizers=optimizers, **PUBLIC)
+    with pytest.raises(DefenseError, match=f"the scheduler {schedule.__name__} decides"):
+        trainer.train()
+    assert defense.releases == 0
 
 
 def early(trainer: Any) -> None:
@@ -102,6 +127,18 @@ def test_what_is_changed_later_is_refused_too(change: Any, message: str, tmp_pat
     with pytest.raises(DefenseError, match=message):
         change_and_train()
     trainer.accelerator.state._mixed_precision = "no"
+
+
+def test_a_model_that_was_loaded_sharded_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny_llama(), [private()])
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        distribute_module(trainer.model.lm_head, mesh)
+        with pytest.raises(DefenseError, match=r"sharded when it was loaded.*load it whole"):
+            trainer.train()
+    finally:
+        distributed.destroy_process_group()
 
 
 class Outside(DefendedMixin, Trainer):
@@ -190,6 +227,34 @@ def test_losses_of_ones_own_give_the_same_sums(tmp_path: Path) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+class Peers(Team):
+    """Stands for a process whose peers need 6 pieces."""
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        return [max(float(value), 6.0) for value in values]
+
+
+def test_a_process_with_fewer_rows_than_others_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that stand in for no rows add nothing; the Trainer takes labels out of each."""
+
+    def among_peers(batch: Any, samples: int, max_rows: int, *_: Any) -> Any:
+        return pieces_of(batch, samples, max_rows, Peers())
+
+    def run() -> list[torch.Tensor]:
+        trainer = trainer_of(
+            tmp_path, tiny_llama(), [DPSGD(CLIP, 0.0, seed=1)], compute_loss_func=smooth,
+            per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        )  # fmt: skip
+        return traced(trainer).shared
+
+    alone = run()
+    monkeypatch.setattr(step, "pieces_of", among_peers)
+    for a, b in zip(alone, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_noise_on_embeddings_is_another_matter(tmp_path: Path) -> None:
     """NEFTune draws by itself, and each example is clipped with its draw."""
     defense = DPSGD(1e-3, 0.0, seed=1)
@@ -198,6 +263,24 @@ def test_noise_on_embeddings_is_another_matter(tmp_path: Path) -> None:
     assert max(lengths) > 1e-3
     for length, drawn in zip(lengths, trace.drawn, strict=True):
         assert length <= 1e-3 * len(drawn) * (1 + 1e-5)
+
+
+def test_the_users_arguments_serve_two_runs(tmp_path: Path) -> None:
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+    )  # fmt: skip
+    before = arguments.to_dict()
+    for _ in range(2):
+        defense = private()
+        trainer = defended(Trainer)(
+            tiny_llama(), arguments, train_dataset=rows(), defenses=[defense]
+        )
+        trainer.train()
+        assert trainer.args.per_device_train_batch_size == 6
+        assert trainer.args.max_grad_norm == 0.0
+        assert defense.max_physical_batch_size == 2
+        assert arguments.to_dict() == before
 
 
 def test_arguments_stay_where_they_are_and_model_init_is_called(tmp_path: Path) -> None:

@@ -59,8 +59,9 @@ def pieces_of(
         by_user = None if users is None else share
         pieces.append(Piece(_rows(batch, rows, samples), sum(share), by_user))
         start = rows.stop
-    spare = Piece(_rows(batch, slice(0, 1), samples) if samples else batch, 0)
-    return pieces + [spare] * (int(count) - len(pieces))
+    while len(pieces) < count:  # each its own object: a loss may take labels out of its batch
+        pieces.append(Piece(_rows(batch, slice(0, 1), samples or 1), 0))
+    return pieces
 
 
 def _shares(users: Sequence[int], max_rows: int) -> list[list[int]]:

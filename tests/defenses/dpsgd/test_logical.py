@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +78,23 @@ def test_rows_of_a_batch_are_those_of_everything_that_has_one_for_each_sample() 
     assert second["classes"] == ["no", "yes"]
     assert [piece.batch is batch for piece in pieces_of(batch, 7, 7, Team())] == [True]
     assert [piece.rows for piece in pieces_of(batch, 0, 3, Team())] == [0]
+
+
+class LargerTeam(Team):
+    """Stands for a process whose peers need 4 pieces."""
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        return [4.0 for _ in values]
+
+
+@pytest.mark.parametrize("samples", [0, 2])
+def test_spare_pieces_are_objects_of_their_own(samples: int) -> None:
+    batch = {"ids": torch.arange(max(1, samples)), "labels": [torch.ones(max(1, samples))]}
+    pieces = pieces_of(batch, samples, 1, LargerTeam())
+    assert [piece.rows for piece in pieces] == [1] * samples + [0] * (4 - samples)
+    for piece in pieces:
+        assert piece.batch.pop("labels")[0].shape == piece.batch["ids"].shape == (1,)
+    assert "labels" in batch
 
 
 def test_what_training_step_gives_is_put_together_by_rows() -> None:

@@ -243,7 +243,8 @@ class DefendedMixin(Trainer):
             ),
             "the model was sharded when it was loaded (device_mesh, tp_plan): load it whole, and "
             "use torchrun with DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
-                any(isinstance(p, DTensor) for p in self.model.parameters())
+                self.model is not None
+                and any(isinstance(p, DTensor) for p in self.model.parameters())
             ),
             "DataParallel copies the model at each step: start one process a card by torchrun": (
                 args.n_gpu > 1

@@ -154,7 +154,7 @@ class LeakageCallback(TrainerCallback, Reported):
 
     on_substep_end = on_step_end
 
-    def on_log(self, *_: Any, logs: Mapping[str, float] | None = None, **__: Any) -> None:
+    def on_log(self, *_: Any, logs: Mapping[str, object] | None = None, **__: Any) -> None:
         """Note the Trainer's own numbers that are logged beside leakage."""
         values = {n: v for n, v in (logs or {}).items() if isinstance(v, Real | torch.Tensor)}
         self.watch.note(chosen_metrics(values, self.watch.engine.options.metric_names))

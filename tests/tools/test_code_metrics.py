@@ -12,7 +12,7 @@ from tests.tools import code_metrics
 # release 650.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 46_970,
+    "code": 47_150,
     "longest": 644,
     "long": 5,
     "imports": 40,
@@ -21,7 +21,7 @@ CEILINGS = {
     "circles": 0,
     "parameters": 13,
     "most_parameters": 12,
-    "complexity": 8,
+    "complexity": 9,
     "public": 15,
     "private": 6,
     "names": 0.005,

@@ -208,7 +208,7 @@ class Stop(TrainerCallback):
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("step", [6, 4], ids=["epoch's end", "middle"])
-@pytest.mark.parametrize("kind", ["prv", "correlated"])
+@pytest.mark.parametrize("kind", ["prv", pytest.param("correlated", marks=pytest.mark.slow)])
 def test_a_resumed_run_forgets_nothing_and_draws_again(
     kind: str, step: int, skip: bool, tmp_path: Path
 ) -> None:

@@ -262,8 +262,10 @@ class DefendedMixin(Trainer):
             f"{', '.join(inner)}.training_step is not known: change compute_loss instead": inner,
             f"{', '.join(pairs)} compares several texts in one example, whose rows DPSGD would "
             "clip apart: train on single texts": pairs,
-            "push_to_hub would send the secrets of correlated noise: leave it out": (
-                args.push_to_hub and any(map(_is_correlated, self.defenses))
+            "push_to_hub would send losses from before the defence (README.md, runs, "
+            "trainer_state.json), and with checkpoints the secrets of correlated noise: leave it "
+            "out, and call trainer.model.push_to_hub(...) afterwards, which sends the weights": (
+                args.push_to_hub and self._per_sample
             ),
         }
         refuse(f"{self._fedleak.owner}: ", refusals)
@@ -354,10 +356,6 @@ class DefendedMixin(Trainer):
 
 def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = None) -> Tensor:
     return mean_of_sample_means(outputs.logits, labels, causal=True)
-
-
-def _is_correlated(defense: Defense) -> bool:
-    return isinstance(defense, DPSGD) and defense.release.mechanism is not None
 
 
 def _overriding(kinds: Sequence[type], *names: str) -> list[str]:

@@ -186,11 +186,15 @@ def test_models_and_defences_that_do_not_fit(
         trainer_of(tmp_path, build(), defenses()).train()
 
 
-def test_secrets_are_not_pushed(tmp_path: Path) -> None:
-    banded = DPSGD(CLIP, 1.0, release=ReleaseSettings(mechanism=CorrelatedNoise(2)))
-    trainer = trainer_of(tmp_path, tiny_llama(), [banded])
+@pytest.mark.parametrize(
+    "release", [ReleaseSettings(), ReleaseSettings(mechanism=CorrelatedNoise(2))]
+)
+def test_private_values_and_secrets_are_not_pushed(
+    release: ReleaseSettings, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, tiny_llama(), [DPSGD(CLIP, 1.0, release=release)])
     trainer.args.push_to_hub = True
-    with pytest.raises(DefenseError, match="would send the secrets of correlated noise"):
+    with pytest.raises(DefenseError, match=r"from before the defence.*trainer.model.push_to_hub"):
         trainer.train()
 
 

@@ -229,6 +229,7 @@ class DefendedMixin(Trainer):
     def _check(self, trial: Any) -> None:
         """Refuse what no defence can act in."""
         args, kinds = self.args, type(self).__mro__
+        root: nn.Module = self.model  # type: ignore[assignment]
         after = kinds.index(DefendedMixin) + 1
         outer = _overriding(kinds[: after - 1], "training_step", "compute_loss")
         inner = _overriding(kinds[after:], "training_step")
@@ -243,8 +244,7 @@ class DefendedMixin(Trainer):
             ),
             "the model was sharded when it was loaded (device_mesh, tp_plan): load it whole, and "
             "use torchrun with DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
-                self.model is not None
-                and any(isinstance(p, DTensor) for p in self.model.parameters())
+                any(isinstance(p, DTensor) for p in root.parameters())
             ),
             "DataParallel copies the model at each step: start one process a card by torchrun": (
                 args.n_gpu > 1

@@ -162,7 +162,7 @@ def test_gates_stop_the_loop_or_raise(tmp_path: Path) -> None:
         assert run(model, optimizer, watch, batches()) == 3
     assert gate.fired is not None
     assert gate.fired.step == 2
-    assert "CausalLMFineTuning" in str(gate.fired)
+    assert "DefendedLoop" in str(gate.fired)
     decided = [line for line in lines(tmp_path, "run") if line["kind"] == "gate"]
     assert [line["did"] for line in decided] == ["stopped"]
     gate = Threshold(F1, at_most=0.5, action="raise")

@@ -155,8 +155,8 @@ def append_line(path: Path, line: object) -> None:
 
 
 def closing_of(path: Path) -> tuple[int, str]:
-    """Return how many lines a file has, and the hash of the last; none where there is no file."""
-    lines = split_lines(path.read_bytes()) if path.exists() else []
+    """Return how many lines a file has, and the hash of the last; none of no regular file."""
+    lines = split_lines(path.read_bytes()) if path.is_file() else []
     return len(lines), hash_line(lines[-1] if lines else b"")
 
 

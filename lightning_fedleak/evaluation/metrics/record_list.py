@@ -41,7 +41,7 @@ NOT_SAID = (
 
 @dataclass(frozen=True)
 class PoolRows:
-    """Which rows of the training data the texts of a pool are.
+    """Say which rows of the training data the texts of a pool are.
 
     Attributes:
         copies: of each of N texts, the numbers of the rows that it stands for; of those that were

@@ -1,4 +1,4 @@
-"""Which texts a trained model gives away: p-values, a list, and how many of them at least.
+"""Lists of the training texts that a trained model leaks, with p-values and a lower bound.
 
 A text's score is compared with those of texts that a random draw left out. Its p-value is over that
 draw: how often a text that was not trained on would score as high. It is no p-value of this text

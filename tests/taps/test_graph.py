@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -421,6 +421,7 @@ def losses(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @given(losses())
+@settings(max_examples=150)
 def test_rows_of_any_loss(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     logits, labels, weights, gradient = case
     rows = read_rows(gradient, logits)

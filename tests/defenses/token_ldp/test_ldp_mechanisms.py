@@ -11,7 +11,7 @@ import scipy.integrate
 import scipy.optimize
 import scipy.stats
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -101,6 +101,7 @@ def test_the_law_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) 
 
 
 @given(rule=st.sampled_from(RULES), k=st.integers(2, 40), epsilon=st.floats(0.01, 20))
+@settings(max_examples=200)
 def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
     distribution = randomizer.transition(epsilon)

@@ -154,8 +154,6 @@ def own_trainer() -> Iterator[Names]:
     trainer = Trainer(language_model(), arguments, default_data_collator, rows)
     names: Names = {"trainer": trainer}
     yield names
-    if "callback" in names:  # whose number is printed
-        assert 0 <= names["callback"].latest["leakage/combined/auc"] <= 1
     assert any("leakage/worst/words" in logs for logs in trainer.state.log_history)
 
 

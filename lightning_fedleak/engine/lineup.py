@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack, MissingText, PublicText, share_samples
+from lightning_fedleak.attacks import Attack, MissingText, PublicText
+from lightning_fedleak.attacks.shared_work import share_work
 from lightning_fedleak.engine.channels.base import Channel, exclude, never_read, plan_of
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
 from lightning_fedleak.engine.choice import (
@@ -219,7 +220,7 @@ class Lineup:
         Raises:
             ValueError: an attack does not fit the model.
         """
-        with whole_model(self._run.anatomy.root), share_samples(), bars(self._run.shows_progress):
+        with whole_model(self._run.anatomy.root), share_work(), bars(self._run.shows_progress):
             costs: dict[str, float] = {}
             doing = f"{self._run.watcher} calibrates"
             for plan in track(self.exposed, doing, lambda plan: plan.attack.name):

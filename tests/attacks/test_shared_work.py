@@ -42,9 +42,9 @@ def snapshot(ids: torch.Tensor, names: Any, model: torch.nn.Module) -> Observati
 
 
 def test_attacks_at_one_look_guess_as_each_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_gpt2().eval()
+    model = tiny_gpt2(d=64).eval()
     anatomy = find_anatomy(model)
-    ids = torch.randint(3, VOCAB, (24, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, VOCAB, (24, 8), generator=torch.Generator().manual_seed(0))
     attacks = [
         SubspaceWords(capacity_seconds=0),
         SubspaceMembership(ids[8:], public_rows=8),
@@ -55,7 +55,7 @@ def test_attacks_at_one_look_guess_as_each_would_alone(monkeypatch: pytest.Monke
         attack.prepare(anatomy)
         attack.refresh(anatomy, 0)
         names |= dict.fromkeys(attack.needs(anatomy).gradients)
-    views = [snapshot(ids[:4], names, model), snapshot(ids[4:8], names, model)]
+    views = [snapshot(ids[:2], names, model), snapshot(ids[2:4], names, model)]
     query = Query(ids[:8])
     runs: list[int] = []
     read_texts = token_parts.map_token_parts

@@ -137,6 +137,11 @@ class Lineup:
         return frozenset(plan.attack.name for plan in self.plans)
 
     @property
+    def look_seconds(self) -> float:
+        """The seconds that a look is estimated to take, where attacks choose themselves."""
+        return sum(row.seconds or 0.0 for row in self.rows if row.why_not is None)
+
+    @property
     def unread(self) -> tuple[str, ...]:
         """Names of the trained parameters whose gradient no attack reads."""
         return unread_names(self.plans, self._run.anatomy)

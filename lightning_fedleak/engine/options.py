@@ -164,7 +164,7 @@ class WatchSettings:
         >>> from lightning_fedleak import LeakageMonitor
         >>> from lightning_fedleak.callbacks import WatchSettings
         >>> LeakageMonitor(settings=WatchSettings(stages=("local", "shared")))
-        LeakageMonitor('auto', max_overhead=0.005, stages=['local', 'shared'])
+        LeakageMonitor('auto', 10 looks or max_overhead=0.005, stages=['local', 'shared'])
 
     Attributes:
         stages: where to measure: ``"shared"`` (what leaves the client; the default), ``"local"``
@@ -470,7 +470,7 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: b
     Args:
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
-        auto: attacks choose themselves: the default is a share, and not every 50 steps.
+        auto: attacks choose themselves: the default is a curve, and not every 50 steps.
 
     Raises:
         ValueError: both, or a number out of range.
@@ -483,7 +483,7 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: b
     if every_n_steps is None and (auto or max_overhead is not None):
         share = MAX_OVERHEAD if max_overhead is None else max_overhead
         check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
-        return Cadence(share=share)
+        return Cadence(share=share, is_curve=max_overhead is None)
     steps = 50 if every_n_steps is None else every_n_steps
     return Cadence(check_integer("every_n_steps", steps))
 

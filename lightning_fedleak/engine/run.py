@@ -120,6 +120,11 @@ class Run(ABC):
         return None
 
     @property
+    def planned_steps(self) -> int | None:
+        """Return the number of steps at whose end the run ends; None where it is not known."""
+        return None
+
+    @property
     def is_sharded(self) -> bool:
         """Return whether each process holds a part of every layer."""
         return any(hasattr(p, "full_tensor") for p in self.anatomy.root.parameters())

@@ -251,7 +251,7 @@ def _fit_lines(fit: FitSummary) -> list[str]:
         lines += ["Not tested:", "", *(f"- {_plain(sentence)}" for sentence in fit.not_tested), ""]
     claims = [f"{account.defense}: {account.claim}" for account in fit.privacy]
     steps = "an unrecorded number of" if fit.length is None else f"{fit.length:,}"
-    lines += [f"Length: {steps} {fit.unit}s, looked at {fit.looked_at:,} of them.", ""]
+    lines += [f"Looked at {fit.looked_at:,} of {steps} {fit.unit}s.", ""]
     lines.append(f"Differential privacy (epsilon, delta): {_plain('; '.join(claims) or 'none')}")
     return lines
 

@@ -224,6 +224,7 @@ class TransformersWatch(Watch):
             getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
+            trainer.state.max_steps if trainer.state.max_steps > 0 else None,
             steps=steps,
             watched=tuple(filter(None, [self._best_metric()])),
         )

@@ -61,7 +61,8 @@ def test_a_look_passes_where_the_control_rings_and_the_value_is_a_small_share_of
     """The same rule as a product, in two lines."""
     result = judged(value, control, part=part, at_most=at_most, chance=0.0)
     rings = control > at_most
-    passes = value <= at_most and (value <= at_most * control if rings else part > max(at_most, 0.5))
+    is_low = value <= at_most * control if rings else part > max(at_most, 0.5)
+    passes = value <= at_most and is_low
     near = math.isclose(value, at_most * control, rel_tol=1e-12, abs_tol=1e-300)
     assert near or (result.value <= at_most) == passes
 

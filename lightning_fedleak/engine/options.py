@@ -38,7 +38,7 @@ from lightning_fedleak.validate import check_choice, check_integer, check_number
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""
 MAX_OVERHEAD = 0.005
-"""Share of the training time that looks of ``attacks="auto"`` may take by default."""
+"""Share of the training time that looks of ``attacks="auto"`` may take beyond those of a curve."""
 CAPACITY_SECONDS = 2.0
 """Seconds in which ``attacks="auto"`` measures what SubspaceWords can distinguish; more: later."""
 SCALE = 1e9
@@ -179,8 +179,8 @@ class WatchSettings:
             ``report.yaml``, beside the logs when the run ends, as ``fedleak report`` does; also
             after an error or Ctrl-C. ``"live"``: ``report.html`` also while it goes on, after a
             look; the open page loads itself again.
-        upload_report: attach ``report.html`` to the runs of W&B and MLflow that the Trainer's
-            loggers write. It says what was read, and no text.
+        upload_report: attach ``report.html`` to the runs of W&B and MLflow that the Trainer writes.
+            It says what was read, and no text.
         utility: names of the user's own metrics to repeat as ``utility/<name>`` at looks, and where
             a validation or an epoch changed them; their last and best are logged at the end. None:
             all that the run logs, but times and learning rates.

@@ -36,7 +36,7 @@ def results(verdict: PrivacyVerdict) -> dict[str, str]:
         ("shuffled batches accounted as Poisson", "inclusion"),
         ("epsilon of delta 1e-3 shown as of 1e-5", "account"),
         ("LoRA outside of the hooks", "noise"),
-        ("clipping after the mean", "clipping"),
+        ("clipping after the mean", "opposed rows"),
     ],
 )
 def test_a_fault_is_refuted_by_the_test_that_is_for_it(fault: str, refuted: str) -> None:

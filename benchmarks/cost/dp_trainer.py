@@ -55,20 +55,19 @@ def adapted(path: str) -> nn.Module:
     return get_peft_model(base, LoraConfig(r=8, target_modules="all-linear")).train()
 
 
-def by_trainer(kind: Any, path: str, rows: Any, size: int, turn: Turn, **more: Any) -> None:
+def by_trainer(kind: Any, model: nn.Module, rows: Any, size: int, turn: Turn, **more: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"optim": "sgd", "report_to": [], "save_strategy": "no"}
         settings |= {"use_cpu": True, "disable_tqdm": True, "max_grad_norm": 0.0}
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=size, num_train_epochs=1, **settings
         )
-        kind(adapted(path), arguments, train_dataset=rows, callbacks=[turn], **more).train()
+        kind(model, arguments, train_dataset=rows, callbacks=[turn], **more).train()
 
 
-def by_opacus(path: str, rows: Any, size: int, turn: Turn) -> None:
+def by_opacus(model: nn.Module, rows: Any, size: int, turn: Turn) -> None:
     from opacus import PrivacyEngine
 
-    model = adapted(path)
     trained = [p for p in model.parameters() if p.requires_grad]
     private, optimizer, _ = PrivacyEngine().make_private(
         module=model,
@@ -104,13 +103,16 @@ def main() -> None:
     locks = {name: threading.Semaphore(0) for name in ("plain", "ours", "hooks")}
     turns = {name: Turn(name, locks) for name in locks}
     dp = {"defenses": [DPSGD(1.0, 1.0)]}
-    common = options.model, rows, size
+    models = [adapted(options.model) for _ in locks]  # transformers loads in one thread alone
+    common = rows, size
     threads = [
-        threading.Thread(target=by_trainer, args=(Trainer, *common, turns["plain"])),
+        threading.Thread(target=by_trainer, args=(Trainer, models[0], *common, turns["plain"])),
         threading.Thread(
-            target=by_trainer, args=(defended(Trainer), *common, turns["ours"]), kwargs=dp
+            target=by_trainer,
+            args=(defended(Trainer), models[1], *common, turns["ours"]),
+            kwargs=dp,
         ),
-        threading.Thread(target=by_opacus, args=(*common, turns["hooks"])),
+        threading.Thread(target=by_opacus, args=(models[2], *common, turns["hooks"])),
     ]
     for thread in threads:
         thread.start()

@@ -306,8 +306,8 @@ def main() -> None:
         for seed in range(options.sound):
             verdict = SOUND[seed % len(SOUND)](1000 + seed, options.steps, look=options.look)
             alarms += verdict.result == "refuted"
-            if verdict.result == "refuted" or seed < len(SOUND):
-                print(f"run {seed}: {verdict}", flush=True)
+            if verdict.result == "refuted" or seed % 50 < 2:
+                print(f"run {seed}, {alarms} alarms so far: {verdict}", flush=True)
         return print(f"{alarms} alarms in {options.sound} sound runs of {options.steps} steps")
     for name, run in FAULTS.items():
         if options.only not in name:

@@ -259,6 +259,7 @@ class Look:
         loss_terms: ids of the parameters of which a loss of the step has a term of their own.
         notes: functions that write what was recovered to local files, under a title.
         scope: the series that are tried again, where the look is of these alone; None: all.
+        next_look: step of the next look, once it is planned; None for a look at the weights.
     """
 
     step: int
@@ -283,6 +284,7 @@ class Look:
     notes: dict[Series, Callable[[Any, str], object]] = field(default_factory=dict)
     controls: dict[str, Control] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
+    next_look: int | None = None
 
     @property
     def all_batches(self) -> list[TokenBatch]:

@@ -473,7 +473,8 @@ def report(add: Add) -> None:
         out: folder of the report (default: the first RUN's).
         about: facts that no log holds, in tables named as the registry's sections (default:
             report.toml in --out, where there is one).
-        model_card: print a block of Markdown for a model card, and write nothing.
+        model_card: print a block of Markdown for a model card, and write no report. With --out,
+            the folder of the weights, what it says is written there as leakage.json.
         reveal: local reveal files to put into the page: private text; the page gets mode 0600.
     """
     add("runs", nargs="+", metavar="RUN", type=Path)
@@ -503,7 +504,8 @@ def verify(add: Add) -> None:
 
     Options:
         run: folder that holds leakage.jsonl.
-        weights: saved weights, which must be those that the last run ended with.
+        weights: saved weights, which must be those that the last run ended with, or of one of its
+            checkpoints. A leakage.json beside them must say what the logs give.
         key: public key of who signed the run, in PEM (needs the package cryptography).
         head: hash of a line that was noted when the run ended; may be given several times.
     """

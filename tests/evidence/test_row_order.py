@@ -17,7 +17,7 @@ from lightning_fedleak.engine.record import ROW_KEY
 from lightning_fedleak.model.row_order import RowOrder
 from lightning_fedleak.report.records import RECORD
 from lightning_fedleak.trainers import Watch
-from tests.callbacks.runs import fit, monitor_with
+from tests.callbacks.runs import Probe, fit, monitor_with
 from tests.helpers.models import tiny_gpt2
 
 KEY = bytes(range(32))
@@ -103,7 +103,7 @@ def test_a_repetition_with_the_same_key_has_the_same_code(tmp_path: Path) -> Non
         folder.mkdir()
         (folder / ROW_KEY).write_text(json.dumps({"key": KEY.hex()}))
         (folder / ROW_KEY).chmod(0o600)
-        monitor = monitor_with([BagOfWords()], every_n_steps=4)
+        monitor = monitor_with([Probe()], every_n_steps=4)
         fit([monitor], folder, logger=False, **changes)
         codes[name] = end_of(folder)["row_order"]
     assert codes["a"] == codes["b"] != codes["c"]
@@ -112,7 +112,7 @@ def test_a_repetition_with_the_same_key_has_the_same_code(tmp_path: Path) -> Non
 
 def test_with_an_account_there_is_none(tmp_path: Path) -> None:
     strategy = DefendedStrategy("auto", defenses=[DPSGD(1.0, noise_multiplier=1.0)])
-    fit([monitor_with([BagOfWords()], every_n_steps=4)], tmp_path, strategy=strategy, logger=False)
+    fit([monitor_with([Probe()], every_n_steps=4)], tmp_path, strategy=strategy, logger=False)
     assert end_of(tmp_path)["row_order"] is None
     assert not list(tmp_path.rglob(ROW_KEY))
 
@@ -121,5 +121,5 @@ def test_a_key_that_others_may_read_is_refused_with_a_warning(tmp_path: Path) ->
     (tmp_path / ROW_KEY).write_text(json.dumps({"key": KEY.hex()}))
     (tmp_path / ROW_KEY).chmod(0o644)
     with pytest.warns(UserWarning, match="order of rows is not committed to"):
-        fit([monitor_with([BagOfWords()], every_n_steps=4)], tmp_path, logger=False)
+        fit([monitor_with([Probe()], every_n_steps=4)], tmp_path, logger=False)
     assert end_of(tmp_path)["row_order"] is None

@@ -91,9 +91,9 @@ def test_the_smallest_auc_is_detected_in_four_of_five_looks(tmp_path, n):
     draw, shift = np.random.default_rng(0), math.sqrt(2) * norm.ppf(rate)
     trials = [
         mannwhitneyu(draw.normal(shift, 1, n // 2), draw.normal(0, 1, n // 2)).pvalue < 0.05
-        for _ in range(500)
+        for _ in range(1000)
     ]
-    assert 0.76 < np.mean(trials) < 0.90
+    assert 0.74 < np.mean(trials) < 0.90
 
 
 @pytest.mark.parametrize(("n", "control"), [(10, None), (100, 1.0), (100, 0.5)])

@@ -24,12 +24,7 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.model.row_order import RowOrder
-from lightning_fedleak.private_files import (
-    digest_weights,
-    hash_weights,
-    read_secret,
-    write_secret,
-)
+from lightning_fedleak.private_files import digest_weights, hash_weights, read_secret, write_secret
 from lightning_fedleak.report import records
 
 PACKAGES = (
@@ -44,12 +39,14 @@ _OF_THIS_FIT = (
 )
 """Fields of the first line that differ between fits of the same settings."""
 MOST_HASHED = 2**30
-"""Bytes of weights that are hashed before the first step and with a checkpoint: about a second.
+"""Bytes of weights that are hashed before the first step and at checkpoints: 1 to 3 seconds.
 
-Larger models train with no such hash; smaller values spare small models that second.
+Larger models train with no such hash; smaller values spare small models that time.
 """
 ROW_KEY = "row_order.key"
 """File beside the logs, of mode 0600, with the key of the commitment to the order of rows."""
+_keys: dict[Path, str] = {}
+"""The key of each such file of this process, which is written when a fit ends."""
 PLANNED = records.BeginLine, records.LookLine, records.PlanLine
 """Lines that say when the next look is."""
 LOGGED = ("epsilon", "delta", "noise_multiplier")
@@ -99,7 +96,8 @@ class RunRecord:
         """Note the order of rows from now on; none with an account of DP, which it could harm."""
         if run.unit != "step" or accounting(run.defenses):
             return
-        key, path = secrets.token_hex(32), self.path.parent / ROW_KEY
+        path = self.path.parent / ROW_KEY
+        key = _keys.setdefault(path.resolve(), secrets.token_hex(32))
         try:
             key = read_secret(path, "the key")["key"] if path.exists() else key
             self._order = RowOrder(bytes.fromhex(key))

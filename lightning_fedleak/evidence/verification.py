@@ -17,14 +17,7 @@ from lightning_fedleak.evidence.plans import check_plans
 from lightning_fedleak.evidence.signing import STATEMENT, check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights, plain_name
-from lightning_fedleak.report import (
-    Findings,
-    FitLog,
-    ReportError,
-    findings,
-    leakage_file,
-    read,
-)
+from lightning_fedleak.report import Findings, FitLog, ReportError, findings, leakage_file, read
 from lightning_fedleak.report.files import LEAKAGE
 from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, JsonObject, as_json
 

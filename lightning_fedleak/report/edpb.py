@@ -116,7 +116,7 @@ def smallest_rate(attack: AttackSummary) -> float | None:
 
     Of an attack on the trained model it is as recorded. An AUC of n games, of which half are of
     members, has a standard error of sqrt((n + 1) / 3) / n where nothing leaks (Mann and Whitney
-    1947, section 4). Of n words or tokens, of which each is read with the same probability, one is
+    1947). Of n words or tokens, of which each is read with the same probability, one is
     read in 4 of 5 looks where that is 1 - 0.2^(1 / n); an attack that reads a share of known words
     only sees as much less.
 

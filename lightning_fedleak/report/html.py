@@ -236,17 +236,12 @@ def model_card(findings: Findings) -> str:
 
 def leakage_file(findings: Findings) -> JsonObject:
     """Return the content of ``leakage.json``: what a model card says, for programs."""
-    content = as_json(findings)
-    runs = [
-        {name: row[name] for name in _OF_A_RUN}
-        | {
-            "attacks": [
-                _attack_facts(*pair) for pair in zip(fit.attacks, row["attacks"], strict=True)
-            ]
-        }
-        | {"privacy": {account.defense: account.claim for account in fit.privacy}}
-        for fit, row in zip(findings.runs, content["runs"], strict=True)
-    ]
+    runs = []
+    for fit, row in zip(findings.runs, as_json(findings)["runs"], strict=True):
+        attacks = [_attack_facts(*pair) for pair in zip(fit.attacks, row["attacks"], strict=True)]
+        privacy = {account.defense: account.claim for account in fit.privacy}
+        shown = {name: row[name] for name in _OF_A_RUN}
+        runs.append({**shown, "attacks": attacks, "privacy": privacy})
     facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
     return {**facts, "runs": runs, "release": findings.people.get(RELEASE, {})}
 

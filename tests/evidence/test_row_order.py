@@ -110,6 +110,19 @@ def test_a_repetition_with_the_same_key_has_the_same_code(tmp_path: Path) -> Non
     assert len(codes["c"]) == 64
 
 
+def test_monitors_of_one_fit_share_a_key(tmp_path: Path) -> None:
+    monitors = [monitor_with([Probe(name=n)], every_n_steps=4) for n in ("one", "two")]
+    fit(monitors, tmp_path, logger=False)
+    lines = [json.loads(line) for path in tmp_path.rglob(RECORD) for line in path.open()]
+    codes = [line["row_order"] for line in lines if line["kind"] == "end"]
+    assert len(codes) == 2
+    assert len(set(codes)) == 1
+    [file] = tmp_path.rglob(ROW_KEY)
+    fit([monitor_with([Probe()], every_n_steps=4)], tmp_path, logger=False)
+    again = [json.loads(line) for path in tmp_path.rglob(RECORD) for line in path.open()]
+    assert again[-1]["row_order"] == codes[0]
+
+
 def test_with_an_account_there_is_none(tmp_path: Path) -> None:
     strategy = DefendedStrategy("auto", defenses=[DPSGD(1.0, noise_multiplier=1.0)])
     fit([monitor_with([Probe()], every_n_steps=4)], tmp_path, strategy=strategy, logger=False)

@@ -4,9 +4,9 @@
 
     python tests/tools/lowest_versions.py --names test datasets    # without any bound
 
-``make test-lowest`` installs with them, ``make test-newest`` by the names. What those packages need in turn is left to pip. Only torch
-stays as constraints.txt has it: its builds for CPUs are not on every package index. So the oldest
-torch that is allowed is not tested.
+``make test-lowest`` installs with them, ``make test-newest`` by the names. What those packages need
+in turn is left to pip. Only torch stays as constraints.txt has it: its builds for CPUs are not on
+every package index. So the oldest torch that is allowed is not tested.
 """
 
 from __future__ import annotations

@@ -131,11 +131,8 @@ def _summarize(
     lines = [f"### What the trained weights give away: {outcome}", ""]
     for table in tables:
         headers = [str(column.header) for column in table.columns]
-        rows = [
-            headers,
-            ["---"] * len(headers),
-            *zip(*(c.cells for c in table.columns), strict=True),
-        ]
+        cells = zip(*(column.cells for column in table.columns), strict=True)
+        rows = [headers, ["---"] * len(headers), *cells]
         lines += [f"| {' | '.join(map(str, row))} |" for row in rows] + [""]
     lines += [f"- {' '.join(sentence.split())}" for sentence in sentences]
     with path.open("a", encoding="utf-8") as file:

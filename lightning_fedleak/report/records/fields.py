@@ -153,9 +153,7 @@ def append_line(path: Path, line: object) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
-        if fcntl is not None and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            with suppress(OSError):  # without locks a chain shows that two wrote at once
-                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        _lock(file, take=True)
         last = _last_line(file)
         before = hash_line(last.removesuffix(b"\n"))
         text = json.dumps({**as_json(line), BEFORE: before}, allow_nan=False)
@@ -164,6 +162,14 @@ def append_line(path: Path, line: object) -> None:
             file.write(b"\n")
         file.write(f"{text}\n".encode())
         file.flush()
+        _lock(file, take=False)  # which closing does not where a fork has the file too
+
+
+def _lock(file: BinaryIO, *, take: bool) -> None:
+    """Wait for other processes that write to a regular file, or let them."""
+    if fcntl is not None and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with suppress(OSError):  # without locks the chain shows that two wrote at once
+            fcntl.flock(file, fcntl.LOCK_EX if take else fcntl.LOCK_UN)
 
 
 def closing_of(path: Path) -> tuple[int, str]:

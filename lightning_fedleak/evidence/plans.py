@@ -29,7 +29,7 @@ def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
         run, kind, plan = str(line.get("run", "")), line.get("kind"), count_of(line, "next_look")
         place, step = f"{record.name}, line {number}", count_of(line, "step") or 0
         if kind == "begin" and plan is not None:
-            planned[run], intervals[run] = plan, _interval(line)
+            planned[run], intervals[run] = plan, _steps_between_looks(line)
         due = planned.get(run)
         if due is None:
             continue
@@ -59,7 +59,7 @@ def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
     return bool(planned)
 
 
-def _interval(line: JsonObject) -> int | None:
+def _steps_between_looks(line: JsonObject) -> int | None:
     """Return n of the setting ``every_n_steps=n``; None where looks are set by their cost."""
     monitor = line.get("monitor")
     looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""

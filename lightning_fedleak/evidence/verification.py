@@ -233,11 +233,8 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     lines = [line for line in record.contents if line is not None]
     begins = [line for line in lines if line.get("kind") == "begin"][-1:]
     run = begins[0].get("run") if begins else None
-    ends = [one for one in lines if one.get("kind") == "end" and one.get("run") == run]
     step = _step_of_checkpoint(begins, lines, saved_hashes)
-    trained = ends[-1].get("weights") if ends else None
-    if not isinstance(trained, dict) or not all(isinstance(h, str) for h in trained.values()):
-        trained = {}
+    trained = _last_weights(lines, run)
     is_last = bool(trained) and trained.items() <= saved_hashes.items()
     if step is not None and not is_last:
         verdict.note(f"'{place}' holds the trained tensors of the checkpoint at step {step}")
@@ -258,6 +255,14 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
             f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
             f"{unknown} are not there, or saved in another type"
         )
+
+
+def _last_weights(lines: Sequence[JsonObject], run: object) -> dict[str, str]:
+    """Return the hashes of the tensors that a run ended with; none where it did not note them."""
+    ends = [one for one in lines if one.get("kind") == "end" and one.get("run") == run]
+    trained = ends[-1].get("weights") if ends else None
+    is_whole = isinstance(trained, dict) and all(isinstance(h, str) for h in trained.values())
+    return dict(trained or {}) if is_whole else {}
 
 
 def _step_of_checkpoint(

@@ -39,8 +39,7 @@ def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
                     f"{place}: the look of run {run} that was planned at step {due} is missing; "
                     f"the next one is at step {step}"
                 )
-            interval = intervals[run]
-            latest = (step // interval + 1) * interval if interval else plan
+            latest = (step // n + 1) * n if (n := intervals[run]) else plan
             if plan > latest:
                 verdict.contradict(
                     f"{place}: the look of run {run} after step {step} is planned at step {plan}, "

@@ -261,8 +261,8 @@ def _last_weights(lines: Sequence[JsonObject], run: object) -> dict[str, str]:
     """Return the hashes of the tensors that a run ended with; none where it did not note them."""
     ends = [one for one in lines if one.get("kind") == "end" and one.get("run") == run]
     trained = ends[-1].get("weights") if ends else None
-    is_whole = isinstance(trained, dict) and all(isinstance(h, str) for h in trained.values())
-    return dict(trained or {}) if is_whole else {}
+    hashes = trained if isinstance(trained, dict) else {}
+    return hashes if all(isinstance(one, str) for one in hashes.values()) else {}
 
 
 def _step_of_checkpoint(

@@ -240,8 +240,8 @@ def leakage_file(findings: Findings) -> JsonObject:
     for fit, row in zip(findings.runs, as_json(findings)["runs"], strict=True):
         attacks = [_attack_facts(*pair) for pair in zip(fit.attacks, row["attacks"], strict=True)]
         privacy = {account.defense: account.claim for account in fit.privacy}
-        shown = {name: row[name] for name in _OF_A_RUN}
-        runs.append({**shown, "attacks": attacks, "privacy": privacy})
+        more = {"attacks": attacks, "privacy": privacy}
+        runs.append({name: row[name] for name in _OF_A_RUN} | more)
     facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
     return {**facts, "runs": runs, "release": findings.people.get(RELEASE, {})}
 

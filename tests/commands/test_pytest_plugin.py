@@ -41,6 +41,18 @@ def run(
     return pytester.runpytest_inprocess(*plugin)
 
 
+@pytest.mark.parametrize(("selected", "count"), [("fedleak", 2), ("not fedleak", 1)])
+def test_tests_that_measure_are_marked(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, selected: str, count: int
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    tests = ("def test_a(fedleak_step): ...", "def test_b(fedleak_release): ...")
+    pytester.makepyfile("\n".join((*tests, "def test_c(): ...")))
+    plugin = ("-p", "lightning_fedleak.cli.pytest_plugin", "-p", "no:cacheprovider")
+    result = pytester.runpytest_inprocess(*plugin, "--strict-markers", "-m", selected)
+    result.assert_outcomes(passed=count, deselected=3 - count)
+
+
 @pytest.mark.parametrize(("at_most", "outcome"), [(1.0, "passed"), (0.5, "failed")])
 def test_a_step_is_judged(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, at_most: float, outcome: str

@@ -199,8 +199,7 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
         SourceError: options contradict each other.
     """
     limits = [(metric or options.metric, limit) for metric, limit in options.at_most or ()]
-    metrics = {options.metric, *(metric for metric, _ in limits)}
-    if "at_least" in metrics and options.records is None:
+    if options.records is None and "at_least" in {options.metric, *(name for name, _ in limits)}:
         raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
     for metric, limit in limits:
         if metric != "at_least" and limit > 1:

@@ -60,7 +60,7 @@ def verify_run(
     Args:
         run: folder that holds ``leakage.jsonl`` and ``run.jsonl``.
         weights: folder or file of saved weights, which should be those that the last run of the
-            folder ended with.
+            folder ended with, or of a checkpoint that was noted.
         key: public key in PEM, of who signed the run.
         heads: hashes of last lines that were noted elsewhere; each must be of a line.
 
@@ -233,11 +233,11 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     lines = [line for line in record.contents if line is not None]
     begins = [line for line in lines if line.get("kind") == "begin"][-1:]
     run = begins[0].get("run") if begins else None
-    step = _step_of_checkpoint(begins, lines, saved_hashes)
+    checkpoint = _checkpoint_of(lines, saved_hashes)
     trained = _last_weights(lines, run)
     is_last = bool(trained) and trained.items() <= saved_hashes.items()
-    if step is not None and not is_last:
-        verdict.note(f"'{place}' holds the trained tensors of the checkpoint at step {step}")
+    if checkpoint is not None and not is_last:
+        verdict.note(f"'{place}' holds the trained tensors of {checkpoint}")
         return
     if not trained:
         verdict.leave_open("the last run did not note its weights: sharded, or not finished")
@@ -247,7 +247,7 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     different = sorted(n for n in shared - types if trained[n] != saved_hashes[n])
     if different:
         verdict.contradict(
-            f"'{place}' does not hold the weights of run {run}, nor of one of its checkpoints: "
+            f"'{place}' does not hold the weights of run {run}, nor of a noted checkpoint: "
             f"{len(different)} of {len(trained)} trained tensors differ, {different[0]} first"
         )
     elif unknown := len(trained) - len(shared) + len(types):
@@ -265,22 +265,20 @@ def _last_weights(lines: Sequence[JsonObject], run: object) -> dict[str, str]:
     return hashes if all(isinstance(one, str) for one in hashes.values()) else {}
 
 
-def _step_of_checkpoint(
-    begins: Sequence[JsonObject], lines: Sequence[JsonObject], saved_hashes: Mapping[str, str]
-) -> int | None:
-    """Return the step of the last run's checkpoint whose trained tensors these are, or None."""
-    try:
-        names = [plain_name(name) for name in begins[0]["model"]["trained"]]
-        digest = digest_weights({name: saved_hashes[name] for name in names})
-    except (LookupError, TypeError, AttributeError):  # no such run, or a tensor is missing
-        return None
-    steps = [
-        line.get("step")
-        for line in lines
-        if line.get("kind") == "checkpoint"
-        and (line.get("run"), line.get("weights")) == (begins[0].get("run"), digest)
-    ]
-    return next((step for step in reversed(steps) if isinstance(step, int)), None)
+def _checkpoint_of(lines: Sequence[JsonObject], saved_hashes: Mapping[str, str]) -> str | None:
+    """Return in words whose checkpoint these trained tensors are; None where no run noted it."""
+    trained: dict[object, object] = {}
+    for line in lines:
+        run = str(line.get("run"))
+        if line.get("kind") == "begin":
+            try:
+                names = [plain_name(name) for name in line["model"]["trained"]]
+                trained[run] = digest_weights({name: saved_hashes[name] for name in names})
+            except (LookupError, TypeError, AttributeError):  # an odd line, or a tensor is missing
+                continue
+        elif line.get("kind") == "checkpoint" and line.get("weights") == trained.get(run, 0):
+            return f"the checkpoint of run {run} at step {line.get('step')}"
+    return None
 
 
 def _saved_tensors(place: Path) -> dict[str, Tensor]:

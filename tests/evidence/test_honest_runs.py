@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Trainer
 
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.engine import WatchSettings
@@ -17,6 +19,7 @@ from lightning_fedleak.report.records import RECORD
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe, fit, monitor_with
 from tests.helpers.models import tiny_gpt2
+from tests.trainers.test_transformers import trainer_of, watched
 
 
 class Loop:
@@ -128,3 +131,18 @@ def test_a_fit_of_lightning_that_is_resumed(tmp_path: Path) -> None:
     check = verify_run(record.parent)
     assert check.verdict.status in (HOLDS, OPEN), check.verdict
     assert not [text for text in check.verdict.notes if "planned" in text]
+
+
+def test_a_trainer_of_transformers_that_is_resumed(tmp_path: Path) -> None:
+    """Its checkpoints, too, are those of the run that wrote them."""
+    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
+        trainer = trainer_of(tmp_path, kind=Trainer, save_strategy="steps", save_steps=4)
+        watched(trainer, [BagOfWords()])
+        trainer.train(resume_from_checkpoint=checkpoint)
+    for step, words in ((4, "at step 4"), (8, None)):
+        check = verify_run(tmp_path, weights=tmp_path / f"checkpoint-{step}")
+        assert check.verdict.status == HOLDS, check.verdict
+        notes = [text for text in check.verdict.notes if "checkpoint" in text or "planned" in text]
+        assert [words in text for text in notes] == ([] if words is None else [True])
+    end = json.loads((tmp_path / RECORD).read_text().splitlines()[-1])
+    assert len(end["row_order"]) == 64

@@ -504,8 +504,8 @@ def verify(add: Add) -> None:
 
     Options:
         run: folder that holds leakage.jsonl.
-        weights: saved weights, which must be those that the last run ended with, or of one of its
-            checkpoints. A leakage.json beside them must say what the logs give.
+        weights: saved weights, which must be those that the last run ended with, or of a checkpoint
+            that was noted. A leakage.json beside them must say what the logs give.
         key: public key of who signed the run, in PEM (needs the package cryptography).
         head: hash of a line that was noted when the run ended; may be given several times.
     """

@@ -41,7 +41,7 @@ _OF_THIS_FIT = (
 MOST_HASHED = 2**30
 """Bytes of weights that are hashed before the first step and at checkpoints: 1 to 3 seconds.
 
-Larger models train with no such hash; smaller values spare small models that time.
+Of more there is no such hash; smaller values spare small models that time.
 """
 ROW_KEY = "row_order.key"
 """File beside the logs, of mode 0600, with the key of the commitment to the order of rows."""
@@ -174,17 +174,21 @@ class RunRecord:
     def weights_of(self, run: Run, kinds: Sequence[str] = ("trained",)) -> dict[str, str] | None:
         """Return one hash of the trained and one of the frozen tensors, as they are asked for.
 
-        None where they are sharded, of a federation, or larger than :data:`MOST_HASHED`.
+        None where they are sharded or of a federation; a kind of more than :data:`MOST_HASHED`
+        bytes is left out.
         """
+        if run.unit != "step" or run.is_sharded:
+            return None
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
         for name, one in run.anatomy.root.named_parameters():
             if (kind := "trained" if one.requires_grad else "frozen") in tensors:
                 tensors[kind][name] = one
-        size = sum(one.nbytes for part in tensors.values() for one in part.values())
-        if run.unit != "step" or run.is_sharded or size > MOST_HASHED:
-            return None
         try:
-            return {kind: digest_weights(hash_weights(part)) for kind, part in tensors.items()}
+            return {
+                kind: digest_weights(hash_weights(part))
+                for kind, part in tensors.items()
+                if sum(one.nbytes for one in part.values()) <= MOST_HASHED
+            }
         except Exception as error:  # of weights on no device, or out of memory
             self._warn(f"weights were not hashed ({type(error).__name__})")
             return None

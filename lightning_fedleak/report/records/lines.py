@@ -294,8 +294,8 @@ class BeginLine(RunLine):
         gates: None where they were not recorded.
         settings_hash: SHA-256 of all settings.
         next_look: step of the first look at a step; None where none is planned.
-        weights: hash of all ``trained`` and of all ``frozen`` tensors before the first step; None
-            where they were not hashed: sharded, large, or of a federation.
+        weights: hash of all ``trained`` and of all ``frozen`` tensors before the first step,
+            but for a kind that is large; None where they are sharded or of a federation.
     """
 
     kind: str = field(default="begin", init=False)

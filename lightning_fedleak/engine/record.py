@@ -166,10 +166,8 @@ class RunRecord:
     def add_checkpoint(self, run: Run) -> None:
         """Write a hash of the trained weights of a checkpoint of a fit that goes on."""
         if not self.ended and run.unit == "step":
-            weights = self.weights_of(run) or {}
-            self.append(
-                records.CheckpointLine(run="", step=run.step, weights=weights.get("trained"))
-            )
+            digest = (self.weights_of(run) or {}).get("trained")
+            self.append(records.CheckpointLine(run="", step=run.step, weights=digest))
 
     def weights_of(self, run: Run, kinds: Sequence[str] = ("trained",)) -> dict[str, str] | None:
         """Return one hash of the trained and one of the frozen tensors, as they are asked for.

@@ -11,7 +11,8 @@ def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
     """Check that each look at a step is where the line before it had planned it.
 
     A run's first line says when its first look is, and each look when the next one is. A look that
-    was at another step, or failed, has a line that says so. Of a run that was cut off, what comes
+    was at another step, or failed, has a line that says so; the first one of a run that was resumed
+    as well, since it learns its step later. Of a run that was cut off, what comes
     after its last line is not missed.
 
     Args:
@@ -23,6 +24,7 @@ def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
     """
     planned: dict[str, int | None] = {}
     intervals: dict[str, int | None] = {}
+    resumed: set[str] = set()
     for number, line in enumerate(record.contents, 1):
         if line is None:
             continue
@@ -30,6 +32,7 @@ def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
         place, step = f"{record.name}, line {number}", count_of(line, "step") or 0
         if kind == "begin" and plan is not None:
             planned[run], intervals[run] = plan, _steps_between_looks(line)
+            resumed |= {run} if line.get("resumed") else set()
         due = planned.get(run)
         if due is None:
             continue
@@ -45,10 +48,11 @@ def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
                     f"{place}: the look of run {run} after step {step} is planned at step {plan}, "
                     f"and its settings ask for one at step {latest}"
                 )
-            planned[run] = plan
+            planned[run], resumed = plan, resumed - {run}
         elif kind == "plan":
-            instead = "was not made" if plan is None else f"was at step {plan}"
-            verdict.note(f"{place}: the look of run {run} planned at step {due} {instead}")
+            if run not in resumed:
+                instead = "was not made" if plan is None else f"was at step {plan}"
+                verdict.note(f"{place}: the look of run {run} planned at step {due} {instead}")
             planned[run] = plan
         elif kind == "end" and due < step:
             verdict.contradict(

@@ -231,8 +231,7 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     """Check that saved weights are those of a checkpoint, or that the last run ended with."""
     saved_hashes = hash_weights(_saved_tensors(place))
     lines = [line for line in record.contents if line is not None]
-    begins = [line for line in lines if line.get("kind") == "begin"][-1:]
-    run = begins[0].get("run") if begins else None
+    run = next((one.get("run") for one in reversed(lines) if one.get("kind") == "begin"), None)
     checkpoint = _checkpoint_of(lines, saved_hashes)
     trained = _last_weights(lines, run)
     is_last = bool(trained) and trained.items() <= saved_hashes.items()

@@ -61,10 +61,7 @@ def _named_attack(
         "; ".join(places) or NOT_TRIED,
         [*model_results(attacks, metric), *(_result(a, a.headline) for a in of_updates)],
         [f"{a.name}: {_visible(a, unit)}" for a in measured]
-        + [
-            f"{a.name}: {_visible(a, 'AUC' if a.headline == 'auc' else 'share of words or tokens')}"
-            for a in of_updates
-        ],
+        + [f"{a.name}: {_visible(a)}" for a in of_updates],
     )
 
 
@@ -136,11 +133,12 @@ def smallest_rate(attack: AttackSummary) -> float | None:
     return (1 - 0.2 ** (1 / n)) / seen if seen > 0 else math.inf
 
 
-def _visible(attack: AttackSummary, unit: str) -> str:
+def _visible(attack: AttackSummary, unit: str = "") -> str:
     """Return the smallest rate that an attack could have seen, in words."""
     rate = smallest_rate(attack)
     if rate is None:
         return NOT_RECORDED
     if rate >= 1:
         return "none: too few, or its control was not read"
+    unit = unit or ("AUC" if attack.headline == "auc" else "share of words or tokens")
     return f"{unit} of {share(rate)}"

@@ -301,11 +301,14 @@ def test_a_look_that_is_left_out_is_named_although_all_hashes_fit(tmp_path: Path
         assert f"planned at step {step} is missing" in text
 
 
-def plans(folder: Path, *lines: dict[str, Any], looks: str = "every_n_steps=2") -> Verdict:
+def plans(
+    folder: Path, *lines: dict[str, Any], looks: str = "every_n_steps=2", goes_on: bool = False
+) -> Verdict:
     """Return what is found of a run with these lines after its first."""
     monitor = {"client": "rank", "looks": looks}
-    first = begin("a", schema=4, monitor=monitor, next_look=0)
-    record = ChainedFile(RECORD, contents=[first, *({"run": "a"} | line for line in lines)])
+    start = begin("a", schema=4, monitor=monitor, next_look=0)
+    start["resumed"] = {"run": "b", "privacy": []} if goes_on else None
+    record = ChainedFile(RECORD, contents=[start, *({"run": "a"} | line for line in lines)])
     verdict = Verdict()
     assert check_plans(record, verdict)
     return verdict
@@ -347,6 +350,12 @@ def test_a_plan_that_changed_is_a_note(tmp_path: Path) -> None:
         "at step 4 was not made",
     ]
     assert plans(tmp_path, at(0, 9), at(9, 11), looks="max_overhead=0.1").status == HOLDS
+    resumed = [{"kind": "plan", "step": 3, "next_look": 3}, at(3, 4), at(4, 6), END]
+    verdict = plans(tmp_path, *resumed, goes_on=True)
+    assert (verdict.status, verdict.notes) == (HOLDS, [])
+    del resumed[1]
+    [text] = plans(tmp_path, *resumed, goes_on=True).contradictions
+    assert "planned at step 3 is missing" in text
 
 
 def test_logs_of_an_older_version_are_called_unchained(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Attacks on the trained weights: what a released model gives away of its training texts."""
 
 from lightning_fedleak.attacks.memorization.blind import blind_scores as blind_scores
+from lightning_fedleak.attacks.memorization.entities import Entities as Entities
+from lightning_fedleak.attacks.memorization.entities import EntityGuess as EntityGuess
 from lightning_fedleak.attacks.memorization.extraction import Canaries as Canaries
 from lightning_fedleak.attacks.memorization.extraction import Extraction as Extraction
 from lightning_fedleak.attacks.memorization.extraction import ExtractionGuess as ExtractionGuess

@@ -1,24 +1,36 @@
-"""Canaries: what the trained weights say of planted texts, by how often they were repeated."""
+"""What the trained weights say of planted texts and values, by how often they were repeated."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack
-from lightning_fedleak.attacks.memorization import Canaries
+from lightning_fedleak.attacks import Attack, UnusableObservation
+from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.channels.account import too_few_non_members
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
-from lightning_fedleak.engine.channels.pool import CanaryPool, Pool
-from lightning_fedleak.engine.outcomes import AUDIT, Series
-from lightning_fedleak.engine.run import reason
+from lightning_fedleak.engine.channels.pool import CanaryPool, NoNonMembers, Pool
+from lightning_fedleak.engine.outcomes import AUDIT, PREFIX, Outcome, Series
+from lightning_fedleak.engine.run import Look, reason
+from lightning_fedleak.evaluation.canaries import EntitySet
+from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.evaluation.metrics.entities import entity_values
 from lightning_fedleak.evaluation.metrics.released import canary_tiers
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.report.records import CANARIES, PoolLine
+from lightning_fedleak.model import model_runs
+from lightning_fedleak.model.snapshots import (
+    CandidateSnapshot,
+    Observation,
+    ReleasedModel,
+    Stage,
+    TokenSnapshot,
+)
+from lightning_fedleak.model.taps import candidate_log_probs
+from lightning_fedleak.report.records import CANARIES, ENTITIES, PoolLine
 
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 
@@ -160,3 +172,188 @@ class CanaryChannel(MemorizationChannel):
 
 def _tier_name(attack: Attack, times: int) -> str:
     return f"{attack.name}_x{times}"
+
+
+class EntityChannel(MemorizationChannel):
+    """Rank planted values among others of their set, after each epoch and at the end.
+
+    Each kind and place has a series, ``leakage/<attack>/<kind>/<place>``, and where values are
+    repeated differently one of each number of repetitions, with ``_x<times>``. The base is not
+    asked: the rank of a value that was left out is uniform under any model.
+
+    Raises:
+        ValueError: no values are planted.
+    """
+
+    reads = Entities
+    leak = ENTITIES
+    plays_games = True
+    metrics = ("first", "greedy")
+    ranges: ClassVar[Any] = dict.fromkeys(("first", "greedy"), (-1.0, 1.0, 0.0))
+    extras = (
+        *("p_value", "median_rank", "candidates", "first_others", "greedy_others"),
+        *("first_provable", "greedy_provable", "members", "others", "alpha"),
+    )
+    width = 3 * len(metrics) + len(extras)
+    absent = "no values are planted: with_entities(...) and games=Games(entities=train.entities)"
+
+    def _check_settings(self) -> None:
+        """Take the values; refuse attacks without any.
+
+        Raises:
+            ValueError: says what to give.
+        """
+        super()._check_settings()
+        entities = self.settings.games.entities
+        if entities is None:
+            raise ValueError(
+                f"'{self.attacks[0].name}' ranks the values of with_entities, and none are given: "
+                "games=Games(entities=train.entities)"
+            )
+        self._entities: EntitySet = entities
+        self._seconds = 0.0
+
+    def _tiers(self, attack: Attack) -> dict[str, tuple[tuple[str, str], tuple[int, ...]]]:
+        """Return by the name of each series its kind and place, and which repetitions count."""
+        times = self._entities.record.times
+        names = {}
+        for kind, place in self._entities.groups:
+            root = f"{attack.name}/{kind}/{place}"
+            names[root] = (kind, place), times
+            names |= {f"{root}_x{n}": ((kind, place), (n,)) for n in times if len(times) > 1}
+        return names
+
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """Return the series of each kind, place and number of repetitions."""
+        return [
+            Series(PREFIX[Stage.RELEASED], name, attack.name, Stage.RELEASED)
+            for name in self._tiers(attack)
+            if Stage.RELEASED in stages
+        ]
+
+    def _drawn(self) -> Pool:
+        """Return the rows with values.
+
+        Raises:
+            NoNonMembers: the model is not causal.
+        """
+        if self.run.anatomy.kind != "causal":
+            raise NoNonMembers(f"a {self.run.anatomy.kind} model does not write values")
+        return CanaryPool.of_canaries(self._entities, self.run.training_loader)
+
+    def ask_base(self) -> None:
+        """Ask about one value, before the first step: what it costs, and whether it can be done."""
+        start = time.perf_counter()
+        for attack in self.attacks:
+            self._ask_values(attack, [0])
+        self._seconds = time.perf_counter() - start
+
+    def describe(self) -> str:
+        """Return in words what is ranked, and what that takes, for the line-up."""
+        n, processes = len(self._entities), 1 if self.run.is_sharded else self.run.processes
+        most = max((attack.candidates for attack in self.attacks), default=0)
+        return (
+            f"{n} planted values, each among {most} others of its set, after each epoch, which "
+            f"takes about {self._seconds * n / processes:.2g} s each time"
+        )
+
+    def is_due(self, epoch: int, share: float) -> bool:
+        """Return whether an epoch is over."""
+        return share >= 1
+
+    def ask_weights(self, look: Look, epoch: int, *, lists: bool) -> None:
+        """Let every attack rank the values by what the model says now."""
+        pool = self._pool
+        assert pool is not None
+        passed, _ = self._count_seen(pool)
+        self._looks += 1
+        _, members = pool.compared(epoch, passed)
+        for attack in self.attacks:
+            series = self.series(attack, (Stage.RELEASED,))
+            try:
+                if not bool(members.any()):
+                    raise UnusableObservation(f"no planted row was in a batch. {_MEND}")
+                snapshot = self._ask_values(attack, range(len(pool.texts)))
+                guess = attack.run(Observation(candidates=snapshot))
+                values = self._values(attack, guess, members)
+                look.answers |= {one: values[one.name] for one in series}
+            except Exception as error:
+                look.answers |= dict.fromkeys(series, reason(error))
+
+    def _values(
+        self, attack: Attack, guess: Any, members: Tensor
+    ) -> dict[str, dict[str, float] | str]:
+        """Return what the ranks show, by the name of each series."""
+        groups = [(one.kind, one.place) for one in self._entities.entities]
+        out = ~self._entities.included
+        repeats = torch.tensor(self._entities.record.repeats)
+        values = {}
+        for name, (group, times) in self._tiers(attack).items():
+            inside = torch.tensor([one == group for one in groups])
+            sides = inside & members, inside & out
+            errors = {"look": self._looks, "alpha": self.settings.memorization.alpha}
+            values[name] = entity_values(guess, *sides, repeats, times, **errors)
+        return values
+
+    def _ask_values(self, attack: Any, rows: Sequence[int]) -> CandidateSnapshot:
+        """Return what the model says of some values; each process asks about its part.
+
+        Raises:
+            UnusableObservation: it cannot be asked, on this process or on another one.
+        """
+        run, anatomy = self.run, self.run.anatomy
+        alone = run.processes == 1 or run.is_sharded
+        first, every = (0, 1) if alone else (run.rank, run.processes)
+        sizes = torch.zeros(len(rows), dtype=torch.long)
+        log_probs = torch.zeros(len(rows), attack.candidates + 1)
+        greedy = torch.zeros(len(rows))
+        failure: Exception | None = None
+        try:
+            with run.forward_context(), model_runs.undisturbed(anatomy):
+                for place in range(first, len(rows), every):
+                    entity = self._entities.entities[rows[place]]
+                    values = self._entities.candidates(rows[place], attack.candidates)
+                    context = self._entities.token_ids[rows[place]][: entity.start]
+                    answers, is_greedy = candidate_log_probs(anatomy, context, values)
+                    log_probs[place, : len(values)] = answers
+                    sizes[place], greedy[place] = len(values) - 1, float(is_greedy)
+        except Exception as error:
+            failure = error
+        if run.on_any_process(failure is not None):
+            why = "another process failed" if failure is None else reason(failure)
+            raise UnusableObservation(f"the model cannot be asked: {why}") from failure
+        if not alone:
+            log_probs, sizes, greedy = (
+                run.summed(part.to(run.device)).cpu() for part in (log_probs, sizes, greedy)
+            )
+        return CandidateSnapshot(log_probs, sizes, greedy > 0)
+
+    def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
+        """Return the outcome of one kind and place."""
+        rates = {
+            name: Rate(*(values[f"{name}{end}"] for end in ("", "_low", "_high")))
+            for name in self.metrics
+        }
+        n = int(values["members"] + values["others"])
+        return Outcome(rates, n, extra={name: values[name] for name in self.extras})
+
+    def pool_line(self) -> PoolLine | None:
+        """Return nothing: each line of results has the numbers of values."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of looks, and the commitment to the values."""
+        if not self.listed_attacks:
+            return {}
+        return {self.family: {"looks": self._looks, **self._entities.state_dict()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the values are the same, and count the looks.
+
+        Raises:
+            InclusionMismatch: other values.
+        """
+        saved = state.get(self.family, {})
+        self._looks = int(saved.get("looks", 0))
+        if saved and self.listed_attacks:
+            self._entities.load_state_dict(saved)

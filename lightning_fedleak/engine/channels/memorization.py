@@ -334,10 +334,7 @@ class MemorizationChannel(Channel):
             why = "what the base said is not known: the run was resumed without its record"
             look.answers |= dict.fromkeys(every, f"{why} ({self.folder / self.file})")
             return
-        counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
-        counts = self.run.summed(counts.to(self.run.device)).cpu()
-        pool.seen = counts[:-2] > 0
-        passed, unread = (int(one) for one in counts[-2:])
+        passed, unread = self._count_seen(pool)
         self._looks += 1
         answers: TokenSnapshot | None = None
         for short in (False, True):
@@ -369,6 +366,13 @@ class MemorizationChannel(Channel):
                     shared = self._lists, self._share(epoch), self.settings.memorization.alpha
                     values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
             look.answers |= {series: values[series.name] for series in part}
+
+    def _count_seen(self, pool: Pool) -> tuple[int, int]:
+        """Join which texts all processes have seen; return the texts and unread batches so far."""
+        counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
+        counts = self.run.summed(counts.to(self.run.device)).cpu()
+        pool.seen = counts[:-2] > 0
+        return int(counts[-2]), int(counts[-1])
 
     @property
     def _short_names(self) -> set[str]:

@@ -196,15 +196,18 @@ class CanaryPool(Pool):
     """The canaries that the model is asked about, in the data or held out."""
 
     @classmethod
-    def of_canaries(cls, canaries: CanarySet, loader: Any, settings: Memorization) -> CanaryPool:
+    def of_canaries(
+        cls, canaries: CanarySet, loader: Any, settings: Memorization | None = None
+    ) -> CanaryPool:
         """Return all canaries; the budget pays for all, or the attack is not played.
 
         Raises:
-            NoNonMembers: the budget does not pay for them.
+            NoNonMembers: the budget of the settings, if there are any, does not pay for them.
         """
         check_loader(loader)
         length = len(loader.dataset)
-        affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
+        if settings is not None:
+            affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
         included = canaries.included
         return cls(
             way="left out",

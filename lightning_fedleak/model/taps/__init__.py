@@ -8,6 +8,7 @@ from lightning_fedleak.model.taps.calls import ModelCalls as ModelCalls
 from lightning_fedleak.model.taps.calls import PackedRows as PackedRows
 from lightning_fedleak.model.taps.calls import arguments_of as arguments_of
 from lightning_fedleak.model.taps.calls import with_ids as with_ids
+from lightning_fedleak.model.taps.candidates import candidate_log_probs as candidate_log_probs
 from lightning_fedleak.model.taps.control import Draw as Draw
 from lightning_fedleak.model.taps.control import control_crossing as control_crossing
 from lightning_fedleak.model.taps.control import control_gradient as control_gradient

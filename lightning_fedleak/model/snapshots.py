@@ -136,6 +136,11 @@ class TokenSnapshot:
         """Return the snapshot of some of the texts, given as (n,) indices or (N,) bool."""
         return TokenSnapshot(*(getattr(self, f.name)[index] for f in fields(self)))
 
+    def within(self, places: Tensor) -> TokenSnapshot:
+        """Return the snapshot with nothing outside of some places, (N, L) bool."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return TokenSnapshot(*(value * places for value in values))
+
     def mean_log_probs(self) -> Tensor:
         """Return (N,) minus the loss of each text; NaN where it has no label token."""
         return (self.log_probs * self.labels).double().sum(1) / self.labels.sum(1)

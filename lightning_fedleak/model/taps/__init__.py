@@ -35,6 +35,7 @@ from lightning_fedleak.model.taps.split import SplitTap as SplitTap
 from lightning_fedleak.model.taps.tokens import Text as Text
 from lightning_fedleak.model.taps.tokens import answer_groups as answer_groups
 from lightning_fedleak.model.taps.tokens import compressed_bytes as compressed_bytes
+from lightning_fedleak.model.taps.tokens import label_places as label_places
 from lightning_fedleak.model.taps.tokens import pool_digest as pool_digest
 from lightning_fedleak.model.taps.tokens import texts_in as texts_in
 from lightning_fedleak.model.taps.tokens import token_log_probs as token_log_probs

@@ -17,7 +17,14 @@ from lightning_fedleak.report.attacks import (
     QuotedLook,
 )
 from lightning_fedleak.report.fits import FitSummary
-from lightning_fedleak.report.records import CANARIES, HIGH, STANDARD_FAMILIES, Family, MetricValue
+from lightning_fedleak.report.records import (
+    CANARIES,
+    ENTITIES,
+    HIGH,
+    STANDARD_FAMILIES,
+    Family,
+    MetricValue,
+)
 from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.series import before_and_after, is_read, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
@@ -140,7 +147,7 @@ def overview(fit: FitSummary) -> Overview:
     """Return what is said first of a run."""
     families = {one.name: one for one in STANDARD_FAMILIES}
     for attack in fit.attacks:
-        if attack.family.headline and attack.family.name != CANARIES.name:
+        if attack.family.headline and attack.family.name not in (CANARIES.name, ENTITIES.name):
             families.setdefault(attack.family.name, attack.family)
     readings = [_reading(fit, family) for family in families.values()]
     steps = f"until {fit.unit} {fit.steps or 0:,}"

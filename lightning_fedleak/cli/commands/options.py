@@ -295,8 +295,8 @@ def memorization(add: Add) -> None:
             p-values and a list, and no text. See fedleak records.
         false_discoveries: rate of that list: the expected share of rows in it that chance explains.
         metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, the excess of
-            members that are extracted in samples or greedily, or with --records the number of rows
-            that are given away at least.
+            members that are extracted in samples or greedily, with --records the number of rows
+            that are given away at least, or the AUC of prompts, which have no loss.
         at_most: exit with status 3 where its interval reaches above, or it is unknown.
         out: file of the result as JSON.
     """
@@ -311,7 +311,11 @@ def memorization(add: Add) -> None:
     add("--drawn", action="store_true")
     add("--records", **_path("FILE"))
     add("--false-discoveries", **_number("X", _RATE, 0.1))
-    add("--metric", choices=("auc", "shown", "extracted", "greedy", "at_least"), default="auc")
+    add(
+        "--metric",
+        choices=("auc", "shown", "extracted", "greedy", "at_least", "prompts"),
+        default="auc",
+    )
     add("--at-most", **_number("X", _NOISE))
     add("--out", **_path("FILE"))
 

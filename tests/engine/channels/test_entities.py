@@ -16,6 +16,7 @@ from lightning_fedleak.attacks.memorization import Entities, Loss
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_entities
+from lightning_fedleak.report import findings, model_card, page, read
 from tests.canaries.test_with_entities import PHONE, TOKENIZER
 from tests.engine.channels.test_memorization import fit
 
@@ -116,6 +117,20 @@ def test_no_value_and_no_token_is_in_a_file_of_the_run(run: Any) -> None:
             for run_of_ids in (ids[:6], ids[entity.start : entity.start + 6]):
                 assert json.dumps(run_of_ids)[1:-1].encode() not in content, path
                 assert ",".join(map(str, run_of_ids)).encode() not in content, path
+
+
+def test_the_report_and_the_card_say_what_by_kind_and_place(run: Any) -> None:
+    folder, *_ = run
+    found = findings(read([folder]))
+    html, card = page(found), model_card(found)
+    assert "Which records, what in them" in html
+    assert "which records, what in them" in card
+    for text in (html, card):
+        text = text.replace("\\", "")
+        assert "Planted values, phone in the label, 8 times" in text
+        assert "Planted values, phone in the prompt" in text
+        assert "more rank first than of those left out" in text
+    assert "regurgitation (entity" not in html  # planted values are no texts of the data
 
 
 def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:

@@ -16,7 +16,14 @@ from lightning_fedleak.report.bounds import JointAccount, joint_accounts
 from lightning_fedleak.report.comparing import Comparison, comparison, names_of
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, grouped
-from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
+from lightning_fedleak.report.overview import (
+    Overview,
+    Reading,
+    listed_rows,
+    of_what_left,
+    overview,
+    plain,
+)
 from lightning_fedleak.report.records import ENTITIES, HIGH, STANDARD_FAMILIES, JsonObject, named
 from lightning_fedleak.report.wording import FOR_UNIT, digits, interval, visible
 
@@ -185,31 +192,21 @@ def given_away(fit: FitSummary) -> list[tuple[str, str]]:
     The rows are of the list of records, of planted values by kind, place and repetitions, of the
     passages of texts by their copies, and of prompts; empty where nothing of it was asked.
     """
-    rows = []
-    if (counts := fit.rows) is not None:
-        known = counts.get("at_least")
-        answer = "unknown" if known is None else f"at least {known:.0f}"
-        listed = f"{counts['listed']:.0f} listed" if "listed" in counts else "no list"
-        of = f" of {counts['members']:.0f}; {listed}" if "members" in counts else ""
-        rows.append(("Rows of the training data", answer + of))
-        if "repeated" in counts:
-            rows.append(("Rows that have copies", f"{counts['repeated']:.0f}, listed apart"))
+    rows = [] if fit.rows is None else [("Rows of the training data", listed_rows(fit.rows))]
     for attack in fit.attacks:
+        answer = interval(attack.last) if attack.looks else f"unknown: {attack.why_unknown}"
         if attack.family.name == ENTITIES.name:
-            kind, _, place = attack.name.partition("/")[2].rpartition("/")
+            _, kind, place = attack.name.split("/")
             place, _, times = place.partition("_x")
             words = f"Planted values, {kind} in the {place}" + f", {times} times" * bool(times)
-            greedy = interval(attack.rates.get("greedy"))
-            answer = f"{interval(attack.last)} more rank first than of those left out"
-            rows.append((words, f"{answer}; written greedily: {greedy}; n {attack.last_n}"))
-            if not attack.looks:
-                rows[-1] = words, f"unknown: {attack.why_unknown}"
+            greedy = f"written greedily: {interval(attack.rates.get('greedy'))}; n {attack.last_n}"
+            rows.append((words, f"{answer} more rank first than of those left out; {greedy}"))
         elif attack.name.startswith("prompt_ratio"):
-            rows.append(("Prompts, which have no loss", f"AUC {interval(attack.last)}"))
+            rows.append(("Prompts, which have no loss", f"AUC {answer}"))
         for name, copies in _COPIES.items():
             if (rate := attack.rates.get(f"extracted_{name}")) is not None:
-                words = f"Passages of texts in {copies}"
-                rows.append((words, f"{interval(rate)} more are extracted than of those left out"))
+                words = f"{interval(rate)} more are extracted than of those left out"
+                rows.append((f"Passages of texts in {copies}", words))
     return rows
 
 

@@ -175,7 +175,7 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
             "does not confirm it."
         )
     if fit.rows is not None:
-        yield _listed_rows(fit.rows)
+        yield listed_rows(fit.rows)
     if fit.withheld:
         yield (
             f"Gates kept back {fit.withheld} of {fit.updates} updates: what those would have given "
@@ -188,7 +188,7 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
         )
 
 
-def _listed_rows(rows: Mapping[str, float]) -> str:
+def listed_rows(rows: Mapping[str, float]) -> str:
     """Return which training rows the trained model gives away, in a sentence of counts."""
     if "at_least" not in rows:
         return "Which training rows the trained model gives away is unknown."

@@ -183,7 +183,7 @@ def test_a_record_keeps_the_draw_and_holds_no_value(tmp_path: Path) -> None:
     [
         ({"phone": ("Call me.", "###-####")}, {}, r"one \{\}"),
         ({"phone": ("{} is mine", "###-####")}, {}, "behind some words"),
-        ({"code": ("Code {}", "##")}, {}, "has 100 values, of which 20 are planted: 120"),
+        ({"code": ("Code {}", "##")}, {}, "has 100 values, of which 20 are planted: give 120"),
         ({"name": ("I am {}", ["Jo"] * 300)}, {}, "a value twice"),
         ({}, {}, "give kinds="),
         (PHONE, {"where": ["answer"]}, "places"),

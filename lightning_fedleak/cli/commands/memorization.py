@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import torch
 from rich.console import Console
@@ -17,7 +16,7 @@ from rich.table import Table
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import print_table, three_digits
-from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
+from lightning_fedleak.cli.studies.memorization import Comparison, Part, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS
@@ -36,7 +35,6 @@ _USED_UP = (
     "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
     "which are used up. Leave rows out of it by a fresh draw, and train on the rest."
 )
-Part = Literal["long", "short", "prompts"]
 _HEADLINES: Mapping[Part, str] = {
     "long": "combined",
     "short": "loss_ratio_short",

@@ -18,6 +18,8 @@ from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordLis
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
 
+Part = Literal["long", "short", "prompts"]
+"""Which texts a pool is of: of 8 label tokens or more, of 1 to 7, or the prompts."""
 LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
 
 
@@ -100,7 +102,7 @@ class ReleasedPool:
         decode: Callable[[list[int]], str] | None = None,
         numbers: Sequence[int] | None = None,
         *,
-        part: Literal["long", "short", "prompts"] = "long",
+        part: Part = "long",
     ) -> None:
         everyone = [*members, *others]
         sides = [row < len(members) for row in range(len(everyone))]

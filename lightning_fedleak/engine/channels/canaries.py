@@ -213,15 +213,18 @@ class EntityChannel(MemorizationChannel):
         self._entities: EntitySet = entities
         self._seconds = 0.0
 
-    def _tiers(self, attack: Attack) -> dict[str, tuple[tuple[str, str], tuple[int, ...]]]:
-        """Return by the name of each series its kind and place, and which repetitions count."""
-        times = self._entities.record.times
-        names = {}
-        for kind, place in self._entities.groups:
-            root = f"{attack.name}/{kind}/{place}"
-            names[root] = (kind, place), times
-            names |= {f"{root}_x{n}": ((kind, place), (n,)) for n in times if len(times) > 1}
-        return names
+    def _tiers(self, attack: Attack) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+        """Return by the name of each series its values, (N,) bool, and which repetitions count."""
+        entities, times = self._entities, self._entities.record.times
+        tiers = {"": times} | ({f"_x{n}": (n,) for n in times} if len(times) > 1 else {})
+        return {
+            f"{attack.name}/{kind}/{place}{end}": (
+                torch.tensor([(one.kind, one.place) == (kind, place) for one in entities.entities]),
+                counted,
+            )
+            for kind, place in entities.groups
+            for end, counted in tiers.items()
+        }
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of each kind, place and number of repetitions."""
@@ -268,32 +271,21 @@ class EntityChannel(MemorizationChannel):
         passed, _ = self._count_seen(pool)
         self._looks += 1
         _, members = pool.compared(epoch, passed)
+        repeats, out = torch.tensor(self._entities.record.repeats), ~self._entities.included
+        errors = {"look": self._looks, "alpha": self.settings.memorization.alpha}
         for attack in self.attacks:
-            series = self.series(attack, (Stage.RELEASED,))
+            series = {one.name: one for one in self.series(attack, (Stage.RELEASED,))}
             try:
                 if not bool(members.any()):
                     raise UnusableObservation(f"no planted row was in a batch. {_MEND}")
                 snapshot = self._ask_values(attack, range(len(pool.texts)))
                 guess = attack.run(Observation(candidates=snapshot))
-                values = self._values(attack, guess, members)
-                look.answers |= {one: values[one.name] for one in series}
+                for name, (inside, times) in self._tiers(attack).items():
+                    sides = inside & members, inside & out
+                    values = entity_values(guess, *sides, repeats, times, **errors)
+                    look.answers[series[name]] = values
             except Exception as error:
-                look.answers |= dict.fromkeys(series, reason(error))
-
-    def _values(
-        self, attack: Attack, guess: Any, members: Tensor
-    ) -> dict[str, dict[str, float] | str]:
-        """Return what the ranks show, by the name of each series."""
-        groups = [(one.kind, one.place) for one in self._entities.entities]
-        out = ~self._entities.included
-        repeats = torch.tensor(self._entities.record.repeats)
-        values = {}
-        for name, (group, times) in self._tiers(attack).items():
-            inside = torch.tensor([one == group for one in groups])
-            sides = inside & members, inside & out
-            errors = {"look": self._looks, "alpha": self.settings.memorization.alpha}
-            values[name] = entity_values(guess, *sides, repeats, times, **errors)
-        return values
+                look.answers |= dict.fromkeys(series.values(), reason(error))
 
     def _ask_values(self, attack: Any, rows: Sequence[int]) -> CandidateSnapshot:
         """Return what the model says of some values; each process asks about its part.
@@ -301,39 +293,26 @@ class EntityChannel(MemorizationChannel):
         Raises:
             UnusableObservation: it cannot be asked, on this process or on another one.
         """
-        run, anatomy = self.run, self.run.anatomy
-        alone = run.processes == 1 or run.is_sharded
-        first, every = (0, 1) if alone else (run.rank, run.processes)
-        sizes = torch.zeros(len(rows), dtype=torch.long)
-        log_probs = torch.zeros(len(rows), attack.candidates + 1)
-        greedy = torch.zeros(len(rows))
-        failure: Exception | None = None
-        try:
-            with run.forward_context(), model_runs.undisturbed(anatomy):
-                for place in range(first, len(rows), every):
-                    entity = self._entities.entities[rows[place]]
-                    values = self._entities.candidates(rows[place], attack.candidates)
-                    context = self._entities.token_ids[rows[place]][: entity.start]
-                    answers, is_greedy = candidate_log_probs(anatomy, context, values)
-                    log_probs[place, : len(values)] = answers
-                    sizes[place], greedy[place] = len(values) - 1, float(is_greedy)
-        except Exception as error:
-            failure = error
-        if run.on_any_process(failure is not None):
-            why = "another process failed" if failure is None else reason(failure)
-            raise UnusableObservation(f"the model cannot be asked: {why}") from failure
-        if not alone:
-            log_probs, sizes, greedy = (
-                run.summed(part.to(run.device)).cpu() for part in (log_probs, sizes, greedy)
-            )
-        return CandidateSnapshot(log_probs, sizes, greedy > 0)
+        anatomy, entities = self.run.anatomy, self._entities
+
+        def ask(places: list[int]) -> list[Tensor]:
+            log_probs = torch.zeros(len(places), attack.candidates + 1)
+            sizes, greedy = torch.zeros(len(places)), torch.zeros(len(places), dtype=torch.bool)
+            with model_runs.undisturbed(anatomy):
+                for n, row in enumerate(rows[place] for place in places):
+                    values = entities.candidates(row, attack.candidates)
+                    context = entities.token_ids[row][: entities.entities[row].start]
+                    answers, greedy[n] = candidate_log_probs(anatomy, context, values)
+                    log_probs[n, : len(values)], sizes[n] = answers, len(values) - 1
+            return [log_probs, sizes, greedy]
+
+        log_probs, sizes, greedy = self._over_processes(len(rows), ask)
+        return CandidateSnapshot(log_probs, sizes.long(), greedy)
 
     def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
         """Return the outcome of one kind and place."""
-        rates = {
-            name: Rate(*(values[f"{name}{end}"] for end in ("", "_low", "_high")))
-            for name in self.metrics
-        }
+        ends = ("", "_low", "_high")
+        rates = {name: Rate(*(values[name + end] for end in ends)) for name in self.metrics}
         n = int(values["members"] + values["others"])
         return Outcome(rates, n, extra={name: values[name] for name in self.extras})
 

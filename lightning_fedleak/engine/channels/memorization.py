@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack, Capability, Guess, UnusableObservation
 from lightning_fedleak.attacks.memorization import (
@@ -316,32 +316,49 @@ class MemorizationChannel(Channel):
         Raises:
             UnusableObservation: it cannot be asked, on this process or on another one.
         """
-        alone = self.run.processes == 1 or self.run.is_sharded
-        first, every = (0, 1) if alone else (self.run.rank, self.run.processes)
-        rows = list(range(first, len(pool.texts), every))
+        reads_prompts = any(part_of(attack) == "prompts" for attack in self.attacks)
+        columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
+
+        def ask(rows: list[int]) -> list[Tensor]:
+            texts = [pool.texts[row] for row in rows]
+            if reads_prompts:  # one forward has all
+                texts = [Text(text.ids, text.ids) for text in texts]
+            part = token_log_probs(self.run.anatomy, texts)
+            values = [getattr(part, field.name) for field in fields(TokenSnapshot)]
+            return [nn.functional.pad(one, (0, columns - one.shape[1])) for one in values]
+
+        return TokenSnapshot(*self._over_processes(len(pool.texts), ask))
+
+    def _over_processes(
+        self, n: int, ask: Callable[[list[int]], Sequence[Tensor]]
+    ) -> Sequence[Tensor]:
+        """Return tensors of n rows; ``ask`` returns those of a process's part of the rows.
+
+        Raises:
+            UnusableObservation: the model cannot be asked, on this process or on another one.
+        """
+        run = self.run
+        parts: Sequence[Tensor] = ()
+        alone = run.processes == 1 or run.is_sharded
+        rows = list(range(n) if alone else range(run.rank, n, run.processes))
         failure: Exception | None = None
-        texts = [pool.texts[row] for row in rows]
-        if any(part_of(attack) == "prompts" for attack in self.attacks):  # one forward has all
-            texts = [Text(text.ids, text.ids) for text in texts]
         try:
-            with self.run.forward_context():
-                part = token_log_probs(self.run.anatomy, texts)
+            with run.forward_context():
+                parts = ask(rows)
         except Exception as error:
             failure = error
-        if self.run.on_any_process(failure is not None):
+        if run.on_any_process(failure is not None):
             why = "another process failed" if failure is None else reason(failure)
             raise UnusableObservation(f"the model cannot be asked: {why}") from failure
         if alone:
-            return part
-        columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
+            return parts
         whole = []
-        for field in fields(TokenSnapshot):
-            values = getattr(part, field.name)
-            joint = torch.zeros(len(pool.texts), columns)
-            joint[rows, : values.shape[1]] = values.float()
-            joint = self.run.summed(joint.to(self.run.device)).cpu()
+        for values in parts:
+            joint = torch.zeros(n, *values.shape[1:])
+            joint[rows] = values.float()
+            joint = run.summed(joint.to(run.device)).cpu()
             whole.append(joint > 0.5 if values.dtype == torch.bool else joint)
-        return TokenSnapshot(*whole)
+        return whole
 
     def _decode(self, ids: list[int]) -> str:
         tokenizer = self.settings.tokenizer or next(

@@ -10,6 +10,7 @@ planted as the value itself.
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,22 +51,23 @@ class EntityKind:
     room: int = 0
 
     @property
+    def parts(self) -> list[Sequence[str]]:
+        """Return what each part of a value may be, independently of the others."""
+        if isinstance(self.values, str):
+            return [_ALPHABETS.get(character, character) for character in self.values]
+        return [self.values]
+
+    @property
     def size(self) -> int:
         """Return the number of values."""
-        size = 1
-        for character in self.values if isinstance(self.values, str) else ():
-            size *= len(_ALPHABETS.get(character, "-"))
-        return size if isinstance(self.values, str) else len(self.values)
+        return math.prod(map(len, self.parts))
 
     def value(self, number: int) -> str:
         """Return the value with a number from 0 to below :attr:`size`."""
-        if not isinstance(self.values, str):
-            return self.values[number]
         characters = []
-        for character in self.values:
-            alphabet = _ALPHABETS.get(character, character)
-            number, place = divmod(number, len(alphabet))
-            characters.append(alphabet[place])
+        for part in self.parts:
+            number, place = divmod(number, len(part))
+            characters.append(part[place])
         return "".join(characters)
 
     def check(self, name: str, n: int) -> None:
@@ -74,20 +76,17 @@ class EntityKind:
         Raises:
             ValueError: says what to change.
         """
-        if not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
+        is_sentence = self.sentence.count("{}") == 1 and not self.sentence.startswith("{}")
+        if not is_sentence or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
             raise ValueError(
-                f"kinds: {name!r} cannot be part of a log name: use letters, digits, '_', '-', '.'"
+                f"kinds[{name!r}] needs a sentence with one {{}} for the value, behind some words, "
+                "and a name of letters, digits, '_', '-' and '.', as part of a log name"
             )
-        if self.sentence.count("{}") != 1 or self.sentence.startswith("{}"):
-            raise ValueError(
-                f"kinds[{name!r}] needs a sentence with one {{}} for the value, behind some words"
-            )
-        if not isinstance(self.values, str) and len(set(self.values)) < len(self.values):
+        if any(len({*part}) < len(part) for part in self.parts):
             raise ValueError(f"kinds[{name!r}] has a value twice, which would be drawn twice")
-        if self.size < n + _LEAST_VALUES:
+        if self.size < (least := n + _LEAST_VALUES):
             raise ValueError(
-                f"kinds[{name!r}] has {self.size} values, of which {n} are planted: "
-                f"{n + _LEAST_VALUES} are needed, so that a rank says something"
+                f"kinds[{name!r}] has {self.size} values, of which {n} are planted: give {least}"
             )
 
 
@@ -110,28 +109,31 @@ class Entity:
     ids: Tensor
 
 
+class PlantedRows(NamedTuple):
+    """Rows with values: their numbers in the data, the rows, the values, and their kinds."""
+
+    hosts: Sequence[int]
+    items: Sequence[Any]
+    entities: Sequence[Entity]
+    kinds: Mapping[str, EntityKind]
+
+
 class EntitySet(CanarySet):
     """Planted values, the rows that they stand in, and the secret of which are in the data.
 
     Args:
-        token_ids: of each row, (L_i,).
+        planted: the rows.
         record: of which rows are in the data.
-        entities: of each row.
-        kinds: by name.
         tokenizer: of the rows.
+
+    Attributes:
+        entities: the value of each row.
+        kinds: by name.
     """
 
-    def __init__(
-        self,
-        token_ids: Sequence[Tensor],
-        record: InclusionRecord,
-        entities: Sequence[Entity],
-        kinds: Mapping[str, EntityKind],
-        tokenizer: Any,
-    ) -> None:
-        super().__init__(token_ids, record)
-        self.entities = tuple(entities)
-        self.kinds = kinds
+    def __init__(self, planted: PlantedRows, record: InclusionRecord, tokenizer: Any) -> None:
+        super().__init__([token_ids_of(row, "a planted row") for row in planted.items], record)
+        self.entities, self.kinds = planted.entities, planted.kinds
         self._tokenizer = tokenizer
 
     @property
@@ -235,50 +237,36 @@ def with_entities(
     by_name = {name: EntityKind(*settings) for name, settings in kinds.items()}
     for name, kind in by_name.items():
         kind.check(name, count * len(where))
-    planted = _Planted([], [], [], {})
+    planted = PlantedRows([], [], [], by_name)
 
     def draw(key: bytes) -> InclusionRecord:
         nonlocal planted
-        planted = _plant(rows, by_name, where, count, tokenizer, key)
+        missing = {(kind, place): count for kind in by_name for place in where}
+        planted = _plant(rows, by_name, missing, tokenizer, random.Random(key))
         digests = tuple(digest_of(item, "a planted row") for item in planted.items)
         return InclusionRecord(key, digests, probability, tuple(times))
 
     coins = draw_or_load(InclusionRecord, draw, seed, record, action="plant values")
-    ids = [token_ids_of(item, "a planted row") for item in planted.items]
-    hosts = {*planted.hosts}
-    rest = Subset(rows, [row for row in range(len(rows)) if row not in hosts])
-    entities = EntitySet(ids, coins, planted.entities, planted.kinds, tokenizer)
-    return EntityDataset(rest, planted.items, entities)
-
-
-class _Planted(NamedTuple):
-    """Rows with values: their numbers in the data, the rows, the values, and their kinds."""
-
-    hosts: list[int]
-    items: list[Any]
-    entities: list[Entity]
-    kinds: Mapping[str, EntityKind]
+    rest = Subset(rows, sorted({*range(len(rows))}.difference(planted.hosts)))
+    return EntityDataset(rest, planted.items, EntitySet(planted, coins, tokenizer))
 
 
 def _plant(
     rows: Any,
     kinds: Mapping[str, EntityKind],
-    where: Sequence[Place],
-    count: int,
+    missing: dict[tuple[str, Place], int],
     tokenizer: Any,
-    key: bytes,
-) -> _Planted:
-    """Return the rows that values are planted in.
+    generator: random.Random,
+) -> PlantedRows:
+    """Return the rows that values are planted in, as many as are missing of a kind in a place.
 
     Raises:
         ValueError: too few rows have room, or too few values have tokens of their own.
     """
-    generator = random.Random(key)
     fitted, values = {}, {}
     for name, kind in kinds.items():
-        n = count * len(where)
+        n = sum(count for (one, _), count in missing.items() if one == name)
         fitted[name], values[name] = _values(name, kind, n, tokenizer, generator)
-    missing = {(kind, place): count for kind in kinds for place in where}
     special = {*getattr(tokenizer, "all_special_ids", ())}
     hosts, items, entities = [], [], []
     order = generator.sample(range(len(rows)), len(rows))
@@ -308,7 +296,7 @@ def _plant(
             "more or longer rows, a shorter sentence, a smaller count=, or where=('label',) if no "
             "token is masked"
         )
-    return _Planted(hosts, items, entities, fitted)
+    return PlantedRows(hosts, items, entities, fitted)
 
 
 def _values(
@@ -358,13 +346,10 @@ def _tokens_of(
 
 def _label_places(item: Any, name: str) -> list[bool]:
     """Return of each token of a row, without padding, whether the loss is computed on it."""
-    if not isinstance(item, Mapping):
-        return [True] * len(token_ids_of(item, name))
-    mask = item.get("attention_mask")
-    for field in ("labels", "completion_mask", "assistant_masks"):
-        if field in item:
-            values = token_ids_of({"input_ids": item[field], "attention_mask": mask}, name)
-            return (values != IGNORE_INDEX if field == "labels" else values != 0).tolist()
+    for field, masked in (("labels", IGNORE_INDEX), ("completion_mask", 0), ("assistant_masks", 0)):
+        if isinstance(item, Mapping) and field in item:
+            places = {**item, "input_ids": item[field]}
+            return [value != masked for value in token_ids_of(places, name).tolist()]
     return [True] * len(token_ids_of(item, name))
 
 
@@ -380,20 +365,13 @@ def _starts(free: Sequence[bool], room: int) -> Iterator[int]:
 def _overwritten(item: Any, start: int, tokens: Tensor) -> Any:
     """Return a copy of a row with other tokens from ``start`` on, counted without padding."""
     changed = copy.deepcopy(item)
-    if not isinstance(item, Mapping):
-        return _with_tokens(changed, range(start, start + len(tokens)), tokens)
-    mask = item.get("attention_mask")
-    real = [n for n, inside in enumerate(mask) if inside] if mask is not None else None
-    span = range(start, start + len(tokens))
-    places = [*span] if real is None else [real[n] for n in span]
-    changed = dict(changed)
-    changed["input_ids"] = _with_tokens(changed["input_ids"], places, tokens)
-    if "labels" in changed and int(changed["labels"][places[0]]) != IGNORE_INDEX:
-        changed["labels"] = _with_tokens(changed["labels"], places, tokens)
+    fields, real = [changed], [*range(start + len(tokens))]
+    if isinstance(item, Mapping):
+        fields = [changed[name] for name in ("input_ids", "labels") if name in item]
+        if (mask := item.get("attention_mask")) is not None:
+            real = [place for place, inside in enumerate(mask) if inside]
+    for place, token in zip(real[start:], tokens.tolist(), strict=False):
+        for field in fields:
+            if int(field[place]) != IGNORE_INDEX:
+                field[place] = token
     return changed
-
-
-def _with_tokens(values: Any, places: Sequence[int], tokens: Tensor) -> Any:
-    for place, token in zip(places, tokens.tolist(), strict=True):
-        values[place] = token
-    return values

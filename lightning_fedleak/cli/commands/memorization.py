@@ -35,17 +35,10 @@ _USED_UP = (
     "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
     "which are used up. Leave rows out of it by a fresh draw, and train on the rest."
 )
-_HEADLINES: Mapping[Part, str] = {
-    "long": "combined",
-    "short": "loss_ratio_short",
-    "prompts": "prompt_ratio",
-}
+_PARTS: tuple[Part, ...] = ("long", "short", "prompts")
+_HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, of prompts where --metric prompts asks for it."""
-_WORDS: Mapping[Part, str] = {
-    "long": "8 label tokens or more",
-    "short": "1 to 7 label tokens",
-    "prompts": "a prompt of 8 tokens or more",
-}
+_WORDS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
 
@@ -85,10 +78,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
             raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
         _print(console, pool, results[-1], is_drawn=options.drawn)
     pool, result = pools[0], results[0]
-    laws = {
-        one.part: None if options.drawn else r.other_law
-        for one, r in zip(pools, results, strict=True)
-    }
+    differences = [None if options.drawn else one.other_law for one in results]
+    laws = dict(zip([one.part for one in pools], differences, strict=True))
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
     if is_used_up:
         is_known = False
@@ -100,11 +91,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
         records.save(options.records)
         counts = records.counts
         console.print(_counted(records, options.records))
-        other: Part = "long" if pool.is_short else "short"
-        if uncounted := _sizes(members)[other]:
+        if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
-                f"The list is of rows with {_WORDS[pool.part]} alone. {uncounted} members with "
-                f"{_WORDS[other]} are not counted, so that --metric at_least is UNKNOWN."
+                f"The list is of rows with {_WORDS[pool.is_short]} alone. {uncounted} members with "
+                f"{_WORDS[not pool.is_short]} do not count, so that --metric at_least is UNKNOWN."
             )
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -135,13 +125,12 @@ def _ask(
     texts = {text.ids.numpy().tobytes(): text.ids for pool in pools for text in pool.texts}
     answers = ask_both([Text(ids, ids) for ids in texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}
-    asked = []
-    for pool in pools:
+
+    def of_pool(one: TokenSnapshot, pool: ReleasedPool) -> TokenSnapshot:
         rows = torch.tensor([numbers[text.ids.numpy().tobytes()] for text in pool.texts])
-        places = label_places(pool.texts, answers[0].labels.shape[1])
-        base, now = (one.rows(rows).within(places) for one in answers)
-        asked.append((base, now))
-    return asked
+        return one.rows(rows).within(label_places(pool.texts, one.labels.shape[1]))
+
+    return [(of_pool(answers[0], pool), of_pool(answers[1], pool)) for pool in pools]
 
 
 def _pools(
@@ -155,29 +144,27 @@ def _pools(
         ValueError: too few of either.
     """
     pools, failures, absent = [], [], {}
-    for part, attack in _HEADLINES.items():
+    for part, attack, n, words in zip(_PARTS, _HEADLINES, _sizes(members), _WORDS, strict=True):
         sides = [*members.values()], [*others.values()]
         try:
             pools.append(ReleasedPool(*sides, decode, [*members], part=part))
         except ValueError as error:
             failures.append(error)
-            if n := _sizes(members)[part]:
+            if n:
                 absent[attack] = (
-                    f"What is given away of {n} members with {_WORDS[part]} is UNKNOWN: {error}."
+                    f"What is given away of {n} members with {words} is UNKNOWN: {error}."
                 )
     if not pools or pools[0].part == "prompts":
         raise failures[0]
     return pools, absent
 
 
-def _sizes(texts: Mapping[int, Text]) -> dict[Part, int]:
+def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
     """Return how many texts are long, have 1 to 7 label tokens, and have a prompt."""
     n_labels = [text.n_labels for text in texts.values()]
-    return {
-        "long": sum(n >= LEAST_LABELS for n in n_labels),
-        "short": sum(0 < n < LEAST_LABELS for n in n_labels),
-        "prompts": sum(text.prompt.n_labels >= LEAST_LABELS for text in texts.values()),
-    }
+    n_short = sum(0 < n < LEAST_LABELS for n in n_labels)
+    n_prompts = sum(text.prompt.n_labels >= LEAST_LABELS for text in texts.values())
+    return sum(n >= LEAST_LABELS for n in n_labels), n_short, n_prompts
 
 
 def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
@@ -257,10 +244,9 @@ def breaches_of(
         metric: one that ``--metric`` takes.
         at_most: the threshold.
     """
-    headlines = _HEADLINES["long"], _HEADLINES["short"]
-    attacks = [name for name in headlines if name in values] or [headlines[0]]
+    attacks = [name for name in _HEADLINES[:2] if name in values] or [_HEADLINES[0]]
     if metric == "prompts":
-        attacks, metric = [_HEADLINES["prompts"]], "auc"
+        attacks, metric = [_HEADLINES[2]], "auc"
     elif metric == "at_least":
         attacks = ["records"]
     elif metric in ("extracted", "greedy"):

@@ -311,11 +311,8 @@ def memorization(add: Add) -> None:
     add("--drawn", action="store_true")
     add("--records", **_path("FILE"))
     add("--false-discoveries", **_number("X", _RATE, 0.1))
-    add(
-        "--metric",
-        choices=("auc", "shown", "extracted", "greedy", "at_least", "prompts"),
-        default="auc",
-    )
+    metrics = ("auc", "shown", "extracted", "greedy", "at_least", "prompts")
+    add("--metric", choices=metrics, default="auc")
     add("--at-most", **_number("X", _NOISE))
     add("--out", **_path("FILE"))
 

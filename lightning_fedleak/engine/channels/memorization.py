@@ -220,10 +220,8 @@ class MemorizationChannel(Channel):
         cost = f"{self._pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
         if n := int(self._pool.has_prompt.sum()):
             by = [attack.name for attack in self.attacks if part_of(attack) == "prompts"]
-            cost += (
-                f". The prompts of {n}, which the loss is not computed on, are asked about by "
-                f"{by[0] if by else 'no attack: PromptRatio() does'}"
-            )
+            who = (by or ["no attack: PromptRatio() does"])[0]
+            cost += f". The prompts of {n}, which have no loss, are asked about by {who}"
         return cost if self._account is None else f"{cost}{self._account.describe()}"
 
     # ---- a step -----------------------------------------------------------------------------

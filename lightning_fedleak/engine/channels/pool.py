@@ -108,12 +108,17 @@ class Pool:
         """Return (N,) bool, long texts that occur once; they alone are compared."""
         return (self.times == 1) & ~self.is_short
 
+    def _sides(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Return (N,) bool, the texts of a part that are compared, and all that it has."""
+        if part == "long":
+            return self.alone, ~self.is_short
+        return (self.is_short if part == "short" else self.has_prompt,) * 2
+
     def lack(self, part: Part) -> str:
         """Return why no text of a part is compared; empty where one is."""
         if part == "prompts" and self.way == "given":
             return "prompts of others= may be of another law: leave rows out (leave_out)"
-        there = {"long": ~self.is_short, "short": self.is_short, "prompts": self.has_prompt}
-        if bool(there[part].any()):
+        if bool(self._sides(part)[1].any()):
             return ""
         return {
             "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
@@ -154,11 +159,7 @@ class Pool:
             NoNonMembers: too few of either side, or rows that were trained on and not recognised;
                 what was known before says nothing of the weights now.
         """
-        alone, inside = {
-            "long": (self.alone, ~self.is_short),
-            "short": (self.is_short, self.is_short),
-            "prompts": (self.has_prompt, self.has_prompt),
-        }[part]
+        alone, inside = self._sides(part)
         members = self.trains & self.seen & inside
         non_members = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
         non_members = non_members & alone

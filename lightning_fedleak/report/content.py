@@ -16,14 +16,7 @@ from lightning_fedleak.report.bounds import JointAccount, joint_accounts
 from lightning_fedleak.report.comparing import Comparison, comparison, names_of
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, grouped
-from lightning_fedleak.report.overview import (
-    Overview,
-    Reading,
-    listed_rows,
-    of_what_left,
-    overview,
-    plain,
-)
+from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
 from lightning_fedleak.report.records import ENTITIES, HIGH, STANDARD_FAMILIES, JsonObject, named
 from lightning_fedleak.report.wording import FOR_UNIT, digits, interval, visible
 
@@ -192,7 +185,7 @@ def given_away(fit: FitSummary) -> list[tuple[str, str]]:
     The rows are of the list of records, of planted values by kind, place and repetitions, of the
     passages of texts by their copies, and of prompts; empty where nothing of it was asked.
     """
-    rows = [] if fit.rows is None else [("Rows of the training data", listed_rows(fit.rows))]
+    rows = [] if fit.rows is None else [("Rows of the training data", fit.rows_in_words)]
     for attack in fit.attacks:
         answer = interval(attack.last) if attack.looks else f"unknown: {attack.why_unknown}"
         if attack.family.name == ENTITIES.name:

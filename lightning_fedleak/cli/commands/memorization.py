@@ -94,7 +94,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
                 f"The list is of rows with {_WORDS[pool.is_short]} alone. {uncounted} members with "
-                f"{_WORDS[not pool.is_short]} do not count, so that --metric at_least is UNKNOWN."
+                f"{_WORDS[not pool.is_short]} are not counted: --metric at_least is UNKNOWN."
             )
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -211,7 +211,6 @@ class EntityChannel(MemorizationChannel):
                 "games=Games(entities=train.entities)"
             )
         self._entities: EntitySet = entities
-        self._seconds = 0.0
 
     def _tiers(self, attack: Attack) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
         """Return by the name of each series its values, (N,) bool, and which repetitions count."""
@@ -254,10 +253,9 @@ class EntityChannel(MemorizationChannel):
     def describe(self) -> str:
         """Return in words what is ranked, and what that takes, for the line-up."""
         n, processes = len(self._entities), 1 if self.run.is_sharded else self.run.processes
-        most = max((attack.candidates for attack in self.attacks), default=0)
         return (
-            f"{n} planted values, each among {most} others of its set, after each epoch, which "
-            f"takes about {self._seconds * n / processes:.2g} s each time"
+            f"{n} planted values, each among {self.attacks[0].candidates} others of its set, after "
+            f"each epoch, which takes about {self._seconds * n / processes:.2g} s each time"
         )
 
     def is_due(self, epoch: int, share: float) -> bool:

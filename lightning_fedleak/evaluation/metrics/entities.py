@@ -67,8 +67,7 @@ def entity_values(
         ends = zip(*((rate.value, rate.low, rate.high) for rate in rates), strict=True)
         values |= flat({name: Rate(*map(max, ends))})
         values[f"{name}_others"] = float(hits[others].double().mean())
-        most = min(_excess(tier, tier, others, spent).low for tier in tiers)
-        values[f"{name}_provable"] = most
+        values[f"{name}_provable"] = min(_excess(t, t, others, spent).low for t in tiers)
     counted = torch.stack(tiers).any(0)
     pool = counted | others
     error = permutation_test(-guess.ranks[pool].double(), counted[pool])
@@ -89,5 +88,4 @@ def _excess(hits: Tensor, members: Tensor, others: Tensor, alpha: float) -> Rate
     low = inside.low - outside.high
     if fisher_exact(counts, alternative="greater").pvalue > alpha / 2:
         low = min(low, 0.0)
-    value = inside.value - outside.value
-    return Rate(value, low, inside.high - outside.low)
+    return Rate(inside.value - outside.value, low, inside.high - outside.low)

@@ -192,6 +192,9 @@ ENTITIES = Family(
     },
 )
 
+PLANTED = CANARIES.name, ENTITIES.name
+"""Names of the families on what was planted in the data, which say nothing of its own texts."""
+
 STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)
 """Those of this package. A report says which of them nobody tested."""
 

@@ -64,13 +64,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any, RiskG
 
 def test_values_in_labels_rank_first_and_masked_ones_do_not(run: Any) -> None:
     folder, monitor, _, label, prompt = run
-    many, once = (lines(folder, f"entity/phone/label_x{n}")[-1]["metrics"] for n in (8, 1))
-    print(many, once, label, prompt)
+    many = lines(folder, "entity/phone/label_x8")[-1]["metrics"]
     assert many["first"]["value"] > 0.8
-    assert many["first"]["low"] > 0.3
+    assert 0.15 < many["first"]["low"] <= many["first_provable"]["value"]
     assert many["median_rank"]["value"] == 1
     assert many["first_others"]["value"] <= 0.1
-    assert once["first"]["value"] <= many["first"]["value"]
     assert label.fired is not None
     assert prompt.fired is None
     assert prompt._has_result

@@ -270,7 +270,7 @@ class EntityChannel(MemorizationChannel):
         self._looks += 1
         _, members = pool.compared(epoch, passed)
         repeats, out = torch.tensor(self._entities.record.repeats), ~self._entities.included
-        errors = {"look": self._looks, "alpha": self.settings.memorization.alpha}
+        errors: dict[str, Any] = {"look": self._looks, "alpha": self.settings.memorization.alpha}
         for attack in self.attacks:
             series = {one.name: one for one in self.series(attack, (Stage.RELEASED,))}
             try:

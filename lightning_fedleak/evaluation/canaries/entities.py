@@ -276,21 +276,21 @@ def _plant(
         ids = token_ids_of(item, f"rows[{row}]").tolist()
         is_label = _label_places(item, f"rows[{row}]")
         wanted = sorted(missing, key=missing.__getitem__, reverse=True)
-        for kind, place in (one for one in wanted if missing[one]):
+        for name, place in (one for one in wanted if missing[one]):
             free = [
                 token not in special and labelled is (place == "label")
                 for token, labelled in zip(ids, is_label, strict=True)
             ]
-            starts = [*_starts(free, fitted[kind].room)]
+            starts = [*_starts(free, fitted[name].room)]
             if starts:
-                number, (tokens, first, last) = values[kind].pop()
+                number, (tokens, first, last) = values[name].pop()
                 start = generator.choice(starts)
                 hosts.append(row)
                 items.append(_overwritten(item, start, tokens))
-                entities.append(Entity(kind, place, number, start + first, tokens[first:last]))
-                missing[kind, place] -= 1
+                entities.append(Entity(name, place, number, start + first, tokens[first:last]))
+                missing[name, place] -= 1
                 break
-    if lacking := [f"{n} of '{kind}' in a {place}" for (kind, place), n in missing.items() if n]:
+    if lacking := [f"{n} of '{name}' in a {place}" for (name, place), n in missing.items() if n]:
         raise ValueError(
             f"too few of {len(rows)} rows have room: {', '.join(lacking)} cannot be planted. Give "
             "more or longer rows, a shorter sentence, a smaller count=, or where=('label',) if no "

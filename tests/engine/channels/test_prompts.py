@@ -19,7 +19,7 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from tests.engine.channels.test_memorization import fit, lines, tiny
 
 
-def rows(n: int = 360, prompt: int = 14, answer: int = 12) -> list[dict[str, torch.Tensor]]:
+def rows(n: int = 420, prompt: int = 14, answer: int = 12) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 2000, (n, prompt + answer), generator=generator)
     labels = ids.clone()
@@ -73,12 +73,12 @@ def test_prompts_have_a_series_and_answers_keep_their_numbers(tmp_path: Path) ->
 
 def test_prompts_that_others_repeat_are_not_compared(tmp_path: Path) -> None:
     data = rows()
-    for row in data[:300]:  # of three hundred rows the prompt is one system prompt
+    for row in data[:330]:  # of most rows the prompt is one system prompt
         row["input_ids"][:14] = data[0]["input_ids"][:14]
     train, _ = leave_out(data, 150, seed=1)
     fit([watch(tmp_path, Combined(), PromptRatio())], data=train, max_epochs=1)
     [line] = lines(tmp_path, "prompt_ratio")[-1:]
-    assert line["metrics"]["members"]["value"] + line["metrics"]["others"]["value"] <= 60
+    assert line["metrics"]["members"]["value"] + line["metrics"]["others"]["value"] <= 90
 
 
 @pytest.mark.parametrize(

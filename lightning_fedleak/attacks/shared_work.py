@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from lightning_fedleak.model.snapshots import UnusableObservation
+
 T = TypeVar("T")
 
 _work: ContextVar[dict[Hashable, Any] | None] = ContextVar("_work", default=None)
@@ -32,20 +34,23 @@ def stored_work() -> dict[Hashable, Any]:
     return {} if work is None else work
 
 
-def do_once(key: Hashable, compute: Callable[[], T]) -> T:
-    """Return the stored result for a key, or compute and store it; errors are stored too.
+def do_once(key: Hashable, compute: Callable[[], T], *, of: object = None) -> T:
+    """Return the stored result for a key, or compute and store it.
+
+    That a gradient cannot be used is stored too; other errors are not.
 
     Args:
         key: equal for equal results within one :func:`share_work`.
         compute: returns the result.
+        of: what the result is of, which is kept alive, so that its id may be in the key.
     """
     work = stored_work()
     if key not in work:
         try:
-            work[key] = compute()
-        except Exception as error:
-            work[key] = error
-    stored: T | Exception = work[key]
-    if isinstance(stored, Exception):
-        raise stored
+            work[key] = compute(), of
+        except UnusableObservation as error:
+            work[key] = type(error)(*error.args), of
+    stored: T | UnusableObservation = work[key][0]
+    if isinstance(stored, UnusableObservation):
+        raise type(stored)(*stored.args)  # a new one: an error keeps the frames that it passed
     return stored

@@ -134,11 +134,17 @@ class TrainerRun(Run):
 
     @property
     def planned_steps(self) -> int | None:
-        """Return the steps of the fit; None without a limit, or where several optimizers step."""
-        if len(self.trainer.optimizers) != 1:
+        """Return the steps of the fit; None without a limit, or where others decide on steps."""
+        trainer = self.trainer
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        changes = any(
+            isinstance(c, both("callbacks.GradientAccumulationScheduler")) for c in callbacks
+        )
+        by_hand = not trainer.lightning_module.automatic_optimization
+        if changes or by_hand or len(trainer.optimizers) != 1:
             return None
-        steps = self.trainer.estimated_stepping_batches
-        return None if math.isinf(steps) else int(steps)
+        steps = trainer.estimated_stepping_batches
+        return int(steps) if 0 < steps < math.inf else None
 
     @property
     def loss_scale(self) -> float:

@@ -80,8 +80,14 @@ class Cadence:
         last = self.steps - 1
         seconds = max(CURVE_SHARE * self.steps * step_seconds, CURVE_SECONDS)
         looks = max(1.0, (seconds - self.spent) // max(look_seconds, 1e-9))
-        gap = max(last / (CURVE_LOOKS - 1), (last - step) / looks)
-        return min(by_share, step + max(1, math.ceil(gap)), last)
+        by_price = step + math.ceil((last - step) / looks)
+        return min(by_share, max(by_price, self._even_step(step)), last)
+
+    def _even_step(self, step: int) -> int:
+        """Return the first step after ``step`` of ten that are evenly spread over all steps."""
+        assert self.steps is not None
+        gaps, last = CURVE_LOOKS - 1, self.steps - 1
+        return -(-(step * gaps // last + 1) * last // gaps)
 
     def after_retry(self, retry_seconds: float, step_seconds: float) -> int:
         """Return the next step to measure, as a proposal, after attacks were retried.
@@ -111,10 +117,11 @@ class Cadence:
                 f"looks at steps 1, 2, 4, 8, ... for {CURVE_SECONDS:g} s of looks, and then in "
                 f"{self.share:.1%} of the training time"
             )
-        fit = int(CURVE_SECONDS // max(look_seconds, 1e-9))
-        steps = self.steps - self.next_step
-        looks = min(max(2, min(fit, CURVE_LOOKS)), steps)
-        more = " or more" if looks < min(CURVE_LOOKS, steps) else ""
+        even, step = 1, self.next_step
+        while step < self.steps - 1:
+            even, step = even + 1, self._even_step(step)
+        looks = min(even, max(2, int(CURVE_SECONDS // max(look_seconds, 1e-9))))
+        more = " or more" if looks < even else ""
         return (
             f"looks at {looks} of {self.steps:,} steps{more}, the last among them; a look takes "
             f"about {look_seconds:.2g} s"

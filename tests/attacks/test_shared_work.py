@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,22 +12,22 @@ from lightning_fedleak.attacks import GradientMembership, Query, SubspaceMembers
 from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.shared_work import do_once, share_work
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observation, Stage
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 
-def test_errors_are_raised_again_without_another_try() -> None:
+def test_an_unusable_gradient_is_not_tried_again_and_other_errors_are() -> None:
     tries: list[int] = []
 
-    def fail() -> int:
+    def fail(error: type[Exception]) -> int:
         tries.append(1)
-        raise ValueError("no")
+        raise error("no")
 
     with share_work():
-        for _ in range(2):
-            with pytest.raises(ValueError, match="no"):
-                do_once("key", fail)
-    assert len(tries) == 1
+        for error in (NotYet, NotYet, ValueError, ValueError):
+            with pytest.raises(error, match="no"):
+                do_once(error.__name__, partial(fail, error))
+    assert len(tries) == 3
 
 
 def test_without_a_shared_block_all_is_computed_again() -> None:

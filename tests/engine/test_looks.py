@@ -436,7 +436,7 @@ def test_a_curve_ends_at_the_last_step_and_stays_within_its_price(
     allowed = max(0.05 * steps * step_seconds, 30.0)
     assert len(looks) * look <= allowed + 2 * look  # the first and the last one are always made
     if 10 * look <= allowed and steps >= 10:
-        assert len(looks) >= min(10, steps) // 2 + 1
+        assert len(looks) >= min(10, steps) - first
         gaps = [b - a for a, b in pairwise(looks)]
         assert max(gaps) <= math.ceil((steps - 1) / 9)
 
@@ -445,6 +445,14 @@ def test_ten_looks_are_evenly_spread_where_they_fit() -> None:
     cadence = Cadence(share=0.005, is_curve=True)
     cadence.begin(0, 100)
     assert looks_of(cadence, 100, 1.0, 1.0) == [*range(0, 100, 11)]
+
+
+@given(steps=st.integers(2, 3000), share=st.floats(0, 1))
+def test_as_many_looks_are_announced_as_are_made(steps: int, share: float) -> None:
+    cadence = Cadence(share=1e-6, is_curve=True)
+    cadence.begin(int(share * (steps - 1)), steps)
+    sentence = cadence.describe(1.0)
+    assert sentence.startswith(f"looks at {len(looks_of(cadence, steps, 1.0, 1.0))} of {steps:,} ")
 
 
 def test_an_unknown_number_of_steps_gives_looks_at_powers_of_two_for_30_seconds() -> None:

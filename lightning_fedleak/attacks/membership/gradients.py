@@ -29,7 +29,7 @@ from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.row_space import RIDGE, LinearMap, block_name, find_linear_maps
-from lightning_fedleak.attacks.shared_work import do_once
+from lightning_fedleak.attacks.shared_work import do_once, stored_work
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
@@ -333,12 +333,15 @@ class GradientMembership(PassiveMembership):
 
         length = batch.input_ids.shape[1]
         sides = (sum(token_parts.sides(m, anatomy)) + length for m in maps)
-        if batch.input_ids.numel() * sum(sides) > MOST_NUMBERS:
+        work, numbers = stored_work(), batch.input_ids.numel() * sum(sides)
+        rows = tuple(t.cpu().numpy().tobytes() for t in (batch.input_ids, labels_of(batch)))
+        key = ("parts", id(self), tuple(m.name for m in maps), rows)
+        if key not in work and work.get("numbers", 0) + numbers > MOST_NUMBERS:
             return token_parts.map_token_parts(
                 anatomy, maps, batch, lambda parts: fit(whiten(parts))
             )
-        rows = tuple(t.cpu().numpy().tobytes() for t in (batch.input_ids, labels_of(batch)))
-        key = ("parts", id(self), tuple(m.name for m in maps), rows)
+        if key not in work:
+            work["numbers"] = work.get("numbers", 0) + numbers
         stored = do_once(key, lambda: token_parts.map_token_parts(anatomy, maps, batch, whiten))
         return [fit(parts) for parts in stored]
 

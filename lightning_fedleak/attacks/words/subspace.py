@@ -275,7 +275,7 @@ class SubspaceWords(Attack):
             return self._read(view)
         label = PublicText.label(self.public_text)
         key = ("words", id(snapshot), label, self.seed, self._facts.autocast)
-        guess, _ = do_once(key, lambda: (self._read(view), snapshot))  # which keeps its id in use
+        guess = do_once(key, lambda: self._read(view), of=snapshot)
         return replace(guess, capacity=self._capacity or None)
 
     def _read(self, view: Observation) -> WordGuess:

@@ -207,7 +207,7 @@ class OfAMetric(Trainer):
 
 
 def test_a_scheduler_on_a_metric_that_the_trainer_makes_is_refused(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, tiny_llama(), [private()], OfAMetric, **PUBLIC)
+    trainer = trainer_of(tmp_path, tiny_llama(), [private()], kind=OfAMetric, **PUBLIC)
     with pytest.raises(DefenseError, match=r"ReduceLROnPlateau decides .*outside_epsilon=True"):
         trainer.train()
 

@@ -137,17 +137,21 @@ class Observations:
             numbers, and the first of them.
         noise_of_ranks: of each process, these first numbers in one vector.
         is_explained: whether weights changed only by what was read.
+        is_silent: whether the rows of silent probes were negligible beside the noise.
+        obstacle: why no more probes can be run; empty where they can.
         planted: for each look how many clip norms were released, and by how many rows.
         opposed: likewise, of the rows that were turned.
         sizes: examples that each step ran.
         examples: of the data set; None: unknown.
-        draws: batches whose examples are known.
+        draws: steps whose examples are known.
         inclusions: in how many of them each example is.
     """
 
     noise: list[dict[str, tuple[float, int, Tensor]]] = field(default_factory=list)
     noise_of_ranks: list[Tensor] = field(default_factory=list)
     is_explained: bool = True
+    is_silent: bool = True
+    obstacle: str = ""
     planted: list[tuple[float, int]] = field(default_factory=list)
     opposed: list[tuple[float, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -169,12 +173,20 @@ class Observations:
 
 def judge(claim: PrivacyClaim, seen: Observations) -> PrivacyVerdict:
     """Return the verdict on a claim from what was seen."""
-    noise = claim.noise_multiplier
-    checks = (
+    noise, silent = claim.noise_multiplier, seen.is_silent
+    probes = [
         _noise(seen),
         _fresh_noise(seen),
         _clipping("clipping", seen, seen.planted, noise),
         _clipping("opposed rows", seen, seen.opposed, noise * math.sqrt(2)),
+    ]
+    # What is not silenced adds to noise, and moves a release by one clip norm a row at most.
+    sound = [c for c in probes if c.result == "refuted" and (silent or c in probes[::2])]
+    loud = "rows were not silent: a scaled loss, or gradients that bypass the logits or the hooks"
+    if obstacle := seen.obstacle or ("" if silent else loud):
+        probes = [c if c in sound else Check(c.name, "unknown", obstacle) for c in probes]
+    checks = (
+        *probes,
         *_sampling(claim, seen),
         _account(claim, len(seen.sizes)),
     )
@@ -267,7 +279,7 @@ def _sampling(claim: PrivacyClaim, seen: Observations) -> list[Check]:
     """Compare the examples of steps with Poisson samples at the claimed rate."""
     rate, examples, steps = claim.sample_rate, seen.examples, len(seen.sizes)
     if examples is None or steps < 4:
-        reason = "the loader has no batch sampler" if examples is None else "too few steps"
+        reason = "too few steps" if examples else "no batch sampler, or one of each process"
         return [Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion")]
     rows, trials = sum(seen.sizes), examples * steps
     tails = binom.cdf(rows, trials, rate), binom.sf(rows - 1, trials, rate)
@@ -282,7 +294,9 @@ def _sampling(claim: PrivacyClaim, seen: Observations) -> list[Check]:
             f"off by {100 * width * deviation / trials / rate:.1f}%",
         ),
         _spread("sizes", "batch sizes", seen.sizes, examples, rate),
-        _spread("inclusion", "examples' numbers of steps", counts, seen.draws, rate),
+        _spread("inclusion", "examples' numbers of steps", counts, steps, rate)
+        if seen.draws == steps
+        else Check("inclusion", "unknown", f"{seen.draws} of {steps} steps ran what was drawn"),
     ]
 
 

@@ -40,7 +40,7 @@ from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.validate import check_number
 
 ERROR = 0.01  # chance of an alarm in a sound training; half of the 2% that is promised
-TESTS = 7
+TESTS = 7  # tests that share ERROR, by Bonferroni; the account has no chance and is none of them
 SLACK = 0.02  # of epsilon; accountants differ by less, rounding upwards
 POWER = float(norm.ppf(0.95))
 LEAST_NUMBERS = 16  # of a parameter; fewer are not compared with those of another one
@@ -187,7 +187,7 @@ def judge(claim: PrivacyClaim, seen: Observations) -> PrivacyVerdict:
         probes = [c if c in sound else Check(c.name, "unknown", obstacle) for c in probes]
     checks = (
         *probes,
-        *_sampling(claim, seen),
+        *_check_draws(claim, seen),
         _account(claim, len(seen.sizes)),
     )
     return PrivacyVerdict(checks, len(seen.sizes), len(seen.noise))
@@ -275,7 +275,7 @@ def _clipping(
     )
 
 
-def _sampling(claim: PrivacyClaim, seen: Observations) -> list[Check]:
+def _check_draws(claim: PrivacyClaim, seen: Observations) -> list[Check]:
     """Compare the examples of steps with Poisson samples at the claimed rate."""
     rate, examples, steps = claim.sample_rate, seen.examples, len(seen.sizes)
     if examples is None or steps < 4:

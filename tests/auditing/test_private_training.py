@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from lightning_fedleak.evaluation.auditing import (
     training_checks,
 )
 from lightning_fedleak.evaluation.auditing.training_checks import Observations, judge
+from tests.auditing import private_training_worker
 
 pytest.importorskip("opacus")
 STEPS, LOOK = 32, 8
@@ -118,7 +121,7 @@ class LossOnly(nn.Module):
 
 
 @pytest.mark.parametrize("problem", ["no logits", "no step", "two steps"])
-def test_a_step_in_which_nothing_can_be_planted_is_refused(problem: str) -> None:
+def test_a_step_in_which_nothing_can_be_planted_is_refused_or_unknown(problem: str) -> None:
     model: nn.Module = LossOnly() if problem == "no logits" else referee.LM()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -130,9 +133,126 @@ def test_a_step_in_which_nothing_can_be_planted_is_refused(problem: str) -> None
 
     claim = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
     check = PrivateTrainingCheck(step, model, optimizer, claim, every_n_steps=1)
-    words = "no logits" if problem == "no logits" else "step each optimizer once"
-    with pytest.raises(ValueError, match=words):
-        list(check.watch(DataLoader(referee.texts(), batch_size=32)))
+    loader, weights = DataLoader(referee.texts(), batch_size=32), model.state_dict()
+    weights = {name: value.clone() for name, value in weights.items()}
+    if problem == "no logits":
+        with pytest.raises(ValueError, match="no logits"):
+            list(check.watch(loader))
+        return
+    assert len(list(check.watch(loader))) == 16  # the training is not ended
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    for probe in check.verdict().checks[:4]:
+        assert probe.result == "unknown"
+        assert "all optimizers" in probe.evidence
+
+
+def test_a_step_that_skips_a_huge_gradient_ends_the_looks_not_the_training() -> None:
+    def step_of(model: nn.Module, optimizer: Any) -> Callable[[Any], None]:
+        def step(batch: Any) -> None:
+            optimizer.zero_grad()
+            referee.loss_of(model, batch[0]).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            for parameter in model.parameters():
+                parameter.grad += torch.randn_like(parameter) * 0.5 / 32
+            if norm < 1e4:  # as a GradScaler does where the norm is not finite
+                optimizer.step()
+
+        return step
+
+    (watched, verdict), (plain, _) = trained(True, step_of), trained(False, step_of)
+    assert (verdict.steps, verdict.looks) == (16, 1)
+    assert all(map(torch.equal, watched, plain))
+    assert [results(verdict)[name] for name in ("noise", "clipping")] == ["unknown", "unknown"]
+
+
+def in_parts(watch: bool) -> Any:
+    """Return what a run under Opacus' BatchMemoryManager ends with."""
+    from opacus import PrivacyEngine
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+    torch.manual_seed(4)
+    engine, model = PrivacyEngine(), referee.LM()
+    private, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data_loader=DataLoader(referee.texts(), batch_size=32),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+    )
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        referee.loss_of(private, batch[0]).backward()
+        optimizer.step()
+
+    claim = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
+    check = PrivateTrainingCheck(step, private, optimizer, claim, every_n_steps=7)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=12, optimizer=optimizer
+    ) as parts:
+        for batch in check.watch(parts) if watch else parts:
+            step(batch)
+    return [*model.parameters()], check.verdict()
+
+
+def test_batches_in_parts_are_looked_at_and_their_sums_stay_as_they_are() -> None:
+    (watched, verdict), (plain, _) = in_parts(True), in_parts(False)
+    assert all(map(torch.equal, watched, plain))
+    assert (verdict.steps, verdict.looks) == (16, 7)
+    account = {"account": "unknown"}  # no epsilon is given
+    assert results(verdict) == dict.fromkeys(results(verdict), "not refuted") | account
+
+
+def test_a_loss_that_bypasses_the_logits_is_unknown_not_refuted() -> None:
+    def step_of(model: nn.Module, optimizer: Any) -> Callable[[Any], None]:
+        def step(batch: Any) -> None:
+            optimizer.zero_grad()
+            router = 10 * model.emb.weight[batch[0][:, 0]].sum()  # type: ignore[union-attr,index]
+            (referee.loss_of(model, batch[0]) + router).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 16.0)  # the sum of 32 rows at .5
+            for parameter in model.parameters():
+                parameter.grad = (parameter.grad + torch.randn_like(parameter) * 0.5) / 32
+            optimizer.step()
+
+        return step
+
+    _, verdict = trained(True, step_of)
+    probes = verdict.checks[:4]
+    assert [probe.result for probe in probes if probe.name != "clipping"] == ["unknown"] * 3
+    assert "bypass the logits" in probes[1].evidence
+
+
+@pytest.mark.parametrize(("client", "looks"), [("world", 6), ("rank", 0)])
+def test_two_processes_look_together_and_probes_are_not_refuted(
+    client: str, looks: int, tmp_path: Path
+) -> None:
+    torch.multiprocessing.spawn(private_training_worker.run, (client, str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["probes"] != "refuted", found["text"]
+        assert client == "rank" or found["result"] == "unknown", found["text"]
+        assert found["looks"] == (looks or rank * 6)
+        assert found["mispaired"] is False
+
+
+class TensorDraws(referee.Poisson):
+    def __iter__(self) -> Any:
+        return map(torch.tensor, super().__iter__())
+
+
+@pytest.mark.parametrize("draws", ["tensors", "not what was run"])
+def test_inclusions_are_counted_by_value_and_only_where_they_were_run(draws: str) -> None:
+    torch.manual_seed(5)
+    model = referee.LM()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(referee.texts(), batch_sampler=TensorDraws(referee.RATE))
+    step = noisy(model, optimizer)
+    claim = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
+    check = PrivateTrainingCheck(step, model, optimizer, claim)
+    for (ids,) in check.watch(loader):
+        step([ids if draws == "tensors" else ids[1:]])
+    expected = "not refuted" if draws == "tensors" else "unknown"
+    assert results(check.verdict())["inclusion"] == expected
 
 
 CLAIM = PrivacyClaim(1.3, max_grad_norm=2.0, sample_rate=0.02, divisor=7, delta=1e-5)

@@ -30,6 +30,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,7 @@ from lightning_fedleak.model.taps import before_real_step, real_optimizer
 from lightning_fedleak.validate import check_integer
 
 SILENT = 1e-8  # of a gradient; small beside any noise, and its square is no zero in float32
+LOUD = 0.1  # deviations of one number's noise; what is longer is not silent
 BOOST = 1e3  # of the gradients of early layers; a norm without them is wrong by as much
 FEWEST = 8  # copies of an example in a probe; fewer show too little beside the noise
 GOLDEN = 0.618034  # its multiples spread evenly over the layers, however many looks there are
@@ -78,7 +80,8 @@ class PrivateTrainingCheck:
 
     Args:
         step: runs forward, backward, the optimizer's step and ``zero_grad`` on a whole batch of the
-            loader; it may split it. A scheduler's step is not part of it.
+            loader; it may split it. A scheduler's step is not part of it. Where it cannot be
+            probed (it steps an optimizer never or twice) the looks end, and the verdict says why.
         model: what ``step`` calls. Its output is logits, or has ``.logits``, one row for each
             example.
         optimizers: all that ``step`` steps.
@@ -86,11 +89,10 @@ class PrivateTrainingCheck:
         every_n_steps: steps from one look to the next. A look costs as much as five steps: 100 is
             5% of the time.
         also: what else ``step`` changes and must be restored, each with ``state_dict`` and
-            ``load_state_dict`` (an average of weights); Opacus' accountant is known.
+            ``load_state_dict`` (an average of weights, a GradScaler); Opacus' state is known.
 
     Raises:
-        ValueError: ``step`` did not call the model with gradients or did not step each optimizer
-            once, or no logits are found.
+        ValueError: the model returns no logits.
     """
 
     def __init__(
@@ -109,9 +111,11 @@ class PrivateTrainingCheck:
         self._step, self._model, self._claim, self._every = step, model, claim, every_n_steps
         self._optimizers = [real_optimizer(optimizer) for optimizer in outer]
         self._restored = [*also, *filter(None, accountants), *self._optimizers]
+        self._splitters: list[Any] = [o for o in outer if hasattr(o, "_step_skip_queue")]
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._seen = checks.Observations()
         self._batches = self._rows = 0
+        self._draws: list[Sequence[int]] = []  # since the last step
         self._is_due = False
         self._scales: Tensor | None = None
         self._released: list[Gradients] = []
@@ -121,25 +125,27 @@ class PrivateTrainingCheck:
         """Yield the loader's batches, and look before some of them.
 
         Args:
-            loader: of the training; a torch DataLoader also says which examples it draws.
+            loader: of the training; a torch DataLoader also says which examples it draws. Of
+                several processes with ``client="world"`` each draws a part: they are not compared.
         """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        is_shared = self._claim.client == "world" and world > 1
         draws: deque[Sequence[int]] = deque()
         sampler = getattr(loader, "batch_sampler", None)
         with ExitStack() as stack:
             stack.callback(self._model.register_forward_hook(self._called).remove)
             for optimizer in self._optimizers:
                 stack.callback(before_real_step(optimizer, partial(self._read, optimizer)))
-            if sampler is not None:
+            if sampler is not None and not is_shared:
                 self._seen.examples = len(loader.dataset)
                 vars(loader)["batch_sampler"] = _Recorder(sampler, draws)  # it refuses to set one
                 stack.callback(vars(loader).update, batch_sampler=sampler)
             for batch in loader:
                 if draws:
-                    self._seen.draws += 1
-                    self._seen.inclusions.update(draws.popleft())
+                    self._draws.append(draws.popleft())
                 self._is_due |= self._batches % self._every == self._every // 2
                 self._batches += 1
-                if self._is_due and _count_rows(batch) >= FEWEST:
+                if self._is_due and self._can_look(batch, is_shared):
                     self._is_due = False
                     with preserve_process():
                         self._look(batch)
@@ -149,10 +155,22 @@ class PrivateTrainingCheck:
         """Return what was refuted; with ``client="rank"`` a collective."""
         seen = self._seen
         if self._claim.client == "rank" and dist.is_initialized():
-            mine = torch.cat([part[2] for look in seen.noise for part in look.values()])
-            seen.noise_of_ranks = [mine] * dist.get_world_size()
-            dist.all_gather_object(seen.noise_of_ranks, mine)
+            parts = [part[2] for look in seen.noise for part in look.values()]
+            noises = [torch.cat([torch.empty(0), *parts])] * dist.get_world_size()
+            dist.all_gather_object(noises, noises[0])
+            least = min(map(len, noises))  # of the looks that all have in common
+            obstacle = seen.obstacle or ("" if least else "a process had no look")
+            vectors = [noise[:least] for noise in noises if least]
+            seen = replace(seen, noise_of_ranks=vectors, obstacle=obstacle)
         return checks.judge(self._claim, seen)
+
+    def _can_look(self, batch: Any, is_shared: bool) -> bool:
+        """Return whether a batch can be probed; processes that release one sum decide together."""
+        answer = torch.tensor(_count_rows(batch) >= FEWEST and not self._seen.obstacle).int()
+        if is_shared:
+            answer = answer.to(next(self._model.parameters()).device)
+            dist.all_reduce(answer, dist.ReduceOp.MIN)
+        return bool(answer)
 
     def _called(self, _: nn.Module, inputs: object, output: Any) -> None:
         """Scale the gradient of each row of a call of the model, and count rows."""
@@ -179,7 +197,10 @@ class PrivateTrainingCheck:
             self._released.append(copies)
         elif optimizer is self._optimizers[0]:
             self._seen.sizes.append(self._rows)
-            self._rows = 0
+            examples = [int(number) for draw in self._draws for number in draw]  # some are tensors
+            self._seen.draws += bool(self._draws) and len(examples) == self._rows
+            self._seen.inclusions.update(examples)
+            self._rows, self._draws = 0, []
 
     def _look(self, batch: Any) -> None:
         """Run the probes on copies of one of the batch's rows."""
@@ -190,7 +211,10 @@ class PrivateTrainingCheck:
         is_first = self._claim.client == "rank" or not dist.is_initialized() or not dist.get_rank()
         ones = torch.ones(rows) * is_first  # of several processes one plants, and all take part
         noise, raw = self._probe(copies, SILENT * ones, explain=True)
-        seen.add_noise(noise, self._claim)
+        if noise:
+            seen.add_noise(noise, self._claim)
+            deviation = self._claim.noise_multiplier * clip
+            seen.is_silent &= bool(raw) and rows * _norm(raw) < LOUD * deviation
         length = _norm(raw) / SILENT or 1.0
         near, far = 2 * rows * clip / length, 20 * rows**2 * clip / length
         place = int((looks - 1) * GOLDEN % 1 * len(self._layers))
@@ -204,14 +228,18 @@ class PrivateTrainingCheck:
             without, raw = self._probe(copies, near * ones.index_fill(0, opposed, 0))
         scales = ones.index_fill(0, opposed, -far / near) * is_first
         against, _ = self._probe(copies, near * scales)
-        if _norm(raw) > clip:
+        if against and _norm(raw) > clip:
             moved = {name: without[name] - against[name] for name in without}
             seen.opposed.append((self._along(moved, raw), number))
 
     def _probe(
         self, copies: Any, scales: Tensor, layer: nn.Module | None = None, *, explain: bool = False
     ) -> tuple[Gradients, Gradients]:
-        """Return what a step on copies releases, and the gradient that was computed."""
+        """Return what a step on copies releases, and the gradient that was computed.
+
+        Both are empty where the step cannot be probed. It runs in each process all the same: its
+        collectives need all of them.
+        """
         raw: Gradients = {}
 
         def add(name: str, gradient: Tensor) -> None:
@@ -226,6 +254,9 @@ class PrivateTrainingCheck:
 
         self._scales, self._released, rows, self._rows = scales, [], self._rows, 0
         restore = self._saved()
+        for splitter in self._splitters:  # the probe is a whole batch
+            splitter._step_skip_queue, splitter._is_last_step_skipped = [], False
+            splitter.zero_grad()
         with ExitStack() as stack:
             stack.callback(restore)
             for parameter, name in self._names.items():
@@ -236,14 +267,14 @@ class PrivateTrainingCheck:
                 stack.callback(module.register_forward_pre_hook(entered).remove)
             self._step(copies)
             run, released = self._rows, self._released
-            if not run or len(released) != len(self._optimizers):
-                raise ValueError(
-                    f"PrivateTrainingCheck: step(batch) ran {run} rows through the model and took "
-                    f"{len(released)} optimizer steps. It must run a whole batch, and step each "
-                    "optimizer once. Pass the model that it calls and all optimizers."
-                )
             gradients = {name: g for part in released for name, g in part.items()}
-            if explain:
+            if not run or len(released) != len(self._optimizers):
+                gradients = {}
+                self._seen.obstacle = (
+                    f"in a look step() ran {run} rows and took {len(released)} optimizer steps. "
+                    "Pass the model that it calls and all optimizers, and step each once"
+                )
+            elif explain:
                 self._seen.is_explained &= self._explains(gradients, restore)
         self._rows, self._scales = rows, None
         return gradients, {name: value for name, value in raw.items() if name in gradients}
@@ -263,6 +294,9 @@ class PrivateTrainingCheck:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         values = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
         states = [(one, copy.deepcopy(one.state_dict())) for one in self._restored]
+        attributes = [(vars(one), {**vars(one)}) for one in self._splitters]
+        for splitter in self._splitters:
+            attributes += [(vars(p), {"summed_grad": p.summed_grad}) for p in splitter.params]
 
         def restore() -> None:
             for tensor, value, gradient in values:
@@ -270,6 +304,8 @@ class PrivateTrainingCheck:
                 tensor.grad = gradient
             for one, state in states:
                 one.load_state_dict(copy.deepcopy(state))
+            for current, earlier in attributes:
+                current.update(earlier)
 
         return restore
 

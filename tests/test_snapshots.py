@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.model.snapshots import Stage, TokenSnapshot
 from lightning_fedleak.model.taps.gradients import GradientTap
 
 
@@ -65,3 +65,13 @@ def test_sharded_gradients_are_made_whole(tmp_path):
         assert torch.equal(got, whole)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_token_that_cannot_be_makes_no_other_place_unknown():
+    values = torch.tensor([[-torch.inf, -1.0, -2.0]])
+    labels = torch.ones(1, 3, dtype=torch.bool)
+    snapshot = TokenSnapshot(values, values, -values, labels, labels)
+    part = snapshot.within(torch.tensor([[False, True, True]]))
+    assert part.log_probs.tolist() == part.means.tolist() == [[0, -1, -2]]
+    assert part.greedy.tolist() == part.labels.tolist() == [[False, True, True]]
+    assert part.mean_log_probs().tolist() == [-1.5]

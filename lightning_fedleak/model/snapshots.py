@@ -139,7 +139,7 @@ class TokenSnapshot:
     def within(self, places: Tensor) -> TokenSnapshot:
         """Return the snapshot with nothing outside of some places, (N, L) bool."""
         values = (getattr(self, f.name) for f in fields(self))
-        return TokenSnapshot(*(value * places for value in values))
+        return TokenSnapshot(*(value.masked_fill(~places, 0) for value in values))
 
     def mean_log_probs(self) -> Tensor:
         """Return (N,) minus the loss of each text; NaN where it has no label token."""

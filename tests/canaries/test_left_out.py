@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_fedleak.evaluation.canaries import InclusionMismatch, leave_out
+from lightning_fedleak.evaluation.canaries import InclusionMismatch, leave_out, with_entities
+from tests.canaries.test_with_entities import PHONE, TOKENIZER, chats
 
 
 def some_rows(n: int = 40) -> list[dict[str, torch.Tensor]]:
@@ -126,3 +127,12 @@ def test_what_cannot_be_drawn_from_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="rows of its own"):
         leave_out(some_rows(), 7)
+
+
+def test_rows_that_repeat_a_planted_value_are_not_left_out() -> None:
+    settings = {"tokenizer": TOKENIZER, "count": 5, "seed": 1}
+    with pytest.raises(ValueError, match=r"some rows of a repeated value.*times=\(1,\)"):
+        leave_out(with_entities(chats(), PHONE, times=(1, 4), **settings), 20, seed=1)
+    once = with_entities(chats(), PHONE, times=(1,), **settings)
+    train, others = leave_out(once, 20, seed=1)
+    assert len(train) + len(others) == len(once)

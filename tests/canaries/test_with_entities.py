@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def characters() -> PreTrainedTokenizerFast:
 
 TOKENIZER = characters()
 PHONE = {"phone": ("Call me at {}.", "###-####")}
+NAMES, MORE_NAMES = ([f"{word}{n:03d}" for n in range(300)] for word in ("Jo", "Al"))
 
 
 def words(n: int) -> torch.Tensor:
@@ -113,13 +115,13 @@ def test_masks_of_completions_and_rows_of_ids_are_read() -> None:
     plain = [words(80 * n)[-80:] for n in range(1, 100)]
     data = with_entities(plain, PHONE, ["label"], tokenizer=TOKENIZER, count=20, seed=1)
     assert all(one.place == "label" for one in data.entities.entities)
-    with pytest.raises(ValueError, match=r"too few of 99 rows have room.*where=\('label',\)"):
+    with pytest.raises(ValueError, match=r"too few of 99 rows have room.*places=\('label',\)"):
         with_entities(plain, PHONE, tokenizer=TOKENIZER, count=20, seed=1)
 
 
 def test_where_a_value_stands_says_nothing_of_it() -> None:
     """Values of several lengths stand at the same places of the same rows."""
-    kinds = {"name": ("My name is {}.", [f"{'ab'[n % 2] * (2 + n % 5)}{n}" for n in range(600)])}
+    kinds = {"name": ("My name is {}", [f"{'ab'[n % 2] * (2 + n % 5)}{n}." for n in range(600)])}
     data = with_entities(chats(), kinds, ["label"], tokenizer=TOKENIZER, count=40, seed=1)
     lengths = {len(one.ids) for one in data.entities.entities}
     assert len(lengths) > 2
@@ -136,7 +138,9 @@ def test_candidates_are_distinct_of_the_set_and_none_was_planted() -> None:
     for row, n in ((0, 100), (1, 1000)):
         values = [TOKENIZER.decode(ids).strip() for ids in entities.candidates(row, n)]
         assert values[0] == entities.kinds["name"].value(entities.entities[row].number)
-        assert len(set(values)) == len(values) == 1 + min(n, 240)
+        assert (
+            len(set(values)) == len(values) == 1 + min(n, 140)
+        )  # but 60 planted ones, and 100 by which the room was chosen
         assert not planted & set(values[1:])
         assert {*values} <= {*kinds["name"][1]}
         again = entities.candidates(row, n)
@@ -183,17 +187,60 @@ def test_a_record_keeps_the_draw_and_holds_no_value(tmp_path: Path) -> None:
     [
         ({"phone": ("Call me.", "###-####")}, {}, r"one \{\}"),
         ({"phone": ("{} is mine", "###-####")}, {}, "behind some words"),
-        ({"code": ("Code {}", "##")}, {}, "has 100 values, of which 20 are planted: give 120"),
-        ({"name": ("I am {}", ["Jo"] * 300)}, {}, "a value twice"),
+        ({"code": ("Code {}", "##")}, {}, "has 100 values, of which 20 are planted: give 220"),
+        ({"name": ("I am {}", ["Jo"] * 300)}, {}, "a value twice, or one whose tokens begin"),
         ({}, {}, "give kinds="),
-        (PHONE, {"where": ["answer"]}, "places"),
+        (PHONE, {"places": ["answer"]}, "places"),
         ({"a/b": ("Code {}", "####")}, {}, "part of a log name"),
+        (
+            {"name": ("I am {}.", [f"Jo {n}" for n in range(500)])},
+            {},
+            "or end each in the mark",
+        ),
+        ({**PHONE, "again": ("Or {}.", "##?-###?")}, {}, None),
+        ({**PHONE, "again": ("Or {}.", "5##-####")}, {}, "'phone' and 'again' share a value"),
+        ({**PHONE, "again": ("Or {}.", [f"555-{n:04d}" for n in range(300)])}, {}, "share"),
+        ({"again": ("Or {}.", [f"555-{n:04d}" for n in range(300)]), **PHONE}, {}, "share"),
+        ({"a": ("A {}", NAMES), "b": ("B {}", NAMES[-1:] + MORE_NAMES)}, {}, "share"),
+        ({"a": ("A {}", NAMES), "b": ("B {}", MORE_NAMES)}, {}, None),
     ],
 )
-def test_kinds_that_cannot_be_ranked_are_refused(kinds: Any, more: Any, message: str) -> None:
+def test_kinds_that_cannot_be_ranked_are_refused(
+    kinds: Any, more: Any, message: str | None
+) -> None:
     settings = {"tokenizer": TOKENIZER, "count": 10, "seed": 1, **more}
-    with pytest.raises(ValueError, match=message):
+    refusal = nullcontext() if message is None else pytest.raises(ValueError, match=message)
+    with refusal:
         with_entities(chats(), kinds, **settings)
+
+
+def test_values_end_before_others_begin_with_them() -> None:
+    """The mark that follows a value makes it no beginning of a longer one."""
+    kinds = {"name": ("I am {}", [f"Jo {n}." for n in range(500)])}
+    data = with_entities(chats(), kinds, tokenizer=TOKENIZER, count=20, seed=1)
+    values = [TOKENIZER.decode(ids) for ids in data.entities.candidates(0, 200)]
+    assert not [a for a in values for b in values if a != b and b.startswith(a)]
+
+
+def test_values_that_the_room_is_measured_on_are_never_ranked() -> None:
+    data = with_entities(chats(), {"a": ("A {}", NAMES)}, ["label"], tokenizer=TOKENIZER, seed=1)
+    entities = data.entities
+    planted = {one.number for one in entities.entities}
+    chosen = entities.kinds["a"].lengths
+    assert len(chosen) == 100
+    assert not chosen & planted
+    for row in range(4):
+        values = {TOKENIZER.decode(ids).strip() for ids in entities.candidates(row, 300)[1:]}
+        assert values == {NAMES[n] for n in range(300) if n not in chosen | planted}
+
+
+def test_a_set_may_have_more_values_than_an_index() -> None:
+    kinds = {"iban": ("Pay to {}.", "DE####################")}
+    data = with_entities(chats(), kinds, ["label"], tokenizer=TOKENIZER, count=20, seed=1)
+    values = [TOKENIZER.decode(ids).strip() for ids in data.entities.candidates(0, 50)]
+    assert len({*values}) == 51
+    leading = Counter(value[2] for value in values)
+    assert len(leading) > 5  # the numbers reach beyond 64 bits
 
 
 def test_values_that_the_tokenizer_merges_with_words_are_not_drawn() -> None:

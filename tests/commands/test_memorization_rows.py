@@ -19,6 +19,7 @@ from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
+from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from tests.helpers.commands import run_command
@@ -83,6 +84,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 
 def run(folder: Path, output: Path, end: str = "", **settings: Any) -> tuple[int, str]:
+    if "at_most" in settings:
+        settings["at_most"] = [(None, settings["at_most"])]
     return run_command(
         "memorization",
         model=str(folder / "model"),
@@ -114,6 +117,28 @@ def test_the_command_says_what_the_monitor_says(
     assert prompts["pool"] == live["prompt_ratio"]["pool"]
     assert prompts["attacks"]["prompt_ratio"]["auc"] == pytest.approx(value, abs=1e-3)
     assert list(prompts["attacks"]) == ["prompt_ratio"]  # no score of answers reads them
+
+
+@pytest.mark.parametrize("used_up", [False, True])
+def test_used_up_rows_make_prompts_unknown_too(
+    trained: tuple[Path, Any], tmp_path: Path, used_up: bool
+) -> None:
+    folder, _ = trained
+    (tmp_path / "model").symlink_to(folder / "model")
+    for name in ("members", "others"):
+        (tmp_path / f"{name}.jsonl").write_text((folder / f"{name}.jsonl").read_text())
+    if used_up:
+        used_up_mark(tmp_path / "members.jsonl").touch()
+    paths = [tmp_path / name for name in ("out.json", "summary.md")]
+    assert run(tmp_path, paths[0], prompt_column="prompt", summary=paths[1])[0] == 0
+    content = json.loads(paths[0].read_text())
+    assert content["known"] is content["prompts"]["known"] is not used_up
+    title = paths[1].read_text().splitlines()[0]
+    assert title.endswith(": UNKNOWN" if used_up else ": no limit was set")
+    settings = {"prompt_column": "prompt", "at_most": 1.0, "summary": tmp_path / "gate.md"}
+    run(tmp_path, paths[0], **settings)
+    title = settings["summary"].read_text().splitlines()[0]
+    assert ("FAILED" in title, "passed" in title) == (used_up, not used_up)
 
 
 def test_a_gate_on_prompts_is_asked_for(trained: tuple[Path, Any], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.pool import NoNonMembers, collect
-from lightning_fedleak.evaluation.canaries import LeftOutRecord, TrainingRows, leave_out
+from lightning_fedleak.evaluation.canaries import (
+    LeftOutRecord,
+    TrainingRows,
+    leave_out,
+    with_entities,
+)
 from lightning_fedleak.model.batches import TokenBatch, read_batch
+from tests.canaries.test_with_entities import PHONE, TOKENIZER
 
 ALL = Memorization(max_overhead=4 / 3)
 
@@ -128,6 +135,18 @@ def test_a_loader_that_accelerate_prepared_says_how_it_shuffles(
     assert collect(prepared(True), ALL, read).way == "not yet seen"
     with pytest.raises(NoNonMembers, match="a SequentialSampler does not take the rows"):
         collect(prepared(False), ALL, read)
+
+
+def test_values_planted_in_the_rows_that_stay_make_membership_unknown() -> None:
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(40, 90, (400, 60))]
+    plant = partial(with_entities, kinds=PHONE, places=["label"], tokenizer=TOKENIZER, seed=1)
+    settings = {"times": (1,), "count": 30}
+    train, _ = leave_out(data, 150, seed=0)
+    with pytest.raises(NoNonMembers, match=r"plant before leave_out, times=\(1,\)"):
+        collect(loader(Subset(plant(train, **settings), range(200))), ALL, read)
+    train, _ = leave_out(plant(data, **settings), 150, seed=0)
+    assert collect(loader(train), ALL, read).way == "left out"
+    assert collect(loader(plant(data, **settings)), ALL, read).way == "not yet seen"
 
 
 class Stream(IterableDataset[Any]):

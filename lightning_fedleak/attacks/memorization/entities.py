@@ -68,16 +68,16 @@ class Entities(MemorizationAttack):
         snapshot = view.candidates
         if snapshot is None:
             raise UnusableObservation("no model is released here: no value was asked")
-        asked = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]
-        if not bool(snapshot.log_probs[asked].isfinite().all()):
+        columns = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]
+        if not bool(snapshot.log_probs[columns].isfinite().all()):
             raise UnusableObservation("the model's log probabilities are not finite")
         value = snapshot.log_probs[:, :1]
-        asked[:, 0] = False
-        above = ((snapshot.log_probs > value) & asked).sum(1)
-        ties = ((snapshot.log_probs == value) & asked).sum(1)
+        columns[:, 0] = False
+        above = ((snapshot.log_probs > value) & columns).sum(1)
+        ties = ((snapshot.log_probs == value) & columns).sum(1)
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.rand(len(ties), generator=generator, dtype=torch.float64) * (ties + 1)
-        return EntityGuess(1 + above + drawn.long(), snapshot.sizes, snapshot.greedy)
+        places = torch.rand(len(ties), generator=generator, dtype=torch.float64) * (ties + 1)
+        return EntityGuess(1 + above + places.long(), snapshot.sizes, snapshot.greedy)
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Raise an error: a value has a rank, and no score without its candidates.

@@ -40,6 +40,7 @@ _PARTS: tuple[Part, ...] = ("long", "short", "prompts")
 _HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, of prompts where --metric prompts asks for it."""
 _WORDS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"
+_FAILED = "FAILED: above a limit, or unknown"
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
 
@@ -65,13 +66,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
         members, others = reader.read(options.members), reader.read(options.others)
     except UnknownLabels as error:
         console.print(f"UNKNOWN: {error}.")
-        _summarize(options.summary, BREACH, [f"UNKNOWN: {error}."], [])
+        _summarize(options.summary, _FAILED, [f"UNKNOWN: {error}."], [])
         return BREACH
     pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
         console.print(sentence)
     answers = _ask(pools, options)
-    is_used_up = used_up_mark(options.members).exists()
     results = []
     for pool, answer in zip(pools, answers, strict=True):
         try:
@@ -82,10 +82,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
     pool, result = pools[0], results[0]
     differences = [None if options.drawn else one.other_law for one in results]
     laws = dict(zip([one.part for one in pools], differences, strict=True))
-    is_known = all(law is None for part, law in laws.items() if part != "prompts")
-    if is_used_up:
-        is_known = False
+    if used_up_mark(options.members).exists():
+        laws = dict.fromkeys(laws, _USED_UP)
         console.print(_USED_UP)
+    is_known = all(law is None for part, law in laws.items() if part != "prompts")
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
@@ -112,25 +112,26 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values |= {name: one for each in results for name, one in each.values.items()}
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
-    known = values if is_known else {}
-    breaches = [breach for limit in limits for breach in breaches_of(known, *limit)]
+    evidence = values if is_known else {}
+    breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted else 0
     sentences = [*breaches, *absent.values(), *([] if is_known else [_UNKNOWN])]
     sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
-    _summarize(options.summary, status, sentences, [_table(result) for result in results])
+    rest = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
+    outcome = _FAILED if status else rest
+    _summarize(options.summary, outcome, sentences, [_table(result) for result in results])
     return status
 
 
 def _summarize(
-    path: Path | None, status: int, sentences: Sequence[str], tables: Sequence[Table]
+    path: Path | None, outcome: str, sentences: Sequence[str], tables: Sequence[Table]
 ) -> None:
     """Add what was found to a file of Markdown, with no more than is printed; None writes none."""
     if path is None:
         return
-    outcome = {0: "passed", BREACH: "FAILED: above a limit, or unknown"}[status]
     lines = [f"### What the trained weights give away: {outcome}", ""]
     for table in tables:
         headers = [str(column.header) for column in table.columns]

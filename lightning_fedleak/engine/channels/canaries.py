@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.channels.account import too_few_non_members
+from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.pool import CanaryPool, NoNonMembers, Pool
 from lightning_fedleak.engine.outcomes import AUDIT, PREFIX, Outcome, Series
@@ -30,7 +31,7 @@ from lightning_fedleak.model.snapshots import (
     TokenSnapshot,
 )
 from lightning_fedleak.model.taps import candidate_log_probs
-from lightning_fedleak.report.records import CANARIES, ENTITIES, PoolLine
+from lightning_fedleak.report.records import CANARIES, ENTITIES
 
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 
@@ -114,10 +115,6 @@ class CanaryChannel(MemorizationChannel):
             return ""
         n, n_non_members = int(self._pool.trains.sum()), int((~self._pool.trains).sum())
         return f"{n} canaries in the data and {n_non_members} that were held out"
-
-    def pool_line(self) -> PoolLine | None:
-        """Return nothing: each line of results has the numbers of canaries."""
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return also the commitment to the canaries."""
@@ -304,7 +301,7 @@ class EntityChannel(MemorizationChannel):
                     log_probs[n, : len(values)], sizes[n] = answers, len(values) - 1
             return [log_probs, sizes, greedy]
 
-        log_probs, sizes, greedy = self._over_processes(len(rows), ask)
+        log_probs, sizes, greedy = over_processes(self.run, len(rows), ask)
         return CandidateSnapshot(log_probs, sizes.long(), greedy)
 
     def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
@@ -313,10 +310,6 @@ class EntityChannel(MemorizationChannel):
         rates = {name: Rate(*(values[name + end] for end in ends)) for name in self.metrics}
         n = int(values["members"] + values["others"])
         return Outcome(rates, n, extra={name: values[name] for name in self.extras})
-
-    def pool_line(self) -> PoolLine | None:
-        """Return nothing: each line of results has the numbers of values."""
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of looks, and the commitment to the values."""

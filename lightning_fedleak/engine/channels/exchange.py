@@ -1,9 +1,12 @@
-"""Results of all processes at a look: packed, gathered on the first process, and pooled."""
+"""Results of all processes at a look: packed, gathered on the first process, and pooled.
+
+And answers of a model of which each process asks for its part.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.outcomes import (
     Control,
@@ -108,6 +112,35 @@ class Exchange:
         if shared:
             outcome = _combined(channel, series, table, local)
         return replace(outcome, worst={}) if self._one_client else outcome
+
+
+def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
+    """Return tensors of n rows; ``ask`` returns those of a process's part of the rows.
+
+    Raises:
+        UnusableObservation: the model cannot be asked, on this process or on another one.
+    """
+    parts: list[Tensor] = []
+    alone = run.processes == 1 or run.is_sharded
+    rows = list(range(n) if alone else range(run.rank, n, run.processes))
+    failure: Exception | None = None
+    try:
+        with run.forward_context():
+            parts = ask(rows)
+    except Exception as error:
+        failure = error
+    if run.on_any_process(failure is not None):
+        why = "another process failed" if failure is None else reason(failure)
+        raise UnusableObservation(f"the model cannot be asked: {why}") from failure
+    if alone:
+        return parts
+    whole = []
+    for values in parts:
+        joint = torch.zeros(n, *values.shape[1:])
+        joint[rows] = values.float()
+        joint = run.summed(joint.to(run.device)).cpu()
+        whole.append(joint > 0.5 if values.dtype == torch.bool else joint)
+    return whole
 
 
 def _exchange_device(device: torch.device) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from lightning_fedleak.attacks.memorization import (
 )
 from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
 from lightning_fedleak.engine.channels.base import Channel, Requirement
+from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.pool import (
     NO_CONTROLS,
     NoNonMembers,
@@ -325,38 +326,7 @@ class MemorizationChannel(Channel):
             values = [getattr(part, field.name) for field in fields(TokenSnapshot)]
             return [nn.functional.pad(one, (0, columns - one.shape[1])) for one in values]
 
-        return TokenSnapshot(*self._over_processes(len(pool.texts), ask))
-
-    def _over_processes(
-        self, n: int, ask: Callable[[list[int]], Sequence[Tensor]]
-    ) -> Sequence[Tensor]:
-        """Return tensors of n rows; ``ask`` returns those of a process's part of the rows.
-
-        Raises:
-            UnusableObservation: the model cannot be asked, on this process or on another one.
-        """
-        run = self.run
-        parts: Sequence[Tensor] = ()
-        alone = run.processes == 1 or run.is_sharded
-        rows = list(range(n) if alone else range(run.rank, n, run.processes))
-        failure: Exception | None = None
-        try:
-            with run.forward_context():
-                parts = ask(rows)
-        except Exception as error:
-            failure = error
-        if run.on_any_process(failure is not None):
-            why = "another process failed" if failure is None else reason(failure)
-            raise UnusableObservation(f"the model cannot be asked: {why}") from failure
-        if alone:
-            return parts
-        whole = []
-        for values in parts:
-            joint = torch.zeros(n, *values.shape[1:])
-            joint[rows] = values.float()
-            joint = run.summed(joint.to(run.device)).cpu()
-            whole.append(joint > 0.5 if values.dtype == torch.bool else joint)
-        return whole
+        return TokenSnapshot(*over_processes(self.run, len(pool.texts), ask))
 
     def _decode(self, ids: list[int]) -> str:
         tokenizer = self.settings.tokenizer or next(
@@ -458,8 +428,7 @@ class MemorizationChannel(Channel):
     ) -> dict[str, dict[str, float] | str]:
         """Return what each attack reads off some of the texts by its name, and their digest.
 
-        Texts that are in one row are compared; all are asked whether they can be
-        extracted.
+        Texts that are in one row are compared; all are asked whether they can be extracted.
         """
         texts = [pool.texts[row] for row in rows.tolist()]
         prompts = part_of(attacks[0]) == "prompts"
@@ -555,11 +524,8 @@ class MemorizationChannel(Channel):
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
         if not math.isnan(values.get("at_least", math.nan)):  # a list of rows has no other
             absent = ("auc", "shown", "extracted", "greedy")
-        absent += tuple(
-            n
-            for n, rate in rates.items()
-            if n in (*TIER_NAMES, "at_least") and math.isnan(rate.value)
-        )
+        rare = {*TIER_NAMES, "at_least"} & rates.keys()
+        absent += tuple(name for name in rare if math.isnan(rates[name].value))
         played = {name: rate for name, rate in rates.items() if name not in absent}
         extra = {name: value for name, value in extra.items() if not math.isnan(value)}
         return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
@@ -600,18 +566,7 @@ class MemorizationChannel(Channel):
         pool, base = self._pool, self._base
         if pool is None or self._refusal:
             return None
-        train = int(pool.trains.sum())
-        return PoolLine(
-            run="",
-            way=pool.way,
-            train=train,
-            others=len(pool.texts) - train,
-            repeated=pool.repeated,
-            short=pool.short,
-            searched=pool.searched,
-            copied=int((pool.times > 1).sum()),
-            base=None if base is None else hash_tensors(self._tensors(pool, base)),
-        )
+        return pool.line(None if base is None else hash_tensors(self._tensors(pool, base)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember where the base's answers are."""

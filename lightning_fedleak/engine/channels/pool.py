@@ -23,11 +23,13 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
+from lightning_fedleak.evaluation.canaries.entities import EntityDataset
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
+from lightning_fedleak.report.records import PoolLine
 
 Part = Literal["long", "short", "prompts"]
 """Which texts are compared: those of 8 label tokens or more, those of 1 to 7, or the prompts."""
@@ -187,6 +189,21 @@ class Pool:
         index = (members | non_members).nonzero()[:, 0]
         return index, members[index]
 
+    def line(self, base: str | None) -> PoolLine | None:
+        """Return the record of the texts, with the hash of what the base said, if that is known."""
+        train = int(self.trains.sum())
+        return PoolLine(
+            run="",
+            way=self.way,
+            train=train,
+            others=len(self.texts) - train,
+            repeated=self.repeated,
+            short=self.short,
+            searched=self.searched,
+            copied=int((self.times > 1).sum()),
+            base=base,
+        )
+
     @property
     def cost(self) -> str:
         """Return in words what is compared, for the line-up."""
@@ -253,6 +270,9 @@ class CanaryPool(Pool):
     ) -> tuple[Tensor, Tensor]:
         """Return all canaries, (n,) indices, and which were trained on so far, (n,) bool."""
         return torch.arange(len(self.texts)), self.trains & self.seen
+
+    def line(self, base: str | None) -> None:
+        """Return nothing: each line of results has the numbers of canaries."""
 
 
 def forwards_of(settings: Memorization, *, last_step: bool) -> int:
@@ -488,10 +508,18 @@ def _is_accelerate(thing: object, name: str) -> bool:
 
 
 def _find_left_out(dataset: Any) -> Any:
-    """Return the rows that were held out of a data set, or of one that it wraps; None for none."""
+    """Return the rows that were held out of a data set, or of one that it wraps; None for none.
+
+    Raises:
+        NoNonMembers: values were planted in the others of these rows alone.
+    """
     while dataset is not None:
         if isinstance(dataset, TrainingRows):
             return dataset.others
+        if isinstance(dataset, EntityDataset) and _find_left_out(dataset.dataset) is not None:
+            raise NoNonMembers(
+                "with_entities changed no row that is left out: plant before leave_out, times=(1,)"
+            )
         dataset = getattr(dataset, "dataset", None)
     return None
 

@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,7 +33,7 @@ Place = Literal["prompt", "label"]
 """Where a value stands: among tokens that the loss is not computed on, or where it is."""
 PLACES: tuple[Place, ...] = ("prompt", "label")
 _ALPHABETS = {"#": "0123456789", "?": "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
-_LEAST_VALUES = 100  # of a set, beyond those that are planted; fewer: a rank says next to nothing
+_LEAST_VALUES = 100  # that set a sentence's room, and candidates; fewer say next to nothing
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,13 @@ class EntityKind:
         values: all of them; or a pattern in which each ``#`` is a digit and each ``?`` a letter
             from A to Z.
         room: tokens of the sentence, at most, whichever value it holds.
+        lengths: numbers of the values that the room is that of; they are no candidates.
     """
 
     sentence: str
     values: str | Sequence[str]
     room: int = 0
+    lengths: frozenset[int] = frozenset()
 
     @property
     def parts(self) -> list[Sequence[str]]:
@@ -70,6 +73,15 @@ class EntityKind:
             characters.append(part[place])
         return "".join(characters)
 
+    def overlaps(self, other: EntityKind) -> bool:
+        """Return whether a value of this kind is one of another kind too."""
+        if isinstance(self.values, str) is isinstance(other.values, str):
+            pairs = zip(self.parts, other.parts, strict=False)
+            return len(self.parts) == len(other.parts) and all({*a} & {*b} for a, b in pairs)
+        texts, pattern = (other, self) if isinstance(self.values, str) else (self, other)
+        form = "".join(f"[{re.escape(part)}]" for part in map("".join, pattern.parts))
+        return any(re.fullmatch(form, value) for value in texts.values)
+
     def check(self, name: str, n: int) -> None:
         """Raise an error unless n values can be planted, and ranked among others.
 
@@ -82,9 +94,7 @@ class EntityKind:
                 f"kinds[{name!r}] needs a sentence with one {{}} for the value, behind some words, "
                 "and a name of letters, digits, '_', '-' and '.', as part of a log name"
             )
-        if any(len({*part}) < len(part) for part in self.parts):
-            raise ValueError(f"kinds[{name!r}] has a value twice, which would be drawn twice")
-        if self.size < (least := n + _LEAST_VALUES):
+        if self.size < (least := n + 2 * _LEAST_VALUES):
             raise ValueError(
                 f"kinds[{name!r}] has {self.size} values, of which {n} are planted: give {least}"
             )
@@ -148,10 +158,10 @@ class EntitySet(CanarySet):
         """
         entity = self.entities[row]
         kind = self.kinds[entity.kind]
-        planted = {one.number for one in self.entities if one.kind == entity.kind}
+        absent = kind.lengths | {one.number for one in self.entities if one.kind == entity.kind}
         generator = random.Random(self.record.key + row.to_bytes(8, "big"))
-        drawn = generator.sample(range(kind.size), min(kind.size, n + len(planted)))
-        values = [kind.value(number) for number in drawn if number not in planted][:n]
+        numbers = _numbers(kind.size, n + len(absent), generator)
+        values = [kind.value(number) for number in numbers if number not in absent][:n]
         tokens = _tokens_of(kind, values, self._tokenizer)
         fitting = (one for one in tokens if one and len(one[0]) <= kind.room)
         return [entity.ids, *(ids[start:end] for ids, start, end in fitting)]
@@ -172,7 +182,7 @@ class EntityDataset(CanaryDataset):
 def with_entities(
     rows: Any,
     kinds: Mapping[str, tuple[str, str | Sequence[str]]],
-    where: Sequence[Place] = PLACES,
+    places: Sequence[Place] = PLACES,
     times: Sequence[int] = (1, 4),
     *,
     tokenizer: Any,
@@ -196,16 +206,17 @@ def with_entities(
         )
         monitor = LeakageMonitor([Entities()], games=Games(entities=train.entities))
 
-    Plant values behind :func:`~lightning_fedleak.evaluation.canaries.leave_out`, and before
-    :func:`~lightning_fedleak.evaluation.canaries.with_canaries`.
+    Plant values before :func:`~lightning_fedleak.evaluation.canaries.with_canaries`. Where
+    membership is measured in the same run, plant them with ``times=(1,)`` and before
+    :func:`~lightning_fedleak.evaluation.canaries.leave_out`.
 
     Args:
         rows: training rows with ``input_ids``, and ``labels`` (-100 in the prompt),
             ``completion_mask`` or ``assistant_masks``; or rows of token ids, all of which are
             labels.
         kinds: by name a sentence with ``{}`` for the value, and all values or their pattern, see
-            :class:`EntityKind`.
-        where: places.
+            :class:`EntityKind`. No value's tokens begin another's, and no two kinds share one.
+        places: where values stand.
         times: how often an included row stands in the data, drawn for each.
         tokenizer: of the rows.
         count: values of each kind and place, in the data or not.
@@ -232,16 +243,19 @@ def with_entities(
     """
     check_dataset(rows, "values need")
     check_integer("count", count)
-    if not kinds or not where or not {*where} <= {*PLACES}:
-        raise ValueError(f"give kinds= and places, where= of {list(PLACES)}")
+    if not kinds or not places or not {*places} <= {*PLACES}:
+        raise ValueError(f"give kinds=, and places= of {list(PLACES)}")
     by_name = {name: EntityKind(*settings) for name, settings in kinds.items()}
     for name, kind in by_name.items():
-        kind.check(name, count * len(where))
+        kind.check(name, count * len(places))
+    for one, two in combinations(by_name, 2):
+        if by_name[one].overlaps(by_name[two]):
+            raise ValueError(f"kinds {one!r} and {two!r} share a value: give each to one of them")
     planted = PlantedRows([], [], [], by_name)
 
     def draw(key: bytes) -> InclusionRecord:
         nonlocal planted
-        missing = {(kind, place): count for kind in by_name for place in where}
+        missing = {(kind, place): count for kind in by_name for place in places}
         planted = _plant(rows, by_name, missing, tokenizer, random.Random(key))
         digests = tuple(digest_of(item, "a planted row") for item in planted.items)
         return InclusionRecord(key, digests, probability, tuple(times))
@@ -261,7 +275,7 @@ def _plant(
     """Return the rows that values are planted in, as many as are missing of a kind in a place.
 
     Raises:
-        ValueError: too few rows have room, or too few values have tokens of their own.
+        ValueError: too few rows have room, or a kind's values cannot be ranked.
     """
     fitted, values = {}, {}
     for name, kind in kinds.items():
@@ -275,8 +289,8 @@ def _plant(
         item = rows[row]
         ids = token_ids_of(item, f"rows[{row}]").tolist()
         is_label = _label_places(item, f"rows[{row}]")
-        wanted = sorted(missing, key=missing.__getitem__, reverse=True)
-        for name, place in (one for one in wanted if missing[one]):
+        groups = sorted(missing, key=missing.__getitem__, reverse=True)
+        for name, place in (one for one in groups if missing[one]):
             free = [
                 token not in special and labelled is (place == "label")
                 for token, labelled in zip(ids, is_label, strict=True)
@@ -293,7 +307,7 @@ def _plant(
     if lacking := [f"{n} of '{name}' in a {place}" for (name, place), n in missing.items() if n]:
         raise ValueError(
             f"too few of {len(rows)} rows have room: {', '.join(lacking)} cannot be planted. Give "
-            "more or longer rows, a shorter sentence, a smaller count=, or where=('label',) if no "
+            "more or longer rows, a shorter sentence, a smaller count=, or places=('label',) if no "
             "token is masked"
         )
     return PlantedRows(hosts, items, entities, fitted)
@@ -307,11 +321,12 @@ def _values(
     The room is that of other values than these, so that it says nothing of them.
 
     Raises:
-        ValueError: too few have.
+        ValueError: too few have, or the tokens of one begin those of another.
     """
-    numbers = generator.sample(range(kind.size), min(kind.size, 2 * n + _LEAST_VALUES))
+    numbers = _numbers(kind.size, 2 * n + _LEAST_VALUES, generator)
     others = _tokens_of(kind, map(kind.value, numbers[:_LEAST_VALUES]), tokenizer)
-    fitted = replace(kind, room=max((len(one[0]) for one in others if one), default=0))
+    room = max((len(one[0]) for one in others if one), default=0)
+    fitted = replace(kind, room=room, lengths=frozenset(numbers[:_LEAST_VALUES]))
     tokens = _tokens_of(fitted, map(kind.value, numbers[_LEAST_VALUES:]), tokenizer)
     pairs = zip(numbers[_LEAST_VALUES:], tokens, strict=True)
     apart = [(number, one) for number, one in pairs if one and len(one[0]) <= fitted.room]
@@ -321,7 +336,24 @@ def _values(
             "own, which the tokenizer does not merge with the words around them: put a space or a "
             "mark beside {}"
         )
+    # The values of a pattern have one length, so that those that are drawn stand for the others.
+    values = map(kind.value, numbers) if isinstance(kind.values, str) else kind.values
+    pieces = filter(None, _tokens_of(kind, values, tokenizer))
+    spans = sorted(ids[start:end].tolist() for ids, start, end in pieces)
+    if any(longer[: len(span)] == span for span, longer in pairwise(spans)):
+        raise ValueError(
+            f"kinds[{name!r}] has a value twice, or one whose tokens begin another's and are never "
+            "less likely: give values of one length, or end each in the mark that follows it"
+        )
     return fitted, apart[:n]
+
+
+def _numbers(size: int, n: int, generator: random.Random) -> list[int]:
+    """Return n distinct numbers below a size of any magnitude, drawn uniformly; all of fewer."""
+    numbers: dict[int, None] = {}
+    while len(numbers) < min(n, size):
+        numbers[generator.randrange(size)] = None
+    return [*numbers]
 
 
 def _tokens_of(

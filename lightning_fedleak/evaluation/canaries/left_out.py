@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch.utils.data import Dataset, Subset
 
 from lightning_fedleak.evaluation.canaries.dataset import check_dataset
+from lightning_fedleak.evaluation.canaries.entities import EntityDataset
 from lightning_fedleak.evaluation.canaries.items import digest_of
 from lightning_fedleak.evaluation.canaries.record import (
     SCHEMA,
@@ -182,12 +183,16 @@ def leave_out(
         The rows that are trained on, and the others.
 
     Raises:
-        ValueError: a data set without length or index; n out of its range; several processes
-            without seed and record.
+        ValueError: a data set without length or index; n out of its range; values that are planted
+            several times; several processes without seed and record.
         InclusionMismatch: the record is of other data, n or seed.
         PermissionError: others may read the record.
     """
     check_dataset(dataset, "rows are left out of")
+    if isinstance(dataset, EntityDataset) and max(dataset.entities.record.times) > 1:
+        raise ValueError(
+            "leave_out would hold out some rows of a repeated value: plant with times=(1,)"
+        )
     most = len(dataset) // 2 if coins else len(dataset) - 1
     hint = "rows that are left out; with coins a row is drawn for each of them besides"
     check_integer("n", n, at_most=most, hint=hint)

@@ -12,9 +12,7 @@ from lightning_fedleak.attacks.memorization.entities import EntityGuess
 from lightning_fedleak.evaluation.metrics.rates import Rate, flat, proportion
 from lightning_fedleak.evaluation.metrics.released import permutation_test, spent_at
 
-LEAST_ENTITIES = (
-    10  # that were trained on so often, and left out; fewer: bounds say next to nothing
-)
+LEAST_ENTITIES = 10  # trained on so often, and left out; fewer: bounds say next to nothing
 
 
 def entity_values(

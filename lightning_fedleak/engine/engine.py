@@ -115,8 +115,9 @@ class StepEngine:
                 fit.look = Look(step)
         if fit.look is not None:
             writer = None if self.report is None else self.report.record
-            if writer is not None and fit.look is not at_work and fit.look.scope is None:
-                writer.look_begins(step)
+            if writer is not None and fit.look is not at_work:
+                is_retry = fit.look.scope is not None
+                writer.look_begins(step, fit.scheduler.cadence.next_step if is_retry else step)
             fit.truth.batch_begins(fit.look, batch)
 
     @contained

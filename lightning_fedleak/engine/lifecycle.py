@@ -218,7 +218,7 @@ class Engine(StepEngine):
                 facts,
                 fit=destination.fit or uuid.uuid4().hex,
                 next_look=run.step if run.unit == "step" and self._fit.series else None,
-                weights=self.record.weights_of(run, ("trained", "frozen")),
+                weights=self.record.weights_of(run),
             )
         )
         self._tell_loggers(destination, lineup)

@@ -158,23 +158,38 @@ class RunRecord:
             )
         )
 
-    def look_begins(self, step: int) -> None:
-        """Write that a look is at another step than was planned, where it is."""
-        if self.planned is not None and step != self.planned:
-            self.append(records.PlanLine(run="", step=step, next_look=step))
+    def look_begins(self, step: int, next_look: int) -> None:
+        """Write that a look is at another step than was planned, where it is.
+
+        Args:
+            step: of the look.
+            next_look: the same; at a retry, the step of the look that is planned now.
+        """
+        if self.planned is not None and (self.planned < step or step == next_look != self.planned):
+            self.append(records.PlanLine(run="", step=step, next_look=next_look))
 
     def add_checkpoint(self, run: Run) -> None:
         """Write a hash of the trained weights of a checkpoint of a fit that goes on."""
         if not self.ended and run.unit == "step":
-            digest = (self.weights_of(run) or {}).get("trained")
-            self.append(records.CheckpointLine(run="", step=run.step, weights=digest))
+            hashes = (self._hashes_of(run, "trained") or {}).get("trained")
+            line = records.CheckpointLine(run="", step=run.step)
+            if hashes is not None:
+                line = replace(line, weights=digest_weights(hashes), trained=tuple(hashes))
+            self.append(line)
 
-    def weights_of(self, run: Run, kinds: Sequence[str] = ("trained",)) -> dict[str, str] | None:
-        """Return one hash of the trained and one of the frozen tensors, as they are asked for.
+    def weights_of(self, run: Run) -> dict[str, str] | None:
+        """Return one hash of the trained and one of the frozen tensors.
 
         None where they are sharded or of a federation; a kind of more than :data:`MOST_HASHED`
         bytes is left out.
         """
+        hashes = self._hashes_of(run, "trained", "frozen")
+        if hashes is None:
+            return None
+        return {kind: digest_weights(part) for kind, part in hashes.items()}
+
+    def _hashes_of(self, run: Run, *kinds: str) -> dict[str, dict[str, str]] | None:
+        """Return the hashes of tensors by name, by their kind; none as :meth:`weights_of` has."""
         if run.unit != "step" or run.is_sharded:
             return None
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
@@ -183,7 +198,7 @@ class RunRecord:
                 tensors[kind][name] = one
         try:
             return {
-                kind: digest_weights(hash_weights(part))
+                kind: hash_weights(part)
                 for kind, part in tensors.items()
                 if sum(one.nbytes for one in part.values()) <= MOST_HASHED
             }

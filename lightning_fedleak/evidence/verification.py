@@ -16,7 +16,7 @@ from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_c
 from lightning_fedleak.evidence.plans import check_plans
 from lightning_fedleak.evidence.signing import STATEMENT, check_signature
 from lightning_fedleak.evidence.verdict import Verdict
-from lightning_fedleak.private_files import digest_weights, hash_weights, plain_name
+from lightning_fedleak.private_files import digest_weights, hash_weights
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, leakage_file, read
 from lightning_fedleak.report.files import LEAKAGE
 from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, JsonObject, as_json
@@ -98,8 +98,9 @@ def verify_run(
     if weights is not None:
         _check_weights(logs[RECORD], weights, verdict)
         checked.append("weights")
-        if (weights / LEAKAGE).exists():
-            _check_report(weights / LEAKAGE, run, fits, leakage_file, verdict)
+        beside = (weights if weights.is_dir() else weights.parent) / LEAKAGE
+        if beside.exists():
+            _check_report(beside, run, fits, leakage_file, verdict)
             checked.append(LEAKAGE)
     else:
         not_checked.append("which weights these are: --weights DIR")
@@ -232,7 +233,7 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     saved_hashes = hash_weights(_saved_tensors(place))
     lines = [line for line in record.contents if line is not None]
     run = next((one.get("run") for one in reversed(lines) if one.get("kind") == "begin"), None)
-    checkpoint = _checkpoint_of(lines, saved_hashes)
+    checkpoint, is_unclear = _checkpoint_of(lines, saved_hashes)
     trained = _last_weights(lines, run)
     is_last = bool(trained) and trained.items() <= saved_hashes.items()
     if checkpoint is not None and not is_last:
@@ -244,7 +245,13 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     shared = trained.keys() & saved_hashes.keys()
     types = {n for n in shared if trained[n].split()[0] != saved_hashes[n].split()[0]}
     different = sorted(n for n in shared - types if trained[n] != saved_hashes[n])
-    if different:
+    is_unclear |= bool(types) and any(one.get("kind") == "checkpoint" for one in lines)
+    if different and is_unclear:
+        verdict.leave_open(
+            f"'{place}' does not hold the last weights of run {run}, and may be of a checkpoint "
+            "whose tensors were not hashed, are not all there, or are saved in another type"
+        )
+    elif different:
         verdict.contradict(
             f"'{place}' does not hold the weights of run {run}, nor of a noted checkpoint: "
             f"{len(different)} of {len(trained)} trained tensors differ, {different[0]} first"
@@ -264,20 +271,24 @@ def _last_weights(lines: Sequence[JsonObject], run: object) -> dict[str, str]:
     return hashes if all(isinstance(one, str) for one in hashes.values()) else {}
 
 
-def _checkpoint_of(lines: Sequence[JsonObject], saved_hashes: Mapping[str, str]) -> str | None:
-    """Return in words whose checkpoint these trained tensors are; None where no run noted it."""
-    trained: dict[object, object] = {}
+def _checkpoint_of(
+    lines: Sequence[JsonObject], saved_hashes: Mapping[str, str]
+) -> tuple[str | None, bool]:
+    """Return in words whose checkpoint these tensors are, and whether that could not be decided."""
+    is_unclear = False
     for line in lines:
-        run = str(line.get("run"))
-        if line.get("kind") == "begin":
-            try:
-                names = [plain_name(name) for name in line["model"]["trained"]]
-                trained[run] = digest_weights({name: saved_hashes[name] for name in names})
-            except (LookupError, TypeError, AttributeError):  # an odd line, or a tensor is missing
-                continue
-        elif line.get("kind") == "checkpoint" and line.get("weights") == trained.get(run, 0):
-            return f"the checkpoint of run {run} at step {line.get('step')}"
-    return None
+        if line.get("kind") != "checkpoint":
+            continue
+        digest, names = line.get("weights"), line.get("trained")
+        try:
+            same = digest_weights({name: saved_hashes[name] for name in names or ()}) == digest
+        except (LookupError, TypeError):  # a tensor is missing, or an odd line
+            names = None
+        if not names or digest is None:
+            is_unclear = True
+        elif same:
+            return f"the checkpoint of run {line.get('run')} at step {line.get('step')}", False
+    return None, is_unclear
 
 
 def _saved_tensors(place: Path) -> dict[str, Tensor]:

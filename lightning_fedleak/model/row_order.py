@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import weakref
+from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _next_rows = getattr(_BaseDataLoaderIter, "_next_index", None)
@@ -19,11 +24,20 @@ def _noted_rows(loader: Any) -> Any:
     return rows
 
 
+def _refer_to(dataset: object) -> Callable[[], object]:
+    """Return what gives the data set, and keeps it in memory only where that is a plain list."""
+    try:
+        return weakref.ref(dataset)
+    except TypeError:
+        return lambda: dataset
+
+
 class RowOrder:
     """Note the numbers of the rows that every ``DataLoader`` of torch takes, batch by batch.
 
     What is kept is an HMAC with SHA-256 (RFC 2104) of the numbers as a whole, for each data set.
-    Without the key nobody can test a guess of the order against it. Loaders work as without this.
+    Without the key nobody can test a guess of the order against it. Loaders work as without this:
+    of batches that can be read once, nothing is read, and there is no code.
 
     Args:
         key: 32 secret bytes.
@@ -34,26 +48,31 @@ class RowOrder:
 
     def __init__(self, key: bytes) -> None:
         self.key = key
-        self._codes: dict[int, tuple[object, hmac.HMAC]] = {}
-        self._unreadable: set[int] = set()
+        self._codes: dict[int, tuple[Callable[[], object], hmac.HMAC | None]] = {}
         if _next_rows is not None:
             _watching.append(self)
             _BaseDataLoaderIter._next_index = _noted_rows  # type: ignore[method-assign]
 
     def add(self, dataset: object, rows: Any) -> None:
         """Add the number of a row, or those of a batch."""
-        start = dataset, hmac.new(self.key, digestmod="sha256")
-        _, code = self._codes.setdefault(id(dataset), start)
+        refer, code = self._codes.get(id(dataset), (None, None))
+        if refer is None or refer() is not dataset:  # a new one, perhaps where another was
+            refer, code = _refer_to(dataset), hmac.new(self.key, digestmod="sha256")
         try:
-            numbers = [int(row) for row in (rows if hasattr(rows, "__iter__") else [rows])]
-            code.update(f"{numbers}\n".encode())
-        except (TypeError, ValueError):  # a stream has no numbers
-            self._unreadable.add(id(dataset))
+            if not isinstance(rows, list | tuple | Tensor | np.ndarray | Integral):
+                raise TypeError("a stream, or a batch that can be read once")
+            numbers = [int(row) for row in ([rows] if isinstance(rows, Integral) else rows)]
+            if code is not None:
+                code.update(f"{numbers}\n".encode())
+        except Exception:  # whatever rows are, the loader goes on with them
+            code = None
+        self._codes[id(dataset)] = refer, code
 
     def code_of(self, dataset: object) -> str | None:
         """Return the commitment to the rows of a data set; None where no row had a number."""
-        code = None if id(dataset) in self._unreadable else self._codes.get(id(dataset))
-        return None if code is None else code[1].hexdigest()
+        refer, code = self._codes.get(id(dataset), (None, None))
+        is_same = refer is not None and refer() is dataset
+        return code.hexdigest() if is_same and code is not None else None
 
     def close(self) -> None:
         """Note no more; may be called twice."""

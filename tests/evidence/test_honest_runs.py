@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import Parameter
 from transformers import Trainer
 
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.engine import WatchSettings
-from lightning_fedleak.evidence import HOLDS, OPEN, verify_run
+from lightning_fedleak.engine import record as engine_record
+from lightning_fedleak.engine.record import RunRecord
+from lightning_fedleak.engine.run import Look
+from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, verify_run
+from lightning_fedleak.model.snapshots import NotYet
 from lightning_fedleak.report.records import RECORD
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe, fit, monitor_with
@@ -86,6 +92,28 @@ def failing(loop: Loop) -> None:
                 raise RuntimeError
 
 
+def retrying(loop: Loop) -> None:
+    """An attack waits for so long that its retry comes after the planned look, which failed."""
+    engine, attack = loop.watch.engine, loop.watch.engine.selection.attacks[0]
+    publish, failed = engine._publish, []
+
+    def fail_once(look: Look, outcomes: Any) -> None:
+        if look.step and look.scope is None and not failed:
+            failed.append(look.step)
+            raise RuntimeError
+        publish(look, outcomes)
+
+    def wait(*_: Any) -> None:
+        raise NotYet("it waits")
+
+    engine._publish = fail_once
+    with loop.watch:
+        for _ in loop.batches():
+            attack.run = type(attack).run.__get__(attack) if failed else wait
+            loop.step()
+    assert failed
+
+
 def stopped(loop: Loop) -> None:
     with loop.watch:
         for _ in loop.batches():
@@ -96,7 +124,9 @@ def stopped(loop: Loop) -> None:
 
 @pytest.mark.parametrize("settings", [{"every_n_steps": 2}, {"max_overhead": 0.9}], ids=str)
 @pytest.mark.parametrize(
-    "run", [whole, accumulated, skipping, failing_looks, failing, stopped], ids=lambda f: f.__name__
+    "run",
+    [whole, accumulated, skipping, failing_looks, failing, retrying, stopped],
+    ids=lambda f: f.__name__,
 )
 def test_an_honest_loop(tmp_path: Path, run: Any, settings: dict[str, Any]) -> None:
     gates = [Threshold("leakage/bag_of_words/f1", at_most=0.5)] if run is stopped else []
@@ -104,6 +134,62 @@ def test_an_honest_loop(tmp_path: Path, run: Any, settings: dict[str, Any]) -> N
     check = verify_run(tmp_path)
     assert check.verdict.status == HOLDS, check.verdict
     assert "looks at the planned steps" in check.checked
+
+
+@pytest.mark.parametrize("step", [3, 6, 12])
+def test_a_plan_that_retries_move(tmp_path: Path, step: int) -> None:
+    """Under DDP one process may move the plan while another still waits, and no line is written."""
+    lines: list[Any] = []
+    record = RunRecord(tmp_path / RECORD, "a", lines.append, [])
+    record.planned = 5
+    record.append = lines.append  # type: ignore[method-assign]
+    record.look_begins(step, next_look=12)
+    assert [(line.step, line.next_look) for line in lines] == ([(step, 12)] if step > 5 else [])
+
+
+def test_weights_that_were_not_hashed_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_record, "MOST_HASHED", 1000)
+    loop = Loop(tmp_path)
+    save_in(loop, 6)
+    check = verify_run(tmp_path, weights=tmp_path / "model.safetensors")
+    assert check.verdict.status == OPEN, check.verdict
+    assert "not hashed" in check.verdict.open[0]
+
+
+def test_a_checkpoint_after_layers_were_unfrozen(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    frozen = [p for name, p in loop.model.named_parameters() if ".h.0." in name]
+    for parameter in frozen:
+        parameter.requires_grad = False
+    save_in(loop, 6, frozen)
+    saved = load_file(tmp_path / "model.safetensors")
+    check = verify_run(tmp_path, weights=tmp_path / "model.safetensors")
+    assert check.verdict.status == HOLDS, check.verdict
+    assert "at step 6" in check.verdict.notes[-1]
+
+    name = next(name for name in saved if ".h.0." in name)
+    save_file({**saved, name: saved[name] + 1}, tmp_path / "model.safetensors")
+    check = verify_run(tmp_path, weights=tmp_path / "model.safetensors")
+    assert check.verdict.status == CONTRADICTED
+    half = {n: t.half() if ".h.1." in n else t for n, t in saved.items()}
+    save_file(half, tmp_path / "model.safetensors")
+    check = verify_run(tmp_path, weights=tmp_path / "model.safetensors")
+    assert check.verdict.status == OPEN, check.verdict
+
+
+def save_in(loop: Loop, step: int, unfrozen: Sequence[Parameter] = ()) -> None:
+    """Train, unfreeze parameters half way, and save the weights at a step."""
+    with loop.watch:
+        for number in loop.batches():
+            loop.step()
+            if number == step // 2:
+                for parameter in unfrozen:
+                    parameter.requires_grad = True
+            if number == step:  # the step counts when its batch has ended
+                loop.watch.state_dict()
+                save_file(loop.model.state_dict(), loop.watch.folder / "model.safetensors")
 
 
 def test_a_loop_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hmac
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,36 @@ def test_single_rows_and_streams() -> None:
     order.close()
     assert order.code_of(single.dataset) == expected(taken)
     assert order.code_of(stream.dataset) is None
+
+
+class ReadOnce:
+    """A batch sampler whose batches can be read once, or raise where they are read as numbers."""
+
+    def __iter__(self) -> Any:
+        yield from (iter(range(start, start + 5)) for start in (0, 5))
+
+
+def test_batches_that_can_be_read_once_reach_the_training() -> None:
+    batches: Any = ReadOnce()
+    order = RowOrder(KEY)
+    rows = DataLoader(TensorDataset(torch.arange(10)), batch_sampler=batches)
+    assert [batch.tolist() for [batch] in rows] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    order.add(rows.dataset, torch.tensor([float("nan")]))  # which int() refuses
+    order.close()
+    assert order.code_of(rows.dataset) is None
+
+
+def test_data_sets_are_not_kept_in_memory() -> None:
+    order, beside = RowOrder(KEY), loader(1)
+    plain = [torch.tensor(number) for number in range(4)]  # a list takes no weak reference
+    list(beside)
+    list(DataLoader(plain))  # type: ignore[arg-type]
+    gone = weakref.ref(beside.dataset)
+    del beside
+    gc.collect()
+    assert gone() is None
+    order.close()
+    assert order.code_of(plain) == expected([[0], [1], [2], [3]])
 
 
 def end_of(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,14 @@ from lightning_fedleak.evidence.signing import STATEMENT
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import hash_weights, plain_name
 from lightning_fedleak.report import ReportError, write
-from lightning_fedleak.report.records import RECORD, RESULTS, append_line, closing_of, hash_line
+from lightning_fedleak.report.records import (
+    RECORD,
+    RESULTS,
+    append_line,
+    closing_of,
+    fields,
+    hash_line,
+)
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.models import tiny_gpt2
 from tests.report.lines import begin, look, result
@@ -432,6 +440,8 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     (saved / "leakage.json").write_text(json.dumps(card))
     [text] = verify_run(folder, weights=saved).verdict.contradictions
     assert text == "leakage.json does not say what the logs give"
+    verdict = verify_run(folder, weights=saved / "model.safetensors").verdict
+    assert verdict.contradictions == [text]  # beside a file too
 
     report = json.loads((folder / "report.json").read_text())
     report["runs"][0]["outcome"] = "invented"
@@ -486,6 +496,39 @@ def test_processes_that_write_to_one_file_do_not_interleave(tmp_path: Path) -> N
     verdict = Verdict()
     assert len(read_chain(path, verdict).hashes) == 600
     assert verdict.status == HOLDS, verdict.contradictions[:3]
+
+
+def test_a_signal_handler_writes_after_the_line_that_it_interrupts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, hashed = tmp_path / RESULTS, []
+
+    def interrupted(line: bytes) -> str:
+        if not hashed:  # between the lock and the line
+            hashed.append(line)
+            append_line(path, {"schema": 4, "run": "handler"})
+        return hash_line(line)
+
+    monkeypatch.setattr(fields, "hash_line", interrupted)
+    append_line(path, {"schema": 4, "run": "main"})
+    verdict = Verdict()
+    lines = read_chain(path, verdict).contents
+    assert [line and line["run"] for line in lines] == ["main", "handler"]
+    assert verdict.status == HOLDS, verdict
+
+
+def test_a_stopped_process_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fields, "LOCK_TRIES", 2)
+    path = tmp_path / RESULTS
+    with path.open("ab") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        with pytest.warns(UserWarning, match="is locked by another process"):
+            append_line(path, {"schema": 4, "run": "a"})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            append_line(path, {"schema": 4, "run": "b"})
+    assert len(lines_of(path)) == 2
 
 
 def fedleak(*arguments: str) -> int:

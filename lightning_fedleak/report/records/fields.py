@@ -11,6 +11,9 @@ import json
 import math
 import os
 import stat
+import threading
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -140,20 +143,45 @@ def holds_own_hash(line: bytes) -> bool:
     return before != start and hash_line(before + b"}") == end.decode(errors="replace")
 
 
+_unwritten: dict[int, list[tuple[Path, object]]] = {}
+"""Lines to write of each thread, by its id: several where a signal handler interrupts it."""
+_writing: set[int] = set()
+"""Threads that write a line now."""
+_unlocked: set[str] = set()
+"""Files that another process did not let go."""
+LOCK_TRIES = 300
+"""Times 10 ms for which another process is waited for."""
+
+
 def append_line(path: Path, line: object) -> None:
     """Add a line to a file, whose folder is made where it is missing.
 
     The line holds its own hash, and that of the one before, whatever that is: a part of a line that
     a killed fit wrote stays a line of its own. Processes that write to one file wait for each
-    other, where the file system can lock. A new file only its owner may read: its numbers are of
-    one client's data.
+    other, where the file system can lock, but not for ever. What a signal handler adds, such as
+    that of a checkpoint, comes after the line that it interrupts. A new file only its owner may
+    read: its numbers are of one client's data.
 
     Raises:
         OSError: the file cannot be written.
     """
+    thread = threading.get_ident()
+    lines = _unwritten.setdefault(thread, [])
+    lines.append((path, line))
+    if thread in _writing:
+        return
+    _writing.add(thread)
+    try:
+        while lines:
+            _append(*lines.pop(0))
+    finally:
+        _writing.discard(thread)
+
+
+def _append(path: Path, line: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
-        _lock(file, take=True)
+        _lock(file, path)
         last = _last_line(file)
         before = hash_line(last.removesuffix(b"\n"))
         text = json.dumps({**as_json(line), BEFORE: before}, allow_nan=False)
@@ -162,14 +190,29 @@ def append_line(path: Path, line: object) -> None:
             file.write(b"\n")
         file.write(f"{text}\n".encode())
         file.flush()
-        _lock(file, take=False)  # which closing does not where a fork has the file too
+        if fcntl is not None:  # closing does not unlock where a fork has the file too
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _lock(file: BinaryIO, *, take: bool) -> None:
-    """Wait for other processes that write to a regular file, or let them."""
-    if fcntl is not None and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        with suppress(OSError):  # without locks the chain shows that two wrote at once
-            fcntl.flock(file, fcntl.LOCK_EX if take else fcntl.LOCK_UN)
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Wait for other processes that write to a regular file; once in vain, no more."""
+    if fcntl is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return
+    for _ in range(1 if str(path) in _unlocked else LOCK_TRIES):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:  # without locks the chain shows that two wrote at once
+            return None
+    if str(path) not in _unlocked:
+        _unlocked.add(str(path))
+        warnings.warn(
+            f"{path} is locked by another process, perhaps a stopped one: lines are added without "
+            "waiting for it, and fedleak verify may find that two wrote at once",
+            stacklevel=3,
+        )
 
 
 def closing_of(path: Path) -> tuple[int, str]:

@@ -430,11 +430,13 @@ class CheckpointLine(RunLine):
     Attributes:
         step: optimizer steps so far.
         weights: hash of all trained tensors; None where they were not hashed.
+        trained: names of these tensors, without what wraps the model.
     """
 
     kind: str = field(default="checkpoint", init=False)
     step: int
     weights: str | None = None
+    trained: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,7 @@ def test_a_loader_that_accelerate_prepared_says_how_it_shuffles(
 
 
 def test_values_planted_in_the_rows_that_stay_make_membership_unknown() -> None:
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(40, 90, (400, 60))]
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(40, 90, (600, 60))]
     plant = partial(with_entities, kinds=PHONE, places=["label"], tokenizer=TOKENIZER, seed=1)
     settings = {"times": (1,), "count": 30}
     train, _ = leave_out(data, 150, seed=0)

@@ -34,7 +34,7 @@ def stored_work() -> dict[Hashable, Any]:
     return {} if work is None else work
 
 
-def do_once(key: Hashable, compute: Callable[[], T], *, of: object = None) -> T:
+def do_once(key: Hashable, compute: Callable[[], T], *, subject: object = None) -> T:
     """Return the stored result for a key, or compute and store it.
 
     That a gradient cannot be used is stored too; other errors are not.
@@ -42,14 +42,14 @@ def do_once(key: Hashable, compute: Callable[[], T], *, of: object = None) -> T:
     Args:
         key: equal for equal results within one :func:`share_work`.
         compute: returns the result.
-        of: what the result is of, which is kept alive, so that its id may be in the key.
+        subject: what the result is of, which is kept alive, so that its id may be in the key.
     """
     work = stored_work()
     if key not in work:
         try:
-            work[key] = compute(), of
+            work[key] = compute(), subject
         except UnusableObservation as error:
-            work[key] = type(error)(*error.args), of
+            work[key] = type(error)(*error.args), subject
     stored: T | UnusableObservation = work[key][0]
     if isinstance(stored, UnusableObservation):
         raise type(stored)(*stored.args)  # a new one: an error keeps the frames that it passed

@@ -123,8 +123,8 @@ class TrainerRun(Run):
         batches = self.trainer.num_training_batches
         if math.isinf(batches):
             return None
-        done = self.trainer.fit_loop.epoch_loop.batch_idx + 1
-        return self.trainer.current_epoch, done / max(1, batches)
+        number = self.trainer.fit_loop.epoch_loop.batch_idx + 1
+        return self.trainer.current_epoch, number / max(1, batches)
 
     @property
     def epochs(self) -> int | None:

@@ -195,7 +195,7 @@ def _check_report(
     """Check that a file says what the logs of a folder give, as ``make`` writes it."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        state = _state_of(report)
+        state = _standing_of(report)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         verdict.contradict(f"{path.name} cannot be read as a report")
         return
@@ -207,7 +207,7 @@ def _check_report(
         content = as_json(make(findings(read([run / RECORD], run=name))))
         if _statements(content) == _statements(report):
             return
-        states.append(_state_of(content))
+        states.append(_standing_of(content))
     if state in states:
         verdict.contradict(f"{path.name} does not say what the logs give")
     elif fits:
@@ -216,7 +216,7 @@ def _check_report(
         )
 
 
-def _state_of(report: JsonObject) -> list[tuple[object, ...]]:
+def _standing_of(report: JsonObject) -> list[tuple[object, ...]]:
     """Return which runs a report is of, and how far they were."""
     return [(run["run"], run["name"], run["ended"], run["steps"]) for run in report["runs"]]
 

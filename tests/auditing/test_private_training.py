@@ -222,6 +222,7 @@ def test_a_loss_that_bypasses_the_logits_is_unknown_not_refuted() -> None:
     assert "bypass the logits" in probes[1].evidence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("client", "looks"), [("world", 6), ("rank", 0)])
 def test_two_processes_look_together_and_probes_are_not_refuted(
     client: str, looks: int, tmp_path: Path

@@ -12,23 +12,23 @@ from tests.tools import code_metrics
 # release 650.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 47_150,
+    "code": 48_850,
     "longest": 644,
     "long": 5,
-    "imports": 40,
+    "imports": 43,
     "most_imports": 17,
     "callbacks": 0,
     "circles": 0,
-    "parameters": 13,
+    "parameters": 14,
     "most_parameters": 12,
-    "complexity": 9,
+    "complexity": 10,
     "public": 15,
     "private": 6,
     "names": 0.005,
     "fragments": 0.005,
     "examples": 0,
     "constants": 3,
-    "any": 72,
+    "any": 76,
 }
 
 

@@ -275,7 +275,7 @@ class SubspaceWords(Attack):
             return self._read(view)
         label = PublicText.label(self.public_text)
         key = ("words", id(snapshot), label, self.seed, self._facts.autocast)
-        guess = do_once(key, lambda: self._read(view), of=snapshot)
+        guess = do_once(key, lambda: self._read(view), subject=snapshot)
         return replace(guess, capacity=self._capacity or None)
 
     def _read(self, view: Observation) -> WordGuess:

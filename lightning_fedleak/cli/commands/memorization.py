@@ -71,7 +71,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
         console.print(sentence)
-    answers = _ask(pools, options)
+    answers = _answers_of(pools, options)
     results = []
     for pool, answer in zip(pools, answers, strict=True):
         try:
@@ -143,7 +143,7 @@ def _summarize(
         file.write("\n".join(lines) + "\n")
 
 
-def _ask(
+def _answers_of(
     pools: Sequence[ReleasedPool], options: Namespace
 ) -> list[tuple[TokenSnapshot, TokenSnapshot]]:
     """Return what the base and the trained model say of each pool, by one forward a row."""

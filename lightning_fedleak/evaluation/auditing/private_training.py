@@ -113,7 +113,7 @@ class PrivateTrainingCheck:
         self._restored = [*also, *filter(None, accountants), *self._optimizers]
         self._splitters: list[Any] = [o for o in outer if hasattr(o, "_step_skip_queue")]
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._seen = checks.Observations()
+        self._observations = checks.Observations()
         self._batches = self._rows = 0
         self._draws: list[Sequence[int]] = []  # since the last step
         self._is_due = False
@@ -137,7 +137,7 @@ class PrivateTrainingCheck:
             for optimizer in self._optimizers:
                 stack.callback(before_real_step(optimizer, partial(self._read, optimizer)))
             if sampler is not None and not is_shared:
-                self._seen.examples = len(loader.dataset)
+                self._observations.examples = len(loader.dataset)
                 vars(loader)["batch_sampler"] = _Recorder(sampler, draws)  # it refuses to set one
                 stack.callback(vars(loader).update, batch_sampler=sampler)
             for batch in loader:
@@ -153,20 +153,22 @@ class PrivateTrainingCheck:
 
     def verdict(self) -> checks.PrivacyVerdict:
         """Return what was refuted; with ``client="rank"`` a collective."""
-        seen = self._seen
+        observations = self._observations
         if self._claim.client == "rank" and dist.is_initialized():
-            parts = [part[2] for look in seen.noise for part in look.values()]
+            parts = [part[2] for look in observations.noise for part in look.values()]
             noises = [torch.cat([torch.empty(0), *parts])] * dist.get_world_size()
             dist.all_gather_object(noises, noises[0])
             least = min(map(len, noises))  # of the looks that all have in common
-            obstacle = seen.obstacle or ("" if least else "a process had no look")
+            obstacle = observations.obstacle or ("" if least else "a process had no look")
             vectors = [noise[:least] for noise in noises if least]
-            seen = replace(seen, noise_of_ranks=vectors, obstacle=obstacle)
-        return checks.judge(self._claim, seen)
+            observations = replace(observations, noise_of_ranks=vectors, obstacle=obstacle)
+        return checks.judge(self._claim, observations)
 
     def _can_look(self, batch: Any, is_shared: bool) -> bool:
         """Return whether a batch can be probed; processes that release one sum decide together."""
-        answer = torch.tensor(_count_rows(batch) >= FEWEST and not self._seen.obstacle).int()
+        answer = torch.tensor(
+            _count_rows(batch) >= FEWEST and not self._observations.obstacle
+        ).int()
         if is_shared:
             answer = answer.to(next(self._model.parameters()).device)
             dist.all_reduce(answer, dist.ReduceOp.MIN)
@@ -196,41 +198,41 @@ class PrivateTrainingCheck:
             copies = {n: g.float().clone() for n, g in gradients.items() if g is not None}
             self._released.append(copies)
         elif optimizer is self._optimizers[0]:
-            self._seen.sizes.append(self._rows)
+            self._observations.sizes.append(self._rows)
             examples = [int(number) for draw in self._draws for number in draw]  # some are tensors
-            self._seen.draws += bool(self._draws) and len(examples) == self._rows
-            self._seen.inclusions.update(examples)
+            self._observations.draws += bool(self._draws) and len(examples) == self._rows
+            self._observations.inclusions.update(examples)
             self._rows, self._draws = 0, []
 
     def _look(self, batch: Any) -> None:
         """Run the probes on copies of one of the batch's rows."""
-        seen, clip, rows = self._seen, self._claim.max_grad_norm, _count_rows(batch)
-        looks = len(seen.noise)
+        observations, clip, rows = self._observations, self._claim.max_grad_norm, _count_rows(batch)
+        looks = len(observations.noise)
         row = random.Random(looks).randrange(rows)
         copies = tree_map(lambda v: v[[row] * rows] if _count_rows(v) == rows else v, batch)
         is_first = self._claim.client == "rank" or not dist.is_initialized() or not dist.get_rank()
         ones = torch.ones(rows) * is_first  # of several processes one plants, and all take part
         noise, raw = self._probe(copies, SILENT * ones, explain=True)
         if noise:
-            seen.add_noise(noise, self._claim)
+            observations.add_noise(noise, self._claim)
             deviation = self._claim.noise_multiplier * clip
-            seen.is_silent &= bool(raw) and rows * _norm(raw) < LOUD * deviation
+            observations.is_silent &= bool(raw) and rows * _norm(raw) < LOUD * deviation
         length = _norm(raw) / SILENT or 1.0
         near, far = 2 * rows * clip / length, 20 * rows**2 * clip / length
         place = int((looks - 1) * GOLDEN % 1 * len(self._layers))
         layer = self._layers[place] if looks and self._layers else None
         planted, raw = self._probe(copies, far * ones, layer)
         if _norm(raw) > 10 * clip:
-            seen.planted.append((self._along(planted, raw), rows))
+            observations.planted.append((self._project(planted, raw), rows))
         number = max(1, rows // (rows, 8, 4, 2)[looks % 4])
         opposed = torch.arange(number) * rows // number
         with preserve_process():  # both have the same dropout
-            without, raw = self._probe(copies, near * ones.index_fill(0, opposed, 0))
+            rest, raw = self._probe(copies, near * ones.index_fill(0, opposed, 0))
         scales = ones.index_fill(0, opposed, -far / near) * is_first
-        against, _ = self._probe(copies, near * scales)
-        if against and _norm(raw) > clip:
-            moved = {name: without[name] - against[name] for name in without}
-            seen.opposed.append((self._along(moved, raw), number))
+        flipped, _ = self._probe(copies, near * scales)
+        if flipped and _norm(raw) > clip:
+            change = {name: rest[name] - flipped[name] for name in rest}
+            observations.opposed.append((self._project(change, raw), number))
 
     def _probe(
         self, copies: Any, scales: Tensor, layer: nn.Module | None = None, *, explain: bool = False
@@ -270,12 +272,12 @@ class PrivateTrainingCheck:
             gradients = {name: g for part in released for name, g in part.items()}
             if not run or len(released) != len(self._optimizers):
                 gradients = {}
-                self._seen.obstacle = (
+                self._observations.obstacle = (
                     f"in a look step() ran {run} rows and took {len(released)} optimizer steps. "
                     "Pass the model that it calls and all optimizers, and step each once"
                 )
             elif explain:
-                self._seen.is_explained &= self._explains(gradients, restore)
+                self._observations.is_explained &= self._explains(gradients, restore)
         self._rows, self._scales = rows, None
         return gradients, {name: value for name, value in raw.items() if name in gradients}
 
@@ -309,7 +311,7 @@ class PrivateTrainingCheck:
 
         return restore
 
-    def _along(self, released: Gradients, raw: Gradients) -> float:
+    def _project(self, released: Gradients, raw: Gradients) -> float:
         """Return how many clip norms were released along the planted gradient."""
         dot = sum(float((released[n] * v).sum(dtype=torch.float64)) for n, v in raw.items())
         return dot * self._claim.divisor / _norm(raw) / self._claim.max_grad_norm

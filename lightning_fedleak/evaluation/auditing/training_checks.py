@@ -1,4 +1,4 @@
-"""The tests of a claim of DP-SGD, and what size of fault each could have seen.
+"""The tests of a claim of DP-SGD, and what size of fault each could have observations.
 
 Each of the seven tests below refutes a sound training with a chance of at most ``ERROR / 7``
 (Bonferroni), and within a test its comparisons share that chance. So all together raise an alarm in
@@ -130,7 +130,7 @@ class PrivacyVerdict:
 
 @dataclass
 class Observations:
-    """What was seen of a training.
+    """What was observed of a training.
 
     Attributes:
         noise: for each look by parameter, in claimed deviations: the sum of squares, how many
@@ -171,26 +171,26 @@ class Observations:
         )
 
 
-def judge(claim: PrivacyClaim, seen: Observations) -> PrivacyVerdict:
-    """Return the verdict on a claim from what was seen."""
-    noise, silent = claim.noise_multiplier, seen.is_silent
+def judge(claim: PrivacyClaim, observations: Observations) -> PrivacyVerdict:
+    """Return the verdict on a claim from what was observed."""
+    noise, silent = claim.noise_multiplier, observations.is_silent
     probes = [
-        _noise(seen),
-        _fresh_noise(seen),
-        _clipping("clipping", seen, seen.planted, noise),
-        _clipping("opposed rows", seen, seen.opposed, noise * math.sqrt(2)),
+        _noise(observations),
+        _fresh_noise(observations),
+        _clipping("clipping", observations, observations.planted, noise),
+        _clipping("opposed rows", observations, observations.opposed, noise * math.sqrt(2)),
     ]
     # What is not silenced adds to noise, and moves a release by one clip norm a row at most.
     sound = [c for c in probes if c.result == "refuted" and (silent or c in probes[::2])]
     loud = "rows were not silent: a scaled loss, or gradients that bypass the logits or the hooks"
-    if obstacle := seen.obstacle or ("" if silent else loud):
+    if obstacle := observations.obstacle or ("" if silent else loud):
         probes = [c if c in sound else Check(c.name, "unknown", obstacle) for c in probes]
     checks = (
         *probes,
-        *_check_draws(claim, seen),
-        _account(claim, len(seen.sizes)),
+        *_check_draws(claim, observations),
+        _account(claim, len(observations.sizes)),
     )
-    return PrivacyVerdict(checks, len(seen.sizes), len(seen.noise))
+    return PrivacyVerdict(checks, len(observations.sizes), len(observations.noise))
 
 
 def _tested(name: str, p_value: float, evidence: str, visible: str) -> Check:
@@ -200,16 +200,16 @@ def _tested(name: str, p_value: float, evidence: str, visible: str) -> Check:
     return Check(name, result, f"{evidence}, p {min(p_value, 1):.2g}", visible)
 
 
-def _noise(seen: Observations) -> Check:
+def _noise(observations: Observations) -> Check:
     """Compare the noise of each parameter, and of each look, with the claimed deviation."""
-    if not seen.noise or not seen.is_explained:
+    if not observations.noise or not observations.is_explained:
         hidden = "noise inside of step(), or an optimizer that was not passed"
         reason = f"weights changed by more than the optimizers were given: {hidden}"
         few = "no look: too few steps, or no 8 rows in tensors"
-        return Check("noise", "unknown", reason if seen.noise else few)
-    groups = {f"look {n}": [*look.values()] for n, look in enumerate(seen.noise, 1)}
-    for name in seen.noise[0]:
-        groups[name] = [look[name] for look in seen.noise if name in look]
+        return Check("noise", "unknown", reason if observations.noise else few)
+    groups = {f"look {n}": [*look.values()] for n, look in enumerate(observations.noise, 1)}
+    for name in observations.noise[0]:
+        groups[name] = [look[name] for look in observations.noise if name in look]
     totals = [
         [sum(v) for v in zip(*(part[:2] for part in g), strict=True)] for g in groups.values()
     ]
@@ -226,24 +226,28 @@ def _noise(seen: Observations) -> Check:
     )
 
 
-def _fresh_noise(seen: Observations) -> Check:
+def _fresh_noise(observations: Observations) -> Check:
     """Compare noises between looks, between parameters and between processes."""
     names = (
-        [n for n in seen.noise[0] if all(n in look for look in seen.noise)] if seen.noise else []
+        [n for n in observations.noise[0] if all(n in look for look in observations.noise)]
+        if observations.noise
+        else []
     )
-    looks = [torch.cat([look[name][2] for name in names]) for look in seen.noise if names]
-    large = [name for name in names if seen.noise[0][name][1] >= LEAST_NUMBERS]
-    least = min((len(seen.noise[0][name][2]) for name in large), default=0)
-    parameters = [torch.cat([look[name][2][:least] for look in seen.noise]) for name in large]
-    ranks, results = seen.noise_of_ranks, []
-    for what, vectors in (("looks", looks), ("parameters", parameters), ("processes", ranks)):
+    looks = [torch.cat([look[name][2] for name in names]) for look in observations.noise if names]
+    large = [name for name in names if observations.noise[0][name][1] >= LEAST_NUMBERS]
+    least = min((len(observations.noise[0][name][2]) for name in large), default=0)
+    parameters = [
+        torch.cat([look[name][2][:least] for look in observations.noise]) for name in large
+    ]
+    ranks, results = observations.noise_of_ranks, []
+    for kind, vectors in (("looks", looks), ("parameters", parameters), ("processes", ranks)):
         if len(vectors) > 1:
             matrix = torch.nn.functional.normalize(torch.stack(vectors).double(), dim=1)
             cosine = float((matrix @ matrix.T).fill_diagonal_(0).abs().max())
             scale, pairs = math.sqrt(matrix.shape[1]), math.comb(len(vectors), 2)
             tail = 2 * pairs * float(norm.sf(cosine * scale))
             visible = (norm.isf(ERROR / TESTS / 3 / pairs / 2) + POWER) / scale
-            results.append((tail, -visible, f"cosine {cosine:.3f} between two {what}"))
+            results.append((tail, -visible, f"cosine {cosine:.3f} between two {kind}"))
     if not results:
         return Check("fresh noise", "unknown", "it takes two looks, or two parameters")
     p_value, _, evidence = min(results)
@@ -252,21 +256,21 @@ def _fresh_noise(seen: Observations) -> Check:
 
 
 def _clipping(
-    name: str, seen: Observations, moves: Sequence[tuple[float, int]], noise: float
+    name: str, observations: Observations, moves: Sequence[tuple[float, int]], noise: float
 ) -> Check:
     """Compare what rows move a release by, in clip norms, with their number."""
     if not moves:
         reason = "no planted gradient reached the parameters where hooks read it"
         return Check(name, "unknown", reason)
-    parts = [part for look in seen.noise for part in look.values()]
+    parts = [part for look in observations.noise for part in look.values()]
     noise *= max(1.0, math.sqrt(sum(part[0] for part in parts) / sum(part[1] for part in parts)))
-    excess = np.array([moved - rows for moved, rows in moves]) / noise
+    excess = np.array([distance - rows for distance, rows in moves]) / noise
     tails = norm.sf([excess.max(), excess.sum() / math.sqrt(len(moves))])
     p_value = 2 * np.min(tails * [len(moves), 1])
     rows = sum(count for _, count in moves)
     width = (norm.isf(ERROR / TESTS / 2) + POWER) * noise * math.sqrt(len(moves)) / rows
-    mean = sum(moved for moved, _ in moves) / rows
-    most = max(moved / count for moved, count in moves)
+    mean = sum(distance for distance, _ in moves) / rows
+    most = max(distance / count for distance, count in moves)
     return _tested(
         name,
         p_value,
@@ -275,17 +279,17 @@ def _clipping(
     )
 
 
-def _check_draws(claim: PrivacyClaim, seen: Observations) -> list[Check]:
+def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[Check]:
     """Compare the examples of steps with Poisson samples at the claimed rate."""
-    rate, examples, steps = claim.sample_rate, seen.examples, len(seen.sizes)
+    rate, examples, steps = claim.sample_rate, observations.examples, len(observations.sizes)
     if examples is None or steps < 4:
         reason = "too few steps" if examples else "no batch sampler, or one of each process"
         return [Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion")]
-    rows, trials = sum(seen.sizes), examples * steps
+    rows, trials = sum(observations.sizes), examples * steps
     tails = binom.cdf(rows, trials, rate), binom.sf(rows - 1, trials, rate)
     width = norm.isf(ERROR / TESTS / 2) + POWER
     deviation = math.sqrt(trials * rate * (1 - rate))
-    counts = [seen.inclusions[number] for number in range(examples)]
+    counts = [observations.inclusions[number] for number in range(examples)]
     return [
         _tested(
             "rate",
@@ -293,14 +297,16 @@ def _check_draws(claim: PrivacyClaim, seen: Observations) -> list[Check]:
             f"{rows / steps:.2f} examples in a step, {examples * rate:.2f} claimed",
             f"off by {100 * width * deviation / trials / rate:.1f}%",
         ),
-        _spread("sizes", "batch sizes", seen.sizes, examples, rate),
+        _spread("sizes", "batch sizes", observations.sizes, examples, rate),
         _spread("inclusion", "examples' numbers of steps", counts, steps, rate)
-        if seen.draws == steps
-        else Check("inclusion", "unknown", f"{seen.draws} of {steps} steps ran what was drawn"),
+        if observations.draws == steps
+        else Check(
+            "inclusion", "unknown", f"{observations.draws} of {steps} steps ran what was drawn"
+        ),
     ]
 
 
-def _spread(name: str, what: str, values: Sequence[int], trials: int, rate: float) -> Check:
+def _spread(name: str, subject: str, values: Sequence[int], trials: int, rate: float) -> Check:
     """Compare the variance of values with that of binomial numbers."""
     variance, count = trials * rate * (1 - rate), len(values) - 1
     ratio = float(np.var(values, ddof=1)) / variance
@@ -310,7 +316,7 @@ def _spread(name: str, what: str, values: Sequence[int], trials: int, rate: floa
     return _tested(
         name,
         2 * min(law.cdf(ratio), law.sf(ratio)),
-        f"{what} have {ratio:.3f} of the claimed variance",
+        f"{subject} have {ratio:.3f} of the claimed variance",
         f"off by {100 * width:.0f}%",
     )
 
@@ -320,10 +326,10 @@ def _account(claim: PrivacyClaim, steps: int) -> Check:
     if claim.epsilon is None or not steps:
         return Check("account", "unknown", "no epsilon was given")
     history = [(claim.noise_multiplier, claim.sample_rate, steps)]
-    shown, least = claim.epsilon(), epsilon_of(history, claim.delta, "prv") * (1 - SLACK)
+    epsilon, least = claim.epsilon(), epsilon_of(history, claim.delta, "prv") * (1 - SLACK)
     return Check(
         "account",
-        "refuted" if shown < least else "not refuted",
-        f"epsilon {shown:.3g} is shown, {least:.3g} at least is spent by {steps} steps",
+        "refuted" if epsilon < least else "not refuted",
+        f"epsilon {epsilon:.3g} is shown, {least:.3g} at least is spent by {steps} steps",
         f"{100 * SLACK:.0f}% too low",
     )

@@ -76,11 +76,11 @@ def explain_capacity(anatomy: Anatomy, length: int, seconds: float, seed: int) -
     factors = row_space.factor_rows(anatomy, [m for m in trained if m.regularised])
     atoms = row_space.Atoms(*dictionary.atoms(length, tuple(factors.values())))
     capacity = row_space.measure_capacity(atoms, rows, seconds=seconds, seed=seed)
-    shown = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
+    outcome = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
     missed = "" if capacity.failed is None else f", {capacity.failed} were not"
     return (
         f"{text}Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
-        f"planted at random, {shown}{missed}."
+        f"planted at random, {outcome}{missed}."
     )
 
 

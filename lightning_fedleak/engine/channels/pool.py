@@ -22,8 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.engine.options import Memorization
-from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
-from lightning_fedleak.evaluation.canaries.entities import EntityDataset
+from lightning_fedleak.evaluation.canaries import CanarySet, EntityDataset, TrainingRows
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.model.batches import BatchError, TokenBatch

@@ -135,7 +135,7 @@ class FitSummary:
 
     @property
     def rows_in_words(self) -> str:
-        """Which training rows the trained model gives away, in a sentence of counts."""
+        """Return a sentence of counts of the training rows that the trained model gives away."""
         rows = self.rows or {}
         if "at_least" not in rows:
             return "Which training rows the trained model gives away is unknown."

@@ -363,10 +363,10 @@ class TransformersWatch(Watch):
 
     def _hosts(self, *names: str) -> list[Any]:
         """Return what the Trainer's callbacks have under these names, one in the other."""
-        found: list[Any] = list(self.trainer.callback_handler.callbacks)
+        hosts: list[Any] = list(self.trainer.callback_handler.callbacks)
         for name in names:
-            found = [one for each in found if (one := getattr(each, name, None)) is not None]
-        return found
+            hosts = [getattr(host, name, None) for host in hosts]
+        return [host for host in hosts if host is not None]
 
     def _flush(self) -> None:
         """Log what was collected, and leave it to the Trainer whether it logs its own."""

@@ -88,6 +88,28 @@ def test_training_is_equal_bit_for_bit_with_and_without_it() -> None:
     assert all(map(torch.equal, watched, plain))
 
 
+def test_a_look_leaves_gradients_that_a_step_writes_in_place() -> None:
+    torch.manual_seed(2)
+    model = referee.LM()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        referee.loss_of(model, batch[0]).backward()
+        optimizer.step()
+
+    loader = DataLoader(referee.texts(), batch_sampler=referee.Poisson(referee.RATE))
+    claim = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
+    check = PrivateTrainingCheck(step, model, optimizer, claim, every_n_steps=4)
+    earlier: list[torch.Tensor] = []
+    for batch in check.watch(loader):
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert all(map(torch.equal, earlier, gradients[: len(earlier)]))
+        step(batch)
+        earlier = [parameter.grad.clone() for parameter in model.parameters()]
+    assert check.verdict().looks == 4
+
+
 class NoiseInside(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:

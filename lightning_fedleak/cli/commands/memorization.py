@@ -16,10 +16,10 @@ from rich.table import Table
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import print_table, three_digits
-from lightning_fedleak.cli.studies.memorization import Comparison, Part, ReleasedPool, used_up_mark
+from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS
+from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places

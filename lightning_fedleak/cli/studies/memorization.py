@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks import memorization
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
 from lightning_fedleak.evaluation.metrics import Rate, released
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
 
-Part = Literal["long", "short", "prompts"]
-"""Which texts a pool is of: of 8 label tokens or more, of 1 to 7, or the prompts."""
 LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
 
 

@@ -382,8 +382,8 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
         for kind in Channel.registry.values()
     ]
     for name, kind in (("canaries", Canaries), ("entities", Entities)):
-        asked = any(isinstance(attack, kind) for attack in attacks)
-        if getattr(settings.games, name) is not None and not asked:
+        has_attack = any(isinstance(attack, kind) for attack in attacks)
+        if getattr(settings.games, name) is not None and not has_attack:
             raise ValueError(
                 f"{name}= are planted for attacks on the trained weights, and there are none: add "
                 f"{kind.__name__}()"

@@ -24,14 +24,13 @@ from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import CanarySet, EntityDataset, TrainingRows
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import Part as Part
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
 from lightning_fedleak.report.records import PoolLine
 
-Part = Literal["long", "short", "prompts"]
-"""Which texts are compared: those of 8 label tokens or more, those of 1 to 7, or the prompts."""
 Way = Literal["not yet seen", "left out", "given"]
 """Where non-members come from: rows that the first epoch has not come to, rows held out by a draw,
 or texts of the user's own."""

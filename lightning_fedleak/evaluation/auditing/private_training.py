@@ -295,6 +295,8 @@ class PrivateTrainingCheck:
         """Return a function that restores what a step changes."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         values = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
+        for tensor in tensors:  # a step that adds to .grad in place leaves the training's as it is
+            tensor.grad = None
         states = [(one, copy.deepcopy(one.state_dict())) for one in self._restored]
         attributes = [(vars(one), {**vars(one)}) for one in self._splitters]
         for splitter in self._splitters:

@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.shared import with_lora
 from lightning_fedleak.attacks import (
     AttentionMembership,
-    AttentionSettings,
     FCMembership,
     PublicText,
     Query,
@@ -329,7 +328,7 @@ def membership_layers(base: Base) -> Iterator[tuple[str, dict[str, Tensor]]]:
         state = {"fc.0.weight": layers.first.weight, "fc.0.bias": layers.first.bias}
         yield f"FCMembership, tau {tau:g}", state | {"fc.1.weight": rows, "fc.1.bias": layers.bias}
     for beta in (1.0, 8.0, 64.0):
-        attack = AttentionMembership(1, base.public, attention=AttentionSettings(beta=beta))
+        attack = AttentionMembership(1, base.public, beta=beta)
         attack.prepare(anatomy)
         query = Query(ids[:1], positions=torch.tensor([5]))
         layers = attack.craft(attack.embed(hidden[:1], query)[0])

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.membership.attention import (
         AttentionMembership as AttentionMembership,
     )
-    from lightning_fedleak.attacks.membership.attention_layers import (
-        AttentionSettings as AttentionSettings,
-    )
     from lightning_fedleak.attacks.membership.base import CRAFTED as CRAFTED
     from lightning_fedleak.attacks.membership.base import MembershipAttack as MembershipAttack
     from lightning_fedleak.attacks.membership.base import MembershipGuess as MembershipGuess
@@ -82,7 +79,6 @@ _HOMES = {
         "WordGuess",
     ),
     "attacks.membership.attention": ("AttentionMembership",),
-    "attacks.membership.attention_layers": ("AttentionSettings",),
     "attacks.membership.base": (
         "CRAFTED",
         "MembershipAttack",

@@ -11,9 +11,8 @@ hardly matters; here it omits none: ``beta I``. Hence, with tokens as rows of X,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,6 @@ class Attention:
         places: (n,) positions of its real tokens.
         targets: slice of the g targets.
         tokens: (n, d) hidden states.
-        norms: (n,) norms of the hidden states.
         first: (g, n, n) attention of head 1, a row for each query.
         second: (n, n) attention of head 2.
     """
@@ -41,7 +39,6 @@ class Attention:
     places: Tensor
     targets: slice
     tokens: Tensor
-    norms: Tensor
     first: Tensor
     second: Tensor
 
@@ -49,20 +46,6 @@ class Attention:
         """Return Z1 - Z2 along each target's row of ``rows`` (G, d), as (g, n)."""
         projections = rows[self.targets] @ self.tokens.T
         return (self.first @ projections[..., None])[..., 0] - projections @ self.second.T
-
-    def coordinates(self, at_least: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Z1 - Z2 in all coordinates, for tokens where one may exceed ``at_least``.
-
-        No coordinate is larger than the sum of the attentions' absolute differences, each times
-        the norm of its token.
-
-        Returns:
-            Numbers of targets (m,), the tokens' indices in ``places`` (m,), and Z1 - Z2 (m, d).
-        """
-        difference = self.first - self.second
-        bound = (difference.abs() @ self.norms) * (1 + 1e-4)
-        target, token = (~(bound < at_least)).nonzero(as_tuple=True)
-        return target + self.targets.start, token, difference[target, token] @ self.tokens
 
 
 def attentions(
@@ -76,9 +59,7 @@ def attentions(
         targets: (G, d) the tokens v; a zero vector omits nothing.
         beta: factor of the products.
     """
-    target_norms = targets.norm(dim=1, keepdim=True)
-    tiny = torch.finfo(targets.dtype).tiny
-    units = torch.where(target_norms > 0, targets / target_norms.clamp(min=tiny), 0.0)
+    units = nn.functional.normalize(targets, dim=1, eps=torch.finfo(targets.dtype).tiny)
     for b in range(len(hidden)):
         places, x = torch.arange(hidden.shape[1], device=hidden.device), hidden[b]
         if mask is not None:
@@ -87,9 +68,7 @@ def attentions(
         n = len(places)
         if n == 0:
             continue
-        products = x @ x.T
-        norms = products.diagonal().clamp(min=0.0).sqrt()
-        products *= beta
+        products = beta * (x @ x.T)
         second = products.softmax(-1)
         a = units @ x.T
         size = max(1, PAIRS_AT_ONCE // (n * n))
@@ -97,7 +76,7 @@ def attentions(
             part = slice(start, start + size)
             v = a[part, :, None]
             logits = torch.baddbmm(products.expand(len(v), n, n), v, v.mT, beta=1.0, alpha=-beta)
-            yield Attention(b, places, part, x, norms, logits.softmax(-1), second)
+            yield Attention(b, places, part, x, logits.softmax(-1), second)
 
 
 def expected_response(
@@ -159,36 +138,6 @@ def bias_gradients(responses: Tensor, thresholds: Tensor, upstream: Tensor) -> T
     return sums.masked_fill(responses.isnan().any(-1, keepdim=True), torch.nan)
 
 
-def coordinate_gradients(
-    attentions: Iterable[Attention], gammas: Tensor, weights: Tensor, targets: int, d: int
-) -> Tensor:
-    """Return the gradient of biases ``-gamma`` after a W_O of both signs of every coordinate.
-
-    Args:
-        attentions: the attention in the sentences of a batch.
-        gammas: (R,) for every row of W_O.
-        weights: (B, L) upstream gradients.
-        targets: number of targets, G.
-        d: width of the hidden states.
-
-    Returns:
-        (B, G, 2 d R).
-    """
-    gradient = weights.new_zeros((len(weights), targets, 2, d, len(gammas)))
-    lowest = float(gammas.min())
-    for attention in attentions:
-        target, token, z = attention.coordinates(lowest)
-        if len(target) == 0:
-            continue
-        weight = weights[attention.sentence, attention.places][token][:, None]
-        for level, gamma in enumerate(gammas):
-            for sign in (0, 1):
-                above = -z > gamma if sign else z > gamma
-                part = torch.where(z.isnan(), torch.nan, torch.where(above, weight, 0.0))
-                gradient[attention.sentence, :, sign, :, level].index_add_(0, target, part)
-    return gradient.flatten(2)
-
-
 class CraftedAttention(nn.Module):
     """Self-attention of Eq. 1, W_O and ReLU for one target. Only ``bias`` (K,), b_O, is trained.
 
@@ -201,30 +150,20 @@ class CraftedAttention(nn.Module):
     Args:
         target: (d,) the token v, whitened.
         beta: factor of the products.
-        whitening: folded into W_Q, W_K and their biases; None for hidden states as they are.
-        rows: (r, d) of W_O along which Z1 - Z2 is read; None for line 11 of Algorithm 1: every
-            coordinate, with both signs.
+        whitening: folded into W_Q, W_K and their biases.
+        rows: (r, d) of W_O along which Z1 - Z2 is read.
         gammas: (K,) the ladders of all rows, row after row.
     """
 
     def __init__(
-        self,
-        target: Tensor,
-        beta: float,
-        whitening: Whitening | None,
-        rows: Tensor | None,
-        gammas: Tensor,
+        self, target: Tensor, beta: float, whitening: Whitening, rows: Tensor, gammas: Tensor
     ) -> None:
         super().__init__()
         d = len(target)
-        basis = torch.eye(d).to(target) if whitening is None else whitening.matrix.to(target)
-        mean = target.new_zeros(d) if whitening is None else whitening.mean.to(target)
+        basis, mean = whitening.matrix.to(target), whitening.mean.to(target)
         unit = nn.functional.normalize(target, dim=0, eps=torch.finfo(target.dtype).tiny)
         queries = torch.stack([basis - torch.outer(unit, unit @ basis), basis])
         keys = (beta * math.sqrt(d) * basis).expand(2, d, d)
-        if rows is None:
-            eye = torch.eye(d).to(target)
-            rows = torch.cat([eye, -eye])
         for name, value in {
             "w_q": queries,
             "b_q": -(queries @ mean),
@@ -264,27 +203,3 @@ class CraftedAttention(nn.Module):
         attention = logits.masked_fill(blocked[:, None], -torch.inf).softmax(-1)
         values = torch.einsum("bld,hkd->bhlk", x, self.w_v)
         return (attention @ values).transpose(1, 2).flatten(2)
-
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """How an :class:`AttentionMembership` crafts and reads its layers.
-
-    Attributes:
-        beta: factor of the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
-            2 / sqrt(d - 1), the value of their code. ``"auto"``: ``BETA``, and
-            ``REPLACED_BETA`` against a defence that replaces batches.
-        whiten: False for the model's own coordinates, as in the paper.
-        score: how the biases' gradient is read. ``"band"``: the narrowest band around 1 that holds
-            a token's response along the expected one, from the difference of the gradients of its
-            two edges. ``"coordinates"``: the paper's rows, and the highest gamma that any of them
-            exceeds.
-        widths: half-widths w of the bands. ``"auto"``: ``WIDTHS``; against a defence that replaces
-            batches ``REPLACED_WIDTHS``. Against one that acts on gradients the band nearest to
-            ``DEFENDED_WIDTH`` is crafted alone: rungs share the clip norm.
-    """
-
-    beta: float | Literal["authors", "auto"] = "auto"
-    whiten: bool = True
-    score: Literal["band", "coordinates"] = "band"
-    widths: Sequence[float] | Literal["auto"] = "auto"

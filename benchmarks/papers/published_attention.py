@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from benchmarks.crafted_layers import CraftedAttention
 from lightning_fedleak.attacks import (
     AttentionMembership,
     MembershipGuess,
@@ -27,7 +28,6 @@ from lightning_fedleak.attacks.membership.attention_calibration import (
 )
 from lightning_fedleak.attacks.membership.attention_layers import (
     Attention,
-    CraftedAttention,
     attentions,
     tokens_at,
 )

@@ -82,8 +82,7 @@ class PublicText:
         target_ids = None if targets is None else _token_ids(targets, tokenizer, "targets")
         if target_ids is not None and len(target_ids) != len(sentences):
             raise ValueError(
-                f"PublicText got {len(sentences)} texts but {len(target_ids)} targets: "
-                "give one target for each text."
+                f"{len(sentences)} texts have {len(target_ids)} targets: give one for each"
             )
         rows = [
             i
@@ -184,19 +183,8 @@ class PublicText:
         texts = [s[i % 2 :] if len(s) > 2 else s for i, s in enumerate(self.sentences)]
         return PublicText(texts, targets=self.targets)
 
-    @staticmethod
-    def label(public_text: PublicText | Sampled | None) -> str | None:
-        """Return what identifies a public text: its digest, ``"sampled"``, or None."""
-        return public_text.digest if isinstance(public_text, PublicText) else public_text
-
     @classmethod
-    def sampled_from(
-        cls,
-        anatomy: Anatomy,
-        n: int,
-        length: int,
-        seed: int = 0,
-    ) -> PublicText:
+    def sampled_from(cls, anatomy: Anatomy, n: int, length: int, seed: int = 0) -> PublicText:
         """Return text that a causal model writes itself, to calibrate without any text.
 
         Args:
@@ -234,24 +222,20 @@ class PublicText:
         if isinstance(public_text, str):
             if public_text == "sampled":
                 return "sampled"
-            raise ValueError(
-                "public_text must be a PublicText, a sequence of texts (with tokenizer=) or of "
-                "token ids, or 'sampled', not one string"
-            )
+            raise ValueError("public_text must be texts, ids or 'sampled', not one string")
         return cls(public_text, tokenizer)
 
     @classmethod
     def parse_required(
-        cls, public_text: TextSource | None, tokenizer: Any, attack: str
+        cls, public_text: TextSource | None, tokenizer: Any = None
     ) -> PublicText | Sampled:
         """Return what :meth:`parse` returns, for an attack that cannot do without.
 
         Raises:
             ValueError: there is none.
         """
-        text = cls.parse(public_text, tokenizer)
-        if text is None:
-            raise ValueError(f"{attack} needs public_text: texts like the clients', or 'sampled'")
+        if (text := cls.parse(public_text, tokenizer)) is None:
+            raise ValueError("the attack needs public_text: texts like the clients', or 'sampled'")
         return text
 
     @classmethod
@@ -290,11 +274,7 @@ class PublicText:
 
 
 def frequent_tokens(
-    anatomy: Anatomy,
-    rows: int,
-    length: int,
-    generator: torch.Generator,
-    size: int | None = None,
+    anatomy: Anatomy, rows: int, length: int, generator: torch.Generator, size: int | None = None
 ) -> Tensor:
     """Return random token ids (rows, length), frequent ones more often, without special tokens.
 
@@ -336,8 +316,7 @@ def _token_ids(
         if isinstance(text, str):
             if tokenizer is None:
                 raise ValueError(
-                    f"{argument} holds strings, and there is no tokenizer: pass tokenizer=... "
-                    "(the model's own) or token ids."
+                    f"{argument} holds strings, and there is no tokenizer: pass tokenizer="
                 )
             text = tokenizer(text)["input_ids"]
         token_ids.append(torch.as_tensor(text, dtype=torch.int64).reshape(-1).cpu())
@@ -361,8 +340,7 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
     """Return texts that begin with ``bos_token_id``, or with random tokens if there is none."""
     if anatomy.kind != "causal":
         raise MissingText(
-            f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
-            "one: pass public_text=, texts like the clients'"
+            f"only a causal model writes text, not a {anatomy.kind!r} one: pass public_text="
         )
     generator = torch.Generator().manual_seed(seed)
     config = getattr(anatomy.model, "config", None)

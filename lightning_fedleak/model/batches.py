@@ -235,10 +235,9 @@ class TokenBatch:
             return self
         if self.crossing:
             raise BatchError(
-                "several documents are packed into a row, and this model lets each attend to the "
-                "others of its row, so that none is read as it would be alone. Keep them apart: in "
-                "transformers by use_cache=False and position_ids that begin again without an "
-                "attention_mask, or by a block-diagonal mask"
+                "several documents are packed into a row, and each may attend to the others of its "
+                "row. Keep them apart: in transformers by use_cache=False and position_ids that "
+                "begin again without an attention_mask, or by a block-diagonal mask"
             )
         if self.kind == "seq2seq" or (self.labels is not None and self.labels.dim() != 2):
             raise BatchError(
@@ -295,10 +294,7 @@ class TokenBatch:
         words = self.labels is not None and self.kind != "classifier"
         targets = self.target_ids() if words or self.kind == "causal" else None
         if words and targets is not None and _any_outside(targets, n_labels):
-            raise _contradiction(
-                f"labels hold ids outside the vocabulary of {n_labels} (the loss ignores "
-                f"{IGNORE_INDEX})"
-            )
+            raise _contradiction(f"labels hold ids outside the vocabulary of {n_labels}")
         ids = _unmasked(self.input_ids, self.attention_mask)
         if readable is not None and _any_outside(ids, readable):
             raise _contradiction(f"input_ids hold ids outside the vocabulary of {readable}")
@@ -493,11 +489,7 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
     ids, mask, positions = get("input_ids"), get("attention_mask"), get("position_ids")
     labels, preferences = _labels(batch, get, kind)
     if isinstance(positions, Tensor) and positions.dim() != 2:
-        raise _error(
-            "position_ids of M-RoPE and others that are not (B, L) do not say where documents "
-            "begin: leave them out where each row is one text",
-            positions,
-        )
+        raise _error("position_ids of M-RoPE: leave them out where each row is one text", positions)
     documents: Tensor | None = None
     if isinstance(ids, Tensor) and ids.dim() == 2:
         documents = _marked_documents(ids, get)

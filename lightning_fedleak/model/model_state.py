@@ -30,23 +30,10 @@ MOST = 1 << 14
 _TRUSTED = ("torch", "transformers", "peft", "accelerate", "lightning_fedleak")
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _ATOMS = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        FunctionType,
-        MethodType,
-        BuiltinFunctionType,
-        partial,
-    }
+    (
+        *(type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType),
+        *(torch.dtype, torch.device, torch.Size, BuiltinFunctionType, partial),
+    )
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -279,9 +266,8 @@ class _State:
             restore()
         if written:
             raise ModelWritten(
-                f"running the model wrote to {', '.join(written)}, which only its training may "
-                "change, and that cannot be undone: change its forward so that it does not write "
-                "to its parameters in eval mode"
+                f"running the model wrote to {', '.join(written)}, which cannot be undone: change "
+                "its forward so that it does not write to its parameters in eval mode"
             )
 
 

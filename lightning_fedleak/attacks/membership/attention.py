@@ -15,22 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership import attention_calibration
+from lightning_fedleak.attacks.membership import attention_calibration, attention_layers, base
 from lightning_fedleak.attacks.membership.attention_calibration import Calibration
-from lightning_fedleak.attacks.membership.attention_layers import (
-    CraftedAttention,
-    attentions,
-    bias_gradients,
-    matched_rows,
-    tokens_at,
-)
-from lightning_fedleak.attacks.membership.base import (
-    MembershipAttack,
-    MembershipGuess,
-    last_real,
-    read_rungs,
-    threat_with_public_text,
-)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_integer, check_number, explain_arguments
@@ -51,7 +37,7 @@ REPLACED_BETA = 0.01
 """Default factor against a defence that replaces batches: members score higher with it."""
 
 
-class AttentionMembership(MembershipAttack):
+class AttentionMembership(base.MembershipAttack):
     """A_Attn: Algorithm 1 of Vu et al. 2024 in closed form, with bands in place of gamma.
 
     Three choices decide whether it works on real embeddings. The paper does not make them.
@@ -105,7 +91,7 @@ class AttentionMembership(MembershipAttack):
         24
     """
 
-    threat_model = threat_with_public_text(
+    threat_model = base.threat_with_public_text(
         "a dishonest server that adds layers of its own, asking for a text it holds"
     )
     default_name = "attention_membership"
@@ -141,8 +127,7 @@ class AttentionMembership(MembershipAttack):
         self.false_positive_rate = check_number(
             "false_positive_rate", false_positive_rate, above=0, below=1
         )
-        attack = type(self).__name__
-        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
+        self.public_text = PublicText.parse_required(public_text, tokenizer)
         self.seed = seed
         self._settings = beta, widths
         self.meet(RunFacts())
@@ -217,20 +202,10 @@ class AttentionMembership(MembershipAttack):
         """Return the target tokens and their rows of W_O, (G, 2 d)."""
         x, real, positions = self._whiten(hidden), query.attention_mask, query.positions
         if positions is None:
-            positions = last_real(real, hidden)
+            positions = base.last_real(real, hidden)
         positions = positions.to(x.device)
-        v = tokens_at(hidden, positions).to(x.dtype)
-        return torch.cat([v, matched_rows(x, real, positions, self.beta)], 1)
-
-    def craft(self, target: Tensor) -> CraftedAttention:
-        """Run A_attack, Algorithm 1, for one target (2 d,).
-
-        Raises:
-            ValueError: the target is not finite.
-        """
-        v, rows = self._split_targets(target[None])
-        gammas = self._gammas(v)
-        return CraftedAttention(v[0], self.beta, self.calibration.whitening, rows, gammas)
+        v = attention_layers.tokens_at(hidden, positions).to(x.dtype)
+        return torch.cat([v, attention_layers.matched_rows(x, real, positions, self.beta)], 1)
 
     @torch.no_grad()
     def gradient(
@@ -238,16 +213,16 @@ class AttentionMembership(MembershipAttack):
     ) -> Tensor:
         """Return (B, G, K): upstream gradients of tokens above each gamma, summed per sample."""
         x = self._whiten(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
-        v, rows = self._split_targets(targets.to(x))
-        weights, gammas = upstream.to(x), self._gammas(v)
+        v, rows = self.split_targets(targets.to(x))
+        weights, gammas = upstream.to(x), self.edges(v)
         gradient = x.new_zeros((len(x), len(v), len(gammas)))
-        for attention in attentions(x, mask, v, self.beta):
+        for attention in attention_layers.attentions(x, mask, v, self.beta):
             weight = weights[attention.sentence, attention.places]
-            gradients = bias_gradients(attention.project(rows), gammas, weight)
+            gradients = attention_layers.bias_gradients(attention.project(rows), gammas, weight)
             gradient[attention.sentence, attention.targets] = gradients
         return gradient
 
-    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> base.MembershipGuess:
         """Run A_guess: guess a member if the gradient of the calibrated band is not zero.
 
         Args:
@@ -267,7 +242,7 @@ class AttentionMembership(MembershipAttack):
             rounding = 4 * torch.finfo(gradient.dtype).eps * (lower.abs() + upper.abs())
             bands = bands.masked_fill(bands.abs() < rounding, 0.0)
         std = noise_std * 2**0.5
-        return read_rungs(bands, std, self.guess_rung, self.false_positive_rate)
+        return base.read_rungs(bands, std, self.guess_rung, self.false_positive_rate)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the calibration."""
@@ -287,7 +262,7 @@ class AttentionMembership(MembershipAttack):
             hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         )
 
-    def _split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the whitened tokens v and their rows."""
         if not bool(targets.isfinite().all()):
             raise ValueError("a target is not finite: the server's copy of the model overflowed")
@@ -295,7 +270,7 @@ class AttentionMembership(MembershipAttack):
         v = self._whiten(tokens)
         return v, rows.to(v)
 
-    def _gammas(self, reference: Tensor) -> Tensor:
-        """Return the biases' gammas, in the dtype and on the device of ``reference``."""
+    def edges(self, reference: Tensor) -> Tensor:
+        """Return the bands' edges, (K,), in the dtype and on the device of ``reference``."""
         edges = [1.0 - width for width in self.widths] + [1.0 + width for width in self.widths]
         return torch.tensor(edges, dtype=torch.float64).to(reference)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.crafted_layers import craft
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.attention import (
     WIDTHS,
@@ -181,7 +182,7 @@ def test_what_is_padded_changes_nothing():
     assert torch.equal(targets, attack.embed(other, query))
     gradient = attack.gradient(targets, x, mask, upstream)
     assert torch.equal(gradient, attack.gradient(targets, other, mask, upstream))
-    layers = attack.craft(targets[0])
+    layers = craft(attack, targets[0])
     assert torch.equal(layers(x, mask), layers(other, mask))
     assert not layers(x, mask)[mask == 0].any()
 
@@ -191,7 +192,7 @@ def test_a_sample_that_is_all_padding_adds_nothing():
     attack = built(d=4)
     targets = attack.embed(x[:1], Query(mask[:1]))
     assert not attack.gradient(targets, x, mask, normal(2, 3))[1].any()
-    out = attack.craft(targets[0])(x, mask)
+    out = craft(attack, targets[0])(x, mask)
     assert bool(out.isfinite().all())
     assert not out[1].any()
 
@@ -466,7 +467,7 @@ def few(n, tokens=12):
             lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
             "30 public texts are too few",
         ),
-        (lambda: built().craft(normal(16) * math.nan), "not finite"),
+        (lambda: craft(built(), normal(16) * math.nan), "not finite"),
     ],
 )
 def test_refusals_say_what_to_do(build, words):

@@ -47,7 +47,8 @@ class Case:
             width,
             torch.ones(self.observed.shape[1]),
         )
-        self.finished = search.run(deadline or Deadline(), learn=False)
+        search._learn = lambda: None  # the spread stays as it is
+        self.finished = search.run(deadline or Deadline())
         return search
 
     def residuals(self, tokens: torch.Tensor) -> torch.Tensor:

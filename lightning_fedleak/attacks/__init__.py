@@ -1,15 +1,11 @@
 """Attacks: what an adversary would see of a step in, a guess out.
 
-The names below are loaded when they are first used: type checkers and :func:`_modules` read the
-imports.
+The names below are loaded when they are first used.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +18,9 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.base import WordGuess as WordGuess
     from lightning_fedleak.attacks.membership.attention import (
         AttentionMembership as AttentionMembership,
+    )
+    from lightning_fedleak.attacks.membership.attention_layers import (
+        AttentionSettings as AttentionSettings,
     )
     from lightning_fedleak.attacks.membership.base import CRAFTED as CRAFTED
     from lightning_fedleak.attacks.membership.base import MembershipAttack as MembershipAttack
@@ -42,10 +41,12 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.public_text import PublicText as PublicText
     from lightning_fedleak.attacks.public_text import TextSource as TextSource
     from lightning_fedleak.attacks.public_text import frequent_tokens as frequent_tokens
-    from lightning_fedleak.attacks.public_text import share_samples as share_samples
     from lightning_fedleak.attacks.texts.base import InversionAttack as InversionAttack
     from lightning_fedleak.attacks.texts.base import TextAttack as TextAttack
     from lightning_fedleak.attacks.texts.base import TextGuess as TextGuess
+    from lightning_fedleak.attacks.texts.embedding_descent import (
+        DescentSettings as DescentSettings,
+    )
     from lightning_fedleak.attacks.texts.embedding_descent import (
         EmbeddingDescent as EmbeddingDescent,
     )
@@ -69,16 +70,60 @@ if TYPE_CHECKING:
     from lightning_fedleak.threats import ThreatModelError as ThreatModelError
     from lightning_fedleak.threats import require as require
 
+_HOMES = {
+    "attacks.base": (
+        "Attack",
+        "Guess",
+        "Query",
+        "RunFacts",
+        "Surfaces",
+        "UnusableObservation",
+        "WordGuess",
+    ),
+    "attacks.membership.attention": ("AttentionMembership",),
+    "attacks.membership.attention_layers": ("AttentionSettings",),
+    "attacks.membership.base": (
+        "CRAFTED",
+        "MembershipAttack",
+        "MembershipGuess",
+        "PassiveMembership",
+    ),
+    "attacks.membership.fc": ("FCMembership",),
+    "attacks.membership.gradients": ("GradientMembership",),
+    "attacks.membership.insertion": ("direction_of", "upstream_of"),
+    "attacks.membership.subspace": ("SubspaceMembership",),
+    "attacks.memorization": ("Combined", "Extraction"),
+    "attacks.public_text": (
+        "MissingText",
+        "PublicText",
+        "TextSource",
+        "frequent_tokens",
+    ),
+    "attacks.texts.base": ("InversionAttack", "TextAttack", "TextGuess"),
+    "attacks.texts.embedding_descent": ("DescentSettings", "EmbeddingDescent"),
+    "attacks.texts.prefix.inversion": ("PrefixInversion",),
+    "attacks.texts.subspace": ("SubspaceTexts",),
+    "attacks.words.aligned": ("AlignedFlatChat",),
+    "attacks.words.direct": ("BagOfWords", "BiasSign"),
+    "attacks.words.flatchat": ("FlatChat",),
+    "attacks.words.public_gradients": ("gradient_of", "gradient_through_blocks", "nonzero_starts"),
+    "attacks.words.reveal_labels": ("RevealLabels",),
+    "attacks.words.subspace": ("SubspaceWords",),
+    "threats": (
+        "DISHONEST_SERVER",
+        "HONEST_BUT_CURIOUS",
+        "Capability",
+        "ThreatModel",
+        "ThreatModelError",
+        "require",
+    ),
+}
+
+
 if not TYPE_CHECKING:
 
-    @functools.cache
-    def _modules() -> dict[str, str]:
-        """Return the module of each name that is imported above."""
-        statements = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-        imports = [node for node in statements if isinstance(node, ast.ImportFrom)]
-        return {alias.asname: node.module for node in imports for alias in node.names}
-
     def __getattr__(name: str) -> object:
-        if name not in _modules():
-            raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-        return getattr(importlib.import_module(_modules()[name]), name)
+        for home, names in _HOMES.items():
+            if name in names:
+                return getattr(importlib.import_module(f"lightning_fedleak.{home}"), name)
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

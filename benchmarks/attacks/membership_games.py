@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.shared import content_of, data_folder
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.finetuning.texts import read_texts
@@ -88,10 +88,10 @@ def attention(
     return AttentionMembership(
         layer,
         public,
+        attention=AttentionSettings(**settings),
         tokens=args.tokens,
         batch=args.batch,
         name=name,
-        **settings,
     )
 
 

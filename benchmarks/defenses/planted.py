@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.crafted_layers import CraftedFC, TwoIdentities
-from benchmarks.insertion import Inserted
+from lightning_fedleak.attacks.membership.fc import CraftedFC, TwoIdentities
+from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.model.anatomy import find_anatomy

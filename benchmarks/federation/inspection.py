@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks.crafted_layers import craft as craft_layers
 from benchmarks.shared import with_lora
 from lightning_fedleak.attacks import (
     AttentionMembership,
+    AttentionSettings,
     FCMembership,
     PublicText,
     Query,
@@ -324,15 +324,15 @@ def membership_layers(base: Base) -> Iterator[tuple[str, dict[str, Tensor]]]:
     hidden = hidden_states(anatomy, 1, ids)
     for tau in (1e-3, 1e-2, 1e-1):
         fc = FCMembership(layer=1, tau=tau, dead_zone=2.5e-4, ladder=(1.0, 2.0, 4.0))
-        layers = craft_layers(fc, hidden[0, 5])
+        layers = fc.craft(hidden[0, 5])
         rows = layers.second.repeat(len(layers.bias), 1)
         state = {"fc.0.weight": layers.first.weight, "fc.0.bias": layers.first.bias}
         yield f"FCMembership, tau {tau:g}", state | {"fc.1.weight": rows, "fc.1.bias": layers.bias}
     for beta in (1.0, 8.0, 64.0):
-        attack = AttentionMembership(1, base.public, beta=beta)
+        attack = AttentionMembership(1, base.public, attention=AttentionSettings(beta=beta))
         attack.prepare(anatomy)
         query = Query(ids[:1], positions=torch.tensor([5]))
-        layers = craft_layers(attack, attack.embed(hidden[:1], query)[0])
+        layers = attack.craft(attack.embed(hidden[:1], query)[0])
         state = {f"attention.{n}": t.detach() for n, t in layers.state_dict().items()}
         yield f"AttentionMembership, beta {beta:g}", state
 

@@ -32,7 +32,6 @@ from benchmarks.attacks.membership_games import (
 )
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.lemma import retrieval_error
-from benchmarks.papers.published_attention import PublishedAttention
 from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
 from benchmarks.papers.tables import (
     Grid,
@@ -51,7 +50,7 @@ from benchmarks.papers.tables import (
     rate_of,
     without,
 )
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
@@ -251,10 +250,13 @@ def _seed(text: str) -> int:
     return 10_000 * (sum(text.encode()) % 1000)
 
 
-def published_attention(layer: int, public: PublicText, args, **settings) -> PublishedAttention:
+def published_attention(
+    layer: int, public: PublicText, args, *, beta: float | str = "authors", **settings
+) -> AttentionMembership:
     """With the paper's choices; gamma by default so that few batches without the target fire."""
+    paper = AttentionSettings(beta=beta, whiten=False, score="coordinates")
     arguments = {"tokens": args.tokens, "batch": args.batch, **settings}
-    return PublishedAttention(layer, public, **arguments)
+    return AttentionMembership(layer, public, attention=paper, **arguments)
 
 
 def youden(games: GameResult) -> float:

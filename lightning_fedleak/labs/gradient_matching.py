@@ -170,7 +170,9 @@ class GradientMatching(ModelCopyAttack):
                 or not steps.sums(fresh=update.fresh)
                 or steps.settings.get("nesterov")
             ):
-                raise UnusableObservation("only gradients and single steps of SGD are matched")
+                raise UnusableObservation(
+                    "only a gradient, or a round of one plain step of SGD, is matched"
+                )
         deadline = Deadline(self.budget_seconds)
         with self.model.session(), torch.no_grad():
             return Matching(self, view.gradients[-1].tensors).run(deadline)

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks import MembershipAttack, PublicText, TextSource
+from lightning_fedleak.attacks import MembershipAttack, MembershipGuess, PublicText, TextSource
 from lightning_fedleak.attacks.membership.base import (
     Granularity,
+    RungReader,
     sentence_rows,
     threat_with_public_text,
 )
-from lightning_fedleak.attacks.membership.fc import batch_inputs
+from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states
 from lightning_fedleak.validate import check_integer
@@ -237,8 +238,10 @@ class TrainedMembership(MembershipAttack):
         self.steps = check_integer("steps", steps)
         self.public_rows = check_integer("public_rows", public_rows, at_least=FEWEST_SAMPLES)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        self.public_text = PublicText.parse_required(public_text, tokenizer)
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
+        self.reader = RungReader()
         self._public: Tensor | None = None
         self._embedded_at = 0
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
@@ -346,12 +349,18 @@ class TrainedMembership(MembershipAttack):
     def _cached_bytes(self) -> int:
         return sum(n.nbytes for n in self._neurons.values())
 
-    def biases(self, neuron: Neuron) -> Tensor:
+    def _biases(self, neuron: Neuron) -> Tensor:
         """Return (K,) the last bias of each rung, ascending."""
         decision = (neuron.on_target + neuron.on_public) / 2
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
         parts = torch.tensor(self._rung_parts).to(distance)
         return neuron.offset - decision - parts * distance
+
+    def craft(self, target: Tensor) -> CraftedFC:
+        """Run A_attack of the paper: return the trained layers for one target, (D,)."""
+        neuron = self.neuron(target)
+        first = Frozen(neuron.weight, neuron.bias)
+        return CraftedFC(first, neuron.second, self._biases(neuron), self.read_together)
 
     @torch.no_grad()
     def gradient(
@@ -366,8 +375,17 @@ class TrainedMembership(MembershipAttack):
         for k, target in enumerate(targets):
             neuron = self.neuron(target)
             with torch.autocast(hidden.device.type, enabled=False):
-                output = neuron(rows.to(neuron.weight.dtype))[:, None] + self.biases(neuron)
+                output = neuron(rows.to(neuron.weight.dtype))[:, None] + self._biases(neuron)
             parts = torch.where(output > 0, upstream_by_row, 0.0)
             parts = parts.masked_fill(output.isnan(), torch.nan)
             gradient[:, k].index_add_(0, samples, parts)
         return gradient
+
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
+        """Run A_guess, as in :class:`~lightning_fedleak.attacks.membership.base.RungReader`.
+
+        Raises:
+            UnusableObservation: the gradient is not finite.
+            ValueError: it has another number of rungs, or the noise is negative.
+        """
+        return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)

@@ -11,6 +11,7 @@ from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.attention import (
     WIDTHS,
     AttentionMembership,
+    AttentionSettings,
 )
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageMonitor
@@ -45,7 +46,9 @@ def public(n=60):
 
 
 def attention(name, text, **settings):
-    return AttentionMembership(1, text, tokens=12, batch=4, name=name, **settings)
+    return AttentionMembership(
+        1, text, tokens=12, batch=4, attention=AttentionSettings(**settings), name=name
+    )
 
 
 def test_the_loss_scale_of_amp_is_not_in_the_canary(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
-from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion
+from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
 from lightning_fedleak.engine.channels.texts import Inverted, TextsChannel
@@ -246,7 +246,8 @@ def test_texts_that_were_not_begun_in_time_do_not_count(tmp_path):
 
 def test_the_age_of_the_adversarys_copy_is_logged_and_goes_on_after_a_resume(tmp_path):
     def descents():
-        return [EmbeddingDescent(1, steps=1, refresh_every=3, name="old"), Recording()]
+        seldom = DescentSettings(refresh_every=3)
+        return [EmbeddingDescent(1, steps=1, descent=seldom, name="old"), Recording()]
 
     watch = watched(tmp_path / "a", descents(), n=16)
     again = watched(tmp_path / "b", descents(), n=12, state=watch.state_dict())

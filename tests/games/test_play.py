@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
@@ -61,8 +61,9 @@ def test_closed_form_is_what_autograd_gives_through_inserted_layers(name: str) -
     rows = [0, 3, 4, 5, 6]
     ids, mask = pad([pool.rows[i] for i in rows], pool.pad_id)
     fired = 0
+    plain = AttentionSettings(whiten=False, widths=(0.5,))
     public = torch.randint(10, 90, (60, 7), generator=torch.Generator().manual_seed(9)).tolist()
-    reads_alone = AttentionMembership(1, public, widths=(0.5,), tokens=7, batch=8, name="attention")
+    reads_alone = AttentionMembership(1, public, attention=plain, tokens=7, name="attention")
     for attack in [*attacks_of(layer=1), reads_alone]:
         attack.prepare(anatomy)
         hidden = client_states(anatomy, [1], ids, mask)[1]
@@ -132,14 +133,18 @@ def test_an_attack_on_whole_sentences_collides_with_no_other_sentence(
         tokens=7,
     )
     public = torch.randint(10, 90, (60, 7), generator=generator).tolist()
-    settings = {"tokens": 7, "batch": 8, "beta": 1.0, "widths": (1e-6,)}
+    given = {"public_text": public, "tokens": 7}
+    plain = AttentionSettings(whiten=False, beta=1.0, widths=(1e-6,))
+    coordinates = replace(plain, score="coordinates")
     attacks = [
         FCMembership(2, name="fc"),
-        AttentionMembership(2, public, **settings, name="matched"),
+        AttentionMembership(2, **given, attention=plain, name="matched"),
+        AttentionMembership(2, **given, attention=coordinates, name="coordinates"),
     ]
     monkeypatch.setattr("lightning_fedleak.evaluation.games.pool._position", lambda *_: 2)
-    fc, matched = play(anatomy, attacks, pool, GameConfig(games=40, batch=8))
+    fc, matched, coordinates = play(anatomy, attacks, pool, GameConfig(games=40, batch=8))
     assert bool(fc.collides.all())
+    assert bool(coordinates.collides.all())
     assert bool(fc.guesses.all())
     assert not matched.collides.any()
     assert torch.equal(matched.guesses, matched.bits)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.crafted_layers import craft
-from benchmarks.insertion import Inserted
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
     sentence_rows,
 )
+from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 
@@ -21,7 +20,7 @@ def autograd_gradient(
     anatomy: Anatomy, attack: MembershipAttack, target: Tensor, ids: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the biases (K,) and of the outputs (B, R) of really inserted crafted layers."""
-    crafted, outputs = craft(attack, target), []
+    crafted, outputs = attack.craft(target), []
     bias = crafted.get_parameter("bias")
     inputs = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
     with (

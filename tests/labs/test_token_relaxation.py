@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_fedleak.attacks import DescentSettings
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
 from lightning_fedleak.attacks.texts.embedding_descent import _Descent
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
@@ -28,10 +29,10 @@ def test_gradient_is_that_of_the_plain_model(name: str) -> None:
     out = model(inputs_embeds=words, attention_mask=mask, output_hidden_states=True)
     difference = (out.hidden_states[2] - sent).square().sum(-1)
     (difference * mask).sum().backward()
-    attack = TokenRelaxation(2, initial="mean", weighting="paper")
+    attack = TokenRelaxation(2, initial="mean", descent=DescentSettings(weighting="paper"))
     attack.prepare(find_anatomy(model))
     observed = Sent.from_states(sent, mask)
-    gradient = _Descent(attack, observed, Deadline())._gradient(weights, observed)
+    gradient, _ = _Descent(attack, observed, Deadline())._gradient(weights, observed)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-8, atol=1e-12)
 
 

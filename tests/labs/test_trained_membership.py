@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.crafted_layers import craft
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
@@ -101,7 +100,7 @@ def by_autograd(attack, targets, hidden, mask, upstream):
     grads = []
     for b in range(len(hidden)):
         for target in targets:
-            layers = craft(attack, target)
+            layers = attack.craft(target)
             out = layers(hidden[b : b + 1], None if mask is None else mask[b : b + 1])
             (out * upstream[b : b + 1, :, None]).sum().backward()
             grads.append(layers.bias.grad)
@@ -165,11 +164,11 @@ def test_against_a_defence_of_gradients_the_decisions_rung_alone_is_crafted(atta
     hidden = texts(anatomy, n=1)
     full = attack.granularity == "full"
     target = (sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0]
-    whole = craft(attack, target).bias[attack.guess_rung]
+    whole = attack.craft(target).bias[attack.guess_rung]
     attack.meet(RunFacts(defended=frozenset({"gradients"})))
     try:
         assert (attack.rungs, attack.guess_rung, attack.config()["rungs"]) == (1, 0, 1)
-        assert torch.equal(craft(attack, target).bias, whole[None])
+        assert torch.equal(attack.craft(target).bias, whole[None])
     finally:
         attack.meet(RunFacts())
     assert attack.rungs == 14
@@ -178,7 +177,7 @@ def test_against_a_defence_of_gradients_the_decisions_rung_alone_is_crafted(atta
 def test_only_the_rungs_are_trained_by_the_client(attack, anatomy):
     hidden = texts(anatomy, n=1)
     full = attack.granularity == "full"
-    layers = craft(attack, (sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0])
+    layers = attack.craft((sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0])
     assert [(n, tuple(p.shape)) for n, p in layers.named_parameters()] == [("bias", (14,))]
     assert (layers.bias.diff() > 0).all()
 

@@ -8,18 +8,37 @@ only a difference above gamma has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership import attention_calibration, attention_layers, base
+from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership import attention_calibration
 from lightning_fedleak.attacks.membership.attention_calibration import Calibration
+from lightning_fedleak.attacks.membership.attention_layers import (
+    AttentionSettings,
+    CraftedAttention,
+    attentions,
+    bias_gradients,
+    coordinate_gradients,
+    matched_rows,
+    tokens_at,
+)
+from lightning_fedleak.attacks.membership.base import (
+    MembershipAttack,
+    MembershipGuess,
+    RungReader,
+    last_real,
+    threat_with_public_text,
+)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.attacks.row_space import fit_whitening
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.validate import check_integer, check_number, explain_arguments
+from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of that response; not tuned."""
@@ -37,26 +56,27 @@ REPLACED_BETA = 0.01
 """Default factor against a defence that replaces batches: members score higher with it."""
 
 
-class AttentionMembership(base.MembershipAttack):
-    """A_Attn: Algorithm 1 of Vu et al. 2024 in closed form, with bands in place of gamma.
+class AttentionMembership(MembershipAttack):
+    """A_Attn: Algorithm 1 of Vu et al. 2024 in closed form, with a ladder of gammas.
 
     Three choices decide whether it works on real embeddings. The paper does not make them.
 
     **Whitening.** The products of raw hidden states do not distinguish one token from the others.
-    The heads read hidden states in coordinates in which public text has unit covariance. This is
-    folded into W_Q, W_K and their biases (:mod:`~lightning_fedleak.attacks.row_space.whitening`).
+    With ``whiten`` the heads read hidden states in coordinates in which public text has unit
+    covariance. This is folded into W_Q, W_K and their biases
+    (:mod:`~lightning_fedleak.attacks.row_space.whitening`).
 
     **The rows of W_O.** The paper reads all coordinates, with both signs, and guesses a member if
-    any of them exceeds gamma. But attention stays within a sentence, and the server has the
-    target's sentence. So it knows the response D = Z1 - Z2 at the target token, whatever else is
-    in the batch. It reads along D alone, scaled so that a member's response is 1. Targets are then
-    (G, 2 d): the token's hidden state and that row.
+    any of them exceeds gamma (``score="coordinates"``). But attention stays within a sentence, and
+    the server has the target's sentence. So it knows the response D = Z1 - Z2 at the target token,
+    whatever else is in the batch. ``score="band"`` reads along D alone, scaled so that a member's
+    response is 1. Targets are then (G, 2 d): the token's hidden state and that row.
 
-    **Bands.** On real embeddings no response exceeds the lemma's gamma, 2 Delta-bar. A band around
-    1 is the difference of the gradients at its two edges; the narrowest one that holds a token is
-    its score. The widest of at most .1 that public batches reach for at most
-    ``false_positive_rate`` of the public tokens that they do not hold decides. If the clients' text
-    is of another kind than the public text, the rate is higher (the AUC hardly falls).
+    **gamma.** On real embeddings no response exceeds the lemma's gamma, 2 Delta-bar
+    (``gamma="lemma"``). ``"calibrated"`` is the lowest gamma of the ladder that public batches
+    exceed for at most ``false_positive_rate`` of the public tokens that they do not hold. Of bands
+    it is at least .9, which members exceed in any precision. If the clients' text is of another
+    kind than the public text, the rate is higher (the AUC hardly falls).
 
     On MiniLM-L6, stories15M and SmolLM2-135M a member's response, computed in another batch and
     padding, differs from 1 by at most 6e-6 in float32 and .06 in bfloat16. In a sentence of one
@@ -67,11 +87,8 @@ class AttentionMembership(base.MembershipAttack):
         public_text: text like the clients', as strings or token ids, or ``"sampled"`` for text that
             a causal model writes.
         tokenizer: for strings.
-        beta: factor of the products: the paper's beta over ``sqrt(d_attn)``. ``"auto"``: ``BETA``,
-            and ``REPLACED_BETA`` against a defence that replaces batches.
-        widths: half-widths w of the bands. ``"auto"``: ``WIDTHS``; against a defence that replaces
-            batches ``REPLACED_WIDTHS``. Against one that acts on gradients the band nearest to
-            ``DEFENDED_WIDTH`` is crafted alone: rungs share the clip norm.
+        gamma: ``"calibrated"``, or ``"lemma"`` with ``score="coordinates"``.
+        attention: how the layers are crafted and read.
         tokens: public texts are cut to this length.
         batch: number of sentences in a client's batch, for which ``false_positive_rate`` holds.
         false_positive_rate: rate at which a batch without the target is taken for one with it, in
@@ -81,23 +98,23 @@ class AttentionMembership(base.MembershipAttack):
         name: the attack's name in the logs.
 
     Raises:
-        ValueError: a setting outside of its range.
+        ValueError: a setting outside of its range, or two that exclude each other.
 
     Examples:
         >>> from lightning_fedleak.attacks import AttentionMembership
         >>> public = [[5, 6, 7, 8], [9, 8, 7, 6]]  # token ids, or strings with tokenizer=
         >>> attack = AttentionMembership(layer=1, public_text=public, batch=8)
-        >>> attack.rungs  # the two edges of each band
-        24
+        >>> attack.config()["score"]
+        'band'
     """
 
-    threat_model = base.threat_with_public_text(
+    threat_model = threat_with_public_text(
         "a dishonest server that adds layers of its own, asking for a text it holds"
     )
     default_name = "attention_membership"
     config_names = (
-        *("layer", "granularity", "beta", "widths", "batch", "false_positive_rate", "seed"),
-        *("tokens", "public_text", "refresh_every"),
+        *("layer", "granularity", "beta", "gamma", "whiten", "score", "widths", "batch"),
+        *("reader.false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
     )
     needs_float64 = True
 
@@ -108,8 +125,8 @@ class AttentionMembership(base.MembershipAttack):
         public_text: TextSource,
         *,
         tokenizer: Any = None,
-        beta: float | Literal["auto"] = "auto",
-        widths: Sequence[float] | Literal["auto"] = "auto",
+        gamma: Literal["calibrated", "lemma"] = "calibrated",
+        attention: AttentionSettings | None = None,
         tokens: int = 32,
         batch: int = 40,
         false_positive_rate: float = 0.01,
@@ -118,58 +135,85 @@ class AttentionMembership(base.MembershipAttack):
         name: str | None = None,
     ) -> None:
         super().__init__(layer, "token", tokens, name)
-        if beta != "auto":
-            check_number("beta", beta, above=0, hint="or 'auto'")
-        if widths != "auto" and not (widths and all(0 < width < 1 for width in widths)):
-            raise ValueError(f"widths must be numbers between 0 and 1, got {widths}")
+        settings = attention or AttentionSettings()
+        self.score = check_choice("score", settings.score, ("band", "coordinates"))
+        self.gamma = check_choice("gamma", gamma, ("calibrated", "lemma"))
+        if settings.beta not in ("authors", "auto"):
+            check_number("beta", settings.beta, above=0, hint="or one of 'authors', 'auto'")
+        if gamma == "lemma" and self.score == "band":
+            raise ValueError("gamma='lemma' is one threshold: set AttentionSettings(score=...)")
+        self.whiten = settings.whiten
         self.batch = check_integer("batch", batch)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        self.false_positive_rate = check_number(
-            "false_positive_rate", false_positive_rate, above=0, below=1
-        )
-        self.public_text = PublicText.parse_required(public_text, tokenizer)
         self.seed = seed
-        self._settings = beta, widths
-        self.meet(RunFacts())
+        self._settings = settings
+        self._choose(replaced=False, defended=False)
+        check_number("false_positive_rate", false_positive_rate, above=0, below=1)
+        self.reader = RungReader(false_positive_rate)
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self._prepared_at = 0
+        self._d: int | None = None
         self._calibration: Calibration | None = None
 
     def meet(self, facts: RunFacts) -> None:
         """Choose the default beta and widths for the run's defences.
 
-        Against a defence that acts on gradients there is one width: the nearest to
-        ``DEFENDED_WIDTH``. Against one that replaces batches beta is smaller, and unless another
-        defence acts on gradients the widths reach .999.
+        Against a defence that acts on gradients there is one width: that of ``gamma``, or of those
+        given the nearest to ``DEFENDED_WIDTH``. Against one that replaces batches beta is smaller,
+        and unless another defence acts on gradients the widths reach .999.
         """
-        super().meet(facts)
-        (beta, widths), replaced = self._settings, "batches" in facts.defended
-        self.beta = beta if beta != "auto" else REPLACED_BETA if replaced else BETA
-        if widths == "auto":
-            widths = REPLACED_WIDTHS if replaced and not self._defended else WIDTHS
-        if self._defended:
+        self._choose(replaced="batches" in facts.defended, defended="gradients" in facts.defended)
+
+    def _choose(self, *, replaced: bool, defended: bool) -> None:
+        """Set beta and widths, as given or by what the run's defences do."""
+        beta, widths = self._settings.beta, self._settings.widths
+        self.beta = (REPLACED_BETA if replaced else BETA) if beta == "auto" else beta
+        if isinstance(widths, str):
+            widths = REPLACED_WIDTHS if replaced and not defended else WIDTHS
+        if not widths or not all(0 < width < 1 for width in widths):
+            raise ValueError(f"widths must be numbers between 0 and 1, got {widths}")
+        if defended:
             widths = (min(widths, key=lambda width: abs(width - DEFENDED_WIDTH)),)
         self.widths = sorted({*widths})
 
+    def _factor(self, d: int) -> float:
+        """Return beta for hidden states of d numbers."""
+        return 2.0 / math.sqrt(d - 1) if isinstance(self.beta, str) else self.beta
+
+    @property
+    def _levels(self) -> int:
+        """Return the number of bands, or the length of a row's ladder."""
+        if self.score == "band":
+            return len(self.widths)
+        return attention_calibration.CALIBRATED_LEVELS if self.gamma == "calibrated" else 1
+
     def prepare(self, anatomy: Anatomy) -> None:
-        """Run A_init: fit whitening and the deciding band on the hidden states of public text.
+        """Run A_init: fit whitening and gamma on the hidden states of public text.
 
         Raises:
             ValueError: the model has no such layer, or the public text is too short.
         """
         super().prepare(anatomy)
-        self._calibration = attention_calibration.calibrate(
-            self._public_states(anatomy),
-            beta=self.beta,
-            widths=self.widths,
-            batch=self.batch,
-            most_false_positives=self.false_positive_rate,
-            seed=self.seed,
-        )
-
-    def _public_states(self, anatomy: Anatomy) -> attention_calibration.PublicStates:
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
-        return attention_calibration.PublicStates.sample(
+        states = attention_calibration.PublicStates.sample(
             anatomy, self.layer, text, self.tokens, max(8192, 4 * anatomy.hidden_size), self.seed
+        )
+        self._d = states.hidden.shape[-1]
+        if self.gamma == "lemma":
+            whitening = fit_whitening(states.tokens) if self.whiten else None
+            beta = self._factor(self._d)
+            gamma = attention_calibration.lemma_gamma(states.whiten(whitening), beta)
+            self._calibration = Calibration(whitening, torch.tensor([gamma]), 0)
+            return
+        self._calibration = attention_calibration.calibrate(
+            states,
+            beta=self._factor(self._d),
+            whiten=self.whiten,
+            widths=self.widths if self.score == "band" else None,
+            batch=self.batch,
+            false_positive_rate=self.reader.false_positive_rate,
+            seed=self.seed,
         )
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
@@ -179,98 +223,164 @@ class AttentionMembership(base.MembershipAttack):
             self.prepare(anatomy)
 
     @property
-    def calibration(self) -> Calibration:
-        """Return whitening and band that :meth:`prepare` fitted."""
-        assert self._calibration is not None
-        return self._calibration
-
-    @property
     def rungs(self) -> int:
-        """Return K: two for each band."""
-        return 2 * len(self.widths)
-
-    @property
-    def guess_rung(self) -> int:
-        """Return the index of the band that decides."""
-        return self.calibration.level
+        """Return K: two for each band, with ``"coordinates"`` a ladder for each row of W_O."""
+        if self.score == "band":
+            return 2 * self._levels
+        assert self._d is not None
+        return 2 * self._d * self._levels
 
     def reads(self, position: int) -> slice | None:
-        """Return the tokens that the target attends to: all."""
-        return slice(0, None)
+        """Return the tokens that the target attends to with ``score="band"``, else None."""
+        return slice(0, None) if self.score == "band" else None
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
-        """Return the target tokens and their rows of W_O, (G, 2 d)."""
+        """Return the target tokens (G, d); with ``score="band"`` also their rows: (G, 2 d)."""
         x, real, positions = self._whiten(hidden), query.attention_mask, query.positions
         if positions is None:
-            positions = base.last_real(real, hidden)
+            positions = last_real(real, hidden)
         positions = positions.to(x.device)
-        v = attention_layers.tokens_at(hidden, positions).to(x.dtype)
-        return torch.cat([v, attention_layers.matched_rows(x, real, positions, self.beta)], 1)
+        v = tokens_at(hidden, positions).to(x.dtype)
+        if self.score == "coordinates":
+            return v
+        return torch.cat([v, matched_rows(x, real, positions, self._factor(x.shape[-1]))], 1)
+
+    def craft(self, target: Tensor) -> CraftedAttention:
+        """Run A_attack, Algorithm 1, for one target: (d,), or (2 d,) with ``score="band"``.
+
+        Raises:
+            ValueError: the target is not finite.
+        """
+        v, rows = self._split_targets(target[None])
+        gammas = self._gammas(v)
+        if rows is None:
+            gammas = gammas.repeat(2 * v.shape[1])
+        whitening = self._require_calibration().whitening
+        return CraftedAttention(v[0], self._factor(v.shape[1]), whitening, rows, gammas)
 
     @torch.no_grad()
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
         """Return (B, G, K): upstream gradients of tokens above each gamma, summed per sample."""
+        d = hidden.shape[-1]
         x = self._whiten(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
-        v, rows = self.split_targets(targets.to(x))
-        weights, gammas = upstream.to(x), self.edges(v)
+        v, rows = self._split_targets(targets.to(x))
+        weights, gammas = upstream.to(x), self._gammas(v)
+        sentences = attentions(x, mask, v, self._factor(d))
+        if rows is None:
+            return coordinate_gradients(sentences, gammas, weights, len(v), d)
         gradient = x.new_zeros((len(x), len(v), len(gammas)))
-        for attention in attention_layers.attentions(x, mask, v, self.beta):
+        for attention in sentences:
             weight = weights[attention.sentence, attention.places]
-            gradients = attention_layers.bias_gradients(attention.project(rows), gammas, weight)
+            gradients = bias_gradients(attention.project(rows), gammas, weight)
             gradient[attention.sentence, attention.targets] = gradients
         return gradient
 
-    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> base.MembershipGuess:
-        """Run A_guess: guess a member if the gradient of the calibrated band is not zero.
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
+        """Run A_guess: guess a member if the gradient at the calibrated gamma is not zero.
 
         Args:
-            gradient: (G, K). First the numbers of the lower edges, narrowest band first, then those
-                of the upper edges; a band's gradient is the difference of the two.
+            gradient: (G, K). With ``"band"`` first the numbers of the lower edges, narrowest band
+                first, then those of the upper edges; a band's gradient is the difference of the
+                two. With ``"coordinates"`` a ladder for each row of W_O, row after row; the largest
+                number of all rows counts.
             noise_std: standard deviation of the noise on each number.
 
         Returns:
-            As :func:`~lightning_fedleak.attacks.membership.base.read_rungs` returns it.
+            Scores. Without noise: the rank of the largest gamma, or the narrowest band, whose
+            gradient is not zero, counted from the easiest; 0 if all are zero. With noise: the
+            statistic of :class:`~lightning_fedleak.attacks.membership.base.RungReader`; with
+            ``"coordinates"`` the largest number in units of the noise.
 
         Raises:
             UnusableObservation: the gradient is not finite.
         """
+        level, levels = self._require_calibration().level, self._levels
+        if not bool(gradient.isfinite().all()):
+            raise UnusableObservation("the gradient of the crafted layers is not finite")
+        if self.score == "band":
+            bands = self._band_gradients(gradient, exact=noise_std == 0)
+            return self.reader.guess(bands, noise_std * 2**0.5, levels, level)
+        best = gradient.view(len(gradient), -1, levels).abs().amax(1)
+        if noise_std == 0:
+            return self.reader.guess(best, 0.0, levels, level)
+        rungs = gradient.shape[1] // levels * (level + 1)
+        scores = best[:, : level + 1].amax(1) / noise_std
+        level_quantile = (1 - self.reader.false_positive_rate) ** (1 / rungs)
+        threshold = torch.special.ndtri(torch.tensor((1 + level_quantile) / 2, dtype=torch.float64))
+        return MembershipGuess(scores, scores > float(threshold))
+
+    def _band_gradients(self, gradient: Tensor, *, exact: bool) -> Tensor:
+        """Return the bands' gradients (G, levels): those of the lower minus the upper edges.
+
+        If ``exact``, differences that a sum's rounding explains are 0.
+        """
         lower, upper = gradient.tensor_split(2, dim=1)
         bands = lower - upper
-        if noise_std == 0:  # a difference that a sum's rounding explains is zero
-            rounding = 4 * torch.finfo(gradient.dtype).eps * (lower.abs() + upper.abs())
-            bands = bands.masked_fill(bands.abs() < rounding, 0.0)
-        std = noise_std * 2**0.5
-        return base.read_rungs(bands, std, self.guess_rung, self.false_positive_rate)
+        if not exact:
+            return bands
+        rounding = 4 * torch.finfo(gradient.dtype).eps * (lower.abs() + upper.abs())
+        return bands.masked_fill(bands.abs() <= rounding, 0.0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the calibration."""
-        if self._calibration is None:
+        """Return whitening and gamma, and a fingerprint of the settings and the public text."""
+        if self._calibration is None or self._d is None:
             return {}
-        return {"prepared_at": torch.tensor(self._prepared_at), **self._calibration.tensors()}
+        numbers = {"prepared_at": self._prepared_at, "d": self._d}
+        tensors = {name: torch.tensor(value) for name, value in numbers.items()}
+        return tensors | {"fingerprint": self._fingerprint()} | self._calibration.tensors()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the calibration."""
-        if state:
-            self._calibration = Calibration.from_tensors(state)
-            self._prepared_at = int(state["prepared_at"])
+        """Restore a calibration of the same settings and public text.
+
+        A monitor that resumes with other settings calibrates again.
+
+        Raises:
+            ValueError: the settings (``refresh_every`` too) or the text differ.
+        """
+        if not state:
+            return
+        saved = state.get("fingerprint")
+        if saved is None or not torch.equal(saved.cpu(), self._fingerprint()):
+            raise ValueError(
+                "this state is not of an AttentionMembership with these settings and this public "
+                "text: load it into one with the settings that were saved, or call prepare again"
+            )
+        self._calibration = Calibration.from_tensors(state)
+        self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
+
+    def _fingerprint(self) -> Tensor:
+        """Return (32,) bytes that differ for other settings or another public text."""
+        digest = hashlib.sha256(self.fingerprint().encode()).digest()
+        return torch.tensor(list(digest), dtype=torch.uint8)
+
+    def _require_calibration(self) -> Calibration:
+        if self._calibration is None:
+            raise RuntimeError(
+                f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
+            )
+        return self._calibration
 
     def _whiten(self, hidden: Tensor) -> Tensor:
-        """Return hidden states in float32 or better, whitened."""
-        return self.calibration.whitening(
-            hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        )
+        """Return hidden states in the coordinates that the heads read, at least in float32."""
+        x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        whitening = self._require_calibration().whitening
+        return x if whitening is None else whitening(x)
 
-    def split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the whitened tokens v and their rows."""
+    def _split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return whitened tokens (G, d), and rows of W_O (G, d) or None for coordinates."""
         if not bool(targets.isfinite().all()):
             raise ValueError("a target is not finite: the server's copy of the model overflowed")
+        if self.score == "coordinates":
+            return self._whiten(targets), None
         tokens, rows = targets.tensor_split(2, dim=1)
         v = self._whiten(tokens)
         return v, rows.to(v)
 
-    def edges(self, reference: Tensor) -> Tensor:
-        """Return the bands' edges, (K,), in the dtype and on the device of ``reference``."""
+    def _gammas(self, reference: Tensor) -> Tensor:
+        """Return the gammas of one row of W_O, (K,)."""
+        if self.score == "coordinates":
+            return self._require_calibration().gammas.to(reference)
         edges = [1.0 - width for width in self.widths] + [1.0 + width for width in self.widths]
         return torch.tensor(edges, dtype=torch.float64).to(reference)

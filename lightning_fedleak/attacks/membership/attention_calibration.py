@@ -1,7 +1,8 @@
-"""Calibration of the attention adversary on public text: whitening and false positives."""
+"""Calibration of the attention adversary on public text: whitening, false positives, gamma."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 
 MAX_TARGETS = 512  # public tokens that serve as targets; not tuned; more: steadier and slower
+
+CALIBRATED_LEVELS = 16  # gammas of a ladder over coordinates; not tuned; more: a finer score
 
 WIDE_ENOUGH = 0.1
 """Half-width, in units of a member's response, that holds it in bfloat16 too (.06 was measured).
@@ -60,8 +63,10 @@ class PublicStates:
         real = batch.attention_mask.to(hidden.device) != 0
         return cls(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), real)
 
-    def whiten(self, whitening: Whitening) -> PublicStates:
+    def whiten(self, whitening: Whitening | None) -> PublicStates:
         """Return the same states, whitened."""
+        if whitening is None:
+            return self
         return PublicStates(whitening(self.hidden), self.mask)
 
     def halves(self) -> tuple[PublicStates, PublicStates]:
@@ -75,46 +80,105 @@ class PublicStates:
         return self.hidden[self.mask]
 
 
-def false_positive_rate(scores: Tensor, threshold: float, batch: int) -> float:
-    """Return the chance that one of ``batch`` public sentences scores above ``threshold``.
+@dataclass(frozen=True, repr=False)
+class PublicScores:
+    """Scores of public sentences for public targets that they do not hold.
 
-    It is exact for a batch drawn at random from the public sentences: for a target on which h
-    of s sentences fire, ``1 - C(s - h, batch) / C(s, batch)``; the mean over targets.
-
-    Args:
-        scores: (T, S) of each sentence for each target; -inf where the sentence holds the target.
-        threshold: that fires.
-        batch: number of sentences.
+    Attributes:
+        scores_without: (T, S) score of each sentence for each target; -inf where the target's
+            hidden state occurs in the sentence.
+        scores_with: (T,) score of the sentence that holds the target.
     """
-    s = (scores > -torch.inf).sum(1).double()
-    h = (scores > threshold).sum(1).double()
-    n = torch.clamp(s, max=batch)
-    miss_chance = (
-        torch.lgamma(s - h + 1)
-        - torch.lgamma((s - h - n + 1).clamp(min=1.0))
-        + torch.lgamma(s - n + 1)
-        - torch.lgamma(s + 1)
-    ).exp()
-    return float((1 - torch.where(s - h >= n, miss_chance, 0.0)).mean())
+
+    scores_without: Tensor
+    scores_with: Tensor
+
+    def false_positive_rate(self, threshold: float, batch: int) -> float:
+        """Return the chance that one of ``batch`` public sentences scores above ``threshold``.
+
+        It is exact for a batch drawn at random from the public sentences: for a target on which h
+        of s sentences fire, ``1 - C(s - h, batch) / C(s, batch)``; the mean over targets.
+        """
+        allowed = self.scores_without > -torch.inf
+        s = allowed.sum(1).double()
+        h = (self.scores_without > threshold).sum(1).double()
+        n = torch.clamp(s, max=batch)
+        miss_chance = (
+            torch.lgamma(s - h + 1)
+            - torch.lgamma((s - h - n + 1).clamp(min=1.0))
+            + torch.lgamma(s - n + 1)
+            - torch.lgamma(s + 1)
+        ).exp()
+        miss_chance = torch.where(s - h >= n, miss_chance, 0.0)
+        return float((1 - miss_chance).mean())
+
+    def batch_maxima(self, batch: int, draws: int, generator: torch.Generator) -> Tensor:
+        """Return maxima of random public batches without and with each target, (n,)."""
+        t, s = self.scores_without.shape
+        picks = torch.randint(s, (draws, t, batch), generator=generator).to(
+            self.scores_without.device
+        )
+        maxima_without = self.scores_without.expand(draws, t, s).gather(2, picks).amax(2)
+        all_maxima = torch.cat([maxima_without, torch.maximum(maxima_without, self.scores_with)])
+        return all_maxima[all_maxima.isfinite()]
 
 
-def public_scores(states: PublicStates, v: Tensor, rows: Tensor, beta: float) -> Tensor:
-    """Return (T, S) scores of all public sentences for public tokens as targets.
+@dataclass(frozen=True, repr=False)
+class PublicTargets:
+    """Public tokens that serve as targets in calibration.
+
+    Attributes:
+        sentence: (T,) the index of each token's public sentence.
+        position: (T,) of the token in it.
+        hidden: (T, L, d) of their sentences.
+        mask: (T, L) bool.
+    """
+
+    sentence: Tensor
+    position: Tensor
+    hidden: Tensor
+    mask: Tensor
+
+    @classmethod
+    def sample(cls, states: PublicStates, seed: int) -> PublicTargets:
+        """Return at most :data:`MAX_TARGETS` random tokens."""
+        places = states.mask.nonzero()
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(places), generator=generator)[:MAX_TARGETS].to(places.device)
+        sentence, position = places[order].T
+        return cls(sentence, position, states.hidden[sentence], states.mask[sentence])
+
+    @property
+    def tokens(self) -> Tensor:
+        """Return the tokens v, (T, d)."""
+        return tokens_at(self.hidden, self.position)
+
+
+def public_scores(
+    states: PublicStates, targets: PublicTargets, rows: Tensor | None, beta: float
+) -> PublicScores:
+    """Return the scores of all public sentences for public tokens as targets.
 
     A score is minus the half-width of the narrowest band around 1 that holds a token's response
-    along the target's row; -inf where the sentence holds the target's hidden state.
+    along the target's row, or without rows the largest coordinate.
 
     Args:
-        states: whitened.
-        v: (T, d) the target tokens.
-        rows: (T, d) of W_O.
+        states: whitened, where the attack whitens.
+        targets: the public tokens.
+        rows: (T, d) of W_O; None for coordinates.
         beta: factor of the products.
     """
-    scores = v.new_full((len(v), len(states.hidden)), -torch.inf)
+    v = targets.tokens
+    best = v.new_full((len(v), len(states.hidden)), -torch.inf)
     for attention in attentions(states.hidden, states.mask, v, beta):
-        near = -(attention.project(rows) - 1).abs()
-        scores[attention.targets, attention.sentence] = near.amax(1)
-    return scores.masked_fill(_sentences_with(states, v), -torch.inf)
+        if rows is None:
+            target, _, z = attention.coordinates()
+            best[:, attention.sentence].scatter_reduce_(0, target, z.abs().amax(1), "amax")
+        else:
+            near = -(attention.project(rows) - 1).abs()
+            best[attention.targets, attention.sentence] = near.amax(1)
+    scores_with = best.gather(1, targets.sentence[:, None])[:, 0]
+    return PublicScores(best.masked_fill(_sentences_with(states, v), -torch.inf), scores_with)
 
 
 def _sentences_with(states: PublicStates, v: Tensor) -> Tensor:
@@ -128,70 +192,108 @@ def _sentences_with(states: PublicStates, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class Calibration:
-    """Whitening and the deciding band, from public text.
+    """Whitening and thresholds from public text.
 
     Attributes:
-        whitening: of hidden states.
-        level: index of the band that decides: the widest at which public batches fire at no more
-            than ``false_positive_rate``, or the narrowest where none does.
+        whitening: None for the model's own coordinates.
+        gammas: (levels,) absolute gammas of coordinates, hardest to exceed first; empty for bands.
+        level: index of the gamma or band that decides: the easiest at which public batches fire at
+            no more than ``false_positive_rate``, or the hardest where none does.
     """
 
-    whitening: Whitening
+    whitening: Whitening | None
+    gammas: Tensor
     level: int
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the numbers for a checkpoint."""
-        return {"level": torch.tensor(self.level), **self.whitening.tensors()}
+        tensors = {"gammas": self.gammas, "level": torch.tensor(self.level)}
+        return tensors | ({} if self.whitening is None else self.whitening.tensors())
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
         """Restore what :meth:`tensors` returned."""
-        return cls(Whitening.from_tensors(tensors), int(tensors["level"]))
+        whitening = Whitening.from_tensors(tensors) if "whitening.matrix" in tensors else None
+        return cls(whitening, tensors["gammas"], int(tensors["level"]))
 
 
 def calibrate(
     states: PublicStates,
     *,
     beta: float,
-    widths: Sequence[float],
+    whiten: bool,
+    widths: Sequence[float] | None,
     batch: int,
-    most_false_positives: float,
+    false_positive_rate: float,
     seed: int,
 ) -> Calibration:
-    """Return whitening and the deciding band from the hidden states of public text.
+    """Return whitening and gamma from the hidden states of public text.
 
-    The band is calibrated on one half of the states, whitened by the other half: states that their
-    own covariance whitens lie nearer to their mean than those of other text.
+    Gamma is calibrated on one half of the states, whitened by the other half: states that their own
+    covariance whitens lie nearer to their mean than those of other text.
 
     Args:
         states: hidden states of public text.
         beta: factor of the products.
-        widths: half-widths of the bands.
+        whiten: whether to whiten hidden states.
+        widths: half-widths of bands; None for gammas of coordinates.
         batch: sentences of a client.
-        most_false_positives: rate at which public batches may fire.
-        seed: of the targets, at most :data:`MAX_TARGETS` random tokens.
+        false_positive_rate: at which public batches may fire.
+        seed: of the targets.
 
     Raises:
         ValueError: too few tokens to whiten, or too few texts to calibrate.
     """
-    whitening = fit_whitening(states.tokens)
-    fitted, states = states.halves()
-    states = states.whiten(fit_whitening(fitted.tokens))
+    whitening = fit_whitening(states.tokens) if whiten else None
+    if whiten:
+        fitted, states = states.halves()
+        states = states.whiten(fit_whitening(fitted.tokens))
     if len(states.hidden) <= batch:
         raise ValueError(
             f"{len(states.hidden)} public texts are too few to measure how often a batch of "
-            f"{batch} fires: give more than {2 * batch} (half of them fit the whitening)"
+            f"{batch} fires: give more (with whiten=True twice as many, because half of "
+            "them fit the whitening)"
         )
-    places = states.mask.nonzero()
-    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
-    sentence, position = places[order[:MAX_TARGETS].to(places.device)].T
-    hidden = states.hidden[sentence]
-    rows = matched_rows(hidden, states.mask[sentence], position, beta)
-    scores = public_scores(states, tokens_at(hidden, position), rows, beta)
-    decisive = [
-        level
-        for level, width in enumerate(widths)
-        if width <= WIDE_ENOUGH
-        and false_positive_rate(scores, -width, batch) <= most_false_positives
-    ]
-    return Calibration(whitening, max(decisive, default=0))
+    targets = PublicTargets.sample(states, seed)
+    rows, gammas, n_decisive = None, torch.zeros(0), CALIBRATED_LEVELS
+    if widths is not None:
+        rows = matched_rows(targets.hidden, targets.mask, targets.position, beta)
+        n_decisive = max(1, sum(width <= WIDE_ENOUGH for width in widths))
+    scores = public_scores(states, targets, rows, beta)
+    if widths is None:
+        gammas = _quantiles(scores, batch, seed)
+    thresholds = gammas.tolist() if widths is None else [-w for w in widths]
+    rates = [scores.false_positive_rate(threshold, batch) for threshold in thresholds]
+    decisive = [i for i, rate in enumerate(rates[:n_decisive]) if rate <= false_positive_rate]
+    return Calibration(whitening, gammas, max(decisive, default=0))
+
+
+def _quantiles(scores: PublicScores, batch: int, seed: int) -> Tensor:
+    """Return gammas at equal shares of the maxima of public batches with and without targets."""
+    maxima = scores.batch_maxima(batch, 8, torch.Generator().manual_seed(seed))
+    maxima = maxima.sort(descending=True).values.cpu()
+    gammas = maxima[torch.linspace(0, len(maxima) - 1, CALIBRATED_LEVELS).long()].float()
+    gammas[0] *= 0.999  # the largest of all would never be exceeded
+    return gammas
+
+
+def lemma_gamma(states: PublicStates, beta: float) -> float:
+    """Return 2 Delta-bar = ``4 M (l - 1) exp(2 / l - beta Delta)`` of public text (Lemma 2).
+
+    Delta is the separation (Definition 2) and M the largest norm of a token, l the longest
+    sentence's length. It is infinite where it overflows.
+    """
+    delta, longest, largest = math.inf, 1, 0.0
+    for x, keep in zip(states.hidden.double(), states.mask, strict=True):
+        x = x[keep]
+        products = x @ x.T
+        squares = products.diagonal().clone()
+        longest, largest = max(longest, len(x)), max(largest, float(squares.max()))
+        if len(x) > 1:
+            products.fill_diagonal_(-torch.inf)
+            delta = min(delta, float((squares - products.amax(1)).min()))
+    try:
+        decay = math.exp(2 / longest - beta * delta)
+    except OverflowError:
+        return math.inf
+    return 4 * math.sqrt(largest) * (longest - 1) * decay

@@ -10,11 +10,15 @@ hardly matters; here it omits none: ``beta I``. Hence, with tokens as rows of X,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from lightning_fedleak.attacks.row_space import Whitening
 
 PAIRS_AT_ONCE = 1 << 20  # pairs of tokens, of all targets, in memory at once (4 MiB for a head)
 
@@ -28,6 +32,7 @@ class Attention:
         places: (n,) positions of its real tokens.
         targets: slice of the g targets.
         tokens: (n, d) hidden states.
+        norms: (n,) norms of the hidden states.
         first: (g, n, n) attention of head 1, a row for each query.
         second: (n, n) attention of head 2.
     """
@@ -36,6 +41,7 @@ class Attention:
     places: Tensor
     targets: slice
     tokens: Tensor
+    norms: Tensor
     first: Tensor
     second: Tensor
 
@@ -43,6 +49,20 @@ class Attention:
         """Return Z1 - Z2 along each target's row of ``rows`` (G, d), as (g, n)."""
         projections = rows[self.targets] @ self.tokens.T
         return (self.first @ projections[..., None])[..., 0] - projections @ self.second.T
+
+    def coordinates(self, at_least: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Z1 - Z2 in all coordinates, for tokens where one may exceed ``at_least``.
+
+        No coordinate is larger than the sum of the attentions' absolute differences, each times
+        the norm of its token.
+
+        Returns:
+            Numbers of targets (m,), the tokens' indices in ``places`` (m,), and Z1 - Z2 (m, d).
+        """
+        difference = self.first - self.second
+        bound = (difference.abs() @ self.norms) * (1 + 1e-4)
+        target, token = (~(bound < at_least)).nonzero(as_tuple=True)
+        return target + self.targets.start, token, difference[target, token] @ self.tokens
 
 
 def attentions(
@@ -56,7 +76,9 @@ def attentions(
         targets: (G, d) the tokens v; a zero vector omits nothing.
         beta: factor of the products.
     """
-    units = nn.functional.normalize(targets, dim=1, eps=torch.finfo(targets.dtype).tiny)
+    target_norms = targets.norm(dim=1, keepdim=True)
+    tiny = torch.finfo(targets.dtype).tiny
+    units = torch.where(target_norms > 0, targets / target_norms.clamp(min=tiny), 0.0)
     for b in range(len(hidden)):
         places, x = torch.arange(hidden.shape[1], device=hidden.device), hidden[b]
         if mask is not None:
@@ -65,7 +87,9 @@ def attentions(
         n = len(places)
         if n == 0:
             continue
-        products = beta * (x @ x.T)
+        products = x @ x.T
+        norms = products.diagonal().clamp(min=0.0).sqrt()
+        products *= beta
         second = products.softmax(-1)
         a = units @ x.T
         size = max(1, PAIRS_AT_ONCE // (n * n))
@@ -73,7 +97,7 @@ def attentions(
             part = slice(start, start + size)
             v = a[part, :, None]
             logits = torch.baddbmm(products.expand(len(v), n, n), v, v.mT, beta=1.0, alpha=-beta)
-            yield Attention(b, places, part, x, logits.softmax(-1), second)
+            yield Attention(b, places, part, x, norms, logits.softmax(-1), second)
 
 
 def expected_response(
@@ -133,3 +157,134 @@ def bias_gradients(responses: Tensor, thresholds: Tensor, upstream: Tensor) -> T
     above = responses[..., None, :] > thresholds[..., None]
     sums = torch.where(above, upstream, 0.0).sum(-1)
     return sums.masked_fill(responses.isnan().any(-1, keepdim=True), torch.nan)
+
+
+def coordinate_gradients(
+    attentions: Iterable[Attention], gammas: Tensor, weights: Tensor, targets: int, d: int
+) -> Tensor:
+    """Return the gradient of biases ``-gamma`` after a W_O of both signs of every coordinate.
+
+    Args:
+        attentions: the attention in the sentences of a batch.
+        gammas: (R,) for every row of W_O.
+        weights: (B, L) upstream gradients.
+        targets: number of targets, G.
+        d: width of the hidden states.
+
+    Returns:
+        (B, G, 2 d R).
+    """
+    gradient = weights.new_zeros((len(weights), targets, 2, d, len(gammas)))
+    lowest = float(gammas.min())
+    for attention in attentions:
+        target, token, z = attention.coordinates(lowest)
+        if len(target) == 0:
+            continue
+        weight = weights[attention.sentence, attention.places][token][:, None]
+        for level, gamma in enumerate(gammas):
+            for sign in (0, 1):
+                above = -z > gamma if sign else z > gamma
+                part = torch.where(z.isnan(), torch.nan, torch.where(above, weight, 0.0))
+                gradient[attention.sentence, :, sign, :, level].index_add_(0, target, part)
+    return gradient.flatten(2)
+
+
+class CraftedAttention(nn.Module):
+    """Self-attention of Eq. 1, W_O and ReLU for one target. Only ``bias`` (K,), b_O, is trained.
+
+    The buffers are ``w_q``, ``w_k`` (2, d, d) with biases ``b_q``, ``b_k`` (2, d), ``w_v``
+    (2, d, d) and ``w_o`` (r, 2 d). The third and the fourth head of Algorithm 1 are copies of the
+    two, and not needed. Every row of W_O represents ``K / r`` equal rows with different biases: a
+    ladder of gammas. The module computes in its own dtype, also under autocast. No token attends to
+    padded positions, whose output is 0.
+
+    Args:
+        target: (d,) the token v, whitened.
+        beta: factor of the products.
+        whitening: folded into W_Q, W_K and their biases; None for hidden states as they are.
+        rows: (r, d) of W_O along which Z1 - Z2 is read; None for line 11 of Algorithm 1: every
+            coordinate, with both signs.
+        gammas: (K,) the ladders of all rows, row after row.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        beta: float,
+        whitening: Whitening | None,
+        rows: Tensor | None,
+        gammas: Tensor,
+    ) -> None:
+        super().__init__()
+        d = len(target)
+        basis = torch.eye(d).to(target) if whitening is None else whitening.matrix.to(target)
+        mean = target.new_zeros(d) if whitening is None else whitening.mean.to(target)
+        unit = nn.functional.normalize(target, dim=0, eps=torch.finfo(target.dtype).tiny)
+        queries = torch.stack([basis - torch.outer(unit, unit @ basis), basis])
+        keys = (beta * math.sqrt(d) * basis).expand(2, d, d)
+        if rows is None:
+            eye = torch.eye(d).to(target)
+            rows = torch.cat([eye, -eye])
+        for name, value in {
+            "w_q": queries,
+            "b_q": -(queries @ mean),
+            "w_k": keys,
+            "b_k": -(keys @ mean),
+            "w_v": basis.expand(2, -1, -1),
+            "w_o": torch.cat([rows, -rows], 1),
+        }.items():
+            self.register_buffer(name, value.detach().contiguous())
+        self.w_q: Tensor
+        self.b_q: Tensor
+        self.w_k: Tensor
+        self.b_k: Tensor
+        self.w_v: Tensor
+        self.w_o: Tensor
+        self.bias = nn.Parameter(-gammas.detach().to(target))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return (B, L, K) for hidden states (B, L, d)."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            x = hidden.to(self.bias.dtype)
+            projections = (self._heads(x, mask) @ self.w_o.T)[..., None]
+            z = nn.functional.relu(projections + self.bias.view(len(self.w_o), -1)).flatten(2)
+        return z if mask is None else z * (mask.to(z.device) != 0)[..., None].to(z.dtype)
+
+    def _heads(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Return Z of all heads side by side, (B, L, H d)."""
+        q = torch.einsum("bld,hkd->bhlk", x, self.w_q) + self.b_q[:, None]
+        k = torch.einsum("bld,hkd->bhlk", x, self.w_k) + self.b_k[:, None]
+        logits = q @ k.mT / math.sqrt(self.w_q.shape[1])
+        length = x.shape[1]
+        blocked = torch.zeros(1, length, length, dtype=torch.bool, device=x.device)
+        if mask is not None:
+            blocked = blocked | (mask.to(x.device) == 0)[:, None]
+        # A padded token attends to itself: a softmax over no token would be NaN.
+        blocked = blocked & ~torch.eye(length, dtype=torch.bool, device=x.device)
+        attention = logits.masked_fill(blocked[:, None], -torch.inf).softmax(-1)
+        values = torch.einsum("bld,hkd->bhlk", x, self.w_v)
+        return (attention @ values).transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How an :class:`AttentionMembership` crafts and reads its layers.
+
+    Attributes:
+        beta: factor of the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
+            2 / sqrt(d - 1), the value of their code. ``"auto"``: ``BETA``, and
+            ``REPLACED_BETA`` against a defence that replaces batches.
+        whiten: False for the model's own coordinates, as in the paper.
+        score: how the biases' gradient is read. ``"band"``: the narrowest band around 1 that holds
+            a token's response along the expected one, from the difference of the gradients of its
+            two edges. ``"coordinates"``: the paper's rows, and the highest gamma that any of them
+            exceeds.
+        widths: half-widths w of the bands. ``"auto"``: ``WIDTHS``; against a defence that replaces
+            batches ``REPLACED_WIDTHS``. Against one that acts on gradients the band nearest to
+            ``DEFENDED_WIDTH`` is crafted alone: rungs share the clip norm.
+    """
+
+    beta: float | Literal["authors", "auto"] = "auto"
+    whiten: bool = True
+    score: Literal["band", "coordinates"] = "band"
+    widths: Sequence[float] | Literal["auto"] = "auto"

@@ -3,10 +3,9 @@
 A dishonest server adds crafted layers to the model that a client trains (Vu et al. 2024, Fig. 3)
 and sets their weights so that the gradient of a few trainable numbers, called *rungs* in this
 package, shows whether a target is in the batch (Fig. 2). An adversary has three parts: A_init
-(:meth:`MembershipAttack.prepare`), A_attack and A_guess (:meth:`MembershipAttack.guess`).
-:meth:`MembershipAttack.gradient` is the gradient that a client would compute through the layers
-that A_attack crafts, in closed form and for many targets at once; ``benchmarks/crafted_layers.py``
-makes the layers themselves.
+(:meth:`MembershipAttack.prepare`), A_attack (:meth:`MembershipAttack.craft`, real layers) and
+A_guess (:meth:`MembershipAttack.guess`). :meth:`MembershipAttack.gradient` is the gradient that a
+client would compute through the crafted layers, in closed form and for many targets at once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks import base
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Capability,
+    Guess,
+    Observation,
+    Query,
+    Surfaces,
+    ThreatModel,
+    UnusableObservation,
+)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.batches import TokenBatch
@@ -37,7 +45,7 @@ CRAFTED = "crafted.rungs"
 
 
 @dataclass(frozen=True)
-class MembershipGuess(base.Guess):
+class MembershipGuess(Guess):
     """Scores and decisions: whether each target was in the client's batch.
 
     Attributes:
@@ -49,7 +57,7 @@ class MembershipGuess(base.Guess):
     members: Tensor
 
 
-class PassiveMembership(base.Attack):
+class PassiveMembership(Attack):
     """An honest but curious server that asks whether a text is in the batch.
 
     It adds nothing to the model and reads what the client shares of the model's own parameters.
@@ -67,11 +75,11 @@ class PassiveMembership(base.Attack):
         ValueError: a number out of range, or no public text.
     """
 
-    threat_model = base.ThreatModel.create(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update and holds the candidate texts",
-        base.Capability.KNOWS_MODEL,
-        base.Capability.KNOWS_PUBLIC_TEXT,
-        base.Capability.KNOWS_TARGET_TEXT,
+        Capability.KNOWS_MODEL,
+        Capability.KNOWS_PUBLIC_TEXT,
+        Capability.KNOWS_TARGET_TEXT,
     )
     reads_compressed = COMPRESSIONS
     restores_fully = False
@@ -98,7 +106,8 @@ class PassiveMembership(base.Attack):
         self.public_rows = check_integer("public_rows", public_rows, at_least=2)
         self.tokens = check_integer("tokens", tokens, at_least=2)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        self.public_text = PublicText.parse_required(public_text, tokenizer)
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
         self._public: PublicText | None = None
         self._start: dict[nn.Parameter, Tensor] = {}
@@ -147,7 +156,7 @@ class PassiveMembership(base.Attack):
             self._public = PublicText([row[row >= 0] for row in state["public"]])
 
     @abstractmethod
-    def run(self, view: base.Observation, query: base.Query | None = None) -> MembershipGuess:
+    def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
         """Return for each text of the query whether it was in the batch.
 
         Raises:
@@ -155,7 +164,7 @@ class PassiveMembership(base.Attack):
         """
 
 
-class MembershipAttack(base.Attack):
+class MembershipAttack(Attack):
     """A server that crafts layers to ask whether a text is in the batch.
 
     The crafted layers read the hidden states at ``layer`` and return one number per rung for each
@@ -175,12 +184,12 @@ class MembershipAttack(base.Attack):
         ValueError: a negative layer, an unknown granularity, or fewer than 1 token.
     """
 
-    threat_model = base.ThreatModel.create(
+    threat_model = ThreatModel.create(
         "a dishonest server that adds layers of its own, asking for a text it holds",
-        base.Capability.CHOOSES_ARCHITECTURE,
-        base.Capability.CHOOSES_WEIGHTS,
-        base.Capability.KNOWS_MODEL,
-        base.Capability.KNOWS_TARGET_TEXT,
+        Capability.CHOOSES_ARCHITECTURE,
+        Capability.CHOOSES_WEIGHTS,
+        Capability.KNOWS_MODEL,
+        Capability.KNOWS_TARGET_TEXT,
     )
 
     def __init__(
@@ -218,13 +227,13 @@ class MembershipAttack(base.Attack):
         """
         return slice(0, self.tokens) if self.granularity == "full" else None
 
-    def needs(self, anatomy: Anatomy) -> base.Surfaces:
+    def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the hidden states that the crafted layers read.
 
         Raises:
             ValueError: the model has no such layer.
         """
-        return base.Surfaces(layers=(place_of(anatomy, self.layer).name,))
+        return Surfaces(layers=(place_of(anatomy, self.layer).name,))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init: check the layer, and calibrate on public text where the attack does so."""
@@ -236,10 +245,24 @@ class MembershipAttack(base.Attack):
         """Return K, the number of trainable numbers of the crafted layers."""
 
     @abstractmethod
+    def craft(self, target: Tensor) -> nn.Module:
+        """Run A_attack: return real layers for one target.
+
+        Args:
+            target: (D,) as :meth:`embed` returns it.
+
+        Returns:
+            A module that maps hidden states (B, L, d) and a mask (B, L), or None where nothing is
+            padded, to (B, R, K): one number per rung for each of R inputs (L tokens, or one
+            sentence). Its only trainable parameter is ``bias``, (K,). No global random numbers are
+            drawn.
+        """
+
+    @abstractmethod
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """Return the gradient of the crafted layers' K biases, per sample, in closed form.
+        """Return the gradient of ``craft(target).bias``, per sample, in closed form.
 
         Args:
             targets: (G, D).
@@ -252,13 +275,9 @@ class MembershipAttack(base.Attack):
             (B, G, K); its sum over B is the gradient of the batch.
         """
 
-    @property
-    def guess_rung(self) -> int:
-        """Return the index of the rung that decides."""
-        return 0
-
+    @abstractmethod
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
-        """Run A_guess: return scores and decisions for a gradient; see :func:`read_rungs`.
+        """Run A_guess: return scores and decisions for a gradient.
 
         Args:
             gradient: (G, K) that the client shared.
@@ -268,10 +287,9 @@ class MembershipAttack(base.Attack):
         Raises:
             UnusableObservation: the gradient is not finite.
         """
-        return read_rungs(gradient, noise_std, self.guess_rung)
 
-    def embed(self, hidden: Tensor, query: base.Query) -> Tensor:
-        """Return the targets in the shape that :meth:`gradient` takes.
+    def embed(self, hidden: Tensor, query: Query) -> Tensor:
+        """Return the targets in the shape that :meth:`craft` takes.
 
         Args:
             hidden: (G, L, d) hidden states of the target sentences at ``layer``, computed by the
@@ -289,7 +307,7 @@ class MembershipAttack(base.Attack):
             positions = last_real(query.attention_mask, hidden)
         return hidden[torch.arange(len(hidden), device=hidden.device), positions.to(hidden.device)]
 
-    def run(self, view: base.Observation, query: base.Query | None = None) -> MembershipGuess:
+    def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
         """Return A_guess on the newest gradient of the crafted layers in ``view``.
 
         Raises:
@@ -337,40 +355,42 @@ def sentence_rows(hidden: Tensor, mask: Tensor | None, tokens: int) -> Tensor:
     return hidden[:, :tokens].reshape(b, tokens * d)
 
 
-def threat_with_public_text(adversary: str) -> base.ThreatModel:
+def threat_with_public_text(adversary: str) -> ThreatModel:
     """Return the threat model of crafted layers whose server holds public text too."""
     needs = MembershipAttack.threat_model.needs
-    return base.ThreatModel.create(adversary, *needs, base.Capability.KNOWS_PUBLIC_TEXT)
+    return ThreatModel.create(adversary, *needs, Capability.KNOWS_PUBLIC_TEXT)
 
 
-def read_rungs(
-    gradient: Tensor, noise_std: float, rung: int, false_positive_rate: float = FALSE_POSITIVE_RATE
-) -> MembershipGuess:
-    """Run A_guess on the rungs of a gradient, with or without noise on it.
+class RungReader:
+    """A_guess on the rungs of a gradient, (G, K), with or without noise on it.
 
     Without noise, a guess depends on which rungs are not zero. With Gaussian noise, the statistic
-    is the size of one rung in units of the noise, and the threshold is its quantile where that
-    rung holds noise alone.
+    is the size of the guess rung in units of the noise, and the threshold is its quantile where
+    that rung holds noise alone.
 
     Args:
-        gradient: (G, K), the rungs that are hardest to reach first.
-        noise_std: standard deviation of the noise on each number; 0 for none.
-        rung: index of the one that decides.
         false_positive_rate: of the decision under noise.
-
-    Returns:
-        Scores: without noise the number of rungs from the first that is not zero to the last (0:
-        all are zero), with noise the statistic; and decisions.
-
-    Raises:
-        UnusableObservation: the gradient is not finite.
     """
-    if not bool(gradient.isfinite().all()):
-        raise base.UnusableObservation("the gradient of the crafted layers is not finite")
-    if noise_std == 0.0:
-        fires = gradient != 0
-        places = torch.arange(gradient.shape[1], 0, -1, device=gradient.device)
-        return MembershipGuess((fires * places).amax(1).to(torch.float32), fires[:, rung])
-    scores = gradient[:, rung].abs() / noise_std
-    tail = torch.tensor(1 - false_positive_rate / 2, dtype=torch.float64)
-    return MembershipGuess(scores, scores > float(torch.special.ndtri(tail)))
+
+    def __init__(self, false_positive_rate: float = FALSE_POSITIVE_RATE) -> None:
+        self.false_positive_rate = false_positive_rate
+
+    def guess(
+        self, gradient: Tensor, noise_std: float, rungs: int, guess_rung: int
+    ) -> MembershipGuess:
+        """Return scores (G,) and decisions (G,) for a gradient (G, K); see the class.
+
+        Raises:
+            UnusableObservation: the gradient is not finite.
+        """
+        if not bool(gradient.isfinite().all()):
+            raise UnusableObservation("the gradient of the crafted layers is not finite")
+        if noise_std == 0.0:
+            fires = gradient != 0
+            places = torch.arange(rungs, 0, -1, device=gradient.device)
+            scores = (fires * places).amax(1).to(torch.float32)
+            return MembershipGuess(scores, fires[:, guess_rung])
+        scores = gradient[:, guess_rung].abs() / noise_std
+        tail = torch.tensor(1 - self.false_positive_rate / 2, dtype=torch.float64)
+        threshold = float(torch.special.ndtri(tail))
+        return MembershipGuess(scores, scores > threshold)

@@ -13,12 +13,105 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.membership.base import Granularity, MembershipAttack, sentence_rows
+from lightning_fedleak.attacks.membership.base import (
+    Granularity,
+    MembershipAttack,
+    MembershipGuess,
+    RungReader,
+    sentence_rows,
+)
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_number, explain_arguments
+
+MAX_STORED_WEIGHTS = 1 << 26
+"""Weights of the first layer that are stored (256 MiB); more are applied without being stored."""
+
+
+class CraftedFC(nn.Module):
+    """Two fully connected layers whose second has K neurons that differ in their bias alone.
+
+    ``bias`` (K,), b2 of Eq. 6, is the only parameter. ``first`` and ``second``, the row (1, width)
+    of W2 that all neurons share, are frozen. The module computes in its own dtype, also under
+    autocast.
+
+    Args:
+        first: maps (..., D) to (..., width).
+        second: (1, width).
+        biases: (K,).
+        tokens: positions of a sentence that are read as one input; None: each token is one.
+    """
+
+    def __init__(
+        self, first: TwoIdentities | Frozen, second: Tensor, biases: Tensor, tokens: int | None
+    ) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.first = first
+        self.register_buffer("second", second.detach().clone())
+        self.second: Tensor
+        self.bias = nn.Parameter(biases.detach().clone())
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return (B, R, K) for hidden states (B, L, d); 0 where padded."""
+        inputs, real = _select_inputs(hidden, mask, self.tokens)
+        with torch.autocast(hidden.device.type, enabled=False):
+            x = inputs.to(self.bias.dtype)
+            z = nn.functional.relu(self.first(x)) @ self.second.T
+            z = nn.functional.relu(z + self.bias)
+        return z if real is None else z * real[..., None].to(z.dtype)
+
+
+class Frozen(nn.Module):
+    """``W x + b`` without parameters to train; unlike ``nn.Linear`` it draws no random numbers.
+
+    Args:
+        weight: (width, D).
+        bias: (width,).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.detach())
+        self.register_buffer("bias", bias.detach())
+        self.weight: Tensor
+        self.bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., width) for (..., D)."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class TwoIdentities(nn.Module):
+    """Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], zero below.
+
+    W1 is stored up to :data:`MAX_STORED_WEIGHTS` weights. A larger one is applied without being
+    stored (for a sentence of 32 x 768 it would take 4.8 GB), with the same result.
+
+    Args:
+        target: T, (D,).
+        dead_zone: a scalar.
+    """
+
+    def __init__(self, target: Tensor, dead_zone: Tensor) -> None:
+        super().__init__()
+        d = len(target)
+        self.register_buffer("bias", torch.cat([-target, target]) - dead_zone)
+        self.bias: Tensor
+        weight = None
+        if 2 * d * d <= MAX_STORED_WEIGHTS:
+            eye = torch.eye(d).to(target)
+            weight = torch.cat([eye, -eye])
+        self.register_buffer("weight", weight)
+        self.weight: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., width) for (..., d)."""
+        if self.weight is not None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        return torch.cat([x, -x], -1) + self.bias
 
 
 def batch_inputs(
@@ -35,7 +128,7 @@ def batch_inputs(
     Returns:
         Inputs (N, D), the sample of each (N,), the upstream gradient of each (N,).
     """
-    inputs, real = select_inputs(hidden, mask, tokens)
+    inputs, real = _select_inputs(hidden, mask, tokens)
     b, r, d = inputs.shape
     samples = torch.arange(b, device=hidden.device)[:, None].expand(b, r)
     if real is None:
@@ -43,7 +136,7 @@ def batch_inputs(
     return inputs[real], samples[real], upstream[real]
 
 
-def select_inputs(
+def _select_inputs(
     hidden: Tensor, mask: Tensor | None, tokens: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return inputs (B, R, D), and which of them are not only padding, (B, R)."""
@@ -139,7 +232,6 @@ class FCMembership(MembershipAttack):
     """
 
     default_name = "fc_membership"
-    config_names = ("layer", "granularity", "tau", "tau_relative", "dead_zone", "ladder", "tokens")
     restores_fully = False
 
     @explain_arguments("FCMembership(layer=1)")
@@ -161,11 +253,13 @@ class FCMembership(MembershipAttack):
             check_number("dead_zone", dead_zone, at_least=0, hint="a distance, or 'auto'")
         self.tau = tau
         self.dead_zone = dead_zone
-        self._ladder = ladder if ladder == "auto" else tuple(float(x) for x in ladder)
-        if (steps := self._ladder) != "auto":
-            ascending = all(a < b for a, b in pairwise(steps))
-            if 1.0 not in steps or not ascending or steps[0] <= 0 or steps[-1] == math.inf:
-                raise ValueError(f"ladder must be positive, ascending multiples with 1: {steps}")
+        self.ladder = ladder if ladder == "auto" else tuple(float(x) for x in ladder)
+        if self.ladder != "auto":
+            ladder = self.ladder
+            ascending = all(a < b for a, b in pairwise(ladder))
+            if 1.0 not in ladder or not ascending or ladder[0] <= 0 or ladder[-1] == math.inf:
+                raise ValueError(f"ladder must be positive, ascending multiples with 1: {ladder}")
+        self.reader = RungReader()
         self._hints: dict[str, Precision] = {}
 
     def prepare(self, anatomy: Anatomy) -> None:
@@ -174,39 +268,40 @@ class FCMembership(MembershipAttack):
         parameter = next(anatomy.model.parameters())
         self._hints["model"] = _dtype_precision(parameter.dtype, parameter.device)
 
-    def meet(self, facts: RunFacts) -> None:
-        """Follow the precision of the client's forward, where that is known.
+    def set_precision(self, precision: str) -> None:
+        """Set the precision in which the client runs, in the Trainer's words (``"bf16-mixed"``).
 
-        Raises:
-            ValueError: the precision is unknown.
+        Of this one and the parameters' the coarser counts.
         """
+        name = str(precision)
+        words: dict[str, Precision] = {**{known: known for known in SAFE}, **TRAINERS_WORDS}
+        current = next((one for word, one in words.items() if name.startswith(word)), None)
+        if current is None:
+            raise ValueError(
+                f"unknown precision {precision!r}: pass one of {list(SAFE)} or a Trainer's own"
+            )
+        self._hints["trainer"] = current
+
+    def meet(self, facts: RunFacts) -> None:
+        """Store the precision; against defended gradients the ladder is the rung ``tau`` alone."""
         super().meet(facts)
-        if (name := facts.precision) is not None:
-            words: dict[str, Precision] = {**{known: known for known in SAFE}, **TRAINERS_WORDS}
-            current = next((one for word, one in words.items() if name.startswith(word)), None)
-            if current is None:
-                raise ValueError(f"unknown precision {name!r}: pass {list(SAFE)} or a Trainer's")
-            self._hints["trainer"] = current
+        if facts.precision is not None:
+            self.set_precision(facts.precision)
 
     @property
-    def ladder(self) -> tuple[float, ...] | Literal["auto"]:
-        """Return the multiples of tau that are crafted: against defended gradients tau alone."""
-        return (1.0,) if self._defended else self._ladder
-
-    @property
-    def tau_relative(self) -> float | None:
-        """Return tau in units of the target's size, where it follows from the precision."""
-        return SAFE[self._resolve_precision(torch.float32)][0] if self.tau == "auto" else None
+    def _ladder_steps(self) -> tuple[float, ...] | Literal["auto"]:
+        """Return the ladder; ``"auto"`` where it depends on ``tau``."""
+        return (1.0,) if self._defended else self.ladder
 
     @property
     def rungs(self) -> int:
         """Return K, the length of the ladder."""
-        return 14 if self.ladder == "auto" else len(self.ladder)
+        return 14 if self._ladder_steps == "auto" else len(self._ladder_steps)
 
     @property
     def guess_rung(self) -> int:
         """Return the rung whose bias is ``tau``."""
-        return 5 if self.ladder == "auto" else self.ladder.index(1.0)
+        return 5 if self._ladder_steps == "auto" else self._ladder_steps.index(1.0)
 
     def settings(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers that are crafted for each target.
@@ -236,8 +331,8 @@ class FCMembership(MembershipAttack):
         return taus[:, None] * self._multiples(safe_tau).to(taus), zones
 
     def _multiples(self, safe_tau: float) -> Tensor:
-        if self.ladder != "auto":
-            return torch.tensor(self.ladder, dtype=torch.float64)
+        if self._ladder_steps != "auto":
+            return torch.tensor(self._ladder_steps, dtype=torch.float64)
         top = WIDEST_RUNG / safe_tau if self.tau == "auto" else 32.0
         lower = [0.5**i for i in range(5, 0, -1)]
         higher = [top ** (i / 8) for i in range(1, 9)]
@@ -247,6 +342,18 @@ class FCMembership(MembershipAttack):
         order = list(SAFE)
         hints = [*self._hints.values(), _dtype_precision(dtype, torch.device("cpu"))]
         return max(hints, key=order.index)
+
+    def craft(self, target: Tensor) -> CraftedFC:
+        """Run A_attack, Algorithm 2: return the layers of Eq. 6 for one target, (D,).
+
+        Raises:
+            ValueError: the target is not a finite vector.
+        """
+        taus, zones = self.settings(target[None])
+        target = target.detach().to(taus.dtype)
+        first = TwoIdentities(target, zones[0])
+        second = target.new_full((1, 2 * len(target)), -1.0)
+        return CraftedFC(first, second, taus[0], self.read_together)
 
     @torch.no_grad()
     def gradient(
@@ -267,6 +374,42 @@ class FCMembership(MembershipAttack):
             parts.masked_fill_(distance.isnan()[:, None], torch.nan)
             gradient.index_add_(0, samples[row] * len(targets) + target_index, parts)
         return gradient.view(b, len(targets), self.rungs)
+
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
+        """Run A_guess, Algorithm 3: a member where the gradient of the rung ``tau`` is not zero.
+
+        Args:
+            gradient: (G, K).
+            noise_std: of the noise on each number.
+
+        Returns:
+            Scores: without noise the number of rungs from the smallest that fires to the highest
+            (0: none fires; K: the nearest input lies within all of them). With noise the
+            statistic of :class:`~lightning_fedleak.attacks.membership.base.RungReader`.
+
+        Raises:
+            UnusableObservation: the gradient is not finite.
+            ValueError: it has another number of rungs, or the noise is negative.
+        """
+        return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
+
+    def config(self) -> dict[str, object]:
+        """Return the settings for reports.
+
+        ``tau_relative`` is the value of ``tau="auto"`` in the present precision, in units of
+        ``‖T‖_1``.
+        """
+        relative = SAFE[self._resolve_precision(torch.float32)][0]
+        ladder = self._ladder_steps
+        return {
+            "layer": self.layer,
+            "granularity": self.granularity,
+            "tau": self.tau,
+            "tau_relative": relative if self.tau == "auto" else None,
+            "dead_zone": self.dead_zone,
+            "ladder": ladder if ladder == "auto" else list(ladder),
+            "tokens": self.tokens,
+        }
 
 
 def l1_distances(rows: Tensor, targets: Tensor, dead_zones: Tensor) -> Tensor:

@@ -64,7 +64,10 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
     """
     n, d = hidden.shape
     if n <= d:
-        raise ValueError(f"{n} public tokens cannot whiten {d} dimensions: give at least {2 * d}")
+        raise ValueError(
+            f"{n} tokens of public text cannot whiten {d} dimensions: give more text (at least "
+            f"{2 * d} tokens are advised), or set whiten=False"
+        )
     states = hidden.double()
     mean = states.mean(0)
     centred = states - mean
@@ -73,7 +76,7 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
     if not scale > 1e-12 * values[-1]:
         raise ValueError(
             f"hidden states of {n} tokens of public text vary in fewer than half of the {d} "
-            "dimensions: give more varied text"
+            "dimensions: give more varied text, or set whiten=False"
         )
     values = (values.clamp(min=0.0) + ridge * scale).clamp(min=1e-9 * float(scale))
     matrix = (vectors * values.rsqrt()) @ vectors.T

@@ -14,7 +14,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.texts import base
+from lightning_fedleak.attacks.texts.base import (
+    NOTHING,
+    Deadline,
+    InversionAttack,
+    Sent,
+    TextGuess,
+    join_guesses,
+)
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.descent import LIKENESSES, Likeness, RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.sweeps import high_errors, sweep
@@ -28,9 +35,44 @@ SIMILAR = 6  # tokens of each of three rankings that a sweep tries at a position
 TOKENS_AT_ONCE = 1 << 11  # with gradient in one run (at least one text), which bounds the memory
 CHECK_EVERY = 25  # steps between checks whether a text has settled
 PATIENCE = 8  # checks without a change of a token after which it has; more cost steps
+PAPER_COSINE = 0.98  # of a text's hidden states with those sent, at which the paper's attack stops
 
 Initial = Literal["readout", "mean"]
 Weighting = Literal["per_position", "paper"]
+Stop = Literal["settled", "cosine"]
+
+
+@dataclass(frozen=True)
+class DescentSettings:
+    """Settings of a descent on hidden states that are rarely changed.
+
+    Attributes:
+        stop: ``"settled"`` ends when the tokens' hidden states are those sent but for rounding, or
+            when no token has changed in 200 steps (checked every 25). ``"cosine"``, the paper's
+            rule, ends when the cosine of a text's hidden states, as one vector, with those sent has
+            reached .98.
+        weighting: the loss. ``"paper"`` is the squared distance of a text's hidden states from
+            those sent (Eq. 3), which positions of large norm dominate, such as the first of most
+            models (18 against 3.5 in stories15M). ``"per_position"`` is the sum over positions of
+            the distance over the norm of what was sent.
+        refresh_every: optimizer steps after which the bottom model is copied again.
+
+    Raises:
+        ValueError: a setting out of range.
+
+    Examples:
+        >>> from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent
+        >>> paper = DescentSettings(stop="cosine", weighting="paper")
+        >>> attack = EmbeddingDescent(layer=3, likeness="cosine", initial="mean", descent=paper)
+    """
+
+    stop: Stop = "settled"
+    weighting: Weighting = "per_position"
+    refresh_every: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("stop", self.stop, get_args(Stop))
+        check_choice("weighting", self.weighting, get_args(Weighting))
 
 
 @dataclass(frozen=True)
@@ -89,19 +131,17 @@ class StateReadout:
         return words
 
 
-class EmbeddingDescent(base.InversionAttack):
+class EmbeddingDescent(InversionAttack):
     """Zheng's attack: word embeddings whose hidden states are those sent (Eq. 3), by Adam.
 
     The server of a split model owns the bottom model. It moves word embeddings until their hidden
     states are those that the client sent, and takes each position's most similar token (Eq. 4).
 
-    The paper's attack has ``likeness="cosine"``, ``initial`` the id of 'hello',
-    ``weighting="paper"``, and stops where the hidden states' cosine with those sent is .98. The
-    defaults recover more tokens in fewer steps (measured in ``docs/inversion.md``): each position
-    counts alike, the descent starts from a regression on the hidden states, and tokens are compared
-    after whitening, so that directions that the hidden states do not determine stay at the mean. A
-    text is settled where its tokens' hidden states are those sent but for rounding, or where no
-    token has changed in 200 steps (checked every 25).
+    The paper's attack has ``likeness="cosine"``, ``initial`` the id of 'hello', and
+    ``descent=DescentSettings(stop="cosine", weighting="paper")``. The defaults recover more tokens
+    in fewer steps (measured in ``docs/inversion.md``): each position counts alike, the descent
+    starts from a regression on the hidden states, and tokens are compared after whitening, so that
+    directions that the hidden states do not determine stay at the mean.
 
     Args:
         layer: the split.
@@ -117,11 +157,8 @@ class EmbeddingDescent(base.InversionAttack):
             the paper's attack.
         always_try: ids that a sweep tries at every position besides. Give the tokenizer's special
             tokens, because BERT's ``[CLS]`` hardly shows in the hidden states.
-        weighting: the loss. ``"paper"`` is the squared distance of a text's hidden states from
-            those sent (Eq. 3), which positions of large norm dominate, such as the first of most
-            models (18 against 3.5 in stories15M). ``"per_position"`` is the sum over positions of
-            the distance over the norm of what was sent.
-        refresh_every: optimizer steps after which the bottom model is copied again.
+        descent: rarely changed settings
+            (:class:`~lightning_fedleak.attacks.texts.embedding_descent.DescentSettings`).
         budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
 
@@ -137,7 +174,7 @@ class EmbeddingDescent(base.InversionAttack):
     default_name = "embedding_descent"
     needs_float64 = True
     config_names = (
-        *("layer", "steps", "lr", "weighting", "budget_seconds"),
+        *("layer", "steps", "lr", "descent.stop", "descent.weighting", "budget_seconds"),
         *("initial", "likeness", "sweeps"),
     )
 
@@ -152,13 +189,12 @@ class EmbeddingDescent(base.InversionAttack):
         likeness: Likeness = "whitened",
         sweeps: int = 0,
         always_try: Sequence[int] = (),
-        weighting: Weighting = "per_position",
-        refresh_every: int = 1,
+        descent: DescentSettings | None = None,
         budget_seconds: float | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(layer, budget_seconds, name, refresh_every=refresh_every)
-        self.weighting: Weighting = check_choice("weighting", weighting, get_args(Weighting))
+        self.descent = descent or DescentSettings()
+        super().__init__(layer, budget_seconds, name, refresh_every=self.descent.refresh_every)
         self.steps = check_integer("steps", steps)
         self.lr = check_number("lr", lr, above=0)
         check_choice("likeness", likeness, LIKENESSES)
@@ -216,7 +252,7 @@ class EmbeddingDescent(base.InversionAttack):
         """Return the learning rate in the numbers of a word embedding."""
         return self.lr * self.table.scale
 
-    def start(self, sent: base.Sent) -> Tensor:
+    def start(self, sent: Sent) -> Tensor:
         """Return the word embeddings (B, L, e) to start from."""
         table = self.table
         if self._readout is not None:
@@ -242,9 +278,9 @@ class EmbeddingDescent(base.InversionAttack):
 
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> base.TextGuess:
+    ) -> TextGuess:
         """Return the texts of hidden states (B, L, d)."""
-        deadline, bottom = base.Deadline(self.budget_seconds), self.bottom
+        deadline, bottom = Deadline(self.budget_seconds), self.bottom
         rows = max(1, self.tokens_at_once() // hidden.shape[1])
         with torch.inference_mode(False), torch.no_grad(), bottom.session():
             # Cloned, since autograd takes no tensors that were made in inference mode.
@@ -252,8 +288,8 @@ class EmbeddingDescent(base.InversionAttack):
                 None if t is None else t.to(bottom.device).clone()
                 for t in (attention_mask, position_ids)
             ]
-            sent = base.Sent.from_states(hidden.to(bottom.device).clone(), *copies)
-            guesses: list[base.TextGuess] = []
+            sent = Sent.from_states(hidden.to(bottom.device).clone(), *copies)
+            guesses: list[TextGuess] = []
             for a in range(0, len(sent), rows):
                 share = deadline.share(-(-(len(sent) - a) // rows))
                 run = _Descent(self, sent[a : a + rows], share)
@@ -261,7 +297,7 @@ class EmbeddingDescent(base.InversionAttack):
                 if run.finished:
                     self.solve(run)
                 guesses.append(run.guess())
-            return base.join_guesses(guesses, hidden.device)
+            return join_guesses(guesses, hidden.device)
 
     def solve(self, run: _Descent) -> None:
         """Descend, or take phases of descent and sweep.
@@ -317,14 +353,14 @@ class _Descent:
         verified: number of candidates so far.
     """
 
-    def __init__(self, attack: EmbeddingDescent, sent: base.Sent, deadline: base.Deadline) -> None:
+    def __init__(self, attack: EmbeddingDescent, sent: Sent, deadline: Deadline) -> None:
         self.attack = attack
         self.sent = sent
         self.deadline = deadline
         device, n = sent.real.device, len(sent)
         self.variables = attack.start(sent).clone()
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
-        self.tokens = torch.full(sent.real.shape, base.NOTHING, device=device)
+        self.tokens = torch.full(sent.real.shape, NOTHING, device=device)
         self.errors = torch.full_like(sent.hidden[..., 0], torch.nan)
         self.confidence = torch.zeros_like(sent.hidden[..., 0])
         self.stopped = torch.zeros(n, dtype=torch.bool, device=device)
@@ -343,16 +379,16 @@ class _Descent:
             if self.deadline.passed:
                 self.finished = False
                 break
-            adam.step(self._gradient(adam.values, sent))
+            gradient, stopped = self._gradient(adam.values, sent)
+            adam.step(gradient)
             self.steps[active] += 1
-            if step % CHECK_EVERY:
-                continue
-            tokens, _ = self.attack.decode(adam.values)
-            unchanged = ((tokens == last) | ~sent.real).all(1)
-            same = torch.where(unchanged, same + 1, 0)
-            exact = self._errors(tokens, sent) <= self.attack.bottom.rounding
-            stopped = (same >= PATIENCE) | exact.all(1)
-            last = tokens
+            if self.attack.descent.stop == "settled" and step % CHECK_EVERY == 0:
+                tokens, _ = self.attack.decode(adam.values)
+                unchanged = ((tokens == last) | ~sent.real).all(1)
+                same = torch.where(unchanged, same + 1, 0)
+                exact = self._errors(tokens, sent) <= self.attack.bottom.rounding
+                stopped = (same >= PATIENCE) | exact.all(1)
+                last = tokens
             if bool(stopped.any()):
                 self.variables[active] = adam.values
                 rest = (~stopped).nonzero().flatten()
@@ -364,18 +400,23 @@ class _Descent:
         tokens, lead = self.attack.decode(self.variables[rows])
         self.record(rows, tokens, self._errors(tokens, self.sent[rows]), lead)
 
-    def _gradient(self, variables: Tensor, sent: base.Sent) -> Tensor:
-        """Return the loss's gradient."""
+    def _gradient(self, variables: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
+        """Return the distance's gradient in the variables, and which texts their cosine stops."""
         attack = self.attack
         with torch.enable_grad():
             leaf = variables.detach().requires_grad_()
             words = attack.words(leaf)
             hidden = attack.bottom.hidden_from(words, sent.attention_mask, sent.position_ids)
-            errors = sent.squared_errors if attack.weighting == "paper" else sent.relative_errors
-            (gradient,) = torch.autograd.grad(errors(hidden).sum(), leaf)
-        return gradient
+            if attack.descent.weighting == "paper":
+                distance = sent.squared_errors(hidden).sum()
+            else:
+                distance = sent.relative_errors(hidden).sum()
+            (gradient,) = torch.autograd.grad(distance, leaf)
+        if attack.descent.stop == "cosine":
+            return gradient, sent.cosines(hidden.detach()) >= PAPER_COSINE
+        return gradient, torch.zeros(len(sent), dtype=torch.bool, device=gradient.device)
 
-    def _errors(self, tokens: Tensor, sent: base.Sent) -> Tensor:
+    def _errors(self, tokens: Tensor, sent: Sent) -> Tensor:
         hidden = self.attack.bottom.hidden(tokens, sent.attention_mask, sent.position_ids)
         self.verified += int(sent.real.sum())
         return sent.relative_errors(hidden)
@@ -385,7 +426,7 @@ class _Descent:
         self.tokens[rows], self.errors[rows] = tokens, errors.to(self.errors.dtype)
         self.confidence[rows] = confidence.to(self.confidence.dtype)
 
-    def record_better(self, guess: base.TextGuess, errors: Tensor) -> None:
+    def record_better(self, guess: TextGuess, errors: Tensor) -> None:
         """Set the texts in which an earlier guess is nearer to what was sent, by squared errors."""
         assert guess.confidence is not None
         sums = (e.masked_fill(~self.sent.real, 0.0) for e in (errors, self.errors))
@@ -393,11 +434,11 @@ class _Descent:
         rows = (earlier_sums < present_sums).nonzero().flatten()
         self.record(rows, guess.tokens[rows], errors[rows], guess.confidence[rows])
 
-    def guess(self) -> base.TextGuess:
+    def guess(self) -> TextGuess:
         """Return the tokens so far."""
         real = self.sent.real
-        return base.TextGuess(
-            self.tokens.masked_fill(~real, base.NOTHING),
+        return TextGuess(
+            self.tokens.masked_fill(~real, NOTHING),
             confidence=self.confidence * real,
             finished=self.finished,
             candidates=self.verified,

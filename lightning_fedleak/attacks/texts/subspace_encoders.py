@@ -19,9 +19,15 @@ from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.row_space import Atoms, KnownInput, SharedRows, explain, input_rows
-from lightning_fedleak.attacks.texts import subspace_rows
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.descent import RowAdam
+from lightning_fedleak.attacks.texts.subspace_rows import (
+    CERTIFICATE,
+    FIT,
+    BlockInputs,
+    Explained,
+    RecoveredText,
+)
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,18 @@ class EncoderSearch:
 
     def __init__(
         self,
-        bottom: subspace_rows.BlockInputs,
+        bottom: BlockInputs,
         first_input: KnownInput,
         whitening: Sequence[Tensor],
         shared: Sequence[SharedRows],
         bag: Tensor,
         seed: int,
     ) -> None:
-        largest = subspace_rows.CERTIFICATE.largest_share
+        largest = CERTIFICATE.largest_share
         if any(len(rows.principal) >= largest * rows.whole.shape[1] for rows in shared):
             raise UnusableObservation(
-                "more tokens than the directions of hidden states distinguish"
+                "what was shared fills the space of the hidden states: more tokens than its "
+                "directions distinguish"
             )
         self.bottom, self.first_input = bottom, first_input
         self.shared, self.bag = shared, bag
@@ -90,7 +97,7 @@ class EncoderSearch:
             for rows, white in zip(shared[1:], whitening[1:], strict=True)
         ]
 
-    def run(self, deadline: Deadline) -> tuple[list[subspace_rows.RecoveredText], bool, bool]:
+    def run(self, deadline: Deadline) -> tuple[list[RecoveredText], bool, bool]:
         """Return the texts, whether the search has ended, and whether the texts are certain."""
         pairs = self._pairs(deadline).trimmed()
         likely = self._single(pairs)
@@ -132,7 +139,7 @@ class EncoderSearch:
             basis = _basis(unit[inside], SEARCH.same)
             rest = shared.whole - (shared.whole @ basis.T) @ basis
             residual = float(rest.norm()) / shared.floor
-            if residual <= subspace_rows.CERTIFICATE.residual:
+            if residual <= CERTIFICATE.residual:
                 return _Pairs(unit, inside, inside.float(), residual, True)
         flat = states.flatten(0, 1)
         beside = flat.new_zeros(0, flat.shape[1], dtype=torch.float64)
@@ -153,15 +160,15 @@ class EncoderSearch:
 
     def _separate(
         self, pairs: _Pairs, lengths: Sequence[int], deadline: Deadline
-    ) -> tuple[list[subspace_rows.RecoveredText], bool]:
+    ) -> tuple[list[RecoveredText], bool]:
         """Return one text after the other, and whether the time sufficed."""
-        texts: list[subspace_rows.RecoveredText] = []
+        texts: list[RecoveredText] = []
         earlier: list[Tensor] = []
         while len(self._directions[0]):
             loss, tokens = self._next(pairs, lengths, earlier, deadline)
             fits = self._fits(tokens[None])[0]
             texts.append((tuple(tokens.tolist()), tuple(fits.tolist())))
-            if loss > subspace_rows.FIT.exact:
+            if loss > FIT.exact:
                 break
             self._project_out(tokens)
             earlier.append(tokens)
@@ -178,7 +185,7 @@ class EncoderSearch:
                 corrected = self._correct(text, allowed, deadline)
                 if best is None or corrected[0] < best[0]:
                     best = corrected
-                if best[0] <= subspace_rows.FIT.exact:
+                if best[0] <= FIT.exact:
                     return best
             if deadline.passed:
                 break
@@ -259,7 +266,7 @@ class EncoderSearch:
             before = best
             for place in torch.randperm(len(text), generator=self.generator).tolist():
                 texts = self._with_others(text[None], place, allowed)
-                if best > subspace_rows.FIT.exact:
+                if best > FIT.exact:
                     best, text = self._nearest(best, text, texts, deadline)
             if best >= before:
                 losses, count = self._losses(text[None])[0], min(SEARCH.farthest, len(text))
@@ -267,7 +274,7 @@ class EncoderSearch:
                 for i, place in enumerate(far):
                     texts = self._with_others(text[None], place, allowed)
                     two = [self._with_others(texts, other, allowed) for other in far[:i]]
-                    if two and best > subspace_rows.FIT.exact:
+                    if two and best > FIT.exact:
                         best, text = self._nearest(best, text, torch.cat(two), deadline)
             if best >= before:
                 break
@@ -314,7 +321,7 @@ class EncoderSearch:
 
     # ---- the certificate --------------------------------------------------------------------
 
-    def _certain(self, texts: Sequence[subspace_rows.RecoveredText], pairs: _Pairs) -> bool:
+    def _certain(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
         """Return whether nothing is missing, and nothing could replace another.
 
         All rows of every block are explained up to rounding. No pair can be excluded, nor its token
@@ -329,26 +336,26 @@ class EncoderSearch:
             return False
         rows = [torch.tensor(tokens, device=self.bag.device) for tokens, _ in texts]
         states = [torch.cat(parts) for parts in zip(*map(self._states, rows), strict=True)]
-        if len(states[0]) > subspace_rows.CERTIFICATE.largest_share * states[0].shape[1]:
+        if len(states[0]) > CERTIFICATE.largest_share * states[0].shape[1]:
             return False
         explained = [
-            subspace_rows.Explained.from_states(shared, x)
+            Explained.from_states(shared, x)
             for shared, x in zip(self.shared[1:], states[1:], strict=True)
         ]
-        if not all(block.residual <= subspace_rows.CERTIFICATE.residual for block in explained):
+        if not all(block.residual <= CERTIFICATE.residual for block in explained):
             return False
         return self._unique(rows, pairs, explained[0])
 
-    def _certain_pairs(self, texts: Sequence[subspace_rows.RecoveredText], pairs: _Pairs) -> bool:
+    def _certain_pairs(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
         """Return whether block 1 needs every pair, and no pair that is not allowed replaces one."""
         used = sorted({(p, t) for tokens, _ in texts for p, t in enumerate(tokens)})
-        if len(used) > subspace_rows.CERTIFICATE.largest_share * self.shared[0].whole.shape[1]:
+        if len(used) > CERTIFICATE.largest_share * self.shared[0].whole.shape[1]:
             return False
         index = {int(token): i for i, token in enumerate(self.bag)}
         states = torch.stack([pairs.states[p, index[t]] for p, t in used])
-        first = subspace_rows.Explained.from_states(self.shared[0], states)
-        necessary = float(first.losses.min()) >= subspace_rows.CERTIFICATE.necessary
-        if not (necessary and first.residual <= subspace_rows.CERTIFICATE.residual):
+        first = Explained.from_states(self.shared[0], states)
+        necessary = float(first.losses.min()) >= CERTIFICATE.necessary
+        if not (necessary and first.residual <= CERTIFICATE.residual):
             return False
         for number, (place, token) in enumerate(used):
             others = ~pairs.allowed[place]
@@ -359,11 +366,9 @@ class EncoderSearch:
                 return False
         return True
 
-    def _unique(
-        self, rows: Sequence[Tensor], pairs: _Pairs, second: subspace_rows.Explained
-    ) -> bool:
+    def _unique(self, rows: Sequence[Tensor], pairs: _Pairs, second: Explained) -> bool:
         """Return whether no other pair that block 1 allows could be in a text."""
-        if not float(second.losses.min()) >= subspace_rows.CERTIFICATE.necessary:
+        if not float(second.losses.min()) >= CERTIFICATE.necessary:
             return False
         number = 0
         for text in rows:

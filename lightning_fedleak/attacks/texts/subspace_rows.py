@@ -11,9 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.local_steps import rounding_error
+from lightning_fedleak.attacks.row_space import (
+    NO_GRADIENT_YET,
+    SharedInput,
+    SharedRows,
+    block_name,
+    most_kept,
+    nonzero_gradients,
+    whitening_matrix,
+)
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model.anatomy import Anatomy, Place, text_blocks, unwrap
 from lightning_fedleak.model.model_runs import stop_at, stop_behind
@@ -68,12 +76,10 @@ class BlockInputs(BottomModel):
 
     kept: Sequence[tuple[int, Tensor]] = ()
 
-    def __init__(
-        self, anatomy: Anatomy, inputs: Sequence[row_space.SharedInput], facts: RunFacts
-    ) -> None:
+    def __init__(self, anatomy: Anatomy, inputs: Sequence[SharedInput], facts: RunFacts) -> None:
         self.inputs = tuple(inputs)
         names = [name for name, _ in text_blocks(anatomy)]
-        deepest = names.index(row_space.block_name(inputs[-1].maps[0].name)) + 1
+        deepest = names.index(block_name(inputs[-1].maps[0].name)) + 1
         super().__init__(anatomy, deepest, autocast=facts.autocast)
 
     def whitenings(self, seed: int) -> list[Tensor]:
@@ -82,10 +88,7 @@ class BlockInputs(BottomModel):
         length = min(SAMPLE[1], self.context or SAMPLE[1])
         ids = torch.randint(self.vocab_size, (SAMPLE[0], length), generator=generator)
         states = self.parts(self.hidden(ids.to(self.device)))
-        return [
-            row_space.whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double()
-            for x in states
-        ]
+        return [whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
 
     def _bind(self, anatomy: Anatomy, step: int) -> None:
         super()._bind(anatomy, step)
@@ -119,8 +122,8 @@ class BlockInputs(BottomModel):
 
 
 def shared_rows(
-    block: row_space.SharedInput, anatomy: Anatomy, view: Observation, autocast: torch.dtype | None
-) -> row_space.SharedRows:
+    block: SharedInput, anatomy: Anatomy, view: Observation, autocast: torch.dtype | None
+) -> SharedRows:
     """Return the rows that the trained maps of a block share, in units of their noise.
 
     Args:
@@ -134,7 +137,7 @@ def shared_rows(
         NotYet: only a LoRA's A is trained, and B is still zero.
     """
     snapshot = view.gradients[-1]
-    maps = row_space.nonzero_gradients(view, block.trained_readers(anatomy))
+    maps = nonzero_gradients(view, block.trained_readers(anatomy))
     gradients, noise = [g.to(anatomy.device) for g in maps.values()], []
     for linear in maps:
         stored = 0.0
@@ -146,17 +149,17 @@ def shared_rows(
         noise.append(math.hypot(snapshot.noise_on(linear.name), stored))
     if not gradients:
         if any(m.factor == "A" for m in block.trained_readers(anatomy)):
-            raise NotYet(row_space.NO_GRADIENT_YET)
+            raise NotYet(NO_GRADIENT_YET)
         raise UnusableObservation("the gradients of the second block's projections are zero")
     dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
     nothing = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
     rounding = max(torch.finfo(d).eps for d in dtypes)
-    return row_space.SharedRows.stack(gradients, nothing, rounding=rounding, noise=noise)
+    return SharedRows.stack(gradients, nothing, rounding=rounding, noise=noise)
 
 
 def kept_rows(
     bottom: BlockInputs, view: Observation
-) -> tuple[list[tuple[int, Tensor]], list[row_space.SharedRows]]:
+) -> tuple[list[tuple[int, Tensor]], list[SharedRows]]:
     """Return the rows of which most entries were sent, as :attr:`BlockInputs.kept`, and the rows.
 
     A row is a combination of states at its kept entries alone, so each has a space of its own.
@@ -166,12 +169,12 @@ def kept_rows(
     """
     kept, shared = [], []
     for number, block in enumerate(bottom.inputs):
-        for row in row_space.most_kept(shared_rows(block, bottom.anatomy, view, None).whole):
+        for row in most_kept(shared_rows(block, bottom.anatomy, view, None).whole):
             places = row.nonzero()[:, 0]
             kept.append((number, places))
             values = row[None, places] / row.norm() * len(places) ** 0.5
             values = values / torch.finfo(torch.float32).eps
-            shared.append(row_space.SharedRows(values, values, exact=False))
+            shared.append(SharedRows(values, values, exact=False))
     return kept, shared
 
 
@@ -322,7 +325,7 @@ class Explained:
     unshared: Tensor
 
     @classmethod
-    def from_states(cls, shared: row_space.SharedRows, states: Tensor) -> Explained:
+    def from_states(cls, shared: SharedRows, states: Tensor) -> Explained:
         """Return what states (n, d), n at most d, explain of the rows."""
         q, r = torch.linalg.qr(states.T)
         unit = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
@@ -339,7 +342,7 @@ class Explained:
         """Return what an exchange leaves at least if it is certainly worse than the residual."""
         return CERTIFICATE.exchange * max(1.0, self.residual)
 
-    def further(self, shared: row_space.SharedRows, others: Tensor) -> tuple[Tensor, Tensor]:
+    def further(self, shared: SharedRows, others: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far other states (k, d) lie outside of these, and what more they explain.
 
         Returns:

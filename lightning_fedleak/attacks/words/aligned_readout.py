@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_fedleak.attacks.words import aligned_rows
+from lightning_fedleak.attacks.words.aligned_rows import (
+    Directions,
+    ExpectedRows,
+    RowSummary,
+    Units,
+    cluster_centres,
+    plausible,
+    projections,
+    row_features,
+    separating_direction,
+    token_norm,
+)
 from lightning_fedleak.attacks.words.public_gradients import GradientParts
 from lightning_fedleak.model.compression import Compression
 from lightning_fedleak.progress import track
@@ -29,8 +40,8 @@ _UNUSED = 0.1  # norm, in used tokens, up to which a row is that of an unused ty
 
 
 def turn(
-    gradient: Tensor, summary: aligned_rows.RowSummary, u: Tensor, rows: Tensor | None = None
-) -> tuple[aligned_rows.RowSummary, Tensor]:
+    gradient: Tensor, summary: RowSummary, u: Tensor, rows: Tensor | None = None
+) -> tuple[RowSummary, Tensor]:
     """Return a direction on which the hidden states behind this gradient are positive.
 
     The row of an unused type is a positive combination of the hidden states. If the text differs
@@ -51,7 +62,7 @@ def turn(
     if rows is not None and len(rows) < _FEWEST:
         return summary, u
     noise = (summary if rows is None else summary.select(rows)).noise()
-    token = aligned_rows.token_norm(summary, noise)
+    token = token_norm(summary, noise)
     if token is None:
         return summary, u
     clear = (summary.norms > 2 * noise * summary.width**0.5) & (summary.norms < _UNUSED * token)
@@ -60,8 +71,8 @@ def turn(
         return summary, u
     longest = summary.norms.index_select(0, places).topk(min(_ROWS, len(places))).indices
     unused = gradient.detach().index_select(0, places[longest]).float() - summary.common
-    direction = aligned_rows.separating_direction(unused, steps=_STEPS, rate=_RATE)
-    projection = aligned_rows.projections(gradient, direction) - summary.common @ direction
+    direction = separating_direction(unused, steps=_STEPS, rate=_RATE)
+    projection = projections(gradient, direction) - summary.common @ direction
     large = (summary.norms > _LARGE * token).nonzero()[:, 0]
     if not bool((projection[large].sign() * summary.norms[large]).sum() < 0):
         return summary, u
@@ -192,9 +203,9 @@ class HeadCalibration:
         readout: the classifier of a row's features.
     """
 
-    directions: aligned_rows.Directions
+    directions: Directions
     clusters: Tensor
-    expected: aligned_rows.ExpectedRows
+    expected: ExpectedRows
     readout: Readout
 
     def tensors(self) -> dict[str, Tensor]:
@@ -213,9 +224,9 @@ class HeadCalibration:
             if field:
                 groups[group][field] = tensor
         return cls(
-            aligned_rows.Directions(**groups["directions"]),
+            Directions(**groups["directions"]),
             tensors["clusters"],
-            aligned_rows.ExpectedRows(**groups["expected"]),
+            ExpectedRows(**groups["expected"]),
             Readout(**groups["readout"]),
         )
 
@@ -245,15 +256,13 @@ def rehearse(
         generator: CPU generator.
         compression: of half of the batches; the other half is read as it was before.
     """
-    directions = aligned_rows.Directions.fit(parts, generator)
+    directions = Directions.fit(parts, generator)
     unit = F.normalize(parts.states, dim=1)
-    clusters = aligned_rows.cluster_centres(unit, _CLUSTERS, generator)
+    clusters = cluster_centres(unit, _CLUSTERS, generator)
     order = torch.randperm(parts.n_sentences, generator=generator).to(parts.labels.device)
     middle = len(order) // 2
     halves = [parts.select(half) for half in (order[:middle], order[middle:])]
-    expected = [
-        aligned_rows.ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves
-    ]
+    expected = [ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves]
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     for public, other_half in zip(reversed(halves), expected, strict=True):
         for batch in _draw_batches(public, generator):
@@ -263,16 +272,16 @@ def rehearse(
             gradient += _draw_noise(gradient, token, generator)
             if compression is not None and float(torch.rand((), generator=generator)) < 0.5:
                 gradient = compression.reduce(gradient, len(weight))
-            summary = aligned_rows.RowSummary.read(gradient, directions.u)
+            summary = RowSummary.read(gradient, directions.u)
             place = torch.full((len(weight),), -1, device=types.device)
             place[types] = torch.arange(len(types), device=types.device)
             reference = place[other_half.reference]
             summary, _ = turn(gradient, summary, directions.u, reference)
-            units = aligned_rows.Units.estimate(summary, other_half, reference)
+            units = Units.estimate(summary, other_half, reference)
             if units is None:
                 continue
-            some = aligned_rows.plausible(summary, units).nonzero()[:, 0]
-            features = aligned_rows.row_features(
+            some = plausible(summary, units).nonzero()[:, 0]
+            features = row_features(
                 gradient[some],
                 summary.select(some),
                 units,
@@ -282,9 +291,7 @@ def rehearse(
             rows.append((features, torch.isin(types[some], batch.labels), importance[some]))
     features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
     readout = Readout.fit(features, used, importance, generator)
-    return HeadCalibration(
-        directions, clusters, aligned_rows.ExpectedRows.average(*expected), readout
-    )
+    return HeadCalibration(directions, clusters, ExpectedRows.average(*expected), readout)
 
 
 def _draw_batches(parts: GradientParts, generator: torch.Generator) -> Iterator[GradientParts]:
@@ -328,7 +335,7 @@ def _draw_noise(gradient: Tensor, token: Tensor, generator: torch.Generator) -> 
 
 
 def _draw_types(
-    batch: GradientParts, expected: aligned_rows.ExpectedRows, generator: torch.Generator
+    batch: GradientParts, expected: ExpectedRows, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return the used, read, likely and reference types, a sample of others, and weights."""
     vocab = len(expected.probability)

@@ -4,6 +4,7 @@ import csv
 import gzip
 import itertools
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -12,34 +13,37 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.crafted_layers import craft
+from benchmarks.papers.lemma import retrieval_error, separation
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.attention import (
     WIDTHS,
     AttentionMembership,
+    AttentionSettings,
 )
 from lightning_fedleak.attacks.membership.attention_calibration import (
     Calibration,
-    false_positive_rate,
+    PublicScores,
+    PublicStates,
+    lemma_gamma,
 )
 from lightning_fedleak.attacks.membership.attention_layers import attentions, expected_response
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.row_space.whitening import Whitening, fit_whitening
+from lightning_fedleak.attacks.row_space.whitening import fit_whitening
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.attacks.membership.test_fc_membership import by_autograd, generator
 from tests.helpers import models
 
+PUBLISHED = AttentionSettings(beta="authors", whiten=False, score="coordinates")
+
 
 def attention(layer, public=None, **arguments):
-    return AttentionMembership(layer, public, **arguments)
-
-
-def identity(d):
-    """Return the whitening that changes nothing."""
-    return Whitening(torch.zeros(d), torch.eye(d))
+    """An attack whose rare settings may stand among its arguments."""
+    names = {field.name for field in fields(AttentionSettings)} & arguments.keys()
+    settings = AttentionSettings(**{name: arguments.pop(name) for name in names})
+    return AttentionMembership(layer, public, attention=settings, **arguments)
 
 
 def expect(attack, *, defended, replaced=False):
@@ -52,12 +56,17 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
-def built(whitening=None, gamma=0.7, d=8, **settings):
+def built(whitening=None, gamma=0.7, **given):
     """Return an attack that decides at ``gamma``, as if it had been calibrated to it."""
-    width = round(1 - gamma, 12)
-    settings["widths"] = (*settings.get("widths", WIDTHS), width)
-    attack = attention(1, [[1, 2]], **settings)
-    attack._calibration = Calibration(whitening or identity(d), attack.widths.index(width))
+    if given.get("score") == "coordinates":
+        attack = attention(1, [[1, 2]], gamma="lemma", **given)
+        attack._calibration = Calibration(whitening, torch.tensor([gamma]), 0)
+    else:
+        width = round(1 - gamma, 12)
+        given["widths"] = (*given.get("widths", WIDTHS), width)
+        attack = attention(1, [[1, 2]], **given)
+        attack._calibration = Calibration(whitening, torch.zeros(0), attack.widths.index(width))
+    attack._d = None if whitening is None else len(whitening.mean)
     return attack
 
 
@@ -67,13 +76,15 @@ def games(draw):
     seed = draw(st.integers(0, 2**20))
     b, length, d = draw(st.integers(1, 4)), draw(st.integers(1, 7)), draw(st.integers(2, 9))
     g = draw(st.integers(1, 4))
-    whitening = identity(d)
+    score = draw(st.sampled_from(["band", "coordinates"]))
+    whitening = None
     if draw(st.booleans()):
         whitening = fit_whitening(normal(12 * d, d, seed=seed) @ normal(d, d, seed=seed) + 1)
     attack = built(
         whitening,
+        score=score,
         gamma=draw(st.sampled_from([0.05, 0.3, 0.9])),
-        beta=draw(st.sampled_from([0.1, 0.3, 1.0, 5.0])),
+        beta=draw(st.sampled_from(["authors", 0.1, 1.0, 5.0])),
         widths=draw(st.sampled_from([WIDTHS, (0.4,)])),
     )
     hidden = 2 * normal(b, length, d, seed=seed)
@@ -138,11 +149,14 @@ def test_differences_are_those_of_the_definition():
             weights = softmax([beta * float(x[j] @ matrix @ x[i]) for j in range(5)])
             heads.append(sum(w * x[j] for j, w in enumerate(weights)))
         differences[i] = heads[0] - heads[1]
-    (attention_of_v,) = attentions(x[None], None, v.expand(4, 3), beta)
+    (attention_of_v,) = attentions(x[None], None, v[None], beta)
     assert attention_of_v.places.tolist() == [0, 1, 2, 3, 4]
-    rows = torch.cat([torch.eye(3).double(), normal(1, 3, seed=3)])
-    projected = attention_of_v.project(rows)
-    torch.testing.assert_close(projected, rows @ differences.T, rtol=1e-12, atol=1e-14)
+    target, token, z = attention_of_v.coordinates()
+    assert target.tolist() == [0] * 5
+    torch.testing.assert_close(z, differences[token], rtol=1e-12, atol=1e-14)
+    row = normal(1, 3, seed=3)
+    projected = attention_of_v.project(row)[0]
+    torch.testing.assert_close(projected, differences @ row[0], rtol=1e-12, atol=1e-14)
 
 
 @given(st.integers(2, 7), st.integers(2, 8), st.integers(0, 99))
@@ -153,10 +167,62 @@ def test_the_expected_response_is_the_one_in_the_targets_sentence(length, d, see
     positions = torch.tensor([0, length - 1, length // 2])
     expected = expected_response(x, mask, positions, 0.7)
     for g, position in enumerate(positions.tolist()):
-        (alone,) = attentions(x[g][None], mask[g][None], x[g, position].expand(d, d), 0.7)
-        responses = alone.project(torch.eye(d).double())
-        response = responses[:, alone.places.tolist().index(position)]
+        (alone,) = attentions(x[g][None], mask[g][None], x[g, position][None], 0.7)
+        _, _, responses = alone.coordinates()
+        response = responses[alone.places.tolist().index(position)]
         torch.testing.assert_close(expected[g], response, rtol=1e-9, atol=1e-12)
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.floats(0.0, 3.0), st.integers(0, 99))
+def test_tokens_that_are_excluded_exceed_no_gamma(length, d, gamma, seed):
+    x = normal(1, length, d, seed=seed)
+    (attention_of_targets,) = attentions(x, None, normal(3, d, seed=seed + 1), 2.0)
+    target, token, z = attention_of_targets.coordinates()
+    retained, kept_token, kept_z = attention_of_targets.coordinates(gamma)
+    assert len(target) == 3 * length
+    dense = torch.zeros(3, length, d, dtype=torch.float64)
+    dense[target, token] = z
+    torch.testing.assert_close(kept_z, dense[retained, kept_token])
+    dense[retained, kept_token] = 0.0
+    assert bool((dense.abs() <= gamma).all())
+
+
+def algorithm_one(v, beta, generator):
+    """Queries and keys (4, d - 1, d), and W_O (2 d, 4 d), of lines 1 to 11 of Algorithm 1.
+
+    Head 2's matrix is square here, so that it omits no random direction.
+    """
+    d = len(v)
+    w = torch.randn(d, d, generator=generator, dtype=torch.float64)
+    w[:, 0] = v
+    q, _ = torch.linalg.qr(w)
+    first, second = q[:, 1:].T, torch.randn(d, d, generator=generator, dtype=torch.float64)
+    queries = [first, second, first, second]
+    keys = [beta * torch.linalg.pinv(m).T for m in queries]
+    eye, zero = torch.eye(d).double(), torch.zeros(d, d).double()
+    output = [torch.cat([eye, -eye, zero, zero], 1), torch.cat([zero, zero, -eye, eye], 1)]
+    return queries, keys, torch.cat(output)
+
+
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(2, 10), st.integers(0, 999))
+def test_the_layers_compute_what_algorithm_1_does(b, length, d, seed):
+    x, beta = normal(b, length, d, seed=seed), 0.9
+    attack = built(score="coordinates", gamma=0.25, beta=beta)
+    target = attack.embed(x, Query(torch.zeros(b, length)))[0]
+    queries, keys, output = algorithm_one(target, beta, generator(seed))
+    heads = [((x @ q.T) @ (x @ k.T).mT).softmax(-1) @ x for q, k in zip(queries, keys, strict=True)]
+    exact = (torch.cat(heads, -1) @ output.T - 0.25).relu()
+    layers = attack.craft(target)
+    torch.testing.assert_close(layers(x), exact, rtol=1e-7, atol=1e-9)
+    assert [n for n, p in layers.named_parameters() if p.requires_grad] == ["bias"]
+
+
+def test_the_authors_beta_is_2_over_the_root_of_d_minus_1():
+    v = normal(10)
+    layers = built(score="coordinates", beta="authors").craft(v)
+    product = layers.w_k[0].T @ layers.w_q[0] / 10**0.5
+    exact = (torch.eye(10).double() - torch.outer(v, v) / (v @ v)) * 2 / 3
+    torch.testing.assert_close(product, exact)
 
 
 def test_a_member_responds_with_one_wherever_its_sentence_is():
@@ -176,30 +242,30 @@ def test_a_member_responds_with_one_wherever_its_sentence_is():
 def test_what_is_padded_changes_nothing():
     x, mask = normal(3, 5, 6), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0]])
     other = torch.where(mask[..., None] == 0, 100 * normal(3, 5, 6, seed=1), x)
-    attack, upstream = built(gamma=0.05, d=6), normal(3, 5, seed=2)
+    attack, upstream = built(gamma=0.05), normal(3, 5, seed=2)
     query = Query(mask, mask)
     targets = attack.embed(x, query)
     assert torch.equal(targets, attack.embed(other, query))
     gradient = attack.gradient(targets, x, mask, upstream)
     assert torch.equal(gradient, attack.gradient(targets, other, mask, upstream))
-    layers = craft(attack, targets[0])
+    layers = attack.craft(targets[0])
     assert torch.equal(layers(x, mask), layers(other, mask))
     assert not layers(x, mask)[mask == 0].any()
 
 
 def test_a_sample_that_is_all_padding_adds_nothing():
     x, mask = normal(2, 3, 4), torch.tensor([[1, 1, 1], [0, 0, 0]])
-    attack = built(d=4)
+    attack = built()
     targets = attack.embed(x[:1], Query(mask[:1]))
     assert not attack.gradient(targets, x, mask, normal(2, 3))[1].any()
-    out = craft(attack, targets[0])(x, mask)
+    out = attack.craft(targets[0])(x, mask)
     assert bool(out.isfinite().all())
     assert not out[1].any()
 
 
 def test_a_sentence_of_one_token_is_never_found():
     x = normal(5, 1, 4)
-    attack = built(gamma=0.3, d=4)
+    attack = built(gamma=0.3)
     targets = attack.embed(x[:1], Query(torch.zeros(1, 1)))
     upstream = normal(5, 1, seed=1)
     assert not attack.gradient(targets, x, None, upstream).any()
@@ -227,7 +293,7 @@ def test_a_band_is_the_difference_of_its_edges():
 def test_members_are_distinguished_from_non_members_and_ranked_by_rungs():
     """32 sentences of random tokens: members reach the narrowest band, non-members hardly any."""
     x, other = normal(32, 10, 48), normal(32, 10, 48, seed=1)
-    attack = built(gamma=0.7, d=48)
+    attack = built(gamma=0.7)
     query = Query(torch.zeros(32, 10))
     upstream = normal(32, 10, seed=2)
     scores = [
@@ -236,35 +302,63 @@ def test_members_are_distinguished_from_non_members_and_ranked_by_rungs():
     ]
     assert bool(scores[0].members.all())
     assert not bool(scores[1].members.any())
-    assert float(scores[0].scores.min()) == len(attack.widths) > float(scores[1].scores.max())
+    assert float(scores[0].scores.min()) == attack._levels > float(scores[1].scores.max())
 
 
 def test_the_last_token_is_asked_for():
     x = normal(3, 6, 5)
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [0] * 3 + [1] * 3])
     query = Query(mask, mask)
-    tokens = built(d=5).embed(x, query)[:, :5]
-    assert torch.equal(tokens, x[torch.arange(3), torch.tensor([5, 3, 5])])
+    attack = built(score="coordinates")
+    assert torch.equal(attack.embed(x, query), x[torch.arange(3), torch.tensor([5, 3, 5])])
+
+
+@given(st.integers(2, 5), st.integers(2, 5), st.sampled_from([0.05, 0.5, 2.0]), st.integers(0, 99))
+def test_the_lemmas_gamma_is_twice_its_retrieval_error(sentences, length, beta, seed):
+    hidden = normal(sentences, length, 4, seed=seed)
+    mask = torch.ones(sentences, length, dtype=torch.bool)
+    mask[0, 1:] = False
+    mask[1, length - 1 :] = length == 2
+    longest = int(mask.sum(1).max())
+    largest = float(hidden[mask].norm(dim=1).max())
+    apart = float(separation(hidden, mask).min())
+    exact = 2 * float(retrieval_error(beta, longest, apart, largest))
+    assert lemma_gamma(PublicStates(hidden, mask), beta) == pytest.approx(exact, rel=1e-9)
+
+
+def test_a_gamma_that_overflows_never_fires():
+    hidden = 1e3 * normal(2, 3, 4)
+    hidden[:, 1] = 2 * hidden[:, 0]
+    states = PublicStates(hidden, torch.ones(2, 3, dtype=torch.bool))
+    assert lemma_gamma(states, 1.0) == math.inf
+    attack = attention(1, [[1, 2]], whiten=False, gamma="lemma", score="coordinates")
+    attack._calibration, attack._d = Calibration(None, torch.tensor([math.inf]), level=0), 4
+    targets = attack.embed(hidden, Query(torch.zeros(2, 3)))
+    assert not attack.gradient(targets, hidden, None, normal(2, 3)).any()
+    assert not by_autograd(attack, targets, hidden, None, normal(2, 3)).any()
 
 
 @given(st.integers(1, 4), st.integers(3, 7), st.integers(1, 3), st.integers(0, 99))
 def test_the_public_rate_is_that_of_all_batches(targets, sentences, batch, seed):
     without = torch.rand(targets, sentences, generator=generator(seed))
     without[0, :2] = -torch.inf
+    scores = PublicScores(without, torch.ones(targets))
     hits = []
     for row in without:
         retained = row[row > -torch.inf].tolist()
         batches = list(itertools.combinations(retained, min(batch, len(retained))))
         hits.append(sum(max(b) > 0.6 for b in batches) / len(batches))
     exact = sum(hits) / len(hits)
-    assert false_positive_rate(without, 0.6, batch) == pytest.approx(exact, abs=1e-9)
+    assert scores.false_positive_rate(0.6, batch) == pytest.approx(exact, abs=1e-9)
 
 
 def test_noise_alone_is_taken_for_a_member_at_the_stated_rate():
-    attack = built(gamma=0.4, false_positive_rate=0.05)
-    noise = 0.2 * torch.randn(40_000, attack.rungs, generator=generator(1))
-    rate = float(attack.guess(noise, 0.2).members.float().mean())
-    assert rate == pytest.approx(0.05, abs=0.006)
+    for score in ("band", "coordinates"):
+        attack = built(score=score, gamma=0.4, false_positive_rate=0.05)
+        attack._d = 3
+        noise = 0.2 * torch.randn(40_000, attack.rungs, generator=generator(1))
+        rate = float(attack.guess(noise, 0.2).members.float().mean())
+        assert rate == pytest.approx(0.05, abs=0.006), score
 
 
 def test_under_noise_members_still_rank_above_non_members():
@@ -283,8 +377,10 @@ def test_under_noise_members_still_rank_above_non_members():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_gradients_that_are_not_finite_are_refused(value):
-    attack = built()
+@pytest.mark.parametrize("score", ["band", "coordinates"])
+def test_gradients_that_are_not_finite_are_refused(value, score):
+    attack = built(score=score)
+    attack._d = 3
     gradient = torch.zeros(2, attack.rungs)
     gradient[1, 0] = value
     with pytest.raises(UnusableObservation, match="not finite"):
@@ -295,7 +391,7 @@ def test_gradients_that_are_not_finite_are_refused(value):
 
 
 def test_hidden_states_that_are_not_finite_are_not_a_no():
-    attack, x = built(d=5), normal(2, 4, 5)
+    attack, x = built(), normal(2, 4, 5)
     targets = attack.embed(x, Query(torch.zeros(2, 4)))
     x[1, 2, 0] = float("nan")
     gradient = attack.gradient(targets, x, None, normal(2, 4))
@@ -311,13 +407,16 @@ def public():
 @pytest.mark.parametrize(
     "make", [models.tiny_bert_mlm, models.tiny_gpt2, models.tiny_llama], ids=lambda m: m.__name__
 )
-def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, public):
+@pytest.mark.parametrize(
+    "given", [{}, {"score": "coordinates"}, {"gamma": "lemma", "score": "coordinates"}]
+)
+def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, public):
     anatomy = find_anatomy(make())
     before = {k: v.clone() for k, v in anatomy.model.state_dict().items()}
     rng = torch.get_rng_state()
-    attack = attention(1, public, batch=20)
+    attack = attention(1, public, batch=20, **given)
     attack.prepare(anatomy)
-    again = attention(1, public, batch=20)
+    again = attention(1, public, batch=20, **given)
     again.prepare(anatomy)
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(before[k], v) for k, v in anatomy.model.state_dict().items())
@@ -325,7 +424,7 @@ def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, public):
     assert all(isinstance(v, torch.Tensor) for v in state.values())
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor.nan_to_num(), state[name].nan_to_num()), name
-    other = attention(1, public, batch=20)
+    other = attention(1, public, batch=20, **given)
     other.load_state_dict({k: v.clone() for k, v in state.items()})
     texts = torch.randint(5, models.VOCAB, (6, 12), generator=generator(7))
     hidden = hidden_states(anatomy, 1, texts)
@@ -384,7 +483,9 @@ def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response
     assert attack.widths == [0.1]
 
 
-@pytest.mark.parametrize(("given", "width"), [({}, 0.1), ({"widths": (0.02, 0.08, 0.6)}, 0.08)])
+@pytest.mark.parametrize(
+    ("given", "width"), [({}, 0.1), ({"widths": (0.02, 0.08, 0.6)}, 0.08), ({"whiten": False}, 0.1)]
+)
 def test_against_defended_gradients_one_band_is_crafted(public, given, width):
     """Bands share the clip norm, and one of K carries 1 / sqrt(K) of the signal."""
     attack = attention(1, public, batch=20, **given)
@@ -404,6 +505,9 @@ def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
             assert attack.beta == replaced
             expect(attack, defended=defended)
             assert attack.beta == plain
+    published = AttentionMembership(1, public, attention=PUBLISHED)
+    expect(published, defended=False, replaced=True)
+    assert published.beta == "authors"
 
 
 def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
@@ -414,7 +518,7 @@ def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
     for replaced in (False, True):
         attack = attention(1, [[1, 2]], beta=0.01)
         expect(attack, defended=False, replaced=replaced)
-        attack._calibration = Calibration(identity(256), attack.widths.index(0.1))
+        attack._calibration = Calibration(None, torch.zeros(0), attack.widths.index(0.1))
         targets = attack.embed(rows, Query(torch.zeros(160, 8)))
         scores, members = [], []
         for batch in torch.arange(80).split(10):
@@ -441,6 +545,29 @@ def test_refresh_waits_and_follows(public):
     assert int(attack.state_dict()["prepared_at"]) == 3
 
 
+def test_state_of_other_settings_is_refused(public):
+    attack = attention(1, public, batch=20)
+    attack.prepare(find_anatomy(models.tiny_gpt2()))
+    state = attack.state_dict()
+    texts = [row.tolist() for row in public.sentences]
+    attention(1, texts, batch=20).load_state_dict(state)
+    texts[3][2] += 1
+    for other in (
+        attention(1, public, batch=20, whiten=False),
+        attention(1, public, batch=20, score="coordinates"),
+        attention(1, public, batch=20, refresh_every=7),
+        attention(2, public, batch=20),
+        attention(1, texts, batch=20),
+        attention(1, "sampled", batch=20),
+    ):
+        with pytest.raises(ValueError, match="this state is not of"):
+            other.load_state_dict(state)
+        assert other.config() != attack.config()  # by which a monitor sees it
+    del state["fingerprint"]
+    with pytest.raises(ValueError, match="this state is not of"):
+        attention(1, public, batch=20).load_state_dict(state)
+
+
 def few(n, tokens=12):
     return PublicText(torch.randint(5, models.VOCAB, (n, tokens), generator=generator(6)))
 
@@ -454,10 +581,13 @@ def few(n, tokens=12):
         (lambda: attention(-1, [[1, 2]]), "layer"),
         (lambda: attention(1, [[1, 2]], beta=0.0), "beta"),
         (lambda: attention(1, [[1, 2]], beta=math.nan), "beta"),
+        (lambda: attention(1, [[1, 2]], gamma="high"), "gamma"),
+        (lambda: attention(1, [[1, 2]], score="norm"), "score"),
         (lambda: attention(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
         (lambda: attention(1, [[1, 2]], widths=()), "widths"),
         (lambda: attention(1, [[1, 2]], batch=0), "batch"),
         (lambda: attention(1, [[1, 2]], false_positive_rate=0.0), "false_positive_rate"),
+        (lambda: attention(1, [[1, 2]], score="band", gamma="lemma"), "one threshold"),
         (lambda: attention(3, few(99)).prepare(find_anatomy(models.tiny_gpt2())), "out of range"),
         (
             lambda: attention(1, few(2, 5)).prepare(find_anatomy(models.tiny_gpt2())),
@@ -467,12 +597,32 @@ def few(n, tokens=12):
             lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
             "30 public texts are too few",
         ),
-        (lambda: craft(built(), normal(16) * math.nan), "not finite"),
+        (lambda: built().craft(normal(10) * math.nan), "not finite"),
     ],
 )
 def test_refusals_say_what_to_do(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+def test_working_unprepared_says_so():
+    attack = attention(1, [[1, 2]])
+    for work in (
+        lambda: attack.craft(normal(10)),
+        lambda: attack.embed(normal(1, 2, 5), Query(torch.zeros(1, 2))),
+        lambda: attack.gradient(normal(1, 10), normal(1, 2, 5), None, normal(1, 2)),
+        lambda: attack.guess(torch.zeros(1, 24)),
+    ):
+        with pytest.raises(RuntimeError, match="prepare"):
+            work()
+
+
+def test_config_is_plain_and_the_published_setting_is_the_papers():
+    config = AttentionMembership(2, [[1, 2]], attention=PUBLISHED).config()
+    assert config["whiten"] is False
+    assert config["score"] == "coordinates"
+    assert config["beta"] == "authors"
+    assert all(isinstance(v, (str, int, float, bool, list)) for v in config.values())
 
 
 @pytest.fixture(scope="module")
@@ -515,8 +665,13 @@ def played(attack, ids, mask, hidden, n):
 
 @pytest.mark.slow
 @pytest.mark.assets
-def test_on_a_real_model_the_calibrated_band_tells(stories):
+def test_on_a_real_model_the_lemmas_gamma_never_fires_and_the_calibrated_tells(stories):
     anatomy, public, *data = stories
+    lemma = AttentionMembership(3, public, gamma="lemma", attention=PUBLISHED)
+    lemma.prepare(anatomy)
+    _, bits, members = played(lemma, *data, 4)
+    assert not any(members)
+    assert sum(bits) == 2
     attack = attention(3, public)
     attack.prepare(anatomy)
     scores, bits, members = played(attack, *data, 40)

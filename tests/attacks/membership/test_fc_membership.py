@@ -12,8 +12,6 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import crafted_layers
-from benchmarks.crafted_layers import craft
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import fc as crafted_fc
 from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
@@ -33,7 +31,7 @@ def by_autograd(attack, targets, hidden, mask, upstream):
     for b in range(len(hidden)):
         grads = []
         for target in targets:
-            layers = craft(attack, target)
+            layers = attack.craft(target)
             part = None if mask is None else mask[b : b + 1]
             out = layers(hidden[b : b + 1], part)
             (out * upstream[b : b + 1, :, None]).sum().backward()
@@ -53,7 +51,7 @@ def games(draw):
     zone = draw(st.sampled_from(["auto", 0.0, 0.1]))
     ladder = draw(st.sampled_from(["auto", (1.0,), (0.25, 1.0, 8.0)]))
     attack = FCMembership(1, granularity, tau, zone, tokens=tokens, ladder=ladder)
-    attack.meet(RunFacts(precision=draw(st.sampled_from(["fp32", "bf16"]))))
+    attack.set_precision(draw(st.sampled_from(["fp32", "bf16"])))
     rng = generator(seed)
     hidden = torch.randn(b, length, d, generator=rng, dtype=torch.float64)
     mask = None
@@ -107,7 +105,7 @@ def test_the_games_of_the_test_above_have_members_and_non_members():
 def test_the_weights_are_those_of_equation_6():
     target = torch.tensor([0.5, -2.0, 3.0])
     attack = FCMembership(1, tau=0.25, dead_zone=0.0, ladder=(1.0,))
-    layers = craft(attack, target)
+    layers = attack.craft(target)
     eye = torch.eye(3)
     assert torch.equal(layers.first.weight, torch.cat([eye, -eye]))
     assert torch.equal(layers.first.bias, torch.cat([-target, target]))
@@ -121,7 +119,7 @@ def test_the_weights_are_those_of_equation_6():
 
 def test_the_dead_zone_is_in_the_first_bias():
     target = torch.tensor([0.5, -2.0])
-    layers = craft(FCMembership(1, tau=1.0, dead_zone=0.1, ladder=(1.0,)), target)
+    layers = FCMembership(1, tau=1.0, dead_zone=0.1, ladder=(1.0,)).craft(target)
     torch.testing.assert_close(layers.first.bias, torch.tensor([-0.6, 1.9, 0.4, -2.1]))
     within = (target + torch.tensor([0.09, -0.09]))[None, None].requires_grad_()
     out = layers(within)
@@ -134,9 +132,9 @@ def test_a_first_layer_too_large_to_store_gives_the_same_numbers(monkeypatch):
     attack = FCMembership(1, "full", tau=30.0, dead_zone=0.02, tokens=4)
     target = torch.randn(32, generator=generator(1))
     hidden = torch.randn(3, 4, 8, generator=generator(2))
-    stored = craft(attack, target)
-    monkeypatch.setattr(crafted_layers, "MAX_STORED_WEIGHTS", 10)
-    applied = craft(attack, target)
+    stored = attack.craft(target)
+    monkeypatch.setattr(crafted_fc, "MAX_STORED_WEIGHTS", 10)
+    applied = attack.craft(target)
     assert stored.first.weight is not None
     assert applied.first.weight is None
     torch.testing.assert_close(applied(hidden), stored(hidden))
@@ -145,7 +143,7 @@ def test_a_first_layer_too_large_to_store_gives_the_same_numbers(monkeypatch):
 def test_crafting_draws_nothing_and_computes_in_its_own_precision():
     state = torch.get_rng_state()
     target = torch.randn(8, generator=generator())
-    layers = craft(FCMembership(1), target.bfloat16())
+    layers = FCMembership(1).craft(target.bfloat16())
     assert torch.equal(torch.get_rng_state(), state)
     assert layers.bias.dtype == torch.float32
     hidden = target.bfloat16()[None, None]
@@ -264,7 +262,7 @@ def test_half_precision_is_read_as_it_is():
     assert attack.guess(ours.sum(0)).members.all()
     assert not torch.equal(attack.settings(hidden[0])[0], attack.settings(hidden[0].float())[0])
     explicit = FCMembership(1)
-    explicit.meet(RunFacts(precision="bf16"))
+    explicit.set_precision("bf16")
     same = explicit.gradient(hidden[0].float(), hidden.float(), None, upstream.float())
     assert torch.equal(same, ours)
     assert wide.shape == ours.shape
@@ -281,11 +279,11 @@ def test_tau_follows_the_precision_and_the_size_of_the_target():
     assert tau(attack) == pytest.approx(SAFE["fp32"][0] * size)
     assert tau(attack, 1000.0) == pytest.approx(1000 * SAFE["fp32"][0] * size)
     explicit = FCMembership(1)
-    explicit.meet(RunFacts(precision="bf16"))
+    explicit.set_precision("bf16")
     assert tau(explicit) == pytest.approx(SAFE["bf16"][0] * size)
     attack.prepare(find_anatomy(models.tiny_gpt2()))
     for trainers, ours in (("32-true", "fp32"), ("16-mixed", "fp16"), ("bf16-mixed", "bf16")):
-        attack.meet(RunFacts(precision=trainers))
+        attack.set_precision(trainers)
         taus, zones = attack.settings(target)
         assert float(taus[0, attack.guess_rung]) == pytest.approx(SAFE[ours][0] * size)
         assert float(zones[0]) == pytest.approx(SAFE[ours][1] * size / 32)
@@ -369,9 +367,9 @@ def test_run_reads_the_newest_crafted_gradient_and_its_noise():
         (lambda: FCMembership(1, ladder=(0.5, 2.0)), "ladder must be"),
         (lambda: FCMembership(1, ladder=(2.0, 1.0)), "ascending"),
         (lambda: FCMembership(1, ladder=()), "ladder"),
-        (lambda: FCMembership(1).meet(RunFacts(precision="int8")), "precision"),
-        (lambda: craft(FCMembership(1), torch.zeros(4)), "all zeros"),
-        (lambda: craft(FCMembership(1), torch.full((4,), torch.nan)), "not finite"),
+        (lambda: FCMembership(1).set_precision("int8"), "precision"),
+        (lambda: FCMembership(1).craft(torch.zeros(4)), "all zeros"),
+        (lambda: FCMembership(1).craft(torch.full((4,), torch.nan)), "not finite"),
         (lambda: FCMembership(9).prepare(find_anatomy(models.tiny_gpt2())), "out of range"),
     ],
 )

@@ -69,7 +69,7 @@ def test_tensors_come_back():
 @pytest.mark.parametrize(
     ("hidden", "ridge", "words"),
     [
-        (states(8, 8), 0.1, "8 public tokens cannot whiten 8 dimensions"),
+        (states(8, 8), 0.1, "8 tokens of public text cannot whiten 8 dimensions"),
         (torch.ones(50, 4), 0.1, "fewer than half of the 4 dimensions"),
         (torch.cat([torch.randn(50, 1), torch.zeros(50, 3)], 1), 0.1, "more varied text"),
     ],

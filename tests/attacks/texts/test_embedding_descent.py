@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_fedleak.attacks.texts import embedding_descent
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
 from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.embedding_descent import (
+    DescentSettings,
     EmbeddingDescent,
     _Descent,
 )
@@ -41,10 +43,14 @@ def text(b: int = 4, length: int = 8, side: str = "right", seed: int = 1) -> tup
     return ids * mask, mask
 
 
+RARE = [field.name for field in fields(DescentSettings)]
+
+
 def prepared(
     model: nn.Module, layer: int = 2, facts: RunFacts | None = None, **settings: Any
 ) -> EmbeddingDescent:
-    attack = EmbeddingDescent(layer, **settings)
+    rare = {name: settings.pop(name) for name in RARE if name in settings}
+    attack = EmbeddingDescent(layer, descent=DescentSettings(**rare), **settings)
     attack.meet(facts or RunFacts())
     attack.prepare(find_anatomy(model))
     return attack
@@ -79,8 +85,9 @@ def test_gradient_is_that_of_the_plain_model(name: str, weighting: Any) -> None:
 
     attack = prepared(model, weighting=weighting)
     run = _Descent(attack, Sent.from_states(sent, mask), Deadline())
-    gradient = run._gradient(words, run.sent)
+    gradient, stopped = run._gradient(words, run.sent)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
+    assert not bool(stopped.any())
     assert float(gradient[mask == 0].abs().max()) == 0
 
 
@@ -156,6 +163,26 @@ def test_texts_are_found(name: str, side: str) -> None:
     assert float(guess.confidence[mask == 0].abs().sum()) == 0
 
 
+def test_the_papers_rule_stops_each_text_at_its_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_gpt2(layers=3)
+    ids, mask = text()
+    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    paper = {"weighting": "paper", "likeness": "cosine", "initial": 5, "steps": 200}
+    steps, cosines = {}, {}
+    for cosine in (0.5, 0.98):
+        monkeypatch.setattr(embedding_descent, "PAPER_COSINE", cosine)
+        attack = prepared(model, stop="cosine", **paper)
+        run = _Descent(attack, Sent.from_states(sent, mask), Deadline())
+        first = attack.table.embeddings[5].expand(*ids.shape, -1)
+        assert torch.equal(run.variables, first)
+        run.descend(200)
+        hidden = attack.bottom.hidden_from(run.variables, mask)
+        steps[cosine], cosines[cosine] = run.steps, run.sent.cosines(hidden)
+    assert bool((cosines[0.98] >= 0.97).all())
+    assert bool((steps[0.5] < steps[0.98]).all())
+    assert int(steps[0.98].max()) < 200
+
+
 def test_with_noise_it_settles() -> None:
     model = tiny_llama(layers=2)
     ids, mask = text()
@@ -201,8 +228,8 @@ def test_a_budget_is_kept_and_dealt_out_to_all_texts(monkeypatch: pytest.MonkeyP
     ids, mask = text(6)
     sent = hidden_states(find_anatomy(model), 2, ids, mask)
     monkeypatch.setattr(embedding_descent, "TOKENS_AT_ONCE", 16)
-    monkeypatch.setattr(embedding_descent, "CHECK_EVERY", 10**6)
-    attack = prepared(model, budget_seconds=0.2, steps=10**6)
+    monkeypatch.setattr(embedding_descent, "PAPER_COSINE", 1.0)
+    attack = prepared(model, budget_seconds=0.2, steps=10**6, stop="cosine")
     steps: list[int] = []
     solve = attack.solve
 

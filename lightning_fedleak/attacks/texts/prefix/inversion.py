@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.texts import base
+from lightning_fedleak.attacks.texts.base import (
+    NOTHING,
+    Deadline,
+    InversionAttack,
+    TextGuess,
+    join_guesses,
+)
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens, predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch
@@ -92,7 +98,7 @@ def _regressed(features: Tensor, sample: Tensor, states: Tensor) -> Tensor:
     return torch.addmm(offset.float(), features, weights.float())
 
 
-class PrefixInversion(base.InversionAttack):
+class PrefixInversion(InversionAttack):
     """The exact text of hidden states at the split, from left to right, for causal models.
 
     The server of a split model owns the bottom model. It runs candidates for each token after the
@@ -174,8 +180,9 @@ class PrefixInversion(base.InversionAttack):
         self._copy_bottom(anatomy)
         if not self.bottom.causal:
             raise ValueError(
-                f"{type(anatomy.model).__name__} is not causal: its hidden states depend on later "
-                "tokens; use EmbeddingDescent, with sweeps, for encoders"
+                f"{type(anatomy.model).__name__} is not causal: a hidden state at layer "
+                f"{self.layer} depends on later tokens, so that a text cannot be recovered left to "
+                "right; use EmbeddingDescent, with sweeps, for encoders"
             )
         self._table_step = None
         self._learn()
@@ -226,33 +233,31 @@ class PrefixInversion(base.InversionAttack):
 
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> base.TextGuess:
+    ) -> TextGuess:
         """Return the texts; the confidence is one minus the ratio of best and second distance."""
         bottom = self.bottom
         whole = Layout.from_masks(hidden.shape[:2], attention_mask, position_ids).to(bottom.device)
-        deadline = base.Deadline(self.budget_seconds)
+        deadline = Deadline(self.budget_seconds)
         size = AT_ONCE.get(bottom.device.type, AT_ONCE_OTHERWISE)
-        guesses: list[base.TextGuess] = []
+        guesses: list[TextGuess] = []
         noised, spread = self.noised, self._spread(hidden, attention_mask)
         with torch.no_grad(), bottom.session():
             for a in range(0, len(hidden), size):
                 part = hidden[a : a + size].to(bottom.device)
                 layout = whole[torch.arange(a, a + len(part), device=bottom.device)]
                 if deadline.passed:
-                    nothing = torch.full_like(part[..., 0], base.NOTHING, dtype=torch.int64)
-                    guesses.append(
-                        base.TextGuess(nothing, torch.zeros_like(nothing).float(), False)
-                    )
+                    nothing = torch.full_like(part[..., 0], NOTHING, dtype=torch.int64)
+                    guesses.append(TextGuess(nothing, torch.zeros_like(nothing).float(), False))
                     continue
                 batches = -(-(len(hidden) - a) // size)
                 search = self._search(part, layout, deadline.share(batches), noised)
                 guess = search.run(spread)
                 noised = True if search.decision.noised else noised
-                tokens = guess.tokens if guess.candidates else guess.tokens.fill_(base.NOTHING)
+                tokens = guess.tokens if guess.candidates else guess.tokens.fill_(NOTHING)
                 assert guess.confidence is not None
-                columns = layout.spread(tokens, base.NOTHING), layout.spread(guess.confidence, 0.0)
-                guesses.append(base.TextGuess(*columns, guess.finished, guess.candidates))
-        return base.join_guesses(guesses, hidden.device)
+                columns = layout.spread(tokens, NOTHING), layout.spread(guess.confidence, 0.0)
+                guesses.append(TextGuess(*columns, guess.finished, guess.candidates))
+        return join_guesses(guesses, hidden.device)
 
     def _spread(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Return (d,) what noise adds to the states, by their variance beyond public text's."""
@@ -268,7 +273,7 @@ class PrefixInversion(base.InversionAttack):
         return torch.maximum(excess, 0.5 * share * variance).sqrt()
 
     def _search(
-        self, hidden: Tensor, layout: Layout, deadline: base.Deadline, noised: bool | None
+        self, hidden: Tensor, layout: Layout, deadline: Deadline, noised: bool | None
     ) -> PrefixSearch:
         assert self._table is not None
         top = None

@@ -50,9 +50,10 @@ def make_adversary(
     if name == "relaxation":
         return TokenRelaxation(layer, lr=RELAXATION_LR, initial="mean", **common)
     if name == "paper":
+        common["descent"] = attacks.DescentSettings(weighting="paper")
         start: Literal["mean"] | int = "mean" if hello is None else hello
         return attacks.EmbeddingDescent(
-            layer, lr=PAPER_LR, likeness="cosine", initial=start, weighting="paper", **common
+            layer, lr=PAPER_LR, likeness="cosine", initial=start, **common
         )
     if name == "sweeps":
         return attacks.EmbeddingDescent(

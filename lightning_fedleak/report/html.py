@@ -13,12 +13,13 @@ from importlib.resources import files
 import jinja2
 from markupsafe import Markup
 
+from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.charts import MOST_DRAWN, compared_figures, figures
 from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.content import Findings, together
-from lightning_fedleak.report.edpb import NOT_TRIED, on_model, tiers
+from lightning_fedleak.report.edpb import NOT_TRIED, on_model, smallest_rate, tiers
 from lightning_fedleak.report.fits import FitSummary, last_and_best
-from lightning_fedleak.report.records import MetricValue
+from lightning_fedleak.report.records import JsonObject, MetricValue, as_json
 from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.registry import RELEASE, RELEASE_FIELDS
 from lightning_fedleak.report.wording import (
@@ -230,6 +231,29 @@ def model_card(findings: Findings) -> str:
     release = (f"- {name}: {_plain(value)}" for name, value in _release(findings))
     lines += ["", "Release:", "", *release]
     return "\n".join(lines) + "\n"
+
+
+def leakage_file(findings: Findings) -> JsonObject:
+    """Return the content of ``leakage.json``: what a model card says, for programs."""
+    runs = []
+    for fit, row in zip(findings.runs, as_json(findings)["runs"], strict=True):
+        attacks = [_attack_facts(*pair) for pair in zip(fit.attacks, row["attacks"], strict=True)]
+        privacy = {account.defense: account.claim for account in fit.privacy}
+        more = {"attacks": attacks, "privacy": privacy}
+        runs.append({name: row[name] for name in _OF_A_RUN} | more)
+    facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
+    return {**facts, "runs": runs, "release": findings.people.get(RELEASE, {})}
+
+
+_OF_A_RUN = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")
+_OF_AN_ATTACK = ("name", "stage", "family", "headline", "chance", "looks", "control", "why_unknown")
+
+
+def _attack_facts(attack: AttackSummary, row: JsonObject) -> JsonObject:
+    rate, smallest = as_json(attack.last or MetricValue()), smallest_rate(attack)
+    smallest = None if smallest is None or smallest >= 1 else smallest
+    facts = {name: row[name] for name in _OF_AN_ATTACK} | {"n": attack.last_n, **rate}
+    return {**facts, "stale": attack.stale, "smallest_rate_detected": smallest}
 
 
 def _fit_lines(fit: FitSummary) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,6 +34,7 @@ _USED_UP = (
     "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
     "which are used up. Leave rows out of it by a fresh draw, and train on the rest."
 )
+_UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
 _HEADLINES = "combined", "loss_ratio_short"
 """The attacks whose AUC --at-most limits: on long texts, and on short ones."""
 _WORDS = "8 label tokens or more", "1 to 7 label tokens"
@@ -56,12 +57,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: a model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    _check(options)
+    limits = _limits(options)
     reader = _reader(options)
     try:
         members, others = reader.read(options.members), reader.read(options.others)
     except UnknownLabels as error:
         console.print(f"UNKNOWN: {error}.")
+        _summarize(options.summary, BREACH, [f"UNKNOWN: {error}."], [])
         return BREACH
     pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
@@ -104,15 +106,37 @@ def run(options: Namespace, console: Console | None = None) -> int:
         content |= {"short_answers": _content(results[1], pools[1])} if len(pools) > 1 else {}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
-    if options.at_most is None:
-        return BREACH if options.records is not None and not counts else 0
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}
     values |= {name: one for each in results for name, one in each.values.items()}
     values |= {} if uncounted else {"records": counts}
-    breaches = breaches_of(values if is_known else {}, options.metric, options.at_most)
+    known = values if is_known else {}
+    breaches = [breach for limit in limits for breach in breaches_of(known, *limit)]
     for breach in breaches:
         console.print(f"BREACH: {breach}")
-    return BREACH if breaches else 0
+    is_unlisted = not limits and options.records is not None and not counts
+    status = BREACH if breaches or is_unlisted else 0
+    sentences = [*breaches, *absent.values(), *([] if is_known else [_UNKNOWN])]
+    sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
+    _summarize(options.summary, status, sentences, [_table(result) for result in results])
+    return status
+
+
+def _summarize(
+    path: Path | None, status: int, sentences: Sequence[str], tables: Sequence[Table]
+) -> None:
+    """Add what was found to a file of Markdown, with no more than is printed; None writes none."""
+    if path is None:
+        return
+    outcome = {0: "passed", BREACH: "FAILED: above a limit, or unknown"}[status]
+    lines = [f"### What the trained weights give away: {outcome}", ""]
+    for table in tables:
+        headers = [str(column.header) for column in table.columns]
+        cells = zip(*(column.cells for column in table.columns), strict=True)
+        rows = [headers, ["---"] * len(headers), *cells]
+        lines += [f"| {' | '.join(map(str, row))} |" for row in rows] + [""]
+    lines += [f"- {' '.join(sentence.split())}" for sentence in sentences]
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
 
 
 def _pools(
@@ -168,12 +192,19 @@ def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn
         console.print(sentence)
 
 
-def _check(options: Namespace) -> None:
-    """Raise an error for options that contradict each other."""
-    if options.metric == "at_least" and options.records is None:
+def _limits(options: Namespace) -> list[tuple[str, float]]:
+    """Return each metric that is limited, and its limit.
+
+    Raises:
+        SourceError: options contradict each other.
+    """
+    limits = [(metric or options.metric, limit) for metric, limit in options.at_most or ()]
+    if options.records is None and "at_least" in {options.metric, *(name for name, _ in limits)}:
         raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
-    if options.metric != "at_least" and (options.at_most or 0) > 1:
-        raise SourceError(f"--at-most {options.at_most:g} is above 1: {options.metric} is a share")
+    for metric, limit in limits:
+        if metric != "at_least" and limit > 1:
+            raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
+    return limits
 
 
 def _reader(options: Namespace) -> RowReader:

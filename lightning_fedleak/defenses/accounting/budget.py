@@ -269,6 +269,7 @@ class Budget:
         state: dict[str, Tensor | int | float | str] = {}
         if self.rate is not None and self.delta is not None:
             state["rate"], state["delta"] = self.rate, self.delta
+            state["sampling"] = self.sampling
         if self.notches:
             state["notches"] = self.notches
         if self.noise_multiplier is not None:
@@ -290,22 +291,27 @@ class Budget:
             How many releases the state has accounted; a ledger may hold more.
 
         Raises:
-            DefenseError: they were made under another kind of accountant or, with a filter, under
-                another budget.
+            DefenseError: they were made under another kind of accountant or of sampling, or, with
+                a filter, under another budget.
         """
         account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
+        rows = torch.as_tensor(account.get("releases", torch.zeros(0, 3)))
+        counted = int(rows[:, 2].sum())
         filtered = "orders" in account
+        sampling = state.get("sampling", self.sampling)
         refusals = {
             f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
             f"accountant={self.kind!r}. A budget holds from the first release on: go on with the "
             "accountant of the checkpoint, or begin a new run.": (
                 filtered != (self.kind == "filter")
             ),
+            f"accounted as sampling={sampling!r}, and this run's are as {self.sampling!r}. Draw as "
+            "before, or begin a new run.": sampling != self.sampling,
             "drawn or noised by a rule that is gone (truncated batches, a noise schedule). Begin a "
             "new run.": "truncated_at" in state or "factors" in state,
         }
-        owner = f"{self.owner}: the checkpoint's {releases} releases were "
-        refuse(owner, refusals if releases else {})
+        owner = f"{self.owner}: the checkpoint's {releases or counted} releases were "
+        refuse(owner, refusals if releases or counted else {})
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
             # Until the data are known, `privacy` needs them.
@@ -316,8 +322,7 @@ class Budget:
             self._calibrated = True
         self._covered = 0
         self.accountant.load_state_dict(account)
-        counted = account.get("releases")
-        return 0 if counted is None else int(torch.as_tensor(counted)[:, 2].sum())
+        return counted
 
     def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> AnyAccountant:
         if self.kind == "filter":

@@ -31,6 +31,7 @@ from lightning_fedleak.report.records.files import read_results as read_results
 from lightning_fedleak.report.records.lines import NOT_PLAYED as NOT_PLAYED
 from lightning_fedleak.report.records.lines import AttackFacts as AttackFacts
 from lightning_fedleak.report.records.lines import BeginLine as BeginLine
+from lightning_fedleak.report.records.lines import CheckpointLine as CheckpointLine
 from lightning_fedleak.report.records.lines import DefenseFacts as DefenseFacts
 from lightning_fedleak.report.records.lines import DefenseLine as DefenseLine
 from lightning_fedleak.report.records.lines import EndedFit as EndedFit
@@ -44,6 +45,7 @@ from lightning_fedleak.report.records.lines import MetricValue as MetricValue
 from lightning_fedleak.report.records.lines import ModelFacts as ModelFacts
 from lightning_fedleak.report.records.lines import MonitorFacts as MonitorFacts
 from lightning_fedleak.report.records.lines import NotPlayed as NotPlayed
+from lightning_fedleak.report.records.lines import PlanLine as PlanLine
 from lightning_fedleak.report.records.lines import PoolLine as PoolLine
 from lightning_fedleak.report.records.lines import ReleasesBefore as ReleasesBefore
 from lightning_fedleak.report.records.lines import ResultLine as ResultLine

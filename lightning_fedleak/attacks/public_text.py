@@ -171,6 +171,11 @@ class PublicText:
         texts = [s[i % 2 :] if len(s) > 2 else s for i, s in enumerate(self.sentences)]
         return PublicText(texts, targets=self.targets)
 
+    @staticmethod
+    def label(public_text: PublicText | Sampled | None) -> str | None:
+        """Return what identifies a public text: its digest, ``"sampled"``, or None."""
+        return public_text.digest if isinstance(public_text, PublicText) else public_text
+
     @classmethod
     def sampled_from(cls, anatomy: Anatomy, n: int, length: int, seed: int = 0) -> PublicText:
         """Return text that a causal model writes itself, to calibrate without any text.
@@ -208,12 +213,12 @@ class PublicText:
         if isinstance(public_text, str):
             if public_text == "sampled":
                 return "sampled"
-            raise ValueError("public_text must be texts, ids or 'sampled', not one string")
+            raise ValueError("public_text must be texts, token ids or 'sampled', not one string")
         return cls(public_text, tokenizer)
 
     @classmethod
     def parse_required(
-        cls, public_text: TextSource | None, tokenizer: Any = None
+        cls, public_text: TextSource | None, tokenizer: Any, attack: str
     ) -> PublicText | Sampled:
         """Return what :meth:`parse` returns, for an attack that cannot do without.
 
@@ -221,7 +226,7 @@ class PublicText:
             ValueError: there is none.
         """
         if (text := cls.parse(public_text, tokenizer)) is None:
-            raise ValueError("the attack needs public_text: texts like the clients', or 'sampled'")
+            raise ValueError(f"{attack} needs public_text: texts like the clients', or 'sampled'")
         return text
 
     @classmethod

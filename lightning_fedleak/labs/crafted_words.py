@@ -192,7 +192,8 @@ class CraftedAdapterWords(attacks.Attack):
     ) -> None:
         super().__init__(name)
         self.adapter = adapter
-        self.public_text = attacks.PublicText.parse_required(public_text, tokenizer)
+        attack = type(self).__name__
+        self.public_text = attacks.PublicText.parse_required(public_text, tokenizer, attack)
         self.shape = shape or RoundShape()
         self.rounds = check_integer("rounds", rounds)
         self.rows, self.seed = rows or crafted_rows.RowSettings(), seed

@@ -229,7 +229,6 @@ class RehearsedLabels(attacks.Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "rehearsed_labels"
-    config_names = ("public_text", "shapes", "rehearsals", "seed")
     needs_plain_inputs = True
     restores_fully = False
 
@@ -246,7 +245,8 @@ class RehearsedLabels(attacks.Attack):
         super().__init__(name)
         if not shapes or rehearsals < 12:  # two pairs are held out of a readout then
             raise ValueError(f"shapes must hold one, rehearsals be >= 12: {shapes}, {rehearsals}")
-        self.public_text = attacks.PublicText.parse_required(public_text, tokenizer)
+        attack = type(self).__name__
+        self.public_text = attacks.PublicText.parse_required(public_text, tokenizer, attack)
         self.shapes = tuple((int(texts), int(tokens)) for texts, tokens in shapes)
         self.rehearsals = rehearsals
         self.seed = seed
@@ -323,7 +323,9 @@ class RehearsedLabels(attacks.Attack):
         """
         snapshot = view.gradients[-1]
         if isinstance(snapshot, UpdateSnapshot) or snapshot.noise_std != 0:
-            raise Inapplicable("rehearsals are single steps without noise, as the attack's must be")
+            raise Inapplicable(
+                "rehearsals are single steps without noise: measure gradients of undefended steps"
+            )
         if self._readout is None:
             raise NotYet("no map that is read had a gradient in the rehearsals")
         gradients = {f.part.name: view.gradient(f.part.name) for f in self._readout.filters}
@@ -361,6 +363,15 @@ class RehearsedLabels(attacks.Attack):
                 wide = m.factor != "B" and shared.width >= anatomy.hidden_size
                 if wide and weight is not None and m.name.startswith(first):
                     yield m.name, 1 - m.axis, shared
+
+    def config(self) -> dict[str, object]:
+        """Return the settings that name this attack in reports."""
+        return {
+            "public_text": attacks.PublicText.label(self.public_text),
+            "shapes": str(self.shapes),
+            "rehearsals": self.rehearsals,
+            "seed": self.seed,
+        }
 
 
 def _held_out_gains(

@@ -294,7 +294,10 @@ class TokenBatch:
         words = self.labels is not None and self.kind != "classifier"
         targets = self.target_ids() if words or self.kind == "causal" else None
         if words and targets is not None and _any_outside(targets, n_labels):
-            raise _contradiction(f"labels hold ids outside the vocabulary of {n_labels}")
+            raise _contradiction(
+                f"labels hold ids outside the vocabulary of {n_labels} (the loss ignores "
+                f"{IGNORE_INDEX})"
+            )
         ids = _unmasked(self.input_ids, self.attention_mask)
         if readable is not None and _any_outside(ids, readable):
             raise _contradiction(f"input_ids hold ids outside the vocabulary of {readable}")
@@ -489,7 +492,11 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
     ids, mask, positions = get("input_ids"), get("attention_mask"), get("position_ids")
     labels, preferences = _labels(batch, get, kind)
     if isinstance(positions, Tensor) and positions.dim() != 2:
-        raise _error("position_ids of M-RoPE: leave them out where each row is one text", positions)
+        raise _error(
+            "position_ids of M-RoPE and others that are not (B, L) do not say where documents "
+            "begin: leave them out where each row is one text",
+            positions,
+        )
     documents: Tensor | None = None
     if isinstance(ids, Tensor) and ids.dim() == 2:
         documents = _marked_documents(ids, get)

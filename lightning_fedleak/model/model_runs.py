@@ -357,10 +357,14 @@ def check_text(
         empty = int((mask == 0).all(1).nonzero()[0])
         raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
     if positions is not None and not takes(anatomy.model, "position_ids"):
-        raise ValueError(f"{type(anatomy.model).__name__}.forward takes no position_ids")
+        model = without_peft(anatomy.model)
+        raise ValueError(f"{type(model).__name__}.forward takes no position_ids")
     context = context_length(anatomy)
     if context is not None and input_ids.shape[1] > context:
-        raise ValueError(f"truncate {input_ids.shape[1]} tokens to the model's context, {context}")
+        raise ValueError(
+            f"the texts are {input_ids.shape[1]} tokens long, but the model's context holds "
+            f"{context}; truncate them"
+        )
 
 
 def context_length(anatomy: Anatomy) -> int | None:
@@ -579,7 +583,10 @@ def logits_in(output: Any) -> Tensor:
     if isinstance(logits, (tuple, list)):
         logits = logits[0]
     if not isinstance(logits, Tensor):
-        raise ValueError(f"the model returned {type(output).__name__}, which holds no logits")
+        raise ValueError(
+            f"the model returned {type(output).__name__}; expected logits as a tensor, as the "
+            "first of a tuple, or as `.logits`"
+        )
     return logits
 
 

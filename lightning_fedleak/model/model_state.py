@@ -30,10 +30,23 @@ MOST = 1 << 14
 _TRUSTED = ("torch", "transformers", "peft", "accelerate", "lightning_fedleak")
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _ATOMS = frozenset(
-    (
-        *(type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType),
-        *(torch.dtype, torch.device, torch.Size, BuiltinFunctionType, partial),
-    )
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        FunctionType,
+        MethodType,
+        BuiltinFunctionType,
+        partial,
+    }
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

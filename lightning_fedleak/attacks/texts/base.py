@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_fedleak.attacks import base
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, CopiedModel
@@ -252,6 +253,13 @@ class Sent:
     def relative_errors(self, hidden: Tensor) -> Tensor:
         """Return the distance (B, L) from what was sent over the norm of what was sent."""
         return self.squared_errors(hidden).clamp(min=TINY**2).sqrt() * self.real / self.norms
+
+    def cosines(self, hidden: Tensor) -> Tensor:
+        """Return the cosine (B,) of each text's hidden states, as one vector, with those sent."""
+        weights = self.real[..., None]
+        states = (hidden.to(self.hidden.dtype) * weights).flatten(1)
+        cosines: Tensor = F.cosine_similarity(states, (self.hidden * weights).flatten(1), dim=1)
+        return cosines
 
 
 class Deadline:

@@ -166,7 +166,8 @@ class BottomModel(CopiedModel):
                 if hasattr(p, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
                     raise TypeError(
                         f"{type(module).__name__} is sharded over processes (FSDP or tensor "
-                        "parallel); attacks on hidden states need a model that is not"
+                        "parallel), and a copy of the bottom model needs it whole: give the "
+                        "attack a model that is not sharded"
                     )
                 if id(p) not in copies:
                     copies[id(p)] = p.detach().clone() if p.requires_grad else p.detach()

@@ -144,7 +144,8 @@ class AlignedFlatChat(base.Attack):
         self.refresh_every = check_integer("refresh_every", refresh_every)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
-        self.public_text = PublicText.parse_required(public_text, tokenizer)
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.tokenizer = tokenizer
         self.lengths = tuple(lengths)
         self.steps: LocalSteps | None = None

@@ -259,7 +259,7 @@ class SubspaceWords(base.Attack):
         guess, _ = do_once(key, lambda: (self._read(view), snapshot))  # which keeps its id in use
         return replace(guess, capacity=self._capacity or None)
 
-    def _read(self, view: Observation) -> WordGuess:
+    def _read(self, view: Observation) -> base.WordGuess:
         snapshot = view.gradients[-1]
         if math.isnan(snapshot.noise_std):
             raise base.UnusableObservation("a defence does not say how much noise it adds")

@@ -202,7 +202,8 @@ def place_of(anatomy: Anatomy, layer: int) -> Place:
     if not blocks:
         raise ValueError("no transformer blocks were found: name them, anatomy={'blocks': 'path'}")
     if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= len(blocks):
-        raise ValueError(f"layer={layer!r} is out of range: the model has {len(blocks)} blocks")
+        n = len(blocks)
+        raise ValueError(f"layer={layer!r} is out of range: the model has {n} blocks, so 0 to {n}")
     name, module = blocks[max(0, layer - 1)]
     if layer == 0:
         return Place(f"{name}.input", unwrap(module), "input")

@@ -42,16 +42,17 @@ class ModelCalls:
         self._armed = False
         self._root = anatomy.root
 
-        self._handle = anatomy.model.register_forward_pre_hook(self._record, with_kwargs=True)
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def record(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            if self._armed and torch.is_grad_enabled():
+                self._note(model, args, kwargs)
+
+        self._handle = anatomy.model.register_forward_pre_hook(record, with_kwargs=True)
         model_runs.reset_compiled(anatomy.root)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @raised_when_read
-    def _record(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        if self._armed and torch.is_grad_enabled():
-            self._calls.append(arguments_of(model, args, kwargs))
+    def _note(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        self._calls.append(arguments_of(model, args, kwargs))
 
     @property
     def calls(self) -> list[dict[str, object]]:

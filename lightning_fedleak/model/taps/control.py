@@ -116,7 +116,7 @@ def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
 def _rows(read: ReadCall) -> PlacedRows:
     if read.placed is None:
         raise UnusableObservation(
-            "neither the step's graph nor its batch shows which label is where"
+            "neither the step's graph nor its batch shows which labels have which gradient"
         )
     return read.placed
 

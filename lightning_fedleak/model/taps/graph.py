@@ -474,7 +474,9 @@ def _placed(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
         return placed
     matches = [_share_of_next(one, ids) for one in (first, placed)]
     if kind != "causal" or max(matches) < MIN_MATCHES or matches[0] == matches[1]:
-        raise BatchError(f"for which of {length} tokens the {width} logits are is not known")
+        raise BatchError(
+            f"the head gave {width} logits for texts of {length} tokens: for which is not known"
+        )
     return first if matches[0] > matches[1] else placed
 
 

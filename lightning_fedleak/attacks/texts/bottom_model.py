@@ -160,6 +160,7 @@ class BottomModel(CopiedModel):
             above.append(self.anatomy.head)
         skipped = {id(m) for module in above for m in module.modules()}
         modules = [m for m in self.anatomy.model.modules() if id(m) not in skipped]
+        self._weights = []  # frees the copies of earlier steps
         copies: dict[int, Tensor] = {}
         for module in modules:
             for p in module.parameters(recurse=False):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_fedleak.report.attacks import RELEASED, AttackSummary
-from lightning_fedleak.report.records import CANARIES
+from lightning_fedleak.report.records import CANARIES, PLANTED
 from lightning_fedleak.report.wording import NOT_RECORDED, interval, share
 
 NOT_TRIED = "not tried"
@@ -89,7 +89,7 @@ def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
 
 def _is_on_texts(attack: AttackSummary) -> bool:
     """Return whether an attack asks the trained model about the data's own texts."""
-    return attack.stage == RELEASED and attack.family.name != CANARIES.name
+    return attack.stage == RELEASED and attack.family.name not in PLANTED
 
 
 def _without_result(attacks: Sequence[AttackSummary]) -> list[str]:

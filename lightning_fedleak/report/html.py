@@ -16,7 +16,7 @@ from markupsafe import Markup
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.charts import MOST_DRAWN, compared_figures, figures
 from lightning_fedleak.report.comparing import names_of
-from lightning_fedleak.report.content import Findings, together
+from lightning_fedleak.report.content import Findings, given_away, together
 from lightning_fedleak.report.edpb import NOT_TRIED, on_model, smallest_rate, tiers
 from lightning_fedleak.report.fits import FitSummary, last_and_best
 from lightning_fedleak.report.records import JsonObject, MetricValue, as_json
@@ -58,7 +58,12 @@ def _template() -> jinja2.Template:
         "most_drawn": MOST_DRAWN,
         "together": together,
     }
-    environment.globals |= {"terms": glossary, "questions": questions, "tiers": tiers}
+    environment.globals |= {
+        "given_away": given_away,
+        "terms": glossary,
+        "questions": questions,
+        "tiers": tiers,
+    }
     script = _source("page.js")
     environment.globals |= {
         "ends": _ends,
@@ -268,6 +273,9 @@ def _fit_lines(fit: FitSummary) -> list[str]:
         "|---|---|---|---|",
         *("| " + " | ".join(map(_plain, row)) + " |" for row in rows),
     ]
+    if counted := given_away(fit):
+        lines += ["", "| which records, what in them | latest counts |", "|---|---|"]
+        lines += [f"| {_plain(what)} | {_plain(counts)} |" for what, counts in counted]
     missing = [one.name for one in fit.named_attacks if one.tried == NOT_TRIED]
     lines += ["", f"Not tried: {', '.join(missing) or 'none of the six'}.", ""]
     if fit.not_tested:

@@ -63,7 +63,7 @@ def _number(
     return {"default": default, "metavar": metavar, "type": kind}
 
 
-_METRICS = ("auc", "shown", "extracted", "greedy", "at_least")
+_METRICS = ("auc", "shown", "extracted", "greedy", "at_least", "prompts")
 
 
 def _limit(text: str) -> tuple[str | None, float]:
@@ -306,8 +306,8 @@ def memorization(add: Add) -> None:
             p-values and a list, and no text. See fedleak records.
         false_discoveries: rate of that list: the expected share of rows in it that chance explains.
         metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, the excess of
-            members that are extracted in samples or greedily, or with --records the number of rows
-            that are given away at least.
+            members that are extracted in samples or greedily, with --records the number of rows
+            that are given away at least, or the AUC of prompts, which have no loss.
         at_most: exit with status 3 where its interval reaches above, or it is unknown. May be given
             several times, as 0.6 for --metric, or as extracted=0.05.
         summary: file that a table in Markdown is added to, such as the summary of a CI job. It

@@ -168,7 +168,7 @@ class PrivateTrainingCheck:
         if self._scales is not None:
             scales = self._scales[start : self._rows].to(logits)
             scales = scales.view(-1, *[1] * (logits.dim() - 1))
-            logits.register_hook(lambda gradient: gradient * scales)
+            logits.register_hook(lambda gradient: gradient * scales)  # type: ignore[no-untyped-call]
 
     def _read(self, optimizer: Optimizer) -> None:
         """Read what an optimizer takes its step with; outside of probes only count the step."""
@@ -222,7 +222,7 @@ class PrivateTrainingCheck:
             if tensors and explain and module not in self._layers:
                 self._layers.append(module)
             for tensor in tensors if module is layer else ():
-                tensor.register_hook(lambda gradient: gradient * BOOST)
+                tensor.register_hook(lambda gradient: gradient * BOOST)  # type: ignore[no-untyped-call]
 
         self._scales, self._released, rows, self._rows = scales, [], self._rows, 0
         restore = self._saved()
@@ -230,7 +230,8 @@ class PrivateTrainingCheck:
             stack.callback(restore)
             for parameter, name in self._names.items():
                 if parameter.requires_grad:
-                    stack.callback(parameter.register_hook(partial(add, name)).remove)
+                    handle = parameter.register_hook(partial(add, name))  # type: ignore[no-untyped-call]
+                    stack.callback(handle.remove)
             for module in self._model.modules():
                 stack.callback(module.register_forward_pre_hook(entered).remove)
             self._step(copies)

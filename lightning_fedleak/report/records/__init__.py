@@ -5,8 +5,10 @@ from lightning_fedleak.report.records.controls import Judgement as Judgement
 from lightning_fedleak.report.records.controls import default_limit as default_limit
 from lightning_fedleak.report.records.controls import judged as judged
 from lightning_fedleak.report.records.families import CANARIES as CANARIES
+from lightning_fedleak.report.records.families import ENTITIES as ENTITIES
 from lightning_fedleak.report.records.families import MEMBERSHIP as MEMBERSHIP
 from lightning_fedleak.report.records.families import MEMORIZATION as MEMORIZATION
+from lightning_fedleak.report.records.families import PLANTED as PLANTED
 from lightning_fedleak.report.records.families import STANDARD_FAMILIES as STANDARD_FAMILIES
 from lightning_fedleak.report.records.families import TEXTS as TEXTS
 from lightning_fedleak.report.records.families import WORDS as WORDS

@@ -384,16 +384,17 @@ class BeamSearch:
             tokens[self.position - 1] = self.last[0]
         return tokens
 
-    def run(self, deadline: Deadline) -> bool:
+    def run(self, deadline: Deadline, *, learn: bool = True) -> bool:
         """Read the rest of the text; return False if time ran out.
 
         Args:
             deadline: checked before each forward.
+            learn: improve the spread by the distances of recovered tokens.
         """
         n, due, whole = len(self.observed), LEARN_AT, True
         while whole and self.position < n and not deadline.passed:
             whole = self._step(deadline)
-            if self.position - self.start >= due:
+            if learn and self.position - self.start >= due:
                 due *= 2
                 self._learn()
         return whole and self.position == n

@@ -47,8 +47,7 @@ class Case:
             width,
             torch.ones(self.observed.shape[1]),
         )
-        search._learn = lambda: None  # the spread stays as it is
-        self.finished = search.run(deadline or Deadline())
+        self.finished = search.run(deadline or Deadline(), learn=False)
         return search
 
     def residuals(self, tokens: torch.Tensor) -> torch.Tensor:

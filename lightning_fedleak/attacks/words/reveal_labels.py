@@ -76,7 +76,8 @@ def reveal_labels(
     deadline = time.monotonic() + max_seconds
     if torch.finfo(gradient.dtype).bits < 32:
         raise Inapplicable(
-            f"the rank of a gradient in {gradient.dtype} is not known: train the head in float32"
+            f"the rank of a gradient in {gradient.dtype} is not known: this method needs a head in "
+            "float32"
         )
     rows = _row_space(gradient)
     n_types, rank = rows.shape

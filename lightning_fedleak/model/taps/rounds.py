@@ -73,7 +73,7 @@ class LocalRound:
         name = type(self.optimizer).__name__
         if type(self.optimizer) is not getattr(torch.optim, name, None):
             raise UnusableObservation(
-                f"{name} is no class of torch.optim: its steps are not made again"
+                f"{name} is no class of torch.optim, and its steps are not made again"
             )
         groups = [
             {**group, "params": [leaves[id(p)] for p in group["params"] if id(p) in leaves]}

@@ -156,7 +156,7 @@ class SplitTap:
                 value = value.expand(shape)
             if value is not None and getattr(value, "shape", None) != shape:
                 raise UnusableObservation(
-                    f"the model received {name} that is not (B, L) = {tuple(shape)}"
+                    f"the model received {name} of another form than (B, L) = {tuple(shape)}"
                 )
             results.append(value if isinstance(value, Tensor) else None)
         return results

@@ -51,7 +51,11 @@ class LogitMap:
 
     @classmethod
     def fit(
-        cls, model: nn.Module, states: Tensor, logits: Tensor, product: Callable[[Tensor], Tensor]
+        cls,
+        model: nn.Module,
+        states: Tensor,
+        logits: Tensor,
+        product: Callable[[Tensor], Tensor],
     ) -> LogitMap:
         """Return the map from the head's product with (N, d) ``states`` to (N, V) ``logits``.
 
@@ -89,10 +93,10 @@ class LogitMap:
                     shift = None if candidate.shift is None else candidate.shift.float()
                     return replace(candidate, shift=shift)
         raise ValueError(
-            f"{type(without_peft(model)).__name__} computes its logits from its output head by "
-            f"more than scale, shift and softcap (off by {min(errors):.2g} of {size:.2g}), so that "
-            "the head's gradient is unknown; FlatChat, or AlignedFlatChat(readout='sign'), needs "
-            "none"
+            f"{type(without_peft(model)).__name__} computes its logits from its output head "
+            f"by more than scale, shift and softcap (the nearest is off by {min(errors):.2g} "
+            f"of {size:.2g}), so that the gradient of its head is unknown; FlatChat, or "
+            "AlignedFlatChat(readout='sign'), does not need it"
         )
 
     @classmethod

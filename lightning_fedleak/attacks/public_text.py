@@ -70,7 +70,8 @@ class PublicText:
         target_ids = None if targets is None else _token_ids(targets, tokenizer, "targets")
         if target_ids is not None and len(target_ids) != len(sentences):
             raise ValueError(
-                f"{len(sentences)} texts have {len(target_ids)} targets: give one for each"
+                f"PublicText got {len(sentences)} texts but {len(target_ids)} targets: "
+                "give one target for each text."
             )
         rows = [
             i
@@ -177,7 +178,13 @@ class PublicText:
         return public_text.digest if isinstance(public_text, PublicText) else public_text
 
     @classmethod
-    def sampled_from(cls, anatomy: Anatomy, n: int, length: int, seed: int = 0) -> PublicText:
+    def sampled_from(
+        cls,
+        anatomy: Anatomy,
+        n: int,
+        length: int,
+        seed: int = 0,
+    ) -> PublicText:
         """Return text that a causal model writes itself, to calibrate without any text.
 
         Args:
@@ -213,7 +220,10 @@ class PublicText:
         if isinstance(public_text, str):
             if public_text == "sampled":
                 return "sampled"
-            raise ValueError("public_text must be texts, token ids or 'sampled', not one string")
+            raise ValueError(
+                "public_text must be a PublicText, a sequence of texts (with tokenizer=) or of "
+                "token ids, or 'sampled', not one string"
+            )
         return cls(public_text, tokenizer)
 
     @classmethod
@@ -225,7 +235,8 @@ class PublicText:
         Raises:
             ValueError: there is none.
         """
-        if (text := cls.parse(public_text, tokenizer)) is None:
+        text = cls.parse(public_text, tokenizer)
+        if text is None:
             raise ValueError(f"{attack} needs public_text: texts like the clients', or 'sampled'")
         return text
 
@@ -265,7 +276,11 @@ class PublicText:
 
 
 def frequent_tokens(
-    anatomy: Anatomy, rows: int, length: int, generator: torch.Generator, size: int | None = None
+    anatomy: Anatomy,
+    rows: int,
+    length: int,
+    generator: torch.Generator,
+    size: int | None = None,
 ) -> Tensor:
     """Return random token ids (rows, length), frequent ones more often, without special tokens.
 
@@ -307,7 +322,8 @@ def _token_ids(
         if isinstance(text, str):
             if tokenizer is None:
                 raise ValueError(
-                    f"{argument} holds strings, and there is no tokenizer: pass tokenizer="
+                    f"{argument} holds strings, and there is no tokenizer: pass tokenizer=... "
+                    "(the model's own) or token ids."
                 )
             text = tokenizer(text)["input_ids"]
         token_ids.append(torch.as_tensor(text, dtype=torch.int64).reshape(-1).cpu())
@@ -331,7 +347,8 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
     """Return texts that begin with ``bos_token_id``, or with random tokens if there is none."""
     if anatomy.kind != "causal":
         raise MissingText(
-            f"only a causal model writes text, not a {anatomy.kind!r} one: pass public_text="
+            f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
+            "one: pass public_text=, texts like the clients'"
         )
     generator = torch.Generator().manual_seed(seed)
     config = getattr(anatomy.model, "config", None)

@@ -23,10 +23,15 @@ from lightning_fedleak.attacks.row_space import linear_maps
 from lightning_fedleak.attacks.row_space.atoms import Atoms, explain_kept, most_kept
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, SharedRows, explain
-from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.snapshots import (
+    Inapplicable,
+    NotYet,
+    Observation,
+    UnusableObservation,
+    explain_weight_term,
+)
 
-_TOO_MANY = "more types (and positions) than can be distinguished"
 _NOISE_SHARE = 0.7
 """Share of dropout's noise that counts in the pursuit where types are many.
 
@@ -228,7 +233,7 @@ class ReadableInput:
 
     def read(
         self,
-        view: snapshots.Observation,
+        view: Observation,
         noise: Mapping[str, float],
         autocast: torch.dtype | None,
         errors: Mapping[str, Tensor] | None = None,
@@ -263,8 +268,9 @@ class ReadableInput:
 
         if errors is not None:
             if self.is_factor_b:
-                raise snapshots.Inapplicable(
-                    "in an update of Adam, LoRA's B alone has too few directions"
+                raise Inapplicable(
+                    "in an update of Adam, LoRA's B alone has too few directions to "
+                    "distinguish words"
                 )
             doubts = [errors[m.name] if m.axis == 1 else errors[m.name].T for m in by_map]
             result = self._words(explain_uneven(gradients, doubts, find))
@@ -277,7 +283,7 @@ class ReadableInput:
                 result = replace(result, certified=False, silent=None)
         # The declared noise is without the rounding of stored weights.
         if not len(result.types) and (errors is not None or not view.gradients[-1].noise_std):
-            raise snapshots.UnusableObservation(f"no token stands out of {cause}")
+            raise UnusableObservation(f"no token stands out of {cause}")
         return result
 
     def _explain_kept(self, gradients: Sequence[Tensor], beside: Tensor) -> PursuitResult:
@@ -289,8 +295,9 @@ class ReadableInput:
         rows, atoms = most_kept(torch.cat([*gradients])), self.dictionary.rows
         types = None if self.is_factor_b else explain_kept(rows, atoms, beside, self.log_odds)
         if types is None:
-            raise snapshots.Inapplicable(
-                "no words explain the entries that top-k kept: too many words for a row, or noise"
+            raise Inapplicable(
+                "no words explain the entries that top-k compression kept: there are more words "
+                "than a row keeps entries, or noise on them"
             )
         scores = self.log_odds.double().clone()
         scores[types] = 1e6 + torch.arange(len(types), 0, -1, device=scores.device).double()
@@ -298,7 +305,7 @@ class ReadableInput:
 
     def _explain_even(
         self,
-        view: snapshots.Observation,
+        view: Observation,
         by_map: Mapping[linear_maps.LinearMap, Tensor],
         noise: Mapping[str, float],
         rounding: float,
@@ -327,7 +334,7 @@ class ReadableInput:
         cause = "what dropout adds" if any(variances) else "the rounding of what was shared"
         return result, cause
 
-    def _gradients(self, view: snapshots.Observation) -> dict[linear_maps.LinearMap, Tensor]:
+    def _gradients(self, view: Observation) -> dict[linear_maps.LinearMap, Tensor]:
         """Return (n, d) gradients of the maps, without those that are all zero.
 
         Raises:
@@ -337,8 +344,8 @@ class ReadableInput:
         if gradients:
             return gradients
         if any(m.factor == "A" for m in self.maps):
-            raise snapshots.NotYet(linear_maps.NO_GRADIENT_YET)
-        raise snapshots.UnusableObservation("the gradients of the first projections are all zero")
+            raise NotYet(linear_maps.NO_GRADIENT_YET)
+        raise UnusableObservation("the gradients of the first projections are all zero")
 
     def _rows_of_loss_terms(
         self, maps: Iterable[linear_maps.LinearMap], terms: Collection[str]
@@ -351,7 +358,7 @@ class ReadableInput:
         names = [m.name for m in maps if m.regularised or m.name in terms]
         for name in names:
             if name not in self._factors:
-                raise snapshots.UnusableObservation(snapshots.explain_weight_term(name))
+                raise UnusableObservation(explain_weight_term(name))
         return {name: self._factors[name] for name in names}
 
     def _explain_weighed(
@@ -420,11 +427,12 @@ class ReadableInput:
         atoms = self._atoms_beside(positions, beside)
         shared = SharedRows.stack(gradients, atoms.beside, rounding=rounding, noise=noise)
         if beside and not any(noise) and shared.silent:
-            raise snapshots.NotYet(linear_maps.NO_GRADIENT_YET)
+            raise NotYet(linear_maps.NO_GRADIENT_YET)
         dims = atoms.width - len(atoms.beside)
         if len(shared.principal) >= dims - 1:
-            raise snapshots.Inapplicable(
-                f"what was shared fills all {dims} directions of the input: {_TOO_MANY}"
+            raise Inapplicable(
+                f"what was shared fills all {dims} directions of the input: more types (and "
+                "positions) than can be distinguished"
             )
         extra = len(atoms) - len(self.log_odds)
         odds = torch.cat([self.log_odds, self.log_odds.new_zeros(extra)])
@@ -433,9 +441,10 @@ class ReadableInput:
             return PursuitResult(none, odds, 0.0, 1.0, False)
         result = explain(atoms, shared, odds)
         if math.isnan(result.expected) and not len(result.types):
-            raise snapshots.Inapplicable(
+            raise Inapplicable(
                 f"what was shared fills {len(shared.principal)} of the {dims} directions of the "
-                f"input, and no type stands out: {_TOO_MANY}"
+                "input, and no type stands out: more types (and positions) than can be "
+                "distinguished"
             )
         return result
 

@@ -62,7 +62,12 @@ class SharedRows:
 
     @classmethod
     def stack(
-        cls, gradients: Sequence[Tensor], beside: Tensor, *, rounding: float, noise: Sequence[float]
+        cls,
+        gradients: Sequence[Tensor],
+        beside: Tensor,
+        *,
+        rounding: float,
+        noise: Sequence[float],
     ) -> SharedRows:
         """Return the stacked gradients of maps that read the same input.
 

@@ -11,7 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import base
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    RunFacts,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+    check_readable,
+)
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed, rounding_error
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words import aligned_rows
@@ -32,10 +40,15 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_parameters,
     head_surface,
 )
-from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import Compression, explain_compression
+from lightning_fedleak.model.snapshots import (
+    Inapplicable,
+    Observation,
+    UpdateSnapshot,
+    whole_tensor,
+)
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
@@ -51,7 +64,7 @@ _NOT_OF_LORA = (
 _MAX_BATCH_TOKENS = 1600
 
 
-class AlignedFlatChat(base.Attack):
+class AlignedFlatChat(Attack):
     """The types whose rows in the head's gradient differ from those of unused types.
 
     Row t of the head's gradient is ``sum_i (p_i(t) - [y_i = t]) h_i``. The attack projects it on a
@@ -160,13 +173,13 @@ class AlignedFlatChat(base.Attack):
         self._calibration: HeadCalibration | None = None
         self._aligned_at = 0
 
-    def meet(self, facts: base.RunFacts) -> None:
+    def meet(self, facts: RunFacts) -> None:
         """Store the compression and the local steps of an update."""
         self._why_unreadable = None
         self._compression = facts.compression
         try:
             self.steps = LocalSteps.from_facts(facts)
-        except base.UnusableObservation as error:
+        except UnusableObservation as error:
             self.steps, self._why_unreadable = None, str(error)
 
     @property
@@ -181,7 +194,7 @@ class AlignedFlatChat(base.Attack):
         reads = self._compression is not None and self._compression.method in self.reads_compressed
         return self._compression if reads and plain and self.readout == "learned" else None
 
-    def check_updates(self, facts: base.RunFacts) -> None:
+    def check_updates(self, facts: RunFacts) -> None:
         """Raise an error for compressed updates that no readout is fitted on.
 
         Raises:
@@ -189,12 +202,12 @@ class AlignedFlatChat(base.Attack):
         """
         check_compressed(facts)
         if facts.compression is not None and self.readout == "sign":
-            raise snapshots.Inapplicable(explain_compression(facts.compression.method))
+            raise Inapplicable(explain_compression(facts.compression.method))
 
-    def needs(self, anatomy: Anatomy) -> base.Surfaces:
+    def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the output head's weight, or the B of a LoRA on it."""
         self._role = head_surface(anatomy).role
-        return base.Surfaces(gradients=(self._role,))
+        return Surfaces(gradients=(self._role,))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Calibrate on public text, without a change to the model.
@@ -260,7 +273,7 @@ class AlignedFlatChat(base.Attack):
         if self.steps is None or self.steps.plain:
             return
         weight = anatomy.parameter(self._role)
-        self._before = None if weight is None else snapshots.whole_tensor(weight).clone()
+        self._before = None if weight is None else whole_tensor(weight).clone()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Align with the current model, every ``refresh_every`` steps and in another fit.
@@ -288,7 +301,7 @@ class AlignedFlatChat(base.Attack):
         self._calibration = replace(calibration, directions=directions, expected=expected)
 
     @torch.no_grad()
-    def run(self, view: snapshots.Observation, query: base.Query | None = None) -> base.WordGuess:
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
         """Return the types used in one update.
 
         Returns:
@@ -305,12 +318,12 @@ class AlignedFlatChat(base.Attack):
                 fitted on updates and this is a gradient.
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
-        gradient = snapshots.whole_tensor(view.gradient(self._role))
+        gradient = whole_tensor(view.gradient(self._role))
         last = view.gradients[-1]
         rounding, steps = 0.0, self._adaptive_steps
         if last.compression not in ("", getattr(self._rehearsed, "method", "")):
-            raise snapshots.Inapplicable(explain_compression(last.compression))
-        if isinstance(last, snapshots.UpdateSnapshot):
+            raise Inapplicable(explain_compression(last.compression))
+        if isinstance(last, UpdateSnapshot):
             gradient = self._readable(gradient, last)
             rounding = self._rounding * last.local_steps**0.5 / last.learning_rate
             if steps is not None and self.readout == "learned":
@@ -320,31 +333,31 @@ class AlignedFlatChat(base.Attack):
         elif steps is None:
             guess = self._read_gradient(gradient)
         else:
-            raise base.UnusableObservation(
+            raise UnusableObservation(
                 f"the readout is fitted on updates of {steps.optimizer.__name__}, and "
                 "this is a gradient: omit local_steps to attack gradients"
             )
         if not len(guess.types) and not last.noise_std > 0:
-            raise base.UnusableObservation(
+            raise UnusableObservation(
                 "the rows of the head's gradient are not zero, but none could be assigned to a "
                 "used type, and no defence reports added noise: leakage is unknown"
             )
         return guess
 
-    def _readable(self, update: Tensor, snapshot: snapshots.UpdateSnapshot) -> Tensor:
+    def _readable(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
         """Return an update as the readout was fitted on it: for SGD a sum of gradients."""
         if self._why_unreadable is not None:
-            raise base.UnusableObservation(self._why_unreadable)
+            raise UnusableObservation(self._why_unreadable)
         steps = self.steps
         if steps is None or steps.plain:
             return update
         steps.check_fresh(snapshot.fresh)
         if self._adaptive_steps is not None and self.readout == "sign":
-            raise base.UnusableObservation(
+            raise UnusableObservation(
                 f"readout='sign' reads sums of gradients, which updates of "
                 f"{steps.optimizer.__name__} are not: use readout='learned'"
             )
-        base.check_readable(update.abs().max(), "the head's update")
+        check_readable(update.abs().max(), "the head's update")
         rate = snapshot.learning_rate
         assert self._before is not None
         before = self._before = self._before.to(update.device)
@@ -352,14 +365,14 @@ class AlignedFlatChat(base.Attack):
             return steps.without_decay(update.float(), before.float(), rate)
         return normalize_update(update, before, rate, steps)
 
-    def _read_update(self, update: Tensor) -> base.WordGuess:
+    def _read_update(self, update: Tensor) -> WordGuess:
         assert self._before is not None
         model = self._calibration_on(update.device)
         features = update_features(update, self._before.float(), model.directions, model.expected)
         odds = model.readout.logits(features)
         used = odds.sigmoid()
         types = odds.argsort(descending=True)[: int(best_count(used))]
-        return base.WordGuess(types, odds.clamp(min=_MIN_LOG_ODDS), float(used.sum()))
+        return WordGuess(types, odds.clamp(min=_MIN_LOG_ODDS), float(used.sum()))
 
     def _calibration_on(self, device: torch.device) -> HeadCalibration:
         if self._calibration is None:
@@ -367,14 +380,14 @@ class AlignedFlatChat(base.Attack):
         self._calibration = self._calibration.on_device(device)
         return self._calibration
 
-    def _read_signs(self, gradient: Tensor, rounding: float) -> base.WordGuess:
+    def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
         assert self._u is not None
         self._u = self._u.to(gradient.device)
         summary, u = turn(gradient, aligned_rows.RowSummary.read(gradient, self._u), self._u)
         types = aligned_rows.significant(summary.projection, summary.doubt(u, rounding))
-        return base.WordGuess(types=types, scores=-summary.projection, n_types=float(len(types)))
+        return WordGuess(types=types, scores=-summary.projection, n_types=float(len(types)))
 
-    def _read_gradient(self, gradient: Tensor) -> base.WordGuess:
+    def _read_gradient(self, gradient: Tensor) -> WordGuess:
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
         summary = aligned_rows.RowSummary.read(gradient, directions.u)
@@ -382,7 +395,7 @@ class AlignedFlatChat(base.Attack):
         units = aligned_rows.Units.estimate(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _MIN_LOG_ODDS)
         if units is None:
-            return base.WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
+            return WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
         rows = aligned_rows.plausible(summary, units).nonzero()[:, 0]
         features = aligned_rows.row_features(
             gradient[rows], summary.select(rows), units, directions, expected.rows(rows)
@@ -391,7 +404,7 @@ class AlignedFlatChat(base.Attack):
         used = odds.sigmoid()
         scores[rows] = odds.clamp(min=_MIN_LOG_ODDS)
         types = rows[odds.argsort(descending=True)[: int(best_count(used))]]
-        return base.WordGuess(types, scores, float(used.sum()))
+        return WordGuess(types, scores, float(used.sum()))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the calibration."""

@@ -21,9 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.words import public_gradients
 from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, Readout
 from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows, cluster_centres
+from lightning_fedleak.attacks.words.public_gradients import (
+    GradientParts,
+    head_parameters,
+    train_copies,
+)
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.progress import track
@@ -56,7 +60,7 @@ class PublicUpdate:
 
 
 def one_step_updates(
-    parts: public_gradients.GradientParts,
+    parts: GradientParts,
     weight: Tensor,
     bias: Tensor | None,
     steps: LocalSteps,
@@ -99,13 +103,13 @@ def training_updates(
         steps: the round.
         generator: CPU generator.
     """
-    weight = public_gradients.head_parameters(anatomy)[0]
+    weight = head_parameters(anatomy)[0]
     names = {id(p): name for name, p in anatomy.root.named_parameters()}
     head = names[id(anatomy.parameter(HEAD_WEIGHT))]
     while True:
         size = _draw_size(generator)
         batches = [batch(size) for _ in range(steps.steps)]
-        after = public_gradients.train_copies(anatomy, batches, steps)[head].float()
+        after = train_copies(anatomy, batches, steps)[head].float()
         labels = torch.cat([public.target_ids() for public in batches])
         yield _public_update(weight, after, labels, steps)
 
@@ -138,7 +142,7 @@ def normalize_update(update: Tensor, before: Tensor, rate: float, steps: LocalSt
 
 def rehearse_updates(
     anatomy: Anatomy,
-    parts: public_gradients.GradientParts,
+    parts: GradientParts,
     steps: LocalSteps,
     batch: Callable[[int], TokenBatch],
     generator: torch.Generator,
@@ -155,7 +159,7 @@ def rehearse_updates(
         batch: draws a batch of that many texts of one length.
         generator: CPU generator.
     """
-    weight, bias = public_gradients.head_parameters(anatomy)
+    weight, bias = head_parameters(anatomy)
     directions = Directions.fit(parts, generator)
     clusters = cluster_centres(F.normalize(parts.hidden, dim=1), _CLUSTERS, generator)
     halves = [parts]

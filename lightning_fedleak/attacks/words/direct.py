@@ -7,7 +7,14 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks import base
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+    check_readable,
+)
 from lightning_fedleak.attacks.local_steps import LocalSteps, copy_weights, decays_apart
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
@@ -20,7 +27,7 @@ from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot, whole
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 
-def bag_of_words(gradient: Tensor) -> base.WordGuess:
+def bag_of_words(gradient: Tensor) -> WordGuess:
     """Return the types whose embedding row has a gradient (Gupta et al. 2022, FILM).
 
     Only the rows that a batch looks up receive a gradient, so that the guess is exact. It misses
@@ -44,21 +51,21 @@ def bag_of_words(gradient: Tensor) -> base.WordGuess:
         scores[gradient.indices()[0]] = _largest(gradient.values())
     else:
         scores = _largest(gradient)
-    base.check_readable(scores.max(), "the embedding's gradient")
+    check_readable(scores.max(), "the embedding's gradient")
     return _positive_scores(scores, "input")
 
 
-def _positive_scores(scores: Tensor, surface: str) -> base.WordGuess:
+def _positive_scores(scores: Tensor, surface: str) -> WordGuess:
     """Return the types of positive score, the largest first."""
     types = scores.argsort(descending=True, stable=True)[: int((scores > 0).sum())]
-    return base.WordGuess(types=types, scores=scores, n_types=float(len(types)), surface=surface)
+    return WordGuess(types=types, scores=scores, n_types=float(len(types)), surface=surface)
 
 
 _MAX_RATE_RATIO = 50.0
 """Largest learning rate of a round over the rate that its update is divided by; not tuned."""
 
 
-class BagOfWords(base.Attack):
+class BagOfWords(Attack):
     """The non-zero rows of the input embedding's gradient, which are the words that were read.
 
     For a LoRA on the embedding it reads the columns of A's gradient, from the first step on and
@@ -109,7 +116,7 @@ class BagOfWords(base.Attack):
         if decays_apart(self._facts):
             self._before = copy_weights(anatomy, self._low_rank or (EMBEDDING_WEIGHT,))
 
-    def needs(self, anatomy: Anatomy) -> base.Surfaces:
+    def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the input embedding, or the A of a LoRA on it if that is trained.
 
         Raises:
@@ -117,16 +124,17 @@ class BagOfWords(base.Attack):
         """
         self._low_rank = _low_rank(anatomy)
         if self._low_rank:
-            return base.Surfaces(gradients=self._low_rank)
+            return Surfaces(gradients=self._low_rank)
         if anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT):
             raise ThreatModelError(
                 f"attack '{self.name}' reads which rows of the embedding's gradient are non-zero, "
-                "but this model ties its embedding to its output head, whose softmax reaches every "
-                "row. Remove the attack; FlatChat reads the tied sum."
+                "but this model ties its embedding to its output head, so that the softmax reaches "
+                "every row of the sum that is shared. "
+                "Remove the attack; FlatChat reads the tied sum."
             )
-        return base.Surfaces(gradients=(EMBEDDING_WEIGHT,))
+        return Surfaces(gradients=(EMBEDDING_WEIGHT,))
 
-    def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
         """Return the types whose embedding row changed in the newest snapshot.
 
         Raises:
@@ -150,7 +158,7 @@ class BagOfWords(base.Attack):
         if not steps.settings.get("weight_decay"):
             return shared
         if not steps.decays_apart:
-            raise base.UnusableObservation(
+            raise UnusableObservation(
                 f"{steps.optimizer.__name__} divides weight decay as it does gradients, so that "
                 "rows of words that were not read change too: use AdamW, or weight_decay=0"
             )
@@ -197,7 +205,7 @@ def _largest(rows: Tensor) -> Tensor:
     return high.maximum(-low)
 
 
-def bias_sign(gradient: Tensor) -> base.WordGuess:
+def bias_sign(gradient: Tensor) -> WordGuess:
     """Return the types whose bias gradient is negative (Zhao et al. 2020, iDLG, for many samples).
 
     The bias gradient of a softmax with cross-entropy is ``sum_i (p_i - onehot(y_i))``, over the
@@ -216,12 +224,12 @@ def bias_sign(gradient: Tensor) -> base.WordGuess:
         UnusableObservation: the gradient is non-finite or all zero.
     """
     gradient = whole_tensor(gradient)
-    base.check_readable(gradient.abs().max(), "the head's bias gradient")
+    check_readable(gradient.abs().max(), "the head's bias gradient")
     scores = -(gradient if gradient.dtype.itemsize >= 4 else gradient.float())
     return _positive_scores(scores, "output")
 
 
-class BiasSign(base.Attack):
+class BiasSign(Attack):
     """The types whose gradient of the output head's bias is negative.
 
     Every named type was used; frequent words may be missed. Few language models have such a bias:
@@ -252,7 +260,7 @@ class BiasSign(base.Attack):
     default_name = "bias_sign"
     reads_clipped = True
 
-    def needs(self, anatomy: Anatomy) -> base.Surfaces:
+    def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the head's bias.
 
         Raises:
@@ -263,8 +271,8 @@ class BiasSign(base.Attack):
                 f"attack '{self.name}' reads the gradient of the output head's bias, and this "
                 "model's head has no bias. Remove the attack; FlatChat reads the head's weight."
             )
-        return base.Surfaces(gradients=(HEAD_BIAS,))
+        return Surfaces(gradients=(HEAD_BIAS,))
 
-    def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
         """Return the types whose bias gradient is negative in the newest snapshot."""
         return bias_sign(view.gradient(HEAD_BIAS))

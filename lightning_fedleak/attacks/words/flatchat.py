@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import base
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Capability,
+    Observation,
+    Query,
+    Surfaces,
+    ThreatModel,
+    UnusableObservation,
+    WordGuess,
+    check_readable,
+)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import each_gradient, head_surface
@@ -80,11 +90,12 @@ def normalized_row_sums(gradient: Tensor) -> Tensor:
     sums = flatten(gradient)
     s = sums.cpu().double()
     norm: Tensor = torch.linalg.vector_norm(s)
-    base.check_readable(norm, "the head's gradient")
+    check_readable(norm, "the head's gradient")
     if _is_rounding(gradient.detach(), sums):
-        raise base.UnusableObservation(
+        raise UnusableObservation(
             "the row sums of the head's gradient are rounding errors: all hidden states sum to "
-            "zero, as behind an untrained LayerNorm. AlignedFlatChat chooses another direction"
+            "zero, as behind a LayerNorm that is not trained yet. FlatChat's ones direction reads "
+            "nothing there; AlignedFlatChat chooses one that does"
         )
     return s.div_(norm)
 
@@ -148,7 +159,7 @@ def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlatChatGuess(base.WordGuess):
+class FlatChatGuess(WordGuess):
     """A guess with the mixture that it comes from.
 
     Attributes:
@@ -176,7 +187,10 @@ class TypeCountRegressor:
             ValueError: all weights are equal.
         """
         if len(set(positive_weights)) < 2:
-            raise ValueError("the regression needs different positive weights: use more shapes")
+            raise ValueError(
+                "the regression needs public gradients of different positive weights: use more "
+                "batch shapes"
+            )
         fitted = np.polynomial.Polynomial.fit(positive_weights, n_types, 1).convert().coef
         coefficients = torch.zeros(2, dtype=torch.float64)
         coefficients[: len(fitted)] = torch.from_numpy(fitted)  # without trailing zeros
@@ -189,7 +203,9 @@ class TypeCountRegressor:
 
 
 def flatchat(
-    gradient: Tensor, n_types: float | Callable[[Mixture], float], scorer: Scorer = "gmm"
+    gradient: Tensor,
+    n_types: float | Callable[[Mixture], float],
+    scorer: Scorer = "gmm",
 ) -> FlatChatGuess:
     """Return the guess of Algorithm 1 for one gradient.
 
@@ -215,7 +231,7 @@ def flatchat(
     )
 
 
-class FlatChat(base.Attack):
+class FlatChat(Attack):
     """The gradient flattening attack (Algorithm 1): row sums, a mixture, and the top K types.
 
     Token i enters the row sum of its label with the sum of its hidden state as weight (Lemma 2).
@@ -228,13 +244,15 @@ class FlatChat(base.Attack):
             unless a fitted state is loaded.
         tokenizer: for strings; a masked language model needs its ``mask_token_id``.
         n_types: ``"predicted"``, or a number the adversary assumes.
+        oracle_n_types: the *true* number of types, or a function that returns it for the batch
+            under attack. No adversary has it: it is for the paper's oracle columns only.
         scorer: ``"gmm"`` (Eq. 11) or ``"abs"``.
         shapes: (sentences, length) of the public batches.
         seed: of the public batches.
         name: as in the logs.
 
     Raises:
-        ValueError: an argument has an unknown value.
+        ValueError: an argument has an unknown value, or both numbers of types are set.
 
     Examples:
         >>> import torch
@@ -251,14 +269,13 @@ class FlatChat(base.Attack):
         [3, 5, 8]
     """
 
-    threat_model = base.ThreatModel.create(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update of the output head",
-        base.Capability.SEES_HEAD_GRADIENT,
-        base.Capability.KNOWS_MODEL,
-        base.Capability.KNOWS_PUBLIC_TEXT,
+        Capability.SEES_HEAD_GRADIENT,
+        Capability.KNOWS_MODEL,
+        Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "flatchat"
-    config_names = ("scorer", "n_types")
 
     def __init__(
         self,
@@ -266,6 +283,7 @@ class FlatChat(base.Attack):
         *,
         tokenizer: Any = None,
         n_types: Literal["predicted"] | float = "predicted",
+        oracle_n_types: int | Callable[[], int] | None = None,
         scorer: Scorer = "gmm",
         shapes: Sequence[tuple[int, int]] = SHAPES,
         seed: int = 0,
@@ -275,8 +293,11 @@ class FlatChat(base.Attack):
         if isinstance(n_types, str):
             check_choice("n_types", n_types, ("predicted",), hint="or a number")
         check_choice("scorer", scorer, ("gmm", "abs"))
+        if oracle_n_types is not None and n_types != "predicted":
+            raise ValueError("give n_types or oracle_n_types, not both")
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.n_types = n_types
+        self.oracle_n_types = oracle_n_types
         self.scorer: Scorer = scorer
         self.shapes = tuple(shapes)
         self._mask_token_id = getattr(tokenizer, "mask_token_id", None)
@@ -288,12 +309,12 @@ class FlatChat(base.Attack):
     @property
     def predicts(self) -> bool:
         """Return whether the regression predicts the number of types."""
-        return self.n_types == "predicted"
+        return self.oracle_n_types is None and self.n_types == "predicted"
 
-    def needs(self, anatomy: Anatomy) -> base.Surfaces:
+    def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the head's weight (a tied matrix as it is shared), or the B of a LoRA on it."""
         self._role = head_surface(anatomy).role
-        return base.Surfaces(gradients=(self._role,))
+        return Surfaces(gradients=(self._role,))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Fit the regression on gradients of public text, if the number of types is predicted.
@@ -309,8 +330,9 @@ class FlatChat(base.Attack):
             return
         if self.public_text is None:
             raise ValueError(
-                f"attack '{self.name}' predicts the number of types from public text: pass "
-                "FlatChat(public_text=...), or the number to assume, FlatChat(n_types=...)."
+                f"attack '{self.name}' predicts the number of types with a regression on public "
+                "text, and there is none: pass FlatChat(public_text=...), or the number to "
+                "assume, FlatChat(n_types=...)."
             )
         text = self.public_text
         if isinstance(text, str):
@@ -326,7 +348,7 @@ class FlatChat(base.Attack):
             for gradient in each_gradient(anatomy, batches, self._role):
                 mixture = separate_clusters(normalized_row_sums(gradient))
                 weights.append(float(mixture.weights[1]))
-        except base.UnusableObservation as error:
+        except UnusableObservation as error:
             self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
             return
         counts = [float(len(torch.unique(batch.target_ids()))) for batch in batches]
@@ -337,17 +359,26 @@ class FlatChat(base.Attack):
         if self.predicts and self.regressor is None:
             self.prepare(anatomy)
 
-    def run(self, view: base.Observation, query: base.Query | None = None) -> FlatChatGuess:
+    def run(self, view: Observation, query: Query | None = None) -> FlatChatGuess:
         """Return the word types that the newest head gradient was computed on.
 
         Raises:
             UnusableObservation: row sums are non-finite, all zero or rounding errors, or there is
                 no regression to predict the number of types.
         """
+        gradient, oracle = view.gradient(self._role), self.oracle_n_types
+        if oracle is not None:
+            number = oracle() if callable(oracle) else oracle
+            return replace(flatchat(gradient, number, self.scorer), n_types=None)
         n_types = self.regressor if isinstance(self.n_types, str) else self.n_types
         if n_types is None:
-            raise base.UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
-        return flatchat(view.gradient(self._role), n_types, self.scorer)
+            raise UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
+        return flatchat(gradient, n_types, self.scorer)
+
+    def config(self) -> dict[str, object]:
+        """Return the settings for reports, with the source of the number of types."""
+        source = self.n_types if self.oracle_n_types is None else "oracle"
+        return {"scorer": self.scorer, "n_types": source}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the fitted regression, if there is one."""

@@ -458,7 +458,8 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     """
     _head(anatomy)
     weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
-    assert weight is not None  # what _head checks
+    if weight is None:
+        raise ValueError("the head holds no matrix of numbers that its gradient could be of")
     whole = weight.detach().float()
     adapter = _head_adapter(anatomy)
     if adapter is not None and not getattr(anatomy.head, "merged", False):

@@ -13,7 +13,14 @@ from scipy.linalg import qr
 from scipy.optimize import linprog
 from torch import Tensor
 
-from lightning_fedleak.attacks import base
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+    check_readable,
+)
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
@@ -27,7 +34,7 @@ _ROWS_PER_ROUND = 60  # violated rows added before a program is solved again; no
 
 
 @dataclass(frozen=True, kw_only=True)
-class RevealLabelsGuess(base.WordGuess):
+class RevealLabelsGuess(WordGuess):
     """A guess with the size of its computation.
 
     Attributes:
@@ -40,7 +47,10 @@ class RevealLabelsGuess(base.WordGuess):
 
 
 def reveal_labels(
-    gradient: Tensor, *, max_seconds: float = 60.0, allow_full_rank: bool = False
+    gradient: Tensor,
+    *,
+    max_seconds: float = 60.0,
+    allow_full_rank: bool = False,
 ) -> RevealLabelsGuess:
     """Return the types whose row one linear functional makes negative, and no other row.
 
@@ -76,16 +86,17 @@ def reveal_labels(
     deadline = time.monotonic() + max_seconds
     if torch.finfo(gradient.dtype).bits < 32:
         raise Inapplicable(
-            f"the rank of a gradient in {gradient.dtype} is not known: this method needs a head in "
-            "float32"
+            f"the head's gradient is rounded to {gradient.dtype}, in which its rank is not known: "
+            "this method needs a head in float32"
         )
     rows = _row_space(gradient)
     n_types, rank = rows.shape
     if rank >= min(gradient.shape) - 1 and not allow_full_rank:
         raise Inapplicable(
-            f"the gradient has full rank {rank}: with as many tokens in the batch (under noise or "
-            "rounding with any number) the labels need not be separable. Use a smaller batch, "
-            "FlatChat, or allow_full_rank=True to see what is separable in spite of that."
+            f"the gradient has full rank {rank}: with {rank} tokens or more in the batch (after "
+            "noise or rounding, with any number) the labels need not be separable, and this "
+            "method is not made for it. Use a smaller batch, FlatChat, or allow_full_rank=True "
+            "to see what is separable in spite of that."
         )
     basis, coefficients = _large_volume_basis(rows)
     excluded = coefficients.min(axis=1) > -1 + _SLACK
@@ -98,8 +109,9 @@ def reveal_labels(
         separable = _is_separable(constraints, basis, t, deadline)
         if separable is None:
             raise Inapplicable(
-                f"{max_seconds:g} s were not enough: {i} of {len(candidates)} candidate types are "
-                f"decided (V = {n_types}, rank {rank}). Raise max_seconds, or use a smaller batch."
+                f"{max_seconds:g} s were not enough: {i} of {len(candidates)} candidate types "
+                f"are decided (V = {n_types}, rank {rank}). Raise max_seconds, or use a smaller "
+                "batch."
             )
         if separable:
             types.append(t)
@@ -111,7 +123,7 @@ def reveal_labels(
     )
 
 
-class RevealLabels(base.Attack):
+class RevealLabels(Attack):
     """RLG (Dang et al. 2021): one linear program for each candidate type.
 
     It finds every label of a batch with fewer tokens than the hidden size less 1, see
@@ -146,13 +158,17 @@ class RevealLabels(base.Attack):
     config_names = ("max_seconds", "allow_full_rank")
 
     def __init__(
-        self, *, max_seconds: float = 60.0, allow_full_rank: bool = False, name: str | None = None
+        self,
+        *,
+        max_seconds: float = 60.0,
+        allow_full_rank: bool = False,
+        name: str | None = None,
     ) -> None:
         super().__init__(name)
         self.max_seconds = check_number("max_seconds", max_seconds, above=0)
         self.allow_full_rank = allow_full_rank
 
-    def needs(self, anatomy: Anatomy) -> base.Surfaces:
+    def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the head's weight.
 
         Raises:
@@ -160,13 +176,13 @@ class RevealLabels(base.Attack):
         """
         if anatomy.tied:
             raise ThreatModelError(
-                f"attack '{self.name}' needs the head's own gradient, but this model ties its head "
-                "to its embedding, and only the sum of both is shared. Remove it; FlatChat reads "
-                "the sum."
+                f"attack '{self.name}' needs the head's own gradient, whose rows sum to zero, but "
+                "this model ties its head to its embedding, and only the sum of both is shared. "
+                "Remove the attack; FlatChat reads the tied sum."
             )
-        return base.Surfaces(gradients=(HEAD_WEIGHT,))
+        return Surfaces(gradients=(HEAD_WEIGHT,))
 
-    def run(self, view: Observation, query: base.Query | None = None) -> RevealLabelsGuess:
+    def run(self, view: Observation, query: Query | None = None) -> RevealLabelsGuess:
         """Return the separable types of the newest head gradient.
 
         Raises:
@@ -187,14 +203,14 @@ def _row_space(gradient: Tensor) -> Array:
     gradient = whole_tensor(gradient)
     precision = torch.finfo(gradient.dtype).eps
     matrix = gradient.cpu().double()
-    base.check_readable(matrix.abs().max(), "the head's gradient")
+    check_readable(matrix.abs().max(), "the head's gradient")
     imbalance = float(matrix.sum(dim=0).norm() / matrix.abs().sum(dim=0).norm())
     if imbalance > min(64 * precision, 0.05):
-        raise base.UnusableObservation(
+        raise UnusableObservation(
             f"the rows of the head's gradient do not sum to zero (off by {imbalance:.1e} of their "
-            "magnitude), as those of a softmax with cross-entropy do: it is a tied matrix's sum, "
-            "an update with weight decay, noised or compressed. This method needs the exact "
-            "gradient."
+            "magnitude), so it is not that of a softmax with cross-entropy alone: a tied matrix's "
+            "sum, noise, weight decay in an update, or compression. This method needs the head's "
+            "own, exact gradient."
         )
     triangle = torch.linalg.qr(matrix, mode="r").R
     _, singular, right = torch.linalg.svd(triangle)
@@ -277,7 +293,7 @@ def _is_separable(
         if solution.status == 1:
             return None
         if solution.status != 0:
-            raise base.UnusableObservation(
+            raise UnusableObservation(
                 "the linear program of a type was neither solved nor shown infeasible "
                 f"({solution.message}); the gradient may be too noisy for this method"
             )

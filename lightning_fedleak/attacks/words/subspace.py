@@ -10,7 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks import base, local_steps, row_space
+from lightning_fedleak.attacks import row_space
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Capability,
+    Query,
+    RunFacts,
+    Surfaces,
+    ThreatModel,
+    ThreatModelError,
+    UnusableObservation,
+    WordGuess,
+)
+from lightning_fedleak.attacks.local_steps import (
+    COMPRESSED_STEPS,
+    LocalSteps,
+    check_compressed,
+    copy_weights,
+    rounding_error,
+)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.shared_work import do_once
 from lightning_fedleak.model.anatomy import Anatomy, is_encoder_decoder, without_peft
@@ -29,7 +47,7 @@ _HALF_KNOWN = 0.3  # relative error up to which an entry's size counts as known;
 _ROWS_AT_ONCE = 1024  # rows compared at once, which bounds the memory
 
 
-class SubspaceWords(base.Attack):
+class SubspaceWords(Attack):
     """The tokens whose inputs span the gradients of the first block's projections.
 
     Every row of the gradient of a linear map is a combination of its inputs. The first block's
@@ -82,10 +100,10 @@ class SubspaceWords(base.Attack):
         [7, 8, 9]
     """
 
-    threat_model = base.ThreatModel.create(
+    threat_model = ThreatModel.create(
         "an honest but curious server that reads one update of the first block's projections, or "
         "of adapters on them",
-        base.Capability.KNOWS_MODEL,
+        Capability.KNOWS_MODEL,
     )
     default_name = "subspace_words"
     config_names = ("public_text", "seed")
@@ -116,7 +134,7 @@ class SubspaceWords(base.Attack):
         self._sides: frozenset[bool] = frozenset()
         self._readable: list[row_space.ReadableInput] = []
 
-    def needs(self, anatomy: Anatomy) -> base.Surfaces:
+    def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the trained maps that read a known input, or those of the widest input.
 
         Raises:
@@ -124,7 +142,7 @@ class SubspaceWords(base.Attack):
         """
         inputs = self.inputs(anatomy)
         names = [m.name for known_input in inputs for m in known_input.trainable_maps(anatomy)]
-        return base.Surfaces(gradients=tuple(names or [m.name for m in inputs[0].maps]))
+        return Surfaces(gradients=tuple(names or [m.name for m in inputs[0].maps]))
 
     def inputs(self, anatomy: Anatomy) -> tuple[row_space.KnownInput, ...]:
         """Return the known inputs of a model, in the order in which they are read.
@@ -134,9 +152,10 @@ class SubspaceWords(base.Attack):
         """
         inputs = self._inputs.get(anatomy)
         if not inputs:
-            raise base.ThreatModelError(
-                f"attack '{self.name}' reads linear maps (nn.Linear) whose input a token "
-                "determines, and this model has none: remove the attack"
+            raise ThreatModelError(
+                f"attack '{self.name}' reads linear maps whose input a token determines, and this "
+                "model has none (are its first projections something else than nn.Linear?): "
+                "remove the attack"
             )
         return inputs
 
@@ -232,11 +251,11 @@ class SubspaceWords(base.Attack):
             self._prepare_inputs(anatomy, odds)
         if self._facts.local_steps is not None:
             names = [m.name for readable in self._readable for m in readable.maps]
-            self._before = local_steps.copy_weights(anatomy, names)
-            self._stored = {name: local_steps.rounding_error(p) for name, p in self._before.items()}
+            self._before = copy_weights(anatomy, names)
+            self._stored = {name: rounding_error(p) for name, p in self._before.items()}
 
     @torch.no_grad()
-    def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
         """Return the types whose inputs span the shared gradients.
 
         Returns:
@@ -250,7 +269,7 @@ class SubspaceWords(base.Attack):
                 reads a known input is trained.
         """
         if not self._readable:
-            raise base.UnusableObservation("no map whose input a token determines is trained")
+            raise UnusableObservation("no map whose input a token determines is trained")
         snapshot = view.gradients[-1]
         if isinstance(snapshot, UpdateSnapshot):
             return self._read(view)
@@ -259,10 +278,10 @@ class SubspaceWords(base.Attack):
         guess, _ = do_once(key, lambda: (self._read(view), snapshot))  # which keeps its id in use
         return replace(guess, capacity=self._capacity or None)
 
-    def _read(self, view: Observation) -> base.WordGuess:
+    def _read(self, view: Observation) -> WordGuess:
         snapshot = view.gradients[-1]
         if math.isnan(snapshot.noise_std):
-            raise base.UnusableObservation("a defence does not say how much noise it adds")
+            raise UnusableObservation("a defence does not say how much noise it adds")
         noise = {role: snapshot.noise_on(role) for role in snapshot.tensors}
         errors: Mapping[str, Tensor] | None = None
         if isinstance(snapshot, UpdateSnapshot):
@@ -279,7 +298,7 @@ class SubspaceWords(base.Attack):
         sides = self._sides | {readable.decoder for readable in self._readable}
         silent = [p.silent for p in parts if p.silent is not None]
         complete = sides == results.keys() and len(silent) == len(parts)
-        return base.WordGuess(
+        return WordGuess(
             types=types.new_tensor(list(dict.fromkeys(types.tolist()))),
             scores=torch.stack([p.scores for p in parts]).amax(0),
             n_types=sum(p.expected for p in parts),
@@ -298,14 +317,14 @@ class SubspaceWords(base.Attack):
             UnusableObservation: nothing can be read, with the reasons of all inputs.
         """
         results: dict[bool, row_space.PursuitResult] = {}
-        refusals: list[base.UnusableObservation] = []
+        refusals: list[UnusableObservation] = []
         for readable in self._readable:
             side = readable.decoder
             if side in results and (results[side].silent is not None or readable.is_factor_b):
                 continue
             try:
                 result = readable.read(view, noise, self._facts.autocast, errors)
-            except base.UnusableObservation as error:
+            except UnusableObservation as error:
                 refusals.append(error)
                 continue
             if side not in results or result.silent is not None:
@@ -343,21 +362,22 @@ class SubspaceWords(base.Attack):
         further = set(torch.cat([alone, *similar]).tolist()) - set(types.tolist())
         return torch.tensor(sorted(further), dtype=types.dtype, device=types.device)
 
-    def check_updates(self, facts: base.RunFacts) -> None:
+    def check_updates(self, facts: RunFacts) -> None:
         """Raise an error for rounds whose rows are no combinations of inputs, nor can become so.
 
         Raises:
             Inapplicable: several steps of an adaptive optimizer, or a compression after anything
                 but plain SGD.
         """
-        local_steps.check_compressed(facts)
-        steps = local_steps.LocalSteps.from_facts(facts)
+        check_compressed(facts)
+        steps = LocalSteps.from_facts(facts)
         if steps is not None and not steps.linear and not steps.invertible:
             raise Inapplicable(
                 f"a round of {steps.steps} step{'s' * (steps.steps > 1)} of "
                 f"{steps.optimizer.__name__} divides gradients entry by entry, so that its rows "
-                "are no combinations of inputs; measure rounds of one step (local_steps=1) or the "
-                "gradients of single steps (omit local_steps)"
+                "are no combinations of inputs any more; measure rounds of one step "
+                "(local_steps=1) or the gradients of single steps (omit local_steps) to see "
+                "what the client's data would leak"
             )
 
     def _as_gradients(
@@ -369,12 +389,12 @@ class SubspaceWords(base.Attack):
             UnusableObservation: its rows are no combinations of inputs.
         """
         self.check_updates(self._facts)
-        steps = local_steps.LocalSteps.from_facts(self._facts)
+        steps = LocalSteps.from_facts(self._facts)
         if steps is None:
             return update, None
         steps.check_fresh(update.fresh)
         if update.compression and not steps.plain:
-            raise Inapplicable(local_steps.COMPRESSED_STEPS)
+            raise Inapplicable(COMPRESSED_STEPS)
         if steps.linear and not steps.settings.get("weight_decay"):
             return update, None
         names = [m.name for readable in self._readable for m in readable.maps]
@@ -397,7 +417,7 @@ class SubspaceWords(base.Attack):
         return {name: error * scale for name, error in self._stored.items()}
 
     def _invert(
-        self, update: UpdateSnapshot, shared: Mapping[str, Tensor], steps: local_steps.LocalSteps
+        self, update: UpdateSnapshot, shared: Mapping[str, Tensor], steps: LocalSteps
     ) -> tuple[UpdateSnapshot, Mapping[str, Tensor]]:
         """Return the gradients behind a first step of Adam, and the errors of their entries.
 
@@ -417,10 +437,11 @@ class SubspaceWords(base.Attack):
             raise NotYet(row_space.NO_GRADIENT_YET)
         sizes = (errors[n] < _HALF_KNOWN * gradients[n].abs() for n in shared)
         if all(bool(size_known.double().mean() < 0.5) for size_known in sizes):
-            raise base.UnusableObservation(
-                f"the step of {steps.optimizer.__name__} shows the signs of a gradient alone: "
-                "noise hides its sizes, or the stored weights' rounding (half precision, a small "
-                "learning rate); measure the gradients of single steps (omit local_steps)"
+            raise UnusableObservation(
+                f"the step of {steps.optimizer.__name__} shows the signs of a gradient alone here: "
+                "a defence's noise hides its sizes, or the rounding of the stored weights (half "
+                "precision, or a small learning rate); measure the gradients of single steps "
+                "(omit local_steps)"
             )
         return replace(update, tensors=gradients), errors
 
@@ -449,12 +470,12 @@ def _zero_if_rounding(gradient: Tensor, error: Tensor) -> Tensor:
     return torch.zeros_like(gradient) if size <= _ROUNDED else gradient
 
 
-def _join_refusals(refusals: Sequence[base.UnusableObservation]) -> base.UnusableObservation:
+def _join_refusals(refusals: Sequence[UnusableObservation]) -> UnusableObservation:
     """Return the error of an observation of which no input can be read."""
     kinds = {type(error) for error in refusals}
     if NotYet in kinds:
         return next(error for error in refusals if isinstance(error, NotYet))
-    kind = Inapplicable if kinds == {Inapplicable} else base.UnusableObservation
+    kind = Inapplicable if kinds == {Inapplicable} else UnusableObservation
     return kind("; ".join(dict.fromkeys(map(str, refusals))))
 
 

@@ -199,13 +199,13 @@ def test_sampled_text_is_the_seeds_alone(use_cache):
         (lambda: PublicText(["a text"]), "tokenizer"),
         (lambda: PublicText([[3], []]), "at least 2 tokens"),
         (lambda: PublicText("a text"), "not one string"),
-        (lambda: PublicText([[1, 2]], targets=[[1], [2]]), "1 texts have 2 targets"),
+        (lambda: PublicText([[1, 2]], targets=[[1], [2]]), "1 texts but 2 targets"),
         (lambda: public_text().batch(2, 1, generator()), "length must be an integer of at least 2"),
         (lambda: public_text().batch(2, 5, generator(), kind="masked"), "mask_token_id"),
         (lambda: public_text().batch(2, 5, generator(), kind="classifier"), "classifier"),
         (
             lambda: PublicText.sampled_from(find_anatomy(models.tiny_bert_mlm()), 2, 5),
-            "causal model",
+            "causal language model",
         ),
     ],
 )

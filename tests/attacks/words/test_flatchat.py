@@ -256,6 +256,16 @@ def test_text_can_be_sampled_from_the_model() -> None:
     assert attack.regressor is not None
 
 
+def test_an_oracle_is_named_and_makes_no_estimate() -> None:
+    truths = iter([7, 9])
+    attack = FlatChat(oracle_n_types=lambda: next(truths))
+    assert [len(attack.run(observation(gradient())).types) for _ in range(2)] == [7, 9]
+    guess = FlatChat(oracle_n_types=5).run(observation(gradient()))
+    assert len(guess.types) == 5
+    assert guess.n_types is None
+    assert attack.config()["n_types"] == "oracle"
+
+
 def test_a_given_number_needs_no_public_text() -> None:
     attack = FlatChat(n_types=12)
     attack.prepare(find_anatomy(tiny_gpt2()))
@@ -266,6 +276,7 @@ def test_a_given_number_needs_no_public_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"n_types": 5, "oracle_n_types": 5}, "not both"),
         ({"n_types": "oracle"}, "'predicted'"),
         ({"scorer": "norm"}, "scorer"),
         ({"public_text": "a text"}, "not one string"),

@@ -177,8 +177,7 @@ class Attack(ABC):
         if self.needs_float64 and kind in WITHOUT_FLOAT64:
             raise ValueError(
                 f"attack '{self.name}' computes in float64, which the device '{kind}' does not "
-                "have: put the model on the CPU (Trainer(accelerator='cpu')), or remove this "
-                "attack"
+                "have: put the model on the CPU (Trainer(accelerator='cpu')), or remove this attack"
             )
 
     def meet(self, facts: RunFacts) -> None:

@@ -13,14 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import BagOfWords
-from lightning_fedleak.attacks.base import (
-    Observation,
-    Query,
-    RunFacts,
-    Surfaces,
-    UnusableObservation,
-)
+from lightning_fedleak.attacks import BagOfWords, base
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.labs.model_copy import ModelCopy, ModelCopyAttack
 from lightning_fedleak.model.anatomy import Anatomy
@@ -95,7 +88,7 @@ class BeamFromWords(ModelCopyAttack):
         self.seed = seed
         self._words = BagOfWords()
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return what the attack on words reads.
 
         Raises:
@@ -104,7 +97,7 @@ class BeamFromWords(ModelCopyAttack):
         super().needs(anatomy)
         return self._words.needs(anatomy)
 
-    def meet(self, facts: RunFacts) -> None:
+    def meet(self, facts: base.RunFacts) -> None:
         """Note the run, and let the attack on words know it."""
         super().meet(facts)
         self._words.meet(facts)
@@ -115,7 +108,7 @@ class BeamFromWords(ModelCopyAttack):
         self._words.refresh(anatomy, step)
 
     @torch.no_grad()
-    def run(self, view: Observation, query: Query | None = None) -> TextGuess:
+    def run(self, view: base.Observation, query: base.Query | None = None) -> TextGuess:
         """Find likely texts of the words of a batch.
 
         Returns:
@@ -127,7 +120,7 @@ class BeamFromWords(ModelCopyAttack):
         deadline = Deadline(self.budget_seconds)
         bag = self._words.run(view).types
         if not len(bag):
-            raise UnusableObservation("no word stands out, so that there is nothing to order")
+            raise base.UnusableObservation("no word stands out, so that there is nothing to order")
         with self.model.session():
             search = FluentTexts(self, self.model, bag.to(self.model.device))
             texts: list[Tensor] = []

@@ -290,8 +290,8 @@ class NoisePlan:
                 raise DefenseError(
                     f"DPSGD: the {label} was {planned} when the noise was planned, and is "
                     f"{current} now. Correlated noise holds for its plan alone: go on with the "
-                    "Trainer's max_epochs or max_steps, loader, data and settings of that plan, or "
-                    "begin a new run."
+                    "max_epochs or max_steps, loader, data and settings of that plan, or begin a "
+                    "new run."
                 )
 
 
@@ -355,8 +355,8 @@ class MatrixNoise(ReleaseNoise):
         if self.bands * batch_size > share:
             raise DefenseError(
                 f"DPSGD: {share} examples or users in {self.bands} groups are fewer than "
-                f"batch_size={batch_size} in each, and batches are drawn from one group at a time. "
-                f"Use at most bands={max(1, share // batch_size)}, or smaller batches."
+                f"batch_size={batch_size} in each. Use at most "
+                f"bands={max(1, share // batch_size)}, or smaller batches."
             )
         return self.bands
 
@@ -393,10 +393,9 @@ class MatrixNoise(ReleaseNoise):
         elif self._places.differ(places):
             raise DefenseError(
                 "DPSGD: the training data were loaded again within the fit, and examples are at "
-                "other places. With correlated noise the steps that an example may be in follow "
-                "from its place, so it would take part more often than is accounted. Nothing more "
-                "was released. Split and shuffle the dataset once, before the fit or by a fixed "
-                "seed, or leave reload_dataloaders_every_n_epochs out."
+                "other places, so that one could take part more often than is accounted. Nothing "
+                "more was released. Split and shuffle the dataset once, before the fit or by a "
+                "fixed seed, or leave reload_dataloaders_every_n_epochs out."
             )
         self.plan = plan
 
@@ -438,9 +437,8 @@ class MatrixNoise(ReleaseNoise):
         """
         if self.row >= self._planned.steps:
             raise DefenseError(
-                f"DPSGD: the noise was planned for {self._planned.steps} steps, and all were "
-                "made. Nothing more was released: let max_epochs or max_steps of the Trainer be "
-                "all steps that the run is going to take."
+                f"DPSGD: the noise was planned for {self._planned.steps} steps, and all were made. "
+                "Nothing more was released: let max_epochs or max_steps be all steps of the run."
             )
 
     def begin(self, base: bytes, release: int) -> None:
@@ -452,10 +450,9 @@ class MatrixNoise(ReleaseNoise):
         if self._file is not None and not self._delete():
             raise DefenseError(
                 f"DPSGD: '{self._file}' is gone. Another run has gone on with the noise of the "
-                "last release, which must not be used twice, or the file was moved or deleted. "
-                "Nothing more was released. Resume from the last checkpoint: a new mechanism "
-                "begins then, whose cost is added. Let one run go on from a checkpoint, after the "
-                "one that wrote it has ended."
+                "last release, which must not be used twice, or it was deleted. Nothing more was "
+                "released. Resume from the last checkpoint: a new mechanism begins then, whose "
+                "cost is added."
             )
         self._file = None
         name = noise_key(base, release, 0, client=0, name="correlated", stream="name")
@@ -494,8 +491,7 @@ class MatrixNoise(ReleaseNoise):
             if noise is None or noise.shape != total.shape:
                 raise DefenseError(
                     f"DPSGD: a parameter of shape {tuple(like.shape)} was not trained in the step "
-                    "before, or had another shape. Correlated noise of a step follows from that "
-                    "of those before: train the same parameters in all steps."
+                    "before, or had another shape: train the same parameters in all steps."
                 )
             total.add_(noise.to(total.device), alpha=-weights[back])
         total.div_(weights[0])

@@ -76,9 +76,8 @@ def play_crafted_rounds(
         n = attack.shape.clients
         if len(clients) != n or {len(c) for c in clients} != {facts.local_steps}:
             raise GameError(
-                f"a round must have {n} clients (RoundShape(clients=...)) "
-                f"with a batch for each of {facts.local_steps} steps (RunFacts(local_steps=...)); "
-                f"one has {[len(c) for c in clients]} batches by client"
+                f"a round needs {n} clients (RoundShape.clients) with {facts.local_steps} batches "
+                f"each (RunFacts.local_steps); one has {[len(c) for c in clients]}"
             )
     attack.needs(anatomy)
     attack.meet(facts)
@@ -87,10 +86,7 @@ def play_crafted_rounds(
 
 
 def _score(
-    anatomy: Anatomy,
-    attack: CraftedAdapterWords,
-    clients: Round,
-    held_out: TokenBatch | None,
+    anatomy: Anatomy, attack: CraftedAdapterWords, clients: Round, held_out: TokenBatch | None
 ) -> CraftedRound:
     update = attack.mean_update(anatomy, clients)
     guess = attack.run(Observation((update,)))

@@ -20,14 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.attacks.row_space import (
-    LinearMap,
-    SharedInput,
-    find_linear_maps,
-    input_states,
-    vocabulary_size,
-)
+from lightning_fedleak.attacks import PublicText, row_space
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE
 from lightning_fedleak.model.snapshots import whole_tensor
@@ -206,23 +199,23 @@ def deal_rows(
 
 
 def type_inputs(
-    anatomy: Anatomy, reads: LinearMap, public: PublicText
+    anatomy: Anatomy, reads: row_space.LinearMap, public: PublicText
 ) -> tuple[Tensor, Tensor, bool]:
     """Return what a map reads at each type (V, d), where that is known (V,), and if it is exact.
 
     It is exact where the type alone determines it: the same in a text that is read backwards. Else
     it is the mean over the public text, and known of the types that occur there.
     """
-    types, width = vocabulary_size(anatomy), _width(anatomy, reads)
-    shared = [SharedInput((reads,), width)]
+    types, width = row_space.vocabulary_size(anatomy), _width(anatomy, reads)
+    shared = [row_space.SharedInput((reads,), width)]
     longest = max(public.sentences, key=len)[None, :_LENGTH]
     forwards, backwards = (
-        input_states(anatomy, shared, ids)[0] for ids in (longest, longest.flip(1))
+        row_space.input_states(anatomy, shared, ids)[0] for ids in (longest, longest.flip(1))
     )
     if float((forwards - backwards.flip(1)).abs().max()) <= _SAME * float(forwards.abs().max()):
         length = min(longest.shape[1], types)
         ids = torch.arange(-(-types // length) * length).clamp(max=types - 1).view(-1, length)
-        parts = [input_states(anatomy, shared, rows)[0] for rows in _runs(ids)]
+        parts = [row_space.input_states(anatomy, shared, rows)[0] for rows in _runs(ids)]
         states = torch.cat(parts).reshape(-1, width)[:types]
         return states, torch.ones(types, dtype=torch.bool, device=states.device), True
     sums = torch.zeros(types, width, device=forwards.device)
@@ -231,7 +224,7 @@ def type_inputs(
     assert batch.attention_mask is not None
     for ids, mask in zip(_runs(batch.input_ids), _runs(batch.attention_mask), strict=True):
         real = mask.bool()
-        states = input_states(anatomy, shared, ids, mask)[0][real.to(sums.device)]
+        states = row_space.input_states(anatomy, shared, ids, mask)[0][real.to(sums.device)]
         tokens = ids[real].to(sums.device)
         sums.index_add_(0, tokens, states)
         counts += torch.bincount(tokens, minlength=types)
@@ -242,7 +235,7 @@ def _runs(ids: Tensor) -> tuple[Tensor, ...]:
     return torch.split(ids, max(1, TOKENS_AT_ONCE // ids.shape[1]))
 
 
-def _width(anatomy: Anatomy, reads: LinearMap) -> int:
+def _width(anatomy: Anatomy, reads: row_space.LinearMap) -> int:
     return anatomy.root.get_parameter(reads.name).shape[reads.axis]
 
 
@@ -259,7 +252,7 @@ class Bottleneck:
         up: name of the second map's weight.
     """
 
-    reads: LinearMap
+    reads: row_space.LinearMap
     biases: tuple[str, str | None]
     up: str
 
@@ -292,7 +285,7 @@ def find_adapter(anatomy: Anatomy, name: str) -> Bottleneck:
         ThreatModelError: it is of another kind, or a part is not trained.
     """
     module = anatomy.root.get_submodule(name)
-    inside = [m for m in find_linear_maps(anatomy) if m.name.startswith(f"{name}.")]
+    inside = [m for m in row_space.find_linear_maps(anatomy) if m.name.startswith(f"{name}.")]
     pairs = [
         (down, up)
         for down, up in itertools.permutations(inside, 2)
@@ -304,9 +297,8 @@ def find_adapter(anatomy: Anatomy, name: str) -> Bottleneck:
     ]
     if len(inside) != 2 or not pairs:
         raise ThreatModelError(
-            f"adapter '{name}' is no bottleneck, which has two linear maps, down and up again; it "
-            f"has {len(inside)}. Name the module that holds these two alone. Other adapters, such "
-            "as LoRA, are not crafted"
+            f"adapter '{name}' is no bottleneck of two linear maps, down and up again; it has "
+            f"{len(inside)}. Name the module that holds these two alone. LoRA is not crafted"
         )
     down, up = pairs[0]
     first, second = down.reader, up.reader

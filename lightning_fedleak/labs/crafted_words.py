@@ -10,25 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks import (
-    Attack,
-    PublicText,
-    Query,
-    RunFacts,
-    Surfaces,
-    TextSource,
-    UnusableObservation,
-    WordGuess,
-)
+from lightning_fedleak import attacks
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.words.public_gradients import train_copies
-from lightning_fedleak.labs.crafted_rows import (
-    CraftedRows,
-    CraftedValues,
-    RowSettings,
-    craft,
-    find_adapter,
-)
+from lightning_fedleak.labs import crafted_rows
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Observation, Stage, UpdateSnapshot, whole_tensor
@@ -45,7 +30,7 @@ CUTS = 60  # cuts that are tried; more cost time, not tuned
 
 
 @dataclass(frozen=True)
-class CraftedGuess(WordGuess):
+class CraftedGuess(attacks.WordGuess):
     """The types of a round: those that are read off rows, and the usual ones.
 
     Attributes:
@@ -77,7 +62,7 @@ class Readings:
         return torch.tensor(list(dict.fromkeys(types.tolist())), dtype=torch.long)
 
 
-def read_rows(change: Tensor, still: Tensor, rows: CraftedRows) -> Readings:
+def read_rows(change: Tensor, still: Tensor, rows: crafted_rows.CraftedRows) -> Readings:
     """Return the types whose inputs explain the rows' changes, by orthogonal matching pursuit.
 
     The gradient of a row is a combination of the inputs that it fires for, and Adam's step keeps
@@ -131,7 +116,7 @@ class RoundShape:
     clients: int = 1
 
 
-class CraftedAdapterWords(Attack):
+class CraftedAdapterWords(attacks.Attack):
     """The word types of a round, from an adapter whose values a dishonest server has chosen.
 
     The server sends the modules that the client agreed to train, with values of its own
@@ -189,43 +174,38 @@ class CraftedAdapterWords(Attack):
         Capability.CHOOSES_WEIGHTS,
     )
     default_name = "crafted_adapter_words"
+    config_names = ("adapter", "public_text", "rounds")
     reads_adaptive_updates = True
     restores_fully = False
 
     def __init__(
         self,
         adapter: str,
-        public_text: TextSource = "sampled",
+        public_text: attacks.TextSource = "sampled",
         *,
         tokenizer: Any = None,
         shape: RoundShape | None = None,
         rounds: int = 6,
-        rows: RowSettings | None = None,
+        rows: crafted_rows.RowSettings | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
         self.adapter = adapter
         attack = type(self).__name__
-        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
+        self.public_text = attacks.PublicText.parse_required(public_text, tokenizer, attack)
         self.shape = shape or RoundShape()
         self.rounds = check_integer("rounds", rounds)
-        self.rows, self.seed = rows or RowSettings(), seed
+        self.rows, self.seed = rows or crafted_rows.RowSettings(), seed
         self.cut: float | None = None
-        self._crafted: CraftedValues | None = None
+        self._crafted: crafted_rows.CraftedValues | None = None
 
     def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        return {
-            "adapter": self.adapter,
-            "public_text": PublicText.label(self.public_text),
-            "rounds": self.rounds,
-            "public_seed": self.seed,
-            **vars(self.shape),
-            **vars(self.rows),
-        }
+        """Return the settings, those of rounds and rows among them."""
+        seeds = {"public_seed": self.seed}
+        return {**super().config(), **seeds, **vars(self.shape), **vars(self.rows)}
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> attacks.Surfaces:
         """Return the matrix whose rows are read.
 
         Raises:
@@ -234,15 +214,16 @@ class CraftedAdapterWords(Attack):
         """
         if anatomy.kind != "causal":
             raise ThreatModelError(
-                f"attack '{self.name}' plays rounds of training on next tokens, and this model is "
-                f"of kind '{anatomy.kind}': remove the attack"
+                f"attack '{self.name}' needs next tokens, not a {anatomy.kind} model: remove it"
             )
-        return Surfaces(gradients=(find_adapter(anatomy, self.adapter).reads.name,))
+        return attacks.Surfaces(
+            gradients=(crafted_rows.find_adapter(anatomy, self.adapter).reads.name,)
+        )
 
     # ---- a round on copies ------------------------------------------------------------------
 
     @property
-    def crafted(self) -> CraftedValues:
+    def crafted(self) -> crafted_rows.CraftedValues:
         """Return what ``prepare`` has crafted."""
         assert self._crafted is not None
         return self._crafted
@@ -258,17 +239,14 @@ class CraftedAdapterWords(Attack):
         return self.crafted.rows.presence.cpu() > USUAL
 
     @staticmethod
-    def _steps(facts: RunFacts) -> LocalSteps:
+    def _steps(facts: attacks.RunFacts) -> LocalSteps:
         steps = LocalSteps.from_facts(facts)
         if steps is None:
-            raise UnusableObservation(
-                "rounds of a dishonest server run on copies: give RunFacts local_steps and the "
-                "optimizer that it prescribes"
+            raise attacks.UnusableObservation(
+                "rounds are played on copies: give RunFacts local_steps and an optimizer"
             )
         if facts.clip_value is not None:
-            raise UnusableObservation(
-                "rounds on copies are played without clipping by value: leave out clip_value"
-            )
+            raise attacks.UnusableObservation("rounds are played without clipping: omit clip_value")
         return steps
 
     def mean_update(
@@ -294,11 +272,13 @@ class CraftedAdapterWords(Attack):
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Craft the values, and choose the cut on public rounds that are played on copies."""
-        public = PublicText.resolve(self.public_text, anatomy, self.seed)
+        public = attacks.PublicText.resolve(self.public_text, anatomy, self.seed)
         steps = self._steps(self._facts).steps
         shape = self.shape
         tokens = shape.clients * steps * shape.texts * shape.tokens
-        self._crafted = craft(anatomy, self.adapter, public, tokens, settings=self.rows)
+        self._crafted = crafted_rows.craft(
+            anatomy, self.adapter, public, tokens, settings=self.rows
+        )
         generator = torch.Generator().manual_seed(self.seed)
         rounds = []
         for _ in track(range(self.rounds), "playing public rounds with crafted values"):
@@ -327,7 +307,7 @@ class CraftedAdapterWords(Attack):
 
     # ---- reading ----------------------------------------------------------------------------
 
-    def run(self, view: Observation, query: Query | None = None) -> CraftedGuess:
+    def run(self, view: Observation, query: attacks.Query | None = None) -> CraftedGuess:
         """Return the types of a round that was played with the crafted values.
 
         Raises:
@@ -335,7 +315,7 @@ class CraftedAdapterWords(Attack):
         """
         assert self.cut is not None
         if not any(bool(change.any()) for change in view.gradients[-1].tensors.values()):
-            raise UnusableObservation("nothing has changed: nothing was trained on")
+            raise attacks.UnusableObservation("nothing has changed: nothing was trained on")
         readings = self._readings(view)
         types, read = self._named(readings, self.cut)
         return CraftedGuess(types, n_types=float(len(types)), surface="input", read=read)
@@ -355,7 +335,7 @@ class CraftedAdapterWords(Attack):
         before = crafted.tensors[name].float()
         shared = whole_tensor(update.tensors[name]).to(before)
         if not bool(shared.isfinite().all()):
-            raise UnusableObservation(f"the update of '{name}' has NaN or infinity")
+            raise attacks.UnusableObservation(f"the update of '{name}' has NaN or infinity")
         change = steps.without_decay(shared, before, rate)[: len(crafted.rows.thresholds)]
         unit = (steps.steps + 2) * torch.finfo(crafted.tensors[name].dtype).eps / rate
         still = change.abs().amax(1) <= unit * before[: len(change)].abs().amax(1)

@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_fedleak.attacks import (
-    Capability,
-    Surfaces,
-    TextAttack,
-    ThreatModel,
-    ThreatModelError,
-)
+from lightning_fedleak import attacks
 from lightning_fedleak.attacks.texts.bottom_model import CopiedModel
 from lightning_fedleak.model.anatomy import Anatomy, unwrap
 from lightning_fedleak.model.model_runs import call_with, logits_in, takes
@@ -55,8 +49,8 @@ class ModelCopy(CopiedModel):
         """
         if any(hasattr(m, "unshard") for m in anatomy.root.modules()):
             raise TypeError(
-                f"{type(anatomy.model).__name__} is sharded over processes (FSDP2); attacks that "
-                "compare gradients of whole texts need it whole: remove the attack"
+                f"{type(anatomy.model).__name__} is sharded over processes (FSDP2), of which no "
+                "copy is made: remove the attack"
             )
         self.anatomy, self.step = anatomy, step
         self._embedding = unwrap(anatomy.embedding)
@@ -142,31 +136,30 @@ def trained_names(anatomy: Anatomy) -> tuple[str, ...]:
     return tuple([n for n in every if anatomy.trainable(n)] or every)
 
 
-class ModelCopyAttack(TextAttack):
+class ModelCopyAttack(attacks.TextAttack):
     """An adversary with a copy of a causal model who knows the texts' number and lengths."""
 
-    threat_model = ThreatModel.create(
+    threat_model = attacks.ThreatModel.create(
         "an honest but curious server that reads one gradient and knows how many texts it comes "
         "from and how long they are",
-        Capability.KNOWS_MODEL,
+        attacks.Capability.KNOWS_MODEL,
     )
     restores_fully = False
     needs_plain_inputs = True
     last_token_open = True
     _copy: ModelCopy | None = None
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> attacks.Surfaces:
         """Return the gradients of the trained parameters; of all parameters if none is trained.
 
         Raises:
             ThreatModelError: the model predicts no next token.
         """
         if anatomy.kind != "causal":
-            raise ThreatModelError(
-                f"attack '{self.name}' needs probabilities of the next token, which a "
-                f"{anatomy.kind} model does not give: remove the attack"
+            raise attacks.ThreatModelError(
+                f"attack '{self.name}' needs next tokens, not a {anatomy.kind} model: remove it"
             )
-        return Surfaces(gradients=trained_names(anatomy))
+        return attacks.Surfaces(gradients=trained_names(anatomy))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Copy the model."""

@@ -10,24 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import (
-    Attack,
-    PublicText,
-    Query,
-    Surfaces,
-    TextSource,
-    UnusableObservation,
-    WordGuess,
-)
+from lightning_fedleak import attacks
+from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import check_readable
-from lightning_fedleak.attacks.row_space import (
-    LinearMap,
-    PerMaps,
-    SharedInput,
-    find_shared_inputs,
-    input_rows,
-    norm_before,
-)
 from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_parameters
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Inapplicable, NotYet, Observation, UpdateSnapshot
@@ -195,7 +180,7 @@ def logistic_regression(x: Tensor, truth: Tensor, count: Tensor) -> tuple[Tensor
     return mean, scale, weights
 
 
-class RehearsedLabels(Attack):
+class RehearsedLabels(attacks.Attack):
     """The labels behind gradients of maps that write into the residual stream.
 
     Bottleneck adapters (Houlsby et al. 2019) and a LoRA on output projections read inputs that no
@@ -249,7 +234,7 @@ class RehearsedLabels(Attack):
 
     def __init__(
         self,
-        public_text: TextSource,
+        public_text: attacks.TextSource,
         *,
         tokenizer: Any = None,
         shapes: Sequence[tuple[int, int]] = ((4, 32), (8, 32), (4, 64), (8, 64)),
@@ -261,7 +246,7 @@ class RehearsedLabels(Attack):
         if not shapes or rehearsals < 12:  # two pairs are held out of a readout then
             raise ValueError(f"shapes must hold one, rehearsals be >= 12: {shapes}, {rehearsals}")
         attack = type(self).__name__
-        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
+        self.public_text = attacks.PublicText.parse_required(public_text, tokenizer, attack)
         self.shapes = tuple((int(texts), int(tokens)) for texts, tokens in shapes)
         self.rehearsals = rehearsals
         self.seed = seed
@@ -269,9 +254,11 @@ class RehearsedLabels(Attack):
         self._reads_gradients = False
         self._rehearsed_at = 0
         self._roles: tuple[str, ...] = ()
-        self._maps = PerMaps(lambda anatomy, maps: (maps, find_shared_inputs(anatomy, maps)))
+        self._maps = row_space.PerMaps(
+            lambda anatomy, maps: (maps, row_space.find_shared_inputs(anatomy, maps))
+        )
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> attacks.Surfaces:
         """Return the trained maps that write into the residual stream, or read the first blocks.
 
         Raises:
@@ -283,7 +270,7 @@ class RehearsedLabels(Attack):
                 f"attack '{self.name}' reads trained maps that write into the residual stream of a "
                 "causal model with a head, and this training has none: remove the attack"
             )
-        return Surfaces(gradients=tuple(dict.fromkeys(name for name, *_ in places)))
+        return attacks.Surfaces(gradients=tuple(dict.fromkeys(name for name, *_ in places)))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Rehearse: compute gradients of public batches, and learn to read their labels.
@@ -291,7 +278,7 @@ class RehearsedLabels(Attack):
         Raises:
             ValueError: there is no public text for this model.
         """
-        text = PublicText.resolve(self.public_text, anatomy, self.seed)
+        text = attacks.PublicText.resolve(self.public_text, anatomy, self.seed)
         generator = torch.Generator().manual_seed(self.seed)
         shapes = [self.shapes[i % len(self.shapes)] for i in range(self.rehearsals)]
         batches = [text.batch(*shape, generator) for shape in shapes]
@@ -324,7 +311,7 @@ class RehearsedLabels(Attack):
             self._rehearsed_at = step
 
     @torch.no_grad()
-    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+    def run(self, view: Observation, query: attacks.Query | None = None) -> attacks.WordGuess:
         """Return the labels that one gradient was computed on, as far as rehearsals show them.
 
         Returns:
@@ -345,21 +332,19 @@ class RehearsedLabels(Attack):
         for name, gradient in gradients.items():
             check_readable(gradient.abs().max(), f"the gradient of {name}")
         if not self._reads_gradients:
-            raise UnusableObservation(
-                "its rehearsals show frequent tokens alone, as another batch's gradients would"
-            )
+            raise attacks.UnusableObservation("its rehearsals show frequent tokens alone")
         probabilities = self._readout.probabilities(gradients)
         ordered, types = probabilities.sort(descending=True)
         number = torch.arange(1, len(ordered) + 1, device=ordered.device)
         expected = 2 * ordered.cumsum(0) / (number + ordered.sum())
-        return WordGuess(
+        return attacks.WordGuess(
             types=types[: int(expected.argmax()) + 1],
             scores=probabilities,
             n_types=float(ordered.sum()),
             surface="output",
         )
 
-    def _places(self, anatomy: Anatomy) -> Iterator[tuple[str, int, SharedInput | None]]:
+    def _places(self, anatomy: Anatomy) -> Iterator[tuple[str, int, row_space.SharedInput | None]]:
         """Yield (name, axis, input or None) of trained parameters; None: it writes."""
         maps, inputs = self._maps.get(anatomy)
         blocks = [f"{name}." for name in anatomy.block_names]
@@ -382,7 +367,7 @@ class RehearsedLabels(Attack):
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
         return {
-            "public_text": PublicText.label(self.public_text),
+            "public_text": attacks.PublicText.label(self.public_text),
             "shapes": str(self.shapes),
             "rehearsals": self.rehearsals,
             "seed": self.seed,
@@ -415,7 +400,7 @@ def _exceed(gains: Tensor) -> bool:
 
 
 def _parts(
-    anatomy: Anatomy, places: Iterator[tuple[str, int, SharedInput | None]], start: int
+    anatomy: Anatomy, places: Iterator[tuple[str, int, row_space.SharedInput | None]], start: int
 ) -> Iterator[_Part]:
     """Yield the parts of a model, with the vectors of each token behind a start token."""
     states: dict[int, Tensor] = {}
@@ -427,7 +412,7 @@ def _parts(
             yield _Part(name, axis, head)
             continue
         if id(shared) not in states:
-            alone = input_rows(anatomy, shared, texts)[:, -1].float()
+            alone = row_space.input_rows(anatomy, shared, texts)[:, -1].float()
             states[id(shared)] = alone - alone.mean(0)
         yield _Part(name, axis, states[id(shared)])
 
@@ -439,8 +424,10 @@ def _label_vectors(anatomy: Anatomy) -> Tensor:
     """
     rows, head = head_parameters(anatomy)[0], anatomy.head
     assert head is not None
-    states = SharedInput((LinearMap("", head, head, 1, len(rows), "whole"),), rows.shape[1])
-    norm = norm_before(anatomy, states, torch.arange(4, device=rows.device)[None])
+    states = row_space.SharedInput(
+        (row_space.LinearMap("", head, head, 1, len(rows), "whole"),), rows.shape[1]
+    )
+    norm = row_space.norm_before(anatomy, states, torch.arange(4, device=rows.device)[None])
     if norm is not None:
         signs = torch.ones(rows.shape[1], device=rows.device)
         signs[::2] = -1  # mean 0 and size 1, so that either kind of norm leaves them as they are

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks import MembershipAttack, MembershipGuess, PublicText, TextSource
+from lightning_fedleak.attacks import MembershipAttack, PublicText, TextSource
 from lightning_fedleak.attacks.membership.base import (
     Granularity,
-    RungReader,
     sentence_rows,
     threat_with_public_text,
 )
@@ -241,7 +240,6 @@ class TrainedMembership(MembershipAttack):
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
-        self.reader = RungReader()
         self._public: Tensor | None = None
         self._embedded_at = 0
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
@@ -380,12 +378,3 @@ class TrainedMembership(MembershipAttack):
             parts = parts.masked_fill(output.isnan(), torch.nan)
             gradient[:, k].index_add_(0, samples, parts)
         return gradient
-
-    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
-        """Run A_guess, as in :class:`~lightning_fedleak.attacks.membership.base.RungReader`.
-
-        Raises:
-            UnusableObservation: the gradient is not finite.
-            ValueError: it has another number of rungs, or the noise is negative.
-        """
-        return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)

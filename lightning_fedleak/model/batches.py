@@ -235,10 +235,9 @@ class TokenBatch:
             return self
         if self.crossing:
             raise BatchError(
-                "several documents are packed into a row, and this model lets each attend to the "
-                "others of its row, so that none is read as it would be alone. Keep them apart: in "
-                "transformers by use_cache=False and position_ids that begin again without an "
-                "attention_mask, or by a block-diagonal mask"
+                "several documents are packed into a row, and each may attend to the others of its "
+                "row. Keep them apart: in transformers by use_cache=False and position_ids that "
+                "begin again without an attention_mask, or by a block-diagonal mask"
             )
         if self.kind == "seq2seq" or (self.labels is not None and self.labels.dim() != 2):
             raise BatchError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any, NoReturn
@@ -189,29 +189,43 @@ def whole_model(root: nn.Module) -> Iterator[None]:
 
     Every process must enter it, outside of forward and backward, because it gathers.
     """
-    sharded = [
-        (module, name, parameter)
-        for module in root.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and hasattr(parameter, "full_tensor")
-    ]
+    sharded = {id(p): p for p in root.parameters() if hasattr(p, "full_tensor")}
     if not sharded:
         yield
         return
-    whole: dict[int, nn.Parameter] = {}
-    for _, _, parameter in sharded:
-        if id(parameter) not in whole:
-            gathered = parameter.full_tensor()
-            whole[id(parameter)] = nn.Parameter(
-                gathered.detach(), requires_grad=parameter.requires_grad
-            )
+    whole = {
+        key: nn.Parameter(p.full_tensor().detach(), requires_grad=p.requires_grad)
+        for key, p in sharded.items()
+    }
+    hooks = only_needed_hooks(root, _WHOLE_MODEL_PACKAGES)
+    with parameters_replaced(places_of(root.modules(), whole)), hooks:
+        yield
+
+
+ParameterPlace = tuple[nn.Module, str, Tensor]
+"""A module, the name of a parameter in it, and a tensor to put there."""
+
+
+def places_of(modules: Iterable[nn.Module], values: Mapping[int, Tensor]) -> list[ParameterPlace]:
+    """Return the places of parameters, with values that are given by the ``id`` of each."""
+    return [
+        (module, name, values[id(parameter)])
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if id(parameter) in values
+    ]
+
+
+@contextmanager
+def parameters_replaced(places: Sequence[ParameterPlace]) -> Iterator[None]:
+    """Put tensors into places of parameters, and the parameters back."""
+    live = [module._parameters[name] for module, name, _ in places]
     try:
-        for module, name, parameter in sharded:
-            module._parameters[name] = whole[id(parameter)]
-        with only_needed_hooks(root, _WHOLE_MODEL_PACKAGES):
-            yield
+        for module, name, value in places:
+            module._parameters[name] = value  # type: ignore[assignment]
+        yield
     finally:
-        for module, name, parameter in sharded:
+        for (module, name, _), parameter in zip(places, live, strict=True):
             module._parameters[name] = parameter
 
 
@@ -322,8 +336,7 @@ def states_of_text(states: Any, length: int, anatomy: Anatomy, layer: int) -> Te
         if states.dim() == 3 and states.shape[1] in (length, length + virtual):
             return states[:, -length:]
     raise ValueError(
-        f"hidden states at layer {layer} should have {length} positions, as the text, and 3 "
-        f"dimensions; the model gives {form} there"
+        f"hidden states at layer {layer} should be (B, {length}, d); the model gives {form}"
     )
 
 
@@ -344,9 +357,8 @@ def check_text(
         empty = int((mask == 0).all(1).nonzero()[0])
         raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
     if positions is not None and not takes(anatomy.model, "position_ids"):
-        raise ValueError(
-            f"{type(without_peft(anatomy.model)).__name__}.forward takes no position_ids"
-        )
+        model = without_peft(anatomy.model)
+        raise ValueError(f"{type(model).__name__}.forward takes no position_ids")
     context = context_length(anatomy)
     if context is not None and input_ids.shape[1] > context:
         raise ValueError(

@@ -279,9 +279,8 @@ class _State:
             restore()
         if written:
             raise ModelWritten(
-                f"running the model wrote to {', '.join(written)}, which only its training may "
-                "change, and that cannot be undone: change its forward so that it does not write "
-                "to its parameters in eval mode"
+                f"running the model wrote to {', '.join(written)}, which cannot be undone: change "
+                "its forward so that it does not write to its parameters in eval mode"
             )
 
 

@@ -99,5 +99,5 @@ def test_the_mean_of_several_clients_is_read(model) -> None:
 
 @pytest.mark.parametrize("clients", [[[batch(1)]], [[batch(1), batch(2)]] * 2])
 def test_rounds_of_another_form_are_refused(model, clients) -> None:
-    with pytest.raises(GameError, match="a round must have 1 clients"):
+    with pytest.raises(GameError, match="a round needs 1 clients"):
         play_crafted_rounds(find_anatomy(model), server(), [clients], FACTS)

@@ -31,8 +31,8 @@ from lightning_fedleak.attacks.membership.attention_layers import (
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
-    RungReader,
     last_real,
+    read_rungs,
     threat_with_public_text,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
@@ -114,7 +114,7 @@ class AttentionMembership(MembershipAttack):
     default_name = "attention_membership"
     config_names = (
         *("layer", "granularity", "beta", "gamma", "whiten", "score", "widths", "batch"),
-        *("reader.false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
+        *("false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
     )
     needs_float64 = True
 
@@ -148,8 +148,9 @@ class AttentionMembership(MembershipAttack):
         self.seed = seed
         self._settings = settings
         self._choose(replaced=False, defended=False)
-        check_number("false_positive_rate", false_positive_rate, above=0, below=1)
-        self.reader = RungReader(false_positive_rate)
+        self.false_positive_rate = check_number(
+            "false_positive_rate", false_positive_rate, above=0, below=1
+        )
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self._prepared_at = 0
@@ -212,7 +213,7 @@ class AttentionMembership(MembershipAttack):
             whiten=self.whiten,
             widths=self.widths if self.score == "band" else None,
             batch=self.batch,
-            false_positive_rate=self.reader.false_positive_rate,
+            false_positive_rate=self.false_positive_rate,
             seed=self.seed,
         )
 
@@ -290,7 +291,7 @@ class AttentionMembership(MembershipAttack):
         Returns:
             Scores. Without noise: the rank of the largest gamma, or the narrowest band, whose
             gradient is not zero, counted from the easiest; 0 if all are zero. With noise: the
-            statistic of :class:`~lightning_fedleak.attacks.membership.base.RungReader`; with
+            statistic of :func:`~lightning_fedleak.attacks.membership.base.read_rungs`; with
             ``"coordinates"`` the largest number in units of the noise.
 
         Raises:
@@ -301,13 +302,13 @@ class AttentionMembership(MembershipAttack):
             raise UnusableObservation("the gradient of the crafted layers is not finite")
         if self.score == "band":
             bands = self._band_gradients(gradient, exact=noise_std == 0)
-            return self.reader.guess(bands, noise_std * 2**0.5, levels, level)
+            return read_rungs(bands, noise_std * 2**0.5, level, self.false_positive_rate)
         best = gradient.view(len(gradient), -1, levels).abs().amax(1)
         if noise_std == 0:
-            return self.reader.guess(best, 0.0, levels, level)
+            return read_rungs(best, 0.0, level)
         rungs = gradient.shape[1] // levels * (level + 1)
         scores = best[:, : level + 1].amax(1) / noise_std
-        level_quantile = (1 - self.reader.false_positive_rate) ** (1 / rungs)
+        level_quantile = (1 - self.false_positive_rate) ** (1 / rungs)
         threshold = torch.special.ndtri(torch.tensor((1 + level_quantile) / 2, dtype=torch.float64))
         return MembershipGuess(scores, scores > float(threshold))
 

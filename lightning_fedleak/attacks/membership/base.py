@@ -275,9 +275,13 @@ class MembershipAttack(Attack):
             (B, G, K); its sum over B is the gradient of the batch.
         """
 
-    @abstractmethod
+    @property
+    def guess_rung(self) -> int:
+        """Return the index of the rung that decides."""
+        return 0
+
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
-        """Run A_guess: return scores and decisions for a gradient.
+        """Run A_guess: return scores and decisions for a gradient, see :func:`read_rungs`.
 
         Args:
             gradient: (G, K) that the client shared.
@@ -287,6 +291,7 @@ class MembershipAttack(Attack):
         Raises:
             UnusableObservation: the gradient is not finite.
         """
+        return read_rungs(gradient, noise_std, self.guess_rung)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
         """Return the targets in the shape that :meth:`craft` takes.
@@ -361,36 +366,34 @@ def threat_with_public_text(adversary: str) -> ThreatModel:
     return ThreatModel.create(adversary, *needs, Capability.KNOWS_PUBLIC_TEXT)
 
 
-class RungReader:
-    """A_guess on the rungs of a gradient, (G, K), with or without noise on it.
+def read_rungs(
+    gradient: Tensor, noise_std: float, rung: int, false_positive_rate: float = FALSE_POSITIVE_RATE
+) -> MembershipGuess:
+    """Run A_guess on the rungs of a gradient, with or without noise on it.
 
     Without noise, a guess depends on which rungs are not zero. With Gaussian noise, the statistic
-    is the size of the guess rung in units of the noise, and the threshold is its quantile where
-    that rung holds noise alone.
+    is the size of one rung in units of the noise, and the threshold is its quantile where that
+    rung holds noise alone.
 
     Args:
+        gradient: (G, K), the rungs that are hardest to reach first.
+        noise_std: standard deviation of the noise on each number; 0 for none.
+        rung: index of the one that decides.
         false_positive_rate: of the decision under noise.
+
+    Returns:
+        Scores: without noise the number of rungs from the first that is not zero to the last (0:
+        all are zero), with noise the statistic; and decisions.
+
+    Raises:
+        UnusableObservation: the gradient is not finite.
     """
-
-    def __init__(self, false_positive_rate: float = FALSE_POSITIVE_RATE) -> None:
-        self.false_positive_rate = false_positive_rate
-
-    def guess(
-        self, gradient: Tensor, noise_std: float, rungs: int, guess_rung: int
-    ) -> MembershipGuess:
-        """Return scores (G,) and decisions (G,) for a gradient (G, K); see the class.
-
-        Raises:
-            UnusableObservation: the gradient is not finite.
-        """
-        if not bool(gradient.isfinite().all()):
-            raise UnusableObservation("the gradient of the crafted layers is not finite")
-        if noise_std == 0.0:
-            fires = gradient != 0
-            places = torch.arange(rungs, 0, -1, device=gradient.device)
-            scores = (fires * places).amax(1).to(torch.float32)
-            return MembershipGuess(scores, fires[:, guess_rung])
-        scores = gradient[:, guess_rung].abs() / noise_std
-        tail = torch.tensor(1 - self.false_positive_rate / 2, dtype=torch.float64)
-        threshold = float(torch.special.ndtri(tail))
-        return MembershipGuess(scores, scores > threshold)
+    if not bool(gradient.isfinite().all()):
+        raise UnusableObservation("the gradient of the crafted layers is not finite")
+    if noise_std == 0.0:
+        fires = gradient != 0
+        places = torch.arange(gradient.shape[1], 0, -1, device=gradient.device)
+        return MembershipGuess((fires * places).amax(1).to(torch.float32), fires[:, rung])
+    scores = gradient[:, rung].abs() / noise_std
+    tail = torch.tensor(1 - false_positive_rate / 2, dtype=torch.float64)
+    return MembershipGuess(scores, scores > float(torch.special.ndtri(tail)))

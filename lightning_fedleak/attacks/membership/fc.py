@@ -19,8 +19,6 @@ from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.membership.base import (
     Granularity,
     MembershipAttack,
-    MembershipGuess,
-    RungReader,
     sentence_rows,
 )
 from lightning_fedleak.model.anatomy import Anatomy
@@ -259,7 +257,6 @@ class FCMembership(MembershipAttack):
             ascending = all(a < b for a, b in pairwise(ladder))
             if 1.0 not in ladder or not ascending or ladder[0] <= 0 or ladder[-1] == math.inf:
                 raise ValueError(f"ladder must be positive, ascending multiples with 1: {ladder}")
-        self.reader = RungReader()
         self._hints: dict[str, Precision] = {}
 
     def prepare(self, anatomy: Anatomy) -> None:
@@ -374,24 +371,6 @@ class FCMembership(MembershipAttack):
             parts.masked_fill_(distance.isnan()[:, None], torch.nan)
             gradient.index_add_(0, samples[row] * len(targets) + target_index, parts)
         return gradient.view(b, len(targets), self.rungs)
-
-    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
-        """Run A_guess, Algorithm 3: a member where the gradient of the rung ``tau`` is not zero.
-
-        Args:
-            gradient: (G, K).
-            noise_std: of the noise on each number.
-
-        Returns:
-            Scores: without noise the number of rungs from the smallest that fires to the highest
-            (0: none fires; K: the nearest input lies within all of them). With noise the
-            statistic of :class:`~lightning_fedleak.attacks.membership.base.RungReader`.
-
-        Raises:
-            UnusableObservation: the gradient is not finite.
-            ValueError: it has another number of rungs, or the noise is negative.
-        """
-        return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
 
     def config(self) -> dict[str, object]:
         """Return the settings for reports.

@@ -19,14 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Guess,
-    Query,
-    RunFacts,
-    Surfaces,
-    UnusableObservation,
-)
+from lightning_fedleak.attacks import base
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, CopiedModel
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.snapshots import Observation
@@ -40,7 +33,7 @@ TINY = 1e-12  # keeps norms from being divided by zero; below any norm that occu
 
 
 @dataclass(frozen=True)
-class TextGuess(Guess):
+class TextGuess(base.Guess):
     """The texts that an attack reconstructs.
 
     Attributes:
@@ -70,7 +63,7 @@ def join_guesses(parts: Sequence[TextGuess], device: torch.device) -> TextGuess:
     )
 
 
-class TextAttack(Attack):
+class TextAttack(base.Attack):
     """An adversary that reconstructs whole texts: its guess is a :class:`TextGuess`.
 
     One that reads gradients gets them as an attack on words does, and its texts are in any order.
@@ -130,7 +123,7 @@ class InversionAttack(TextAttack):
         hint = "0 is the embeddings' output, k the output of block k"
         self.layer = check_integer("layer", layer, at_least=0, hint=hint)
 
-    def meet(self, facts: RunFacts) -> None:
+    def meet(self, facts: base.RunFacts) -> None:
         """Take the client's precision, and the step at which the fit begins, from the run.
 
         A copy of the bottom model that exists already counts as one of that step.
@@ -164,13 +157,13 @@ class InversionAttack(TextAttack):
         with torch.inference_mode(False):
             self._copy = BottomModel(anatomy, self.layer, autocast=self._facts.autocast)
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the name of the hidden states at the split.
 
         Raises:
             ValueError: the model has no such layer.
         """
-        return Surfaces(layers=(place_of(anatomy, self.layer).name,))
+        return base.Surfaces(layers=(place_of(anatomy, self.layer).name,))
 
     @abstractmethod
     def reconstruct(
@@ -185,7 +178,7 @@ class InversionAttack(TextAttack):
             position_ids: (B, L) or None for the model's own.
         """
 
-    def run(self, view: Observation, query: Query | None = None) -> TextGuess:
+    def run(self, view: Observation, query: base.Query | None = None) -> TextGuess:
         """Reconstruct the texts of the newest activations of ``view`` at this attack's layer.
 
         Raises:
@@ -195,7 +188,7 @@ class InversionAttack(TextAttack):
         by_number = snapshot.tensors.get(f"layer {self.layer}")
         hidden = snapshot.tensors[self._layer_name] if by_number is None else by_number
         if not bool(torch.isfinite(hidden).all()):
-            raise UnusableObservation("the activations are not finite")
+            raise base.UnusableObservation("the activations are not finite")
         return self.reconstruct(hidden, snapshot.attention_mask, snapshot.position_ids)
 
 

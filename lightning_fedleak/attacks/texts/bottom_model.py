@@ -132,15 +132,12 @@ class BottomModel(CopiedModel):
     ) -> None:
         super().__init__(autocast)
         self.layer = layer
-        self._weights: list[tuple[nn.Module, str, Tensor]] = []
-        self._copies: dict[int, Tensor] = {}
+        self._weights: list[model_runs.ParameterPlace] = []
         self.cache_agrees: bool | None = None
         self._bind(anatomy, step=0)
         shape = matrix_shape(anatomy.embedding)
         if shape is None:
-            raise ValueError(
-                "the input embeddings hold no matrix of numbers, which inversion needs"
-            )
+            raise ValueError("the input embeddings hold no matrix, which inversion needs")
         self.vocab_size = shape[0]
         self.context = model_runs.context_length(anatomy)
         self._try()
@@ -162,28 +159,20 @@ class BottomModel(CopiedModel):
         if self.anatomy.head is not None:
             above.append(self.anatomy.head)
         skipped = {id(m) for module in above for m in module.modules()}
-        self._copies, self._weights = {}, []
-        for module in self.anatomy.model.modules():
-            if id(module) in skipped:
-                continue
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                copy = self._copies.get(id(parameter))
-                if copy is None:
-                    if (
-                        hasattr(parameter, "full_tensor")
-                        or "_fsdp_wrapped_module" in module._modules
-                    ):
-                        raise TypeError(
-                            f"parameter '{name}' is sharded over processes (FSDP or tensor "
-                            "parallel), and an adversary's copy of the bottom model needs it "
-                            "whole: give the attack a model that is not sharded"
-                        )
-                    weight = parameter.detach()
-                    copy = weight.clone() if parameter.requires_grad else weight
-                    self._copies[id(parameter)] = copy
-                self._weights.append((module, name, copy))
+        modules = [m for m in self.anatomy.model.modules() if id(m) not in skipped]
+        self._weights = []  # frees the copies of earlier steps
+        copies: dict[int, Tensor] = {}
+        for module in modules:
+            for p in module.parameters(recurse=False):
+                if hasattr(p, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
+                    raise TypeError(
+                        f"{type(module).__name__} is sharded over processes (FSDP or tensor "
+                        "parallel), and a copy of the bottom model needs it whole: give the "
+                        "attack a model that is not sharded"
+                    )
+                if id(p) not in copies:
+                    copies[id(p)] = p.detach().clone() if p.requires_grad else p.detach()
+        self._weights = model_runs.places_of(modules, copies)
 
     @property
     def rounding(self) -> float:
@@ -301,16 +290,8 @@ class BottomModel(CopiedModel):
         )
         return next(i for i in range(3) if i not in special)
 
-    @contextmanager
-    def _copied_weights(self) -> Iterator[None]:
-        live = [module._parameters[name] for module, name, _ in self._weights]
-        try:
-            for module, name, copy in self._weights:
-                module._parameters[name] = copy  # type: ignore[assignment]
-            yield
-        finally:
-            for (module, name, _), parameter in zip(self._weights, live, strict=True):
-                module._parameters[name] = parameter
+    def _copied_weights(self) -> AbstractContextManager[None]:
+        return model_runs.parameters_replaced(self._weights)
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         model_runs.check_text(self.anatomy, ids, mask, positions)

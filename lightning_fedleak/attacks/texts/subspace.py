@@ -25,14 +25,9 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.texts import subspace_rows
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
-from lightning_fedleak.attacks.texts.subspace_rows import (
-    BlockInputs,
-    RecoveredText,
-    kept_rows,
-    shared_rows,
-)
 from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.model.anatomy import Anatomy, text_blocks
@@ -92,7 +87,7 @@ class SubspaceTexts(TextAttack):
     needs_plain_inputs = True
     last_token_open = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
-    _copy: BlockInputs | None = None
+    _copy: subspace_rows.BlockInputs | None = None
 
     def __init__(
         self,
@@ -124,8 +119,7 @@ class SubspaceTexts(TextAttack):
         """
         if anatomy.kind == "seq2seq":
             raise ThreatModelError(
-                f"attack '{self.name}' reads causal models and encoders, not encoder-decoders: "
-                "remove the attack"
+                f"attack '{self.name}' reads no encoder-decoders: remove the attack"
             )
         words = self._words.needs(anatomy).gradients
         blocks = self._trained(anatomy)
@@ -154,8 +148,7 @@ class SubspaceTexts(TextAttack):
         if first is None or first.reader is not inputs[0].reader:
             raise ThreatModelError(
                 f"attack '{self.name}' reads an encoder's texts where positions are added to the "
-                "embeddings that the first block's projections read, which they are not in this "
-                "model: remove the attack"
+                "embeddings, which they are not in this model: remove the attack"
             )
         return _Blocks(first, tuple(inputs))
 
@@ -180,7 +173,7 @@ class SubspaceTexts(TextAttack):
         self._copy = None
         if not inputs:
             return
-        self._copy = BlockInputs(anatomy, inputs, self._facts)
+        self._copy = subspace_rows.BlockInputs(anatomy, inputs, self._facts)
         self._complete_maps = row_space.lone_token_maps(anatomy, inputs[0].maps)
         self._whitenings = self._copy.whitenings(self.seed)
 
@@ -213,9 +206,9 @@ class SubspaceTexts(TextAttack):
             steps = LocalSteps.from_facts(self._facts)
             if steps is None or not steps.sums(fresh=update.fresh):
                 raise UnusableObservation(
-                    "whole texts are read off gradients and off rounds of steps of SGD without "
-                    "weight decay, with momentum where it begins afresh (optimizer.state.clear()): "
-                    "omit local_steps to see what the gradients of the client's data leak"
+                    "whole texts are read off gradients and rounds of steps of SGD without weight "
+                    "decay, with momentum where it begins afresh (optimizer.state.clear()): omit "
+                    "local_steps"
                 )
         bottom = self._copy
         maps = [m for block in bottom.inputs for m in block.trained_readers(bottom.anatomy)]
@@ -230,13 +223,13 @@ class SubspaceTexts(TextAttack):
         first = self._readable.get(bottom.anatomy).first
         if view.gradients[-1].compression == "topk":
             if first is not None:
-                raise Inapplicable(
-                    "of an encoder's gradients whole rows are read, not parts of them"
-                )
-            bottom.kept, shared = kept_rows(bottom, view)
+                raise Inapplicable("an encoder's texts are read off whole rows, not parts of them")
+            bottom.kept, shared = subspace_rows.kept_rows(bottom, view)
             whitenings = bottom.whitenings(self.seed)
         else:
-            shared = [shared_rows(b, bottom.anatomy, view, autocast) for b in bottom.inputs]
+            shared = [
+                subspace_rows.shared_rows(b, bottom.anatomy, view, autocast) for b in bottom.inputs
+            ]
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
@@ -279,7 +272,7 @@ class _Blocks(NamedTuple):
     inputs: tuple[row_space.SharedInput, ...]
 
 
-def _padded(texts: Sequence[RecoveredText]) -> tuple[Tensor, Tensor]:
+def _padded(texts: Sequence[subspace_rows.RecoveredText]) -> tuple[Tensor, Tensor]:
     """Return texts' tokens (B, L), padded with -1, and their fits (B, L), padded with 0."""
     tokens = [torch.tensor(text, dtype=torch.int64) for text, _ in texts]
     fits = [torch.tensor(shares, dtype=torch.float32) for _, shares in texts]

@@ -23,16 +23,20 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def find_side(model: nn.Module, side: str) -> nn.Module | None:
-    """Return the ``"encoder"`` or ``"decoder"`` of an encoder-decoder model."""
-    getter = getattr(model, f"get_{side}", None)
+def call_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
+    """Return the module that a getter such as ``get_decoder`` gives, None without one."""
+    method = getattr(model, getter, None)
     try:
-        part = getter() if callable(getter) else None
+        part = method() if callable(method) else None
     except (NotImplementedError, AttributeError):
-        part = None
-    if isinstance(part, nn.Module):
-        return part
-    return next((m for n, m in walk(model) if n.rsplit(".", 1)[-1] == side), None)
+        return None
+    return part if isinstance(part, nn.Module) else None
+
+
+def find_side(model: nn.Module, side: str) -> nn.Module | None:
+    """Return the ``encoder`` or ``decoder`` of an encoder-decoder, or None."""
+    named = (m for n, m in walk(model) if n.rsplit(".", 1)[-1] == side)
+    return call_getter(model, f"get_{side}") or next(named, None)
 
 
 def block_lists(model: nn.Module) -> list[Named]:
@@ -151,25 +155,24 @@ class Place:
             failed: takes what is raised, and the states are left; None lets it end the forward.
         """
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def change(read: Callable[[], Tensor], put: Callable[[Tensor], Any]) -> Any:
             try:
-                states = function(states_in(args, kwargs))
-                return None if states is None else with_states_in(args, kwargs, states)
+                new = function(read())
+                return None if new is None else put(new)
             except Exception as error:
                 if failed is None:
                     raise
                 return failed(error)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return change(
+                lambda: states_in(args, kwargs), lambda new: with_states_in(args, kwargs, new)
+            )
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def behind(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            try:
-                states = function(states_out(output))
-                return None if states is None else with_states_out(output, states)
-            except Exception as error:
-                if failed is None:
-                    raise
-                return failed(error)
+            return change(lambda: states_out(output), lambda new: with_states_out(output, new))
 
         if self.side == "input":
             return self.module.register_forward_pre_hook(before, prepend=first, with_kwargs=True)
@@ -197,15 +200,10 @@ def place_of(anatomy: Anatomy, layer: int) -> Place:
     """
     blocks = text_blocks(anatomy)
     if not blocks:
-        raise ValueError(
-            "no transformer blocks were found in the model, so that it has no layers to "
-            "read; name them with anatomy={'blocks': 'path.to.blocks'}"
-        )
+        raise ValueError("no transformer blocks were found: name them, anatomy={'blocks': 'path'}")
     if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= len(blocks):
-        raise ValueError(
-            f"layer={layer!r} is out of range: the model has {len(blocks)} blocks, so 0 to "
-            f"{len(blocks)}"
-        )
+        n = len(blocks)
+        raise ValueError(f"layer={layer!r} is out of range: the model has {n} blocks, so 0 to {n}")
     name, module = blocks[max(0, layer - 1)]
     if layer == 0:
         return Place(f"{name}.input", unwrap(module), "input")

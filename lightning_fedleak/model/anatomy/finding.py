@@ -9,8 +9,10 @@ from typing import get_args
 
 from torch import nn
 
+from lightning_fedleak.model.anatomy import wrappers
 from lightning_fedleak.model.anatomy.blocks import (
     block_lists,
+    call_getter,
     find_blocks,
     find_side,
     is_encoder_decoder,
@@ -27,15 +29,6 @@ from lightning_fedleak.model.anatomy.named_layers import (
     weight_shape,
 )
 from lightning_fedleak.model.anatomy.parts import Anatomy, AnatomyError, Kind
-from lightning_fedleak.model.anatomy.wrappers import (
-    find_path,
-    leaf,
-    matrix_shape,
-    peft_kind,
-    transparent_child,
-    unwrap,
-    without_peft,
-)
 from lightning_fedleak.validate import check_choice
 
 _CLASSIFIERS = (
@@ -47,16 +40,10 @@ _CLASSIFIERS = (
 _CAUSAL = ("LMHeadModel", "ForCausalLM", "DoubleHeadsModel")
 
 
-def call_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
+def call_matrix_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
     """Return the layer that a getter (``get_input_embeddings``) returns, if it has a matrix."""
-    method = getattr(model, getter, None)
-    if not callable(method):
-        return None
-    try:
-        layer = method()
-    except (NotImplementedError, AttributeError):
-        return None
-    return layer if isinstance(layer, nn.Module) and matrix_shape(layer) else None
+    layer = call_getter(model, getter)
+    return layer if layer is not None and wrappers.matrix_shape(layer) else None
 
 
 def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
@@ -70,15 +57,11 @@ def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
     """
     encoder = find_side(model, "encoder") if is_encoder_decoder(model) else None
     for owner in (encoder, model):
-        layer = call_getter(owner, "get_input_embeddings")
-        if layer is not None and find_path(root, layer) is not None:
+        layer = call_matrix_getter(owner, "get_input_embeddings")
+        if layer is not None and wrappers.find_path(root, layer) is not None:
             return layer
     raise missing_part_error(
-        root,
-        "input embeddings",
-        f"what get_input_embeddings() of {type(model).__name__} gives, if it is inside the module",
-        describe_layers(find_layers(root, (nn.Embedding,))),
-        "embedding",
+        root, "input embeddings", describe_layers(find_layers(root, (nn.Embedding,))), "embedding"
     )
 
 
@@ -134,8 +117,8 @@ def find_head(
     Raises:
         AnatomyError: a required head is missing, or there are several.
     """
-    layer = None if kind == "classifier" else call_getter(model, "get_output_embeddings")
-    if layer is not None and find_path(root, layer) is not None:
+    layer = None if kind == "classifier" else call_matrix_getter(model, "get_output_embeddings")
+    if layer is not None and wrappers.find_path(root, layer) is not None:
         _check_rows(root, model, embedding, layer)
         return layer
     in_blocks = _module_ids(block_lists(model))
@@ -153,8 +136,6 @@ def find_head(
     raise missing_part_error(
         root,
         "single output head" if heads or beside_model else "output head",
-        f"get_output_embeddings() of {type(model).__name__}, a linear layer at its end, one linear "
-        "layer beside it",
         describe_layers(find_layers(root, (nn.Linear,), in_blocks)),
         "head",
     )
@@ -168,11 +149,10 @@ def _module_ids(parts: Iterable[Named]) -> set[int]:
 def _check_rows(root: nn.Module, model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
     words, rows = count_rows(embedding), count_rows(head)
     if rows != words and not is_encoder_decoder(model):
-        path = find_path(root, head)
+        path = wrappers.find_path(root, head)
         raise AnatomyError(
             f"get_output_embeddings() of {type(model).__name__} gives '{path}' with {rows} rows, "
-            f"but there are {words} input embeddings in '{find_path(root, embedding)}'. If that is "
-            f"intended, name it: head='{path}'."
+            f"but there are {words} input embeddings. If that is intended, name it: head='{path}'."
         )
 
 
@@ -213,11 +193,11 @@ def find_anatomy(
     named_model = resolve_module(root, None, model, "model")
     if named_model is None:
         named_model = _find_model(root)
-    scope = root if named_model is None else unwrap(named_model)
+    scope = root if named_model is None else wrappers.unwrap(named_model)
     the_embedding = resolve_module(root, scope, embedding, "embedding")
     the_head = resolve_module(root, scope, head, "head")
-    core = without_peft(scope)
-    if named_model is not None and call_getter(core, "get_input_embeddings") is not None:
+    core = wrappers.without_peft(scope)
+    if named_model is not None and call_matrix_getter(core, "get_input_embeddings") is not None:
         if the_embedding is None:
             the_embedding = find_embedding(root, core)
         name_kind = infer_kind_from_name(core)
@@ -229,7 +209,8 @@ def find_anatomy(
         the_embedding, the_head = _plain_parts(root, scope, the_embedding, the_head, kind)
         if named_model is None:
             core = scope = _common_ancestor(root, [the_embedding, the_head])
-        the_kind = kind or _plain_kind(scope)
+        transformer = any(isinstance(m, nn.Transformer) for m in scope.modules())
+        the_kind = kind or ("seq2seq" if transformer else "causal")
 
     shape = weight_shape(the_embedding, "embedding")
     rows = shape[0] if the_head is None else count_rows(the_head, "head")
@@ -248,7 +229,7 @@ def find_anatomy(
         tied=_is_tied(scope, the_embedding, the_head),
         vocab_size=rows,
         hidden_size=shape[1],
-        peft=peft_kind(scope),
+        peft=wrappers.peft_kind(scope),
         target_rows=_target_rows(core, the_embedding) if is_encoder_decoder(core) else None,
     )
 
@@ -259,8 +240,8 @@ def _target_rows(model: nn.Module, embedding: nn.Module) -> int | None:
     The vocabularies differ if the sizes do, or if the configuration says that they are not shared.
     """
     decoder = find_side(model, "decoder")
-    other = None if decoder is None else call_getter(decoder, "get_input_embeddings")
-    if other is None or leaf(other) is leaf(embedding):
+    other = None if decoder is None else call_matrix_getter(decoder, "get_input_embeddings")
+    if other is None or wrappers.leaf(other) is wrappers.leaf(embedding):
         return None
     config = getattr(model, "config", None)
     separate = getattr(config, "share_encoder_decoder_embeddings", True) is False
@@ -280,8 +261,8 @@ def _find_model(root: nn.Module) -> nn.Module | None:
             continue
         visited.add(id(module))
         if (
-            transparent_child(module) is None
-            and call_getter(module, "get_input_embeddings") is not None
+            wrappers.transparent_child(module) is None
+            and call_matrix_getter(module, "get_input_embeddings") is not None
         ):
             is_lightning = hasattr(module, "training_step")
             if hasattr(getattr(module, "config", None), "model_type") and not is_lightning:
@@ -295,7 +276,7 @@ def _find_model(root: nn.Module) -> nn.Module | None:
         inner = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
         models = outermost(inner or with_getter)
     if len(models) > 1:
-        names = "; ".join(f"'{n}' ({type(unwrap(m)).__name__})" for n, m in models)
+        names = "; ".join(f"'{n}' ({type(wrappers.unwrap(m)).__name__})" for n, m in models)
         raise AnatomyError(
             f"{type(root).__name__} holds {len(models)} language models: {names}. Say which one "
             f"is trained on the private text: model='{models[0][0]}', for instance."
@@ -334,18 +315,11 @@ def _plain_parts(
     raise missing_part_error(
         root,
         "single language model" if pairs else "language model",
-        "a Hugging Face or PEFT model, a module with get_input_embeddings(), one nn.Embedding and "
-        "one nn.Linear with the same number of rows",
         [f"'{e}' with '{h}' ({count_rows(m)} rows)" for (e, m), (h, _) in pairs]
         or describe_layers(find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)),
         "embedding",
         "head",
     )
-
-
-def _plain_kind(model: nn.Module) -> Kind:
-    transformer = any(isinstance(m, nn.Transformer) for m in model.modules())
-    return "seq2seq" if transformer else "causal"
 
 
 def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Module:
@@ -358,9 +332,11 @@ def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Modul
     shared = [level[0] for level in levels]
     holders = [root.get_submodule(".".join(shared[:n])) for n in range(len(shared), 0, -1)]
     callable_holders = [
-        unwrap(m) for m in holders if type(m).forward is not nn.Module.forward and m not in parts
+        wrappers.unwrap(m)
+        for m in holders
+        if type(m).forward is not nn.Module.forward and m not in parts
     ]
-    callable_holders.append(unwrap(root))
+    callable_holders.append(wrappers.unwrap(root))
     for module in callable_holders:
         if "input_ids" in signature(module.forward).parameters:
             return module
@@ -368,8 +344,11 @@ def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Modul
 
 
 def _is_tied(model: nn.Module, embedding: nn.Module, head: nn.Module | None) -> bool:
-    weight = None if head is None else leaf(head)._parameters.get("weight")
+    weight = None if head is None else wrappers.leaf(head)._parameters.get("weight")
     if weight is None:
         return False
-    embeddings = [leaf(embedding), *(leaf(m) for _, m in find_layers(model, (nn.Embedding,)))]
+    embeddings = [
+        wrappers.leaf(embedding),
+        *(wrappers.leaf(m) for _, m in find_layers(model, (nn.Embedding,))),
+    ]
     return any(e._parameters.get("weight") is weight for e in embeddings)

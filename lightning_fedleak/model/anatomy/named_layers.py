@@ -87,14 +87,13 @@ def path_in(root: nn.Module, module: nn.Module, part: str) -> str:
 
 
 def missing_part_error(
-    root: nn.Module, part: str, criteria: str, candidates: list[str], *arguments: str
+    root: nn.Module, part: str, candidates: list[str], *arguments: str
 ) -> AnatomyError:
     """Return the error for a missing part, with candidates and the arguments that name one."""
     settings = ", ".join(f"{a}='path.to.module'" for a in arguments)
     return AnatomyError(
-        f"found no {part} in {type(root).__name__}. Looked for: {criteria}. "
-        f"Found: {join_names(candidates)}. Name it: find_anatomy(module, {settings}), or pass the "
-        "module itself."
+        f"found no {part} in {type(root).__name__}; it has {join_names(candidates)}. Name it: "
+        f"find_anatomy(module, {settings}), or pass the module itself."
     )
 
 

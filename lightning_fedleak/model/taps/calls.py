@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
     Anatomy,
     matrix_shape,
@@ -18,12 +19,6 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.model_runs import (
-    only_needed_hooks,
-    reset_compiled,
-    stop_at,
-    undisturbed,
-)
 from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.taps.activations import join_pieces
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
@@ -53,7 +48,7 @@ class ModelCalls:
                 self._note(model, args, kwargs)
 
         self._handle = anatomy.model.register_forward_pre_hook(record, with_kwargs=True)
-        reset_compiled(anatomy.root)
+        model_runs.reset_compiled(anatomy.root)
 
     @raised_when_read
     def _note(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -74,7 +69,7 @@ class ModelCalls:
         """Remove the hook."""
         self.arm(False)
         self._handle.remove()
-        reset_compiled(self._root)
+        model_runs.reset_compiled(self._root)
 
 
 def arguments_of(
@@ -112,8 +107,8 @@ def with_ids(
     if len(ids_of_batches) != len(batches) or len(new_batches) != len(batches):
         raise UnusableObservation(
             "a defence replaces the batch, and the token ids that the model was run on are not "
-            f"known: it was called {len(calls)} times in {len(batches)} batches, and on ids of the "
-            f"batch's shape in {len(new_batches)} of them"
+            f"known: {len(calls)} calls in {len(batches)} batches, {len(new_batches)} of the "
+            "batch's shape"
         )
     return new_batches
 
@@ -147,8 +142,8 @@ def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> 
     new_ids = torch.where(replaced, (ids + 1) % vocab_size, ids)
     inputs = {name: value for name, value in call.items() if name != "labels"}
     place = place_of(anatomy, len(text_blocks(anatomy)))
-    with undisturbed(anatomy) as model, only_needed_hooks(anatomy.root):
-        run = stop_at(model, place)
+    with model_runs.undisturbed(anatomy) as model, model_runs.only_needed_hooks(anatomy.root):
+        run = model_runs.stop_at(model, place)
         states = [
             run(**{**inputs, "input_ids": each})[:, -ids.shape[1] :] for each in (ids, new_ids)
         ]

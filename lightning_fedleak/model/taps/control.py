@@ -17,17 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.model_runs import (
-    accepts,
-    is_compiled,
-    labels_of,
-    logits_in,
-    only_needed_hooks,
-    undisturbed,
-    whole_model,
-)
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Stage,
@@ -124,7 +116,7 @@ def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
 def _rows(read: ReadCall) -> PlacedRows:
     if read.placed is None:
         raise UnusableObservation(
-            "which labels have which gradient is shown neither by the step's graph nor by its batch"
+            "neither the step's graph nor its batch shows which labels have which gradient"
         )
     return read.placed
 
@@ -133,7 +125,7 @@ def _draw_call(
     read: ReadCall, special: frozenset[int], generator: torch.Generator, with_words: bool
 ) -> tuple[ReadCall, Tensor]:
     batch, placed = read.batch, _rows(read)
-    ids, labels, sizes = batch.input_ids, labels_of(batch), placed.rows.sizes
+    ids, labels, sizes = batch.input_ids, model_runs.labels_of(batch), placed.rows.sizes
     stay = _stays(batch, special)
     counted = labels != IGNORE_INDEX
     if batch.kind == "masked":  # what is asked for stays a mask
@@ -219,23 +211,13 @@ def fresh_leaves(
         values: of all trained parameters, by the ``id`` of each, that the leaves take copies of in
             place of their own.
     """
-    places = [
-        (module, name, parameter)
-        for module in root.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
+    trained = {id(p): p for p in root.parameters() if p.requires_grad}
     leaves = {
-        id(p): nn.Parameter(p.detach() if values is None else values[id(p)].clone())
-        for _, _, p in places
+        key: nn.Parameter(p.detach() if values is None else values[key].clone())
+        for key, p in trained.items()
     }
-    try:
-        for module, name, parameter in places:
-            module._parameters[name] = leaves[id(parameter)]
+    with model_runs.parameters_replaced(model_runs.places_of(root.modules(), leaves)):
         yield leaves
-    finally:
-        for module, name, parameter in places:
-            module._parameters[name] = parameter
 
 
 def control_gradient(
@@ -254,10 +236,14 @@ def control_gradient(
         UnusableObservation: the call cannot be made again.
     """
     tensors: dict[str, Tensor] = {}
-    with undisturbed(anatomy) as model, whole_model(anatomy.root), torch.enable_grad():
+    with (
+        model_runs.undisturbed(anatomy) as model,
+        model_runs.whole_model(anatomy.root),
+        torch.enable_grad(),
+    ):
         wanted = {role: anatomy.parameter(role) for role in roles}  # whole where it was sharded
         ids = {id(parameter) for parameter in wanted.values()}
-        with fresh_leaves(anatomy.root) as leaves, only_needed_hooks(anatomy.root):
+        with fresh_leaves(anatomy.root) as leaves, model_runs.only_needed_hooks(anatomy.root):
             for key, leaf in leaves.items():
                 if key not in ids:  # their gradients are not kept
                     leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
@@ -327,14 +313,14 @@ def control_crossing(anatomy: Anatomy, draw: Draw, layer: int) -> list[Crossed]:
 @contextmanager
 def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
     """Yield the model as it can be called again for its hidden states, without a trace."""
-    if is_compiled(anatomy.root):
+    if model_runs.is_compiled(anatomy.root):
         raise UnusableObservation("a control of hidden states would compile the model again")
     with (
-        undisturbed(anatomy) as model,
-        whole_model(anatomy.root),
+        model_runs.undisturbed(anatomy) as model,
+        model_runs.whole_model(anatomy.root),
         torch.enable_grad(),
         fresh_leaves(anatomy.root),
-        only_needed_hooks(anatomy.root),
+        model_runs.only_needed_hooks(anatomy.root),
     ):
         yield model
 
@@ -355,7 +341,7 @@ def run_backward(anatomy: Anatomy, model: nn.Module, read: ReadCall, sizes: Tens
     device, dtype = anatomy.device.type, call.autocast
     try:
         with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-            logits = logits_in(target(**_arguments(call, batch, model)))
+            logits = model_runs.logits_in(target(**_arguments(call, batch, model)))
     finally:
         handle.remove()
     heads = heads or [logits]
@@ -384,7 +370,7 @@ def _arguments(call: GraphCall, batch: TokenBatch, model: nn.Module) -> dict[str
     ids, labels = batch.input_ids[:, : call.ids.shape[1]], batch.labels
     if call.module is None:  # the step called the model's parts
         arguments: dict[str, object] = {"input_ids": ids}
-        if batch.attention_mask is not None and accepts(model, "attention_mask"):
+        if batch.attention_mask is not None and model_runs.accepts(model, "attention_mask"):
             arguments["attention_mask"] = batch.attention_mask[:, : ids.shape[1]]
         return arguments
     arguments = {name: value for name, value in call.arguments.items() if name != "labels"}

@@ -22,11 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.model.anatomy import Anatomy, leaf
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import is_compiled
-from lightning_fedleak.model.snapshots import (
-    GradientSnapshot,
-    Stage,
-    whole_tensor,
-)
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, whole_tensor
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
 # Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
@@ -101,13 +97,7 @@ class GradientTap:
         self.armed = False
 
     def view(
-        self,
-        step: int,
-        stage: Stage,
-        *,
-        copies: bool = False,
-        client: int = 0,
-        scale: float = 1.0,
+        self, step: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1.0
     ) -> GradientSnapshot:
         """Return views of the present gradients.
 
@@ -253,6 +243,12 @@ class StepError(RuntimeError):
     """This optimizer does not have one moment between its gradients and its update."""
 
 
+_NO_ONE_GRADIENT = (
+    "{} {} in one step, so that no one gradient leaves the client. Use another optimizer, such as "
+    "AdamW or SGD."
+)
+
+
 def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[], None]:
     """Call ``fn`` in every step of ``optimizer`` right before the real update.
 
@@ -312,10 +308,7 @@ def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
         StepError: LBFGS, or a fused optimizer under a GradScaler.
     """
     if isinstance(optimizer, LBFGS):
-        raise StepError(
-            "LBFGS evaluates its closure several times in one step, so there is no one gradient "
-            "that leaves the client. Use another optimizer, such as AdamW or SGD."
-        )
+        raise StepError(_NO_ONE_GRADIENT.format("LBFGS", "evaluates its closure several times"))
     if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise StepError(_FUSED.format(type(optimizer).__name__))
 
@@ -375,10 +368,7 @@ class _Chain:
         def closure_then_run() -> Any:
             nonlocal called
             if called:
-                raise StepError(
-                    f"{name} evaluates its closure twice in one step, so there is no one gradient "
-                    "that leaves the client. Use another optimizer."
-                )
+                raise StepError(_NO_ONE_GRADIENT.format(name, "evaluates its closure twice"))
             result = closure()
             called = True
             self._run()
@@ -390,10 +380,7 @@ class _Chain:
             kwargs["closure"] = closure_then_run
         result = self._original(*args, **kwargs)
         if not called:
-            raise StepError(
-                f"{name}.step did not run its closure, so there was no gradient to look at before "
-                "the update. Use another optimizer."
-            )
+            raise StepError(_NO_ONE_GRADIENT.format(name, "did not run its closure"))
         return result
 
 

@@ -18,15 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind, without_peft
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.model_runs import (
-    accepts,
-    is_compiled,
-    is_observed,
-    labels_of,
-    logits_in,
-)
 from lightning_fedleak.model.taps.calls import arguments_of
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
@@ -215,7 +209,7 @@ class GraphTap:
         self.why_not = None
         if anatomy.head is None:
             self.why_not = "the model has no output head"
-        elif is_compiled(anatomy.root):
+        elif model_runs.is_compiled(anatomy.root):
             self.why_not = "torch.compile runs the model, whose hooks do not fire"
 
     def arm(self) -> None:
@@ -258,7 +252,7 @@ class GraphTap:
     def _model_begins(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        if is_observed() or not torch.is_grad_enabled():
+        if model_runs.is_observed() or not torch.is_grad_enabled():
             return
         self._depth += 1
         if self._depth == 1:
@@ -273,14 +267,14 @@ class GraphTap:
 
     @raised_when_read
     def _model_ends(self, module: nn.Module, args: object, output: object) -> None:
-        if is_observed() or not self._depth:
+        if model_runs.is_observed() or not self._depth:
             return
         self._depth -= 1
         if self._depth or not self._calls:
             return
         call = self._calls[-1]
         try:
-            logits = logits_in(output)
+            logits = model_runs.logits_in(output)
         except (ValueError, LookupError):  # its output holds none
             return
         call.text_logits = logits.dim() == 2
@@ -291,7 +285,7 @@ class GraphTap:
     @raised_when_read
     def _embed(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         ids = args[0] if args else None
-        if is_observed() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
+        if model_runs.is_observed() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
             return
         if ids.dim() != 2 or ids.is_floating_point():
             return
@@ -305,7 +299,7 @@ class GraphTap:
 
     @raised_when_read
     def _head(self, layer: nn.Module, args: object, output: object) -> None:
-        if is_observed() or not self._calls or not isinstance(output, Tensor):
+        if model_runs.is_observed() or not self._calls or not isinstance(output, Tensor):
             return
         if output.requires_grad and not hasattr(output, "full_tensor"):
             self._watch(output, self._calls[-1])
@@ -618,14 +612,14 @@ def plain_call(
     """
     arguments: dict[str, object] = {"input_ids": batch.input_ids}
     for name in ("attention_mask", "position_ids"):
-        if (value := getattr(batch, name)) is not None and accepts(anatomy.model, name):
+        if (value := getattr(batch, name)) is not None and model_runs.accepts(anatomy.model, name):
             arguments[name] = value
     modules = anatomy.root.modules()
     training = frozenset(id(m) for m in modules if m.training or trained_elsewhere)
     call = GraphCall(anatomy.model, arguments, batch.input_ids, [], training, autocast)
     if batch.kind == "classifier" or (batch.labels is None and batch.kind != "causal"):
         return ReadCall(call, None, batch)
-    labels, shift = labels_of(batch), int(batch.kind == "causal")
+    labels, shift = model_runs.labels_of(batch), int(batch.kind == "causal")
     targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
     counted = targets != IGNORE_INDEX
     sizes = counted / counted.sum().clamp(min=1)

@@ -64,10 +64,7 @@ class UpdateRelease:
                 )
         names = [defense.name for defense in defenses]
         if len(set(names)) < len(names):
-            raise DefenseError(
-                f"{owner}: defenses named alike: {names}. A defence may be given once; "
-                "two instances of one class need different `name`s."
-            )
+            raise DefenseError(f"{owner}: defenses named alike, {names}: give each its `name`")
         self.owner, self.defenses = owner, defenses
         for place, defense in enumerate(self.defenses):
             defense.check_order(self.defenses[:place], self.defenses[place + 1 :])
@@ -122,9 +119,7 @@ class UpdateRelease:
         """Return the training loader that the defences make from one."""
         context = self._now()
         for defense in self.defenses:
-            dataloader = _returned(
-                defense, "on_dataloader", defense.on_dataloader(dataloader, context)
-            )
+            dataloader = defense.on_dataloader(dataloader, context)
         return dataloader
 
     def training_step(self, run: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
@@ -138,12 +133,7 @@ class UpdateRelease:
         # Per-sample defences first: what they put in place of an empty batch is then defended too.
         for defense in sorted(self.defenses, key=lambda d: not d.per_sample):
             if defense.acts_on_batches:
-                if isinstance(batch, Iterator):
-                    raise DefenseError(
-                        f"{type(defense).__name__} replaces batches, but `training_step` takes an "
-                        "iterator over them. Let it take `batch` and `batch_idx`."
-                    )
-                batch = _returned(defense, "on_batch", defense.on_batch(batch, context))
+                batch = defense.on_batch(batch, context)
 
         def step(rows: Any) -> Any:
             inner = functools.partial(run, rows, *arguments)
@@ -200,12 +190,12 @@ class UpdateRelease:
         if missing:
             rank_zero_warn(
                 f"the checkpoint was trained with the defences {missing}, which this run does not "
-                "have: updates from here on leave without them."
+                "have"
             )
         if new := [defense.name for defense in self.defenses if defense.name not in states]:
             rank_zero_warn(
-                f"the checkpoint was trained without the defences {new}: what was released before "
-                "it is neither defended nor accounted by them."
+                f"the checkpoint was trained without the defences {new}, which do not account for "
+                "what was released before it"
             )
         for defense in self.defenses:
             defense.load_state_dict(states.get(defense.name, {}))
@@ -279,8 +269,7 @@ class UpdateRelease:
         if not waits:
             raise DefenseError(
                 f"{self.owner}: the weights changed since the first batch, and no optimizer "
-                f"stepped: what was written into them was not defended. {context.host.mend} "
-                "(torch.optim.SGD does `weight -= lr * weight.grad`.)"
+                f"stepped: what was written into them was not defended. {context.host.mend}"
             )
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -304,23 +293,24 @@ class UpdateRelease:
 
     def _now(self) -> DefenseContext:
         if self._context is None or self._step is None:
-            raise DefenseError(
-                "an optimizer stepped, or a batch came, outside of fit, where the defences are not "
-                "set up: nothing was released."
-            )
+            raise DefenseError("a step outside of fit, where the defences are not set up")
         return dataclasses.replace(self._context, step=self._step())
 
     def _defend(self, parameters: Sequence[nn.Parameter]) -> None:
         context = self._now()
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
+            raise DefenseError(
+                f"{self.owner}: a gradient is sparse, and the rows that it names would leave the "
+                "client. Build the embedding with sparse=False."
+            )
         for defense in self.gradient_defenses:
             for fn in tuple(self._canaries.values()):
                 fn(defense, parameters, context)
             returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
             if returned is not None:
                 raise DefenseError(
-                    f"{type(defense).__name__}.on_gradients returned {type(returned).__name__}, "
-                    "which is ignored: it must rewrite `p.grad` itself and return nothing. The "
-                    "update was not released."
+                    f"{type(defense).__name__}.on_gradients must rewrite `p.grad` in place and "
+                    "return nothing; the update was not released"
                 )
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
@@ -360,15 +350,6 @@ def _logical(
     return defense.on_logical_batch(step, batch, context)
 
 
-def _returned(defense: Defense, hook: str, value: Any) -> Any:
-    if value is None:
-        raise DefenseError(
-            f"{type(defense).__name__}.{hook} returned None; it must return what training "
-            "continues with, which may be its argument"
-        )
-    return value
-
-
 def _released(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the optimizer's parameters that are part of the update, in its order."""
     return [
@@ -385,11 +366,6 @@ def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.layout != torch.strided:
-            raise DefenseError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which "
-                "cannot be averaged over clients. Build the embedding with sparse=False."
-            )
         buffer = parameter.grad.contiguous()
         gradients.append(parameter.grad)
         buffers.append(buffer)

@@ -189,8 +189,7 @@ class RoundObserver:
         self.engine = Engine(*parts_of(attacks, settings, games, local_steps=local_steps))
         if any(c.attacks for c in self.engine.channels if c.at_weights):
             raise ValueError(
-                "attacks on trained weights read no update of a round: run `fedleak memorization` "
-                "on the final model"
+                "attacks on trained weights read no update of a round: run `fedleak memorization`"
             )
         self.model = model
         self.side: Side = side
@@ -241,8 +240,8 @@ class RoundObserver:
         if round_ == self.round_ and self._sent is not None:
             if not updates.equal_states(sent, self._sent):
                 raise ValueError(
-                    f"another model is sent in round {round_} than before: where clients get "
-                    "models of their own, give each an observer of its own"
+                    f"another model is sent in round {round_} than before: give each client an "
+                    "observer of its own"
                 )
             return
         self._keys_sent = updates.load_sent(self.model, self._names, sent)
@@ -383,10 +382,7 @@ class RoundObserver:
         }
         round_, earlier = self._returned.get((client, stage), (self.round_, {}))
         if round_ < self.round_ and earlier == sums:
-            raise UpdateError(
-                f"the client returned what it returned in round {round_}, and not what it made of "
-                f"the model of round {self.round_}: an update of an earlier round"
-            )
+            raise UpdateError(f"the client returned what it returned in round {round_} already")
         self._returned[client, stage] = (self.round_, sums)
 
     def _refresh(self, look: Look, engine: Engine) -> None:
@@ -537,9 +533,8 @@ def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
     steps = len(batches.rates if isinstance(batches, Recorded) else batches)
     if steps != local_steps:
         raise UpdateError(
-            f"the client took {steps} optimizer steps in this round, and the observer assumes "
-            f"local_steps={local_steps}: give it {steps}, or report each batch of each step "
-            "(trained_on(batch, step=False) of one whose gradient is accumulated)"
+            f"the client took {steps} optimizer steps in this round, and not "
+            f"local_steps={local_steps} (trained_on(batch, step=False) is for accumulation)"
         )
 
 

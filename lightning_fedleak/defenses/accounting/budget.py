@@ -20,7 +20,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
 )
 from lightning_fedleak.defenses.accounting.ledger import client_path
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
-from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
+from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State
 from lightning_fedleak.defenses.noise import HARDEN_FACTOR
 
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
@@ -206,9 +206,8 @@ class Budget:
         if epsilon > self.target_epsilon:
             raise BudgetSpent(
                 f"{self.owner}: the {account.steps} releases of the checkpoint or ledger cost "
-                f"epsilon={epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
-                f"{self.target_epsilon}. Raise target_epsilon, or begin a new run from a model "
-                "that this data did not train."
+                f"epsilon={epsilon:.4g} at delta={self.delta} already. Raise target_epsilon="
+                f"{self.target_epsilon}, or train a model that this data did not train."
             )
 
     def _check_unchanged(self) -> None:
@@ -224,10 +223,8 @@ class Budget:
             raise DefenseError(
                 f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
-                f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
-                "for noise and rate that are fixed before the run: go on with the noise, "
-                "batch_size and data of those, use accountant='filter' from the start, or begin a "
-                "new run."
+                f"{rows[-1][1]:g} (noise of a seed counts as 0). Go on with that noise, batch_size "
+                "and data, or begin a new run, with accountant='filter' if noise is to change."
             )
 
     def check_affords_another(self) -> None:
@@ -239,8 +236,7 @@ class Budget:
         if not self.affords_another():
             raise BudgetSpent(
                 f"{self.owner}: after {self.accountant.steps} releases one more would cost more "
-                f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not "
-                "made; the weights are those of the last one."
+                f"than target_epsilon={self.target_epsilon} at delta={self.delta}, and was not made"
             )
 
     def affords_another(self) -> bool:
@@ -295,17 +291,12 @@ class Budget:
         """
         account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
         filtered = "orders" in account
-        refusals = {
-            f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
-            f"accountant={self.kind!r}. A budget holds from the first release on: go on with the "
-            "accountant of the checkpoint, or begin a new run.": (
-                filtered != (self.kind == "filter")
-            ),
-            "drawn or noised by a rule that is gone (truncated batches, a noise schedule). Begin a "
-            "new run.": "truncated_at" in state or "factors" in state,
-        }
-        owner = f"{self.owner}: the checkpoint's {releases} releases were "
-        refuse(owner, refusals if releases else {})
+        if releases and filtered != (self.kind == "filter"):
+            raise DefenseError(
+                f"{self.owner}: the checkpoint's {releases} releases were "
+                f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
+                f"accountant={self.kind!r}. Go on with the checkpoint's, or begin a new run."
+            )
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
             # Until the data are known, `privacy` needs them.

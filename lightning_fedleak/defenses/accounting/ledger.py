@@ -7,7 +7,6 @@ import glob
 import json
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +19,10 @@ Event = tuple[float, float]
 TERMS_SCHEMA = 1  # version of the file <ledger>.terms; a change refuses older ledgers
 LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
 _ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
-_OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_GO_ON = (
+    "Go on with the settings of before, or begin a new run, with a new path, from a model that "
+    "this data did not train"
+)
 
 
 class LedgerFile:
@@ -80,14 +82,10 @@ def client_path(
         kind = _ENDING.fullmatch(other.name, len(path.name))
         if kind and (kind[1] or "") != ending and other.is_file():
             raise DefenseError(
-                f"ledger={str(other)!r} was kept for another unit of privacy, or for batches drawn "
-                f"otherwise, than {unit!r}, and no epsilon holds for releases of both. Go on with "
-                "the settings of before, or begin a new run from a model that this data did not "
-                "train, with a new path"
+                f"ledger={str(other)!r} was kept for another unit of privacy than {unit!r}, or for "
+                f"batches drawn otherwise. {_GO_ON}"
             )
     path = path.with_name(path.name + ending)
-    if clients > 1:
-        _is_there(path)
     ending = f"-of-{clients}"
     client_file = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
     files = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
@@ -97,9 +95,7 @@ def client_path(
     if other_files:
         raise DefenseError(
             f"ledger={str(other_files[0])!r} was kept with another number of clients than "
-            f"{clients}, so an example may have been in another client's releases. Go on with as "
-            "many clients as before, or begin a new run from a model that this data did not train, "
-            "with a new path"
+            f"{clients}. {_GO_ON}"
         )
     return client_file
 
@@ -127,8 +123,7 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
         if not agrees and (exists or released):
             raise DefenseError(
                 f"ledger={str(ledger)!r} was kept under other terms than {data.decode().strip()} "
-                f"(see {path.name}): keep clients, sampling and trust, or begin a new run from a "
-                "model that these clients did not train, with a new path"
+                f"(see {path.name}). {_GO_ON}"
             )
         if exists:
             return
@@ -138,10 +133,7 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise DefenseError(
-            f"ledger={str(ledger)!r} cannot be used ({error}): give a path in a folder that exists "
-            "and may be written"
-        ) from error
+        raise DefenseError(f"ledger={str(ledger)!r} cannot be used ({error})") from error
 
 
 def check_release(noise_multiplier: float, sample_rate: float = 1.0, count: float = 1) -> None:
@@ -163,28 +155,6 @@ def check_count(value: float, name: str) -> None:
     check_integer(name, value, error=DefenseError)
 
 
-def _is_there(path: Path) -> bool:
-    """Return whether there is a file, without opening it, which blocks on a pipe or device.
-
-    Raises:
-        DefenseError: the path is something else.
-    """
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return False
-    _check_file(path, mode)
-    return True
-
-
-def _check_file(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise DefenseError(
-            f"ledger={str(path)!r} is a folder, a link, a device, a pipe or a socket: give the "
-            "path of a file on a disk, which need not exist yet"
-        )
-
-
 def _read(path: Path) -> tuple[dict[Event, int], int, int]:
     """Return counts by event, the file's bytes, and how many of these are half a line at its end.
 
@@ -201,10 +171,11 @@ def _read(path: Path) -> tuple[dict[Event, int], int, int]:
 
 def _read_counts(path: Path) -> tuple[dict[Event, int], int, int]:
     counts: dict[Event, int] = {}
-    if not _is_there(path):
+    if not path.exists():
         return counts, 0, 0
-    with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
-        _check_file(path, os.fstat(file.fileno()).st_mode)
+    if not path.is_file():  # a pipe would wait here for ever
+        raise DefenseError(f"ledger={str(path)!r} is no plain file: give the path of one")
+    with path.open("rb") as file:
         size, line = 0, file.readline(LONGEST_LINE)
         while line.endswith(b"\n"):
             event, more = _release(path, line)
@@ -231,8 +202,8 @@ def _release(path: Path, line: bytes) -> tuple[Event, int]:
         return event, more
     except ValueError:
         raise DefenseError(
-            f"ledger={str(path)!r} is not a ledger: one of its lines is no release. It is left as "
-            "it was. Give a path that nothing else writes to, or that does not exist yet"
+            f"ledger={str(path)!r} is not a ledger, and left as it was: one of its lines is no "
+            "release"
         ) from None
 
 
@@ -251,13 +222,10 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
     data = line.encode("ascii")
     start = expected - cut
     try:
-        _is_there(path)
-        flags = os.O_WRONLY | os.O_APPEND | _OPEN_FLAGS | (0 if expected else os.O_CREAT)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | (0 if expected else os.O_CREAT)
         descriptor = os.open(path, flags, 0o600)
         try:
-            status = os.fstat(descriptor)
-            _check_file(path, status.st_mode)
-            if status.st_size != expected:
+            if os.fstat(descriptor).st_size != expected:
                 raise _changed(path)
             if cut:
                 os.ftruncate(descriptor, start)
@@ -278,8 +246,7 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
             sync_folder(path.parent)
     except OSError as error:
         raise DefenseError(
-            f"ledger={str(path)!r} cannot be written ({error}): the release was not made. Give a "
-            "path in a folder that exists and has free space"
+            f"ledger={str(path)!r} cannot be written ({error}): the release was not made"
         ) from error
     if size != start + len(data):
         raise _changed(path)
@@ -289,8 +256,7 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
 def _changed(path: Path) -> DefenseError:
     return DefenseError(
         f"ledger={str(path)!r} was changed by something else since it was read: the release was "
-        "not made. Two runs on one ledger would each overlook what the other releases: give every "
-        "run a path of its own, or begin this one again when the other has ended"
+        "not made. Give every run a path of its own, or run one after the other"
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
@@ -34,7 +33,7 @@ class ActivationDefense(Defense):
 
     Raises:
         DefenseError: a layer that is no number of one; at setup, one that the model does not have;
-            in a forward, hidden states that are no (B, L, d) of numbers, or that do not pass there.
+            in a step, hidden states that do not pass there.
     """
 
     acts_in_inference = True
@@ -60,8 +59,8 @@ class ActivationDefense(Defense):
         super().check_order(before, after)
         if late := [defense.name for defense in after if defense.per_sample]:
             raise DefenseError(
-                f"{type(self).__name__} would take a training step that {', '.join(late)} leaves "
-                f"out (an empty batch) for one without the defence. Put '{self.name}' behind."
+                f"{', '.join(late)} leaves out training steps of empty batches, which "
+                f"{type(self).__name__} would refuse. Put '{self.name}' behind."
             )
 
     @abstractmethod
@@ -122,16 +121,14 @@ class ActivationDefense(Defense):
             return anatomy, place_of(anatomy, self.layer)
         except ValueError as error:
             raise DefenseError(
-                f"{type(self).__name__}: {error} (Parts of a model are named by `anatomy`, "
-                "anatomy={'model': 'model'} say.)"
+                f"{type(self).__name__}: {error} (`anatomy` names parts.)"
             ) from error
 
     def _check_passed(self) -> None:
         if self._passes == self._passes_before:
             raise DefenseError(
                 f"{type(self).__name__}: no hidden states passed layer {self.layer} in this "
-                "training step, so the model ran without the defence. Does it call its blocks by "
-                "something else than the module, or leave out this one? Name the blocks that it "
+                "training step, so the model ran without the defence. Name the blocks that it "
                 "calls with anatomy={'blocks': 'path.to.blocks'}."
             )
 
@@ -143,17 +140,6 @@ class ActivationDefense(Defense):
         training = self._in_step or recomputed
         if not training and is_observed():
             return None
-        if (
-            not isinstance(states, Tensor)
-            or isinstance(states, DTensor)
-            or states.dim() != 3
-            or not states.is_floating_point()
-        ):
-            form = f"{tuple(states.shape)} {states.dtype}" if isinstance(states, Tensor) else ""
-            raise DefenseError(
-                f"{type(self).__name__}: hidden states at layer {self.layer} should be a whole "
-                f"(B, L, d) tensor of floats; found {type(states).__name__} {form}"
-            )
         if not recomputed:
             self._passes += 1
         return self.rewrite(states, recomputed=recomputed, training=training)

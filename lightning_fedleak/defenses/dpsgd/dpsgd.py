@@ -140,11 +140,8 @@ class DPSGD(Defense):
             seeded=seed is not None,
             max_hardenings=release.max_hardenings,
         )
-        self._clip = (
-            Clip(1.0, clip.gamma, clip.form)
-            if max_grad_norm == "auto"
-            else Clip(float(max_grad_norm), form=clip.form)
-        )
+        norm, gamma = (1.0, clip.gamma) if max_grad_norm == "auto" else (float(max_grad_norm), None)
+        self._clip = Clip(norm, gamma, clip.form)
         self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
@@ -309,6 +306,7 @@ class DPSGD(Defense):
         Raises:
             DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
+        setup_checks.check_one_loader(context.host)
         setup_checks.check_no_other_noise(context.host, self._followers)
         self._forget_if_moved()
         self._noise.warn_if_lost(self.releases)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
@@ -131,13 +130,17 @@ class PoissonBatchSampler(Sampler[list[int]]):
         if self._sizes is None:
             return None
         if samples not in self._sizes:
-            raise _foreign(samples)
+            raise DefenseError(
+                f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none "
+                "of that size. Let each batch keep one row for each example drawn: no hook or "
+                "callback may add, repeat or cut rows."
+            )
         self._sizes.remove(samples)
         if self.groups > 1 and self._turns and self._turns.popleft() != (row, samples):
             raise DefenseError(
                 f"DPSGD: a batch of {samples} samples comes in step {row} that was not drawn for "
-                "it: one was left out, or came twice. With correlated noise each example has its "
-                "own steps. Let every batch have one release, in the order in which they are drawn."
+                "it. With correlated noise each example has its own steps: let every batch have "
+                "one release, in the order in which they are drawn."
             )
         return None
 
@@ -203,7 +206,7 @@ class UserBatchSampler(PoissonBatchSampler):
             raise DefenseError(
                 f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
                 "has another number: whose rows they are is not known. Let batches come in the "
-                "order in which the loader makes them (in_order=True), each once."
+                "loader's order (in_order=True), each once."
             )
         return self._counts.popleft()
 
@@ -224,9 +227,7 @@ class EmptyCollate:
     It refuses a batch whose ``input_ids``, or where there are none all tensors, have not one row
     for each example, because rows are clipped and privacy is accounted for examples.
 
-    For no examples it collates one example once and twice. What grew with the number of examples is
-    cut to length 0: tensors in the dimension that grew, and sequences. What did not grow belongs to
-    the batch and stays.
+    For no examples it collates one, and cuts all that has a row for it to none.
 
     Args:
         collate: of the loader.
@@ -249,9 +250,7 @@ class EmptyCollate:
     def __call__(self, examples: list[Any]) -> Any:
         """Return the batch of these examples."""
         if not examples:
-            once = self.collate([self.dataset[self.index]])
-            twice = self.collate([self.dataset[self.index], self.dataset[self.index]])
-            return _emptied(once, twice)
+            return rows_of(self.collate([self.dataset[self.index]]), slice(0), 1)
         batch = self.collate(examples)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         tensors = tensors_of(batch)
@@ -260,34 +259,26 @@ class EmptyCollate:
         sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         if len(sizes) == 1 and sizes != {len(examples)}:
             raise DefenseError(
-                f"the collate function made {sizes.pop()} rows of {len(examples)} examples. "
-                "Each row would be clipped by itself, while privacy is accounted for an "
-                "example: let it give one row for each, and split or pack texts in the dataset."
+                f"the collate function made {sizes.pop()} rows of {len(examples)} examples: let it "
+                "give one row for each, and split or pack texts in the dataset."
             )
         return batch
 
 
-def _emptied(once: Any, twice: Any) -> Any:
-    """Return ``once`` with what is longer in ``twice`` cut to length 0."""
-    if isinstance(once, Tensor):
-        sizes = zip(once.shape, twice.shape, strict=True)
-        longer = [dim for dim, (one_size, two_size) in enumerate(sizes) if one_size != two_size]
-        if not longer:
-            return once
-        shape = list(once.shape)
-        shape[longer[0]] = 0
-        return once.new_empty(shape)
-    if isinstance(once, np.ndarray):
-        return _emptied(torch.from_numpy(once), torch.from_numpy(twice)).numpy()
-    if isinstance(once, Mapping):
-        return rebuilt(once, {key: _emptied(value, twice[key]) for key, value in once.items()})
-    if isinstance(once, str | bytes):
-        return once
-    if isinstance(once, list | tuple):
-        if len(once) != len(twice):
-            return type(once)()
-        return rebuilt(once, [_emptied(a, b) for a, b in zip(once, twice, strict=True)])
-    return once
+def rows_of(value: Any, rows: slice, samples: int) -> Any:
+    """Return a batch with these rows of everything in it that has one row for each sample."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.dim() else value
+    if isinstance(value, Mapping):
+        return rebuilt(value, {key: rows_of(item, rows, samples) for key, item in value.items()})
+    if isinstance(value, str | bytes):
+        return value
+    if isinstance(value, list | tuple):
+        if len(value) == samples and not any(tensor.dim() for tensor in tensors_of(value)):
+            return value[rows]
+        return rebuilt(value, [rows_of(item, rows, samples) for item in value])
+    shape = getattr(value, "shape", None)
+    return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value
 
 
 def rebuilt(like: Any, fields: dict[Any, Any] | list[Any]) -> Any:
@@ -358,15 +349,6 @@ class Sampling:
         return self.loader.collate_fn.placeholder()
 
 
-def _foreign(samples: int) -> DefenseError:
-    return DefenseError(
-        f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none of that "
-        "size. A hook (on_after_batch_transfer?) or callback that adds rows to a batch, repeats or "
-        "cuts them, or another loader, makes an example count otherwise than is accounted. Let "
-        "each batch keep one row for each example drawn."
-    )
-
-
 def count_samples(batch: Any) -> int:
     """Return B, the first dimension of all tensors of a batch.
 
@@ -378,8 +360,7 @@ def count_samples(batch: Any) -> int:
         content = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
         raise DefenseError(
             f"DPSGD: the batch ({type(batch).__name__}) holds {content}, so its samples cannot be "
-            "counted. Let it be a tensor, or a dict, list or tuple of tensors, each with the "
-            "samples as its first dimension."
+            "counted. Let the first dimension of each tensor be the samples."
         )
     return int(sizes.pop())
 

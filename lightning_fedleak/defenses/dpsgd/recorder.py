@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,41 +23,9 @@ to one row for each."""
 SMALL_BATCH = 5  # samples; in a smaller batch one sample may be part of every match. Not tuned
 
 _EXPANDED = (
-    "DPSGD: {0} looked up one row for all samples. DPSGD let it look up one row for each of the "
-    "{1} samples instead, so that each has its own gradient. If the error comes from that (the "
-    "module repeats the row itself, or has several rows for a sample), look up one row for each "
-    "row of the batch, or freeze the layer."
+    "DPSGD: {0} looked up one row for all samples, and DPSGD let it look up one for each of the "
+    "{1}. If the error comes from that, look up one row for each row of the batch, or freeze it."
 )
-
-
-@contextmanager
-def prompts_of_samples(root: nn.Module, samples: int) -> Iterator[None]:
-    """Let PEFT's virtual tokens have one row for each sample within this context.
-
-    PEFT looks them up once and repeats them for every row of the batch, so that only the sum of the
-    samples' gradients would be known. The recorder expands the look-up to one row for each sample.
-    PEFT repeats these too, to ``samples ** 2`` rows; this context keeps the first ``samples``.
-
-    Args:
-        root: the module, with or without PEFT's models in it.
-        samples: number of samples in the batch.
-    """
-    with ExitStack() as stack:
-        for module in root.modules():
-            if hasattr(type(module), "get_prompt") and "prompt_encoder" in module._modules:
-                plain: Any = module.get_prompt
-                module.__dict__["get_prompt"] = functools.partial(_first_prompts, plain, samples)
-                stack.callback(module.__dict__.pop, "get_prompt")
-        yield
-
-
-def _first_prompts(
-    plain: Callable[..., Any], samples: int, batch_size: int, *args: Any, **kwargs: Any
-) -> Any:
-    prompts = plain(batch_size, *args, **kwargs)
-    if batch_size == samples and isinstance(prompts, Tensor) and len(prompts) == samples**2:
-        return prompts[:samples]
-    return prompts
 
 
 @dataclass(frozen=True)
@@ -150,8 +118,7 @@ class Recorder:
         if len(self._lone_samples) == self.samples > 1:
             self._failure = DefenseError(
                 f"DPSGD: sample 0 of {self.samples} was run by itself in training_step, and so "
-                "were the others. DPSGD needs a row for each sample in every call: run the whole "
-                "batch at once."
+                "were the others: run the whole batch at once."
             )
         if self._failure is not None:
             raise self._failure
@@ -179,8 +146,7 @@ class Recorder:
         self._lone_samples = set()
         expanded_before = set(self._expanded_layers)
         try:
-            with prompts_of_samples(self.root, samples):
-                yield
+            yield
         except Exception as error:
             try:
                 self.check()
@@ -289,9 +255,8 @@ class Recorder:
         if len(output) != rows or rows % self.samples:
             raise DefenseError(
                 f"DPSGD: the first dimension of what goes through '{name}' "
-                f"({type(module).__name__}) is {rows}, while the batch has {self.samples} samples: "
-                "it is not known to which sample a row belongs. Let the first dimension be the "
-                "samples in every trainable layer, or freeze this one."
+                f"({type(module).__name__}) is {rows}, while the batch has {self.samples} samples. "
+                "Let the first dimension be the samples in every trainable layer, or freeze it."
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
 
@@ -334,7 +299,7 @@ class Recorder:
             width = min(inputs.shape[1], tensor.shape[1])
             if width < 2 or tensor.device != inputs.device:
                 continue
-            equal = _equal_rows(inputs[:, :width], tensor[:, :width])
+            equal = torch.stack([(inputs[:, :width] == row[:width]).all(1) for row in tensor], 1)
             matches_owner |= equal.gather(1, owners[:, None])[:, 0]
             matches |= equal & (tensor[:, :width] != tensor[:, :1]).any(1)
         foreign = (matches.any(1) & ~matches_owner).nonzero().flatten().tolist()
@@ -343,9 +308,8 @@ class Recorder:
         ):
             row, owner = foreign[0], int(matches[foreign[0]].int().argmax())
             raise DefenseError(
-                f"DPSGD: '{name}' gets {len(inputs)} rows for {samples} samples. Row {row} would "
-                f"be taken for one of sample {row // rows}'s, but is sample {owner}'s in the batch."
-                " A sample would be clipped in several places and add more than max_grad_norm. Put "
+                f"DPSGD: '{name}' gets {len(inputs)} rows for {samples} samples, of which row "
+                f"{row}, taken for sample {row // rows}'s, is sample {owner}'s in the batch. Put "
                 "the rows of a sample side by side: torch.stack([a, b], 1).flatten(0, 1), not "
                 "torch.cat([a, b])."
             )
@@ -369,11 +333,6 @@ class Recorder:
                 parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
-
-
-def _equal_rows(rows: Tensor, samples: Tensor) -> Tensor:
-    """Return (N, B) booleans: whether a row of (N, W) equals one of the (B, W) samples'."""
-    return torch.stack([(rows == sample).all(1) for sample in samples], 1)
 
 
 def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:

@@ -84,8 +84,7 @@ def _causal(model: nn.Module, function: str) -> Anatomy:
     anatomy = find_anatomy(model)
     if anatomy.kind != "causal":
         raise ValueError(
-            f"{function} makes texts for causal language models, and this is a {anatomy.kind} "
-            "model: give with_canaries texts of your own"
+            f"{function} makes texts for causal models, and this is a {anatomy.kind} model"
         )
     return anatomy
 
@@ -93,10 +92,7 @@ def _causal(model: nn.Module, function: str) -> Anatomy:
 def _check_length(anatomy: Anatomy, length: int) -> None:
     context = context_length(anatomy)
     if context is not None and length > context:
-        raise ValueError(
-            f"texts of {length} tokens are longer than the {context} that this model reads: make "
-            "length smaller"
-        )
+        raise ValueError(f"length={length} is longer than the {context} that this model reads")
 
 
 def _special(config: Any) -> set[int]:
@@ -113,10 +109,7 @@ def _special(config: Any) -> set[int]:
 def _added_rows(anatomy: Anatomy, count: int) -> list[int]:
     model: Any = anatomy.model
     if anatomy.peft is not None:
-        raise ValueError(
-            f"new_token_canaries adds rows to the vocabulary, and this model is wrapped by PEFT "
-            f"({anatomy.peft}): call it before get_peft_model"
-        )
+        raise ValueError("new_token_canaries adds rows: call it before get_peft_model")
     size = anatomy.vocab_size
     with torch.random.fork_rng([anatomy.device] if anatomy.device.type == "cuda" else []):
         model.resize_token_embeddings(size + count, mean_resizing=False)

@@ -117,9 +117,8 @@ def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
     passive = isinstance(attack, PassiveMembership)
     if passive and anatomy.kind != "causal":
         raise ValueError(
-            "reads the gradient of the client's loss, whose labels this game does not "
-            f"have for a {anatomy.kind} model; crafted layers need none: play "
-            "FCMembership (fedleak game --attack fc)"
+            f"reads the gradient of a loss, whose labels this game does not have for a "
+            f"{anatomy.kind} model: play FCMembership (fedleak game --attack fc)"
         )
     attack.check_device(anatomy)
     attack.prepare(anatomy)
@@ -154,7 +153,7 @@ class _GameRun:
         if context is not None and pool.tokens > context:
             raise GameError(
                 f"targets of up to {pool.tokens} tokens do not fit into the model's context of "
-                f"{context}: make the pool with tokens={context} or fewer"
+                f"{context}"
             )
         facts = RunFacts() if defend is None else RunFacts(defended=frozenset({"batches"}))
         for attack in attacks:

@@ -388,10 +388,7 @@ class Defense(ABC):
         """
 
     def on_canary(
-        self,
-        canary: CanaryGradient,
-        parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Return what would leave the client of layers that a dishonest server had added.
 

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import noise, processes
-from lightning_fedleak.defenses.base import (
-    CanaryGradient,
-    DefenseContext,
-    DefenseError,
-    State,
-)
+from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError, State
 from lightning_fedleak.validate import check_number
 
 
@@ -169,10 +164,7 @@ class GradientNoise(noise.HardenedNoise):
                 gradient.copy_(values)
 
     def on_canary(
-        self,
-        canary: CanaryGradient,
-        parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Clip each game's numbers in one norm with the client's update, and add noise to them.
 

@@ -95,12 +95,7 @@ class Scheduler:
         processor_seconds: processor time of the finished looks, of all threads.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        cadence: Cadence,
-        series: Collection[Series],
-    ) -> None:
+    def __init__(self, run: Run, cadence: Cadence, series: Collection[Series]) -> None:
         self._run = run
         self.cadence = cadence
         self._series = tuple(series)

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Privacy, RenyiFilter
-from lightning_fedleak.defenses.accounting import (
-    Accountant,
-    AccountantKind,
-    Budget,
-    SamplingScheme,
-)
+from lightning_fedleak.defenses.accounting import Accountant, AccountantKind, Budget, SamplingScheme
 from lightning_fedleak.defenses.accounting.ledger import check_terms
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
@@ -442,12 +437,7 @@ class ClientDP(Defense):
         return noise * self._sensitivity
 
     def _add_noise(
-        self,
-        total: Update,
-        std: float,
-        like: Update,
-        scale: float = 1.0,
-        stream: str = "client",
+        self, total: Update, std: float, like: Update, scale: float = 1.0, stream: str = "client"
     ) -> dict[str, Tensor]:
         """Add noise that is used once, and round to the dtype of ``like`` at the end."""
         release, self._releases = self._releases, self._releases + 1

@@ -371,11 +371,7 @@ def usual_inputs(
 
 
 def inspect_received(
-    received: State,
-    agreed: Agreed,
-    last: LastRound | None = None,
-    *,
-    first: bool = False,
+    received: State, agreed: Agreed, last: LastRound | None = None, *, first: bool = False
 ) -> Inspection:
     """Return what the rules say of values that a server sent.
 

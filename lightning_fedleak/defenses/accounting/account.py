@@ -20,15 +20,8 @@ from lightning_fedleak.defenses.accounting.accounting import (
     check_probability,
     epsilon_of,
 )
-from lightning_fedleak.defenses.accounting.ledger import (
-    Event,
-    LedgerFile,
-    check_release,
-)
-from lightning_fedleak.defenses.accounting.renyi import (
-    SamplingScheme,
-    check_opacus,
-)
+from lightning_fedleak.defenses.accounting.ledger import Event, LedgerFile, check_release
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme, check_opacus
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
 
@@ -162,12 +155,7 @@ class Accountant(Ledger):
         self._search: tuple[object, _Search] | None = None
 
     def step(
-        self,
-        noise_multiplier: float,
-        sample_rate: float,
-        count: int = 1,
-        *,
-        planned: bool = False,
+        self, noise_multiplier: float, sample_rate: float, count: int = 1, *, planned: bool = False
     ) -> None:
         """Count releases that are about to happen.
 

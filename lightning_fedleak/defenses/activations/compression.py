@@ -52,12 +52,7 @@ class ActivationCompression(ActivationDefense):
     )
 
     def __init__(
-        self,
-        layer: int,
-        keep_dims: int,
-        *,
-        seed: int = 0,
-        anatomy: Mapping[str, str] | None = None,
+        self, layer: int, keep_dims: int, *, seed: int = 0, anatomy: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(layer, anatomy=anatomy)
         name = "ActivationCompression: keep_dims"

@@ -101,12 +101,7 @@ class EarlierPieces:
         """Return the weights of the pieces' n samples, (n,)."""
         return self._norms_and_weights[1, : self._count]
 
-    def add(
-        self,
-        clipped: ClippedSum,
-        parameters: Sequence[nn.Parameter],
-        team: Team,
-    ) -> None:
+    def add(self, clipped: ClippedSum, parameters: Sequence[nn.Parameter], team: Team) -> None:
         """Add a piece; a collective where parameters are sharded.
 
         Args:

@@ -402,10 +402,7 @@ class DPSGD(Defense):
         self._stop_if_spent(context)
 
     def on_canary(
-        self,
-        canary: CanaryGradient,
-        parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with separate noise."""
         step = self._fit_step

@@ -69,13 +69,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     passed_over = 0
 
-    def __init__(
-        self,
-        shard: range,
-        rate: float,
-        steps: int,
-        draws: Draws,
-    ) -> None:
+    def __init__(self, shard: range, rate: float, steps: int, draws: Draws) -> None:
         self.shard = shard
         self.rate = rate
         self.steps = steps

@@ -125,11 +125,7 @@ class Recorder:
 
     @contextmanager
     def step(
-        self,
-        samples: int,
-        *,
-        counts: bool = True,
-        tensors: Iterable[Tensor] = (),
+        self, samples: int, *, counts: bool = True, tensors: Iterable[Tensor] = ()
     ) -> Iterator[None]:
         """Discard earlier records, and record the calls within this context.
 
@@ -318,11 +314,7 @@ class Recorder:
         return None if self._paused else torch.zeros_like(gradient)
 
     def _record_gradient(
-        self,
-        module: nn.Module,
-        inputs: Tensor,
-        parts: dict[Tensor, list[Part]],
-        gradient: Tensor,
+        self, module: nn.Module, inputs: Tensor, parts: dict[Tensor, list[Part]], gradient: Tensor
     ) -> None:
         # The hooks of an earlier step's graph have that step's parts.
         if parts is not self.parts or self._paused:

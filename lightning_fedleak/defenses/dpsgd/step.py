@@ -375,10 +375,7 @@ class WatchedStep:
         return self._clipped
 
     def clipped_canary(
-        self,
-        canary: CanaryGradient,
-        parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, without noise.
 

@@ -189,11 +189,7 @@ class Randomizer:
 
     @classmethod
     def with_defaults(
-        cls,
-        mechanism: Mechanism,
-        k: int,
-        decode: Decode | None = None,
-        bits: int | None = None,
+        cls, mechanism: Mechanism, k: int, decode: Decode | None = None, bits: int | None = None
     ) -> Randomizer:
         """Return a randomizer; by default ``"argmax"`` for ``the``, else ``"uniform"``, with all
         bits.

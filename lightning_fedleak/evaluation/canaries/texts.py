@@ -28,12 +28,7 @@ from lightning_fedleak.validate import check_integer, check_number
 
 
 def new_token_canaries(
-    model: nn.Module,
-    count: int,
-    *,
-    length: int = 3,
-    row_norm: float = 1.0,
-    seed: int = 0,
+    model: nn.Module, count: int, *, length: int = 3, row_norm: float = 1.0, seed: int = 0
 ) -> list[Tensor]:
     """Return texts that begin and end with a token that no other text has.
 

@@ -184,12 +184,7 @@ def permutation_test(scores: Tensor, members: Tensor) -> float:
 
 
 def membership_values(
-    scores: Tensor,
-    members: Tensor,
-    *,
-    look: int = 1,
-    alpha: float = 0.05,
-    exact: bool = False,
+    scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, exact: bool = False
 ) -> dict[str, float]:
     """Return what a look at two pools shows of one score, by the names of the logs.
 

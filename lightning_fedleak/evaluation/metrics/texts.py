@@ -295,12 +295,7 @@ class TextReconstruction(RateMetric):
     sentences: list[Tensor]
 
     def __init__(
-        self,
-        *,
-        rouge: bool = True,
-        resamples: int = 1000,
-        seed: int = 0,
-        **kwargs: Any,
+        self, *, rouge: bool = True, resamples: int = 1000, seed: int = 0, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self.rouge = rouge
@@ -311,10 +306,7 @@ class TextReconstruction(RateMetric):
         self.add_state("sentences", [], dist_reduce_fx="cat")
 
     def update(
-        self,
-        guess: TextGuess | Tensor,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        self, guess: TextGuess | Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> None:
         """Add sentences.
 

@@ -70,6 +70,7 @@ class Freeze(Defense):
             )
         self.when = check_choice("Freeze: when", when, ("always", "hardened"), error=DefenseError)
         self.parameters = patterns
+        self._call = f"Freeze({part!r}, {[*patterns]})" if patterns else f"Freeze({part!r})"
         self.active = when == "always"
         self._chosen: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []
@@ -167,15 +168,6 @@ class Freeze(Defense):
         self._frozen = []
         self._watched = {}
         self._chosen = {}
-
-    @property
-    def _call(self) -> str:
-        arguments = [] if self.part is None else [repr(self.part)]
-        if self.parameters:
-            arguments.append(f"parameters={list(self.parameters)!r}")
-        if self.when != "always":
-            arguments.append(f"when={self.when!r}")
-        return f"Freeze({', '.join(arguments)})"
 
     def _by_pattern(self, root: nn.Module) -> dict[int, nn.Parameter]:
         """Return the parameters whose names match a pattern, by identity."""

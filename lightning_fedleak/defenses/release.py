@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,8 +76,8 @@ class UpdateRelease:
         self._paused = False
         self._context: DefenseContext | None = None
         self._step: Callable[[], int] | None = None
-        self._taps: dict[object, Tap] = {}
-        self._canaries: dict[object, CanaryHook] = {}
+        self._taps: OrderedDict[int, Tap] = OrderedDict()
+        self._canaries: OrderedDict[int, CanaryHook] = OrderedDict()
         self._removers: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
         self._watch: RemovableHandle | None = None
         self._just_released: set[int] = set()
@@ -143,7 +144,9 @@ class UpdateRelease:
 
         logical_step: Callable[[Any], Any] = step
         for defense in reversed(self.defenses):
-            logical_step = functools.partial(_logical, defense, logical_step, context)
+            logical_step = functools.partial(
+                defense.on_logical_batch, logical_step, context=context
+            )
         return logical_step(batch)
 
     def guard(self, optimizer: Optimizer) -> None:
@@ -333,21 +336,11 @@ def release_of(optimizer: Optimizer) -> UpdateRelease | None:
     return _GUARDED.get(optimizer)
 
 
-def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None]:
+def _added(functions: OrderedDict[int, Function], fn: Function) -> Callable[[], None]:
     """Add a function; return one that removes it, and may be called twice."""
-    key = object()
-    functions[key] = fn
-
-    def remove() -> None:
-        functions.pop(key, None)
-
-    return remove
-
-
-def _logical(
-    defense: Defense, step: Callable[[Any], Any], context: DefenseContext, batch: Any
-) -> Any:
-    return defense.on_logical_batch(step, batch, context)
+    handle = RemovableHandle(functions)
+    functions[handle.id] = fn
+    return handle.remove
 
 
 def _released(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -362,17 +355,14 @@ def _released(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Average every gradient over all ranks, in place; None counts as zero."""
-    gradients, works, buffers = [], [], []
+    reductions = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         buffer = parameter.grad.contiguous()
-        gradients.append(parameter.grad)
-        buffers.append(buffer)
-        works.append(dist.all_reduce(buffer, async_op=True))
-    for gradient, buffer, work in zip(gradients, buffers, works, strict=True):
+        work = dist.all_reduce(buffer, async_op=True)
+        reductions.append((parameter.grad, buffer, work))
+    for gradient, buffer, work in reductions:
         if work is not None:
             work.wait()
-        buffer.div_(dist.get_world_size())
-        if buffer is not gradient:
-            gradient.copy_(buffer)
+        gradient.copy_(buffer.div_(dist.get_world_size()))

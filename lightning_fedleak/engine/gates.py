@@ -139,7 +139,7 @@ def rate_of(metric: str) -> str:
 
 
 def range_of(metric: str) -> tuple[float, float, float] | None:
-    """Return the range of a metric, as in :func:`known_ranges`.
+    """Return the lowest and the highest value of a metric, and what chance gives.
 
     Args:
         metric: last part of a log name, ``"f1"`` or ``"auc_worst_client"`` say.
@@ -148,7 +148,7 @@ def range_of(metric: str) -> tuple[float, float, float] | None:
         None where the range is not known, or the name is that of the end of an interval.
     """
     name = metric.removesuffix("_worst_client")
-    ranges = ChainMap(*(channel.ranges for channel in Channel.registry.values()))
+    ranges = ChainMap(*(dict(channel.ranges) for channel in Channel.registry.values()))
     start = next((key for key in ranges if key.endswith("_") and name.startswith(key)), name)
     return ranges.get(start)
 

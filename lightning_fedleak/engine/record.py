@@ -194,10 +194,11 @@ def facts_of(
 def _ended_fit(state: records.JsonObject) -> records.EndedFit:
     """Return what a checkpoint says of the fit that wrote it."""
     before = (
-        records.ReleasesBefore(one["defense"], tuple(records.Releases(*r) for r in one["history"]))
+        (one["defense"], tuple(records.Releases(*row) for row in one["history"]))
         for one in state["privacy"]
     )
-    return records.EndedFit(state["run"], tuple(before))
+    privacy = tuple(records.ReleasesBefore(defense=name, history=rows) for name, rows in before)
+    return records.EndedFit(run=state["run"], privacy=privacy)
 
 
 def _gate(settings: records.JsonObject) -> records.GateFacts:

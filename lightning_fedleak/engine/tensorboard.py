@@ -140,7 +140,7 @@ class Cards:
             lines["controls: what each attack reads of known words"] = ["leakage.*/control"]
         page = {t: ["Multiline", [f"^{one}$" for one in tags]] for t, tags in lines.items()}
         for board in boards:
-            board.add_custom_scalars({"leakage and utility": page})  # type: ignore[no-untyped-call]
+            board.add_custom_scalars({"leakage and utility": page})
 
     def add_summary(
         self, boards: Sequence[SummaryWriter], outcomes: Mapping[Series, Outcome], step: int

@@ -131,10 +131,18 @@ class ClientDP(Defense):
         release: ClientReleaseSettings | None = None,
     ) -> None:
         release = release or ClientReleaseSettings()
-        _check_numbers(
-            clip, noise_multiplier, target_epsilon, rounds, target_delta, clients, accountant
-        )
-        self.clip = float(clip)
+        self.clip = float(_number("ClientDP: clip", clip, above=0))
+        _number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True)
+        if noise_multiplier is None and (target_epsilon is None or rounds is None):
+            raise DefenseError("ClientDP: give noise_multiplier, or target_epsilon and rounds")
+        _number("ClientDP: noise_multiplier", noise_multiplier, above=0, optional=True)
+        _integer("ClientDP: rounds", rounds, optional=True)
+        _integer("ClientDP: clients", clients)
+        hint = "publishing one client's data at random must not count as private"
+        _number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
+        _choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
+        if accountant == "filter" and target_epsilon is None:
+            raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
         self.clients = clients
         self.sampling: ClientSampling = sampling
         self.per_round = _expect_per_round(sampling, per_round, clients)
@@ -490,30 +498,6 @@ class ClientDP(Defense):
             f"data, {neighbours}, for all rounds together, with the epsilon that `privacy` gives."
             f"{secret} Not covered: what clients send besides their updates, and leakage logs."
         )
-
-
-def _check_numbers(
-    clip: float,
-    noise_multiplier: float | None,
-    target_epsilon: float | None,
-    rounds: int | None,
-    target_delta: float,
-    clients: int,
-    accountant: str,
-) -> None:
-    """Refuse a clip norm, noise, a budget, rounds, a delta or accountant without a guarantee."""
-    _number("ClientDP: clip", clip, above=0)
-    _number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True)
-    if noise_multiplier is None and (target_epsilon is None or rounds is None):
-        raise DefenseError("ClientDP: give noise_multiplier, or target_epsilon and rounds")
-    _number("ClientDP: noise_multiplier", noise_multiplier, above=0, optional=True)
-    _integer("ClientDP: rounds", rounds, optional=True)
-    _integer("ClientDP: clients", clients)
-    hint = "publishing one client's data at random must not count as private"
-    _number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
-    _choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
-    if accountant == "filter" and target_epsilon is None:
-        raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
 
 
 def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:

@@ -118,7 +118,7 @@ def difference(
             )
         before, after = before.detach(), after.detach().to(before.device)
         if name not in owned:
-            if not torch.equal(before, after) and not _is_equal_with_nan(before, after):
+            if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
                 raise UpdateError(
                     f"'{name}' is not trained in this federation, and came back changed: do not "
                     "share it, or name it in trained="
@@ -240,12 +240,7 @@ def _read_rate(optimizer: Optimizer) -> float:
 
 def _check_names(sent: State, returned: State) -> None:
     if different := sorted(sent.keys() ^ returned.keys()):
-        raise UpdateError(f"only one of what was sent and returned has {_list_names(different)}")
-
-
-def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal, where NaN equals NaN."""
-    return a.is_floating_point() and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+        raise UpdateError(f"sent and returned: only one of both has {_list_names(different)}")
 
 
 def _form(tensor: Tensor) -> str:

@@ -75,7 +75,7 @@ class LightningHost(Host):
                 accumulated != 1
             ),
             f" draws each batch from all of the data, so that overfit_batches={repeated} would not "
-            "repeat the same. Give the loader a few rows (torch.utils.data.Subset).": repeated,
+            "repeat the same. Give the loader a few rows alone (a Subset of torch).": repeated,
         }
 
     def count_steps(self, per_epoch: int) -> int | None:

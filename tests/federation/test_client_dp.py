@@ -511,7 +511,7 @@ def test_clients_are_drawn_as_is_accounted():
         ({"clip": 0.0}, "clip must be .* got 0.0"),
         ({"clip": math.nan}, "clip must be .* got nan"),
         ({"clients": 2.5}, "clients must be .* got 2.5"),
-        ({"per_round": 3}, "sampling='all'"),
+        ({"per_round": 3}, "per_round must be"),
         ({"sampling": "poisson"}, "needs per_round="),
         ({"sampling": "poisson", "per_round": 11}, "of at most 10"),
         ({"sampling": "fixed", "per_round": 2.5}, "must be whole"),

@@ -39,8 +39,8 @@ class LedgerFile:
         counts: of the releases in it.
 
     Raises:
-        DefenseError: the path is a folder, a link, a device or a pipe, or the file holds something
-            else or cannot be read. It does not change.
+        DefenseError: the path is a folder, a device or a pipe, or the file holds something else or
+            cannot be read. It does not change.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

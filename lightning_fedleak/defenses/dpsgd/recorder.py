@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,36 @@ _EXPANDED = (
     "DPSGD: {0} looked up one row for all samples, and DPSGD let it look up one for each of the "
     "{1}. If the error comes from that, look up one row for each row of the batch, or freeze it."
 )
+
+
+@contextmanager
+def prompts_of_samples(root: nn.Module, samples: int) -> Iterator[None]:
+    """Let PEFT's virtual tokens have one row for each sample within this context.
+
+    PEFT looks them up once and repeats them for every row of the batch, so that only the sum of the
+    samples' gradients would be known. The recorder expands the look-up to one row for each sample.
+    PEFT repeats these too, to ``samples ** 2`` rows; this context keeps the first ``samples``.
+
+    Args:
+        root: the module, with or without PEFT's models in it.
+        samples: number of samples in the batch.
+    """
+    with ExitStack() as stack:
+        for module in root.modules():
+            if hasattr(type(module), "get_prompt") and "prompt_encoder" in module._modules:
+                plain: Any = module.get_prompt
+                module.__dict__["get_prompt"] = functools.partial(_first_prompts, plain, samples)
+                stack.callback(module.__dict__.pop, "get_prompt")
+        yield
+
+
+def _first_prompts(
+    plain: Callable[..., Any], samples: int, batch_size: int, *args: Any, **kwargs: Any
+) -> Any:
+    prompts = plain(batch_size, *args, **kwargs)
+    if batch_size == samples and isinstance(prompts, Tensor) and len(prompts) == samples**2:
+        return prompts[:samples]
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -142,7 +172,8 @@ class Recorder:
         self._lone_samples = set()
         expanded_before = set(self._expanded_layers)
         try:
-            yield
+            with prompts_of_samples(self.root, samples):
+                yield
         except Exception as error:
             try:
                 self.check()

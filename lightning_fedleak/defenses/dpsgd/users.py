@@ -63,6 +63,7 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
                 "function of an example, or a list with one key for each row."
             )
         return group_by
+    if hasattr(dataset, "column_names"):
         column: Sequence[Any] = dataset[group_by]
         return column
     return [dataset[row][group_by] for row in range(len(dataset))]

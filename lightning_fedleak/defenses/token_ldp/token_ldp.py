@@ -215,7 +215,6 @@ class TokenLDP(Defense):
         self.memoize = domain != "batch" if memoize is None else memoize
         self.example_ids = form.example_ids
         self.kind = form.kind
-        self.public_fields = frozenset(form.public_fields) | words.PUBLIC_FIELDS
         self.seed = seed
         self._settings = (protocol.decode, bits)
         self._form = form

@@ -139,10 +139,3 @@ class GameResult:
         """
         guesses = None if fitted else self.guesses
         return membership_rates(self.scores, self.bits, self.batches, guesses)
-
-    def __repr__(self) -> str:
-        right = int((self.guesses == self.bits).sum())
-        return (
-            f"GameResult({self.attack!r}, layer={self.layer}, protocol={self.protocol!r}, "
-            f"relation={self.relation!r}, {right} of {len(self)} right)"
-        )

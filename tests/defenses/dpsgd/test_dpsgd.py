@@ -412,7 +412,7 @@ MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (evaluated, {}, r"eval mode.*Call `model.train\(\)`"),
     (frozen, {}, "every parameter is frozen"),
     (lambda: nn.Sequential(nn.LSTM(3, 3)), {}, "opacus.layers.DPLSTM"),
-    (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}, "DPMultiheadAttention"),
+    (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}, "scaled_dot_product_attention"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, "`max_norm`"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, "`sparse`"),
     (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"form": "ghost"}, "has no rule for clip="),
@@ -527,9 +527,8 @@ def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
 def test_several_loaders_at_once_are_refused() -> None:
     root = Net()
     root._trainer = trainer(train_dataloader={"a": 1, "b": 2})
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
     with pytest.raises(DefenseError, match="2 training loaders"):
-        run.step(first(3))
+        Run(DPSGD(CLIP, noise_multiplier=1.0), root).step(first(3))
 
 
 def test_the_global_generator_is_left_alone() -> None:

@@ -99,8 +99,16 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "bert classifier": ("classifier", lambda: tiny_bert_classifier(dropout=0.0)),
     "gpt2 lora": ("causal", lambda: lora(tiny_gpt2, ["c_attn", "c_fc"])),
     "bert lora": ("masked", lambda: lora(tiny_bert_mlm, ["query", "value"])),
+    "gpt2 prompt tuning": (
+        "causal",
+        lambda: prompts(lambda: tiny_gpt2(dropout=0.0), "PromptTuningConfig"),
+    ),
     "llama p-tuning": ("causal", lambda: prompts(tiny_llama, "PromptEncoderConfig")),
     "llama prefix tuning": ("causal", lambda: prompts(tiny_llama, "PrefixTuningConfig")),
+    "bert classifier prompt tuning": (
+        "classifier",
+        lambda: prompts(lambda: tiny_bert_classifier(dropout=0.0), "PromptTuningConfig", "SEQ_CLS"),
+    ),
 }
 
 

@@ -527,8 +527,9 @@ def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
 def test_several_loaders_at_once_are_refused() -> None:
     root = Net()
     root._trainer = trainer(train_dataloader={"a": 1, "b": 2})
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
     with pytest.raises(DefenseError, match="2 training loaders"):
-        Run(DPSGD(CLIP, noise_multiplier=1.0), root).step(first(3))
+        run.defense.on_train_start(run.context)
 
 
 def test_the_global_generator_is_left_alone() -> None:

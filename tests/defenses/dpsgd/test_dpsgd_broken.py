@@ -91,6 +91,7 @@ def spoils(model: nn.Module, sample: int) -> Any:
         ("gpt2 checkpointed", "auto"),
         ("llama", "ghost"),
         ("bert mlm", "auto"),
+        ("gpt2 prompt tuning", "ghost"),
     ],
 )
 def test_nan_in_one_sample_reaches_no_other(name: str, clipping: Any) -> None:

@@ -219,6 +219,7 @@ class LeakageMonitor(EitherCallback, Reported):
                 for channel in other.engine.series.values():
                     self.engine.results.families.pop(channel.family, None)
                 both = {s.log_name for s in self.engine.series}
+                both &= {s.log_name for s in other.engine.series}
                 if both:
                     raise ValueError(
                         f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too: "

@@ -488,7 +488,8 @@ class ClientDP(Defense):
             "local": "whoever sees each client's updates, the server among them",
             "secure_aggregation": (
                 "a server that sees only the sum of updates, while at most "
-                f"{self.dropouts} clients of a round drop out or collude"
+                f"{self.dropouts} clients of a round drop out or collude; its rounding to whole "
+                "numbers is not accounted"
             ),
         }[self.trust]
         neighbours = "replaced by any other data" if self.replaces else "added or removed"
@@ -496,7 +497,8 @@ class ClientDP(Defense):
         return (
             f"against {adversary}: (epsilon, delta)-differential privacy of one client, all of its "
             f"data, {neighbours}, for all rounds together, with the epsilon that `privacy` gives."
-            f"{secret} Not covered: what clients send besides their updates, and leakage logs."
+            f"{secret} Not covered: what clients send besides their updates, leakage logs, and "
+            "why noise was turned up."
         )
 
 

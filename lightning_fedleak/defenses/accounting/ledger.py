@@ -222,7 +222,8 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
     data = line.encode("ascii")
     start = expected - cut
     try:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | (0 if expected else os.O_CREAT)
+        no_wait = getattr(os, "O_NONBLOCK", 0)  # for a pipe's reader; Windows has no such flag
+        flags = os.O_WRONLY | os.O_APPEND | no_wait | (0 if expected else os.O_CREAT)
         descriptor = os.open(path, flags, 0o600)
         try:
             if os.fstat(descriptor).st_size != expected:

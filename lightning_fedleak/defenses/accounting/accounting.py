@@ -203,6 +203,10 @@ def epsilon_of(
     Raises:
         DefenseError: a value out of range, or Opacus is missing.
     """
+    check_kind(kind, sampling)
+    check_probability(delta)
+    for row in history:
+        ledger.check_release(*row)
     if not history:
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:

@@ -159,9 +159,7 @@ def test_intervals_cover_the_truth(
             scores, members, clusters = steps(n_steps, per_side, shift, together, seed)
         else:
             scores, members, clusters = *games(n_steps, shift, seed), None
-        rates = membership_rates(
-            scores, members, clusters, scores > shift / 2, resamples=120, seed=seed
-        )
+        rates = membership_rates(scores, members, clusters, scores > shift / 2, resamples=120)
         for name, value in truth.items():
             covered[name] += rates[name].low <= value <= rates[name].high
     assert min(covered.values()) >= reps * 0.95 - 3 * math.sqrt(reps * 0.05)

@@ -11,6 +11,7 @@ FLOWER := .venv-flower
 NVFLARE := .venv-nvflare
 TRL := .venv-trl
 QUANTIZED := .venv-quantized
+LOGGERS := .venv-loggers
 # Those of tests/ that hold slow tests: the others need not be collected to run these.
 SLOW = $(sort $(shell grep -rl --include='test_*.py' 'mark\.slow' tests))
 PAPERS_LOG ?= benchmarks/papers/measured.jsonl
@@ -33,7 +34,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers gpu lint metrics clean install install-all
+.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized test-loggers coverage docs notebooks smoke papers gpu lint metrics clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +47,7 @@ help:
 	@echo "make test-nvflare  run the tests of federations on NVFlare, in .venv-nvflare"
 	@echo "make test-quantized  run the tests of LoRA on bases in 4 and 8 bits, with bitsandbytes and torchao in .venv-quantized"
 	@echo "make test-trl  run the tests of TRL's trainers, and their example, in .venv-trl"
+	@echo "make test-loggers  run the tests of W&B, MLflow and Trackio, offline, in .venv-loggers"
 	@echo "make coverage  run the tests, but for the slow ones, and print which share of the package's lines they run (takes two thirds longer)"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
@@ -91,6 +93,10 @@ test-quantized: $(READY) $(QUANTIZED)/.ready
 # In an environment of its own: others are tested without its datasets and pyarrow.
 test-trl: $(TRL)/.ready
 	@PYTHONPATH=. $(TRL)/bin/python -m pytest --numprocesses 0 tests/trl $(ARGS)
+
+# In an environment of its own: MLflow wants older packages than some of .venv.
+test-loggers: $(LOGGERS)/.ready
+	@PYTHONPATH=. $(LOGGERS)/bin/python -m pytest --numprocesses 0 tests/loggers $(ARGS)
 
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
 	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest $(IN_PARALLEL) $(ARGS)
@@ -166,6 +172,11 @@ $(NVFLARE)/.ready: $(READY) constraints-nvflare.txt
 
 $(QUANTIZED)/.ready: $(READY)
 	@$(BIN)/python $(INSTALL) --no-deps --target $(QUANTIZED) --upgrade -c constraints.txt bitsandbytes torchao
+	@touch $@
+
+$(LOGGERS)/.ready: $(READY) constraints-loggers.txt
+	$(call BESIDE,$(LOGGERS))
+	@$(LOGGERS)/bin/python $(INSTALL) -c constraints-loggers.txt wandb mlflow-skinny sqlalchemy alembic trackio
 	@touch $@
 
 $(TRL)/.ready: $(READY) constraints-trl.txt

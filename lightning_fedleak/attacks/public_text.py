@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.attacks.shared_work import stored_work
 from lightning_fedleak.model.anatomy import Anatomy, Kind, matrix_shape
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import logits_in, undisturbed
@@ -22,17 +21,6 @@ Sampled = Literal["sampled"]
 
 MASK_RATE = 0.15  # share of a text's tokens that are masked, as in BERT's training
 _LENGTH = 64  # tokens of a sampled text at most; longer texts cost time, not tuned
-_samples: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_samples", default=None)
-
-
-@contextmanager
-def share_samples() -> Iterator[None]:
-    """Let all attacks within share the texts that a model writes."""
-    token = _samples.set({})
-    try:
-        yield
-    finally:
-        _samples.reset(token)
 
 
 class MissingText(ValueError):
@@ -209,9 +197,7 @@ class PublicText:
         Raises:
             ValueError: the model is not a causal language model.
         """
-        samples, key = _samples.get(), (id(anatomy.model), length, seed)
-        if samples is None:
-            return cls(_sample(anatomy, n, length, seed))
+        samples, key = stored_work(), ("texts", id(anatomy.model), length, seed)
         if key not in samples or len(samples[key]) < n:
             samples[key] = cls(_sample(anatomy, n, length, seed))
         return samples[key] if len(samples[key]) == n else cls(samples[key].sentences[:n])
@@ -378,7 +364,8 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
     device = anatomy.device
     ids, cache = first, None
     with undisturbed(anatomy) as model, torch.no_grad():
-        cached = bool(getattr(config, "use_cache", False))
+        # Trainers switch the cache off in the config, for training alone.
+        cached = getattr(config, "use_cache", None) is not None
         for _ in track(range(length - 1), "the model writes public text"):
             arguments = {"use_cache": True} if cached else {}
             if cache is not None:

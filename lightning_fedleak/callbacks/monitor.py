@@ -92,7 +92,8 @@ class LeakageMonitor(EitherCallback, Reported):
             attacks of a run, at all stages. Lightning refuses a second one with the same.
         every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
         max_overhead: look so seldom that looks cost at most this share of the training time.
-            Either this or ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
+            Either this or ``every_n_steps``. Default with ``attacks="auto"``: ten looks and
+            the last step, see :class:`~lightning_fedleak.engine.scheduler.Cadence`.
         folder: where ``leakage.jsonl`` goes; default the logger's folder.
         games: how membership games are played: how many texts are asked for, which are not in the
             batch, over how many looks rates are pooled, canaries of the user's own; see

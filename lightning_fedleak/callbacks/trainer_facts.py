@@ -133,6 +133,14 @@ class TrainerRun(Run):
         return None if epochs is None or epochs < 0 else epochs
 
     @property
+    def planned_steps(self) -> int | None:
+        """Return the steps of the fit; None without a limit, or where several optimizers step."""
+        if len(self.trainer.optimizers) != 1:
+            return None
+        steps = self.trainer.estimated_stepping_batches
+        return None if math.isinf(steps) else int(steps)
+
+    @property
     def loss_scale(self) -> float:
         """Return the scale of the precision plugin's GradScaler, 1 without one."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fedleak.attacks.shared_work import share_work
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine import record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, results_of
@@ -171,13 +172,14 @@ class StepEngine:
             self._attack(moment)
             if Stage.AGGREGATE in stages:
                 moment.look.stepped.add(id(optimizer))
+                moment.look.work.clear()
 
     @contained
     def _attack(self, moment: Moment) -> None:
         """Let every attack guess from what is shared now, and from the control of the look."""
         fit, look = self._fit, moment.look
         fit.truth.settle(look)
-        with look.clock(fit.run.device):
+        with look.clock(fit.run.device), share_work(look.work):
             if moment.optimizer is not None and fit.trained != fit.lineup.trained:
                 look.followed &= not fit.follow()
             if fit.scheduler.still_waits(moment):

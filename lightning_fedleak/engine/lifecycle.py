@@ -309,7 +309,10 @@ class Engine(StepEngine):
             if run.rank != 0 and not channel.at_weights:  # it has all clients' games
                 channel.load_state_dict({})
         self._is_over = False
-        self.first_step = self.options.cadence.next_step = run.step
+        self.first_step, cadence = run.step, self.options.cadence
+        cadence.begin(run.step, run.planned_steps)
+        if cadence.is_curve and (seconds := self._fit.lineup.look_seconds):
+            rank_zero_info(f"{run.watcher}: {cadence.describe(seconds)}")
         self._names = self.results.names(self.results.playing)
         self._names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack, MissingText, PublicText, share_samples
+from lightning_fedleak.attacks import Attack, MissingText, PublicText
+from lightning_fedleak.attacks.shared_work import share_work
 from lightning_fedleak.engine.channels.base import Channel, exclude, never_read, plan_of
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
 from lightning_fedleak.engine.choice import (
@@ -136,6 +137,11 @@ class Lineup:
         return frozenset(plan.attack.name for plan in self.plans)
 
     @property
+    def look_seconds(self) -> float:
+        """The seconds that a look is estimated to take, where attacks choose themselves."""
+        return sum(row.seconds or 0.0 for row in self.rows if row.why_not is None)
+
+    @property
     def unread(self) -> tuple[str, ...]:
         """Names of the trained parameters whose gradient no attack reads."""
         return unread_names(self.plans, self._run.anatomy)
@@ -218,7 +224,7 @@ class Lineup:
         Raises:
             ValueError: an attack does not fit the model.
         """
-        with whole_model(self._run.anatomy.root), share_samples(), bars(self._run.shows_progress):
+        with whole_model(self._run.anatomy.root), share_work(), bars(self._run.shows_progress):
             costs: dict[str, float] = {}
             doing = f"{self._run.watcher} calibrates"
             for plan in track(self.exposed, doing, lambda plan: plan.attack.name):

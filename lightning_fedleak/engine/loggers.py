@@ -44,15 +44,22 @@ def upload_report(loggers: Sequence[Any], page: Path) -> None:
     """Attach a report's page to the runs of W&B and MLflow among some loggers.
 
     Args:
-        loggers: of Lightning.
+        loggers: of Lightning, or any that has ``upload_report``.
         page: ``report.html``.
     """
     for logger in loggers:
         kind = type(logger).__name__
         if kind == "WandbLogger":
-            import wandb
-
-            html = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
-            logger.experiment.log({"leakage/report": html})
+            upload_to_wandb(logger.experiment, page)
         elif kind == "MLFlowLogger":
             logger.experiment.log_artifact(logger.run_id, str(page))
+        elif (upload := getattr(logger, "upload_report", None)) is not None:
+            upload(page)
+
+
+def upload_to_wandb(run: Any, page: Path) -> None:
+    """Show a report's page as a panel of a run of W&B."""
+    import wandb
+
+    html = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
+    run.log({"leakage/report": html})

@@ -38,7 +38,9 @@ from lightning_fedleak.validate import check_choice, check_integer, check_number
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""
 MAX_OVERHEAD = 0.005
-"""Share of the training time that looks of ``attacks="auto"`` may take by default."""
+"""Share of the training time that looks of ``attacks="auto"`` may take beyond those of a curve."""
+CAPACITY_SECONDS = 2.0
+"""Seconds in which ``attacks="auto"`` measures what SubspaceWords can distinguish; more: later."""
 SCALE = 1e9
 """How strongly a dishonest server's layers feed the model, unless the user says otherwise.
 
@@ -159,7 +161,7 @@ class WatchSettings:
         >>> from lightning_fedleak import LeakageMonitor
         >>> from lightning_fedleak.callbacks import WatchSettings
         >>> LeakageMonitor(settings=WatchSettings(stages=("local", "shared")))
-        LeakageMonitor('auto', max_overhead=0.005, stages=['local', 'shared'])
+        LeakageMonitor('auto', 10 looks or max_overhead=0.005, stages=['local', 'shared'])
 
     Attributes:
         stages: where to measure: ``"shared"`` (what leaves the client; the default), ``"local"``
@@ -174,8 +176,8 @@ class WatchSettings:
             ``report.yaml``, beside the logs when the run ends, as ``fedleak report`` does; also
             after an error or Ctrl-C. ``"live"``: ``report.html`` also while it goes on, after a
             look; the open page loads itself again.
-        upload_report: attach ``report.html`` to the runs of W&B and MLflow that the Trainer's
-            loggers write. It says what was read, and no text.
+        upload_report: attach ``report.html`` to the runs of W&B and MLflow that the Trainer writes.
+            It says what was read, and no text.
         utility: names of the user's own metrics to repeat as ``utility/<name>`` at looks, and where
             a validation or an epoch changed them; their last and best are logged at the end. None:
             all that the run logs, but times and learning rates.
@@ -346,7 +348,7 @@ def candidates(
     text: TextSource = "sampled" if parsed is None else parsed
     attacks: list[Attack] = [
         AlignedFlatChat(text, tokenizer=tokenizer),
-        SubspaceWords(parsed),
+        SubspaceWords(parsed, capacity_seconds=CAPACITY_SECONDS),
         BiasSign(),
         BagOfWords(),
     ]
@@ -452,7 +454,7 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: b
     Args:
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
-        auto: attacks choose themselves: the default is a share, and not every 50 steps.
+        auto: attacks choose themselves: the default is a curve, and not every 50 steps.
 
     Raises:
         ValueError: both, or a number out of range.
@@ -462,7 +464,7 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: b
     if every_n_steps is None and (auto or max_overhead is not None):
         share = MAX_OVERHEAD if max_overhead is None else max_overhead
         check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
-        return Cadence(share=share)
+        return Cadence(share=share, is_curve=max_overhead is None)
     steps = 50 if every_n_steps is None else every_n_steps
     return Cadence(check_integer("every_n_steps", steps))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -117,6 +117,11 @@ class Run(ABC):
     @property
     def epochs(self) -> int | None:
         """Return the number of epochs that the run is to have; None where it is not known."""
+        return None
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Return the number of steps at whose end the run ends; None where it is not known."""
         return None
 
     @property
@@ -257,6 +262,7 @@ class Look:
         input_noise: largest of what the step added to embeddings, see ``GradientSnapshot``.
         loss_terms: ids of the parameters of which a loss of the step has a term of their own.
         notes: functions that write what was recovered to local files, under a title.
+        work: what attacks share with each other until an optimizer steps.
         scope: the series that are tried again, where the look is of these alone; None: all.
     """
 
@@ -280,6 +286,7 @@ class Look:
     loss_terms: set[int] = field(default_factory=set)
     notes: dict[Series, Callable[[Any, str], object]] = field(default_factory=dict)
     controls: dict[str, Control] = field(default_factory=dict)
+    work: dict[Hashable, Any] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
 
     @property

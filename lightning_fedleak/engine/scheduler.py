@@ -12,13 +12,23 @@ from lightning_fedleak.engine.outcomes import Series, Waiting
 from lightning_fedleak.engine.run import Look, Moment, Run
 from lightning_fedleak.model.snapshots import GradientSnapshot
 
+CURVE_LOOKS = 10
+"""Looks of a run by default, evenly spread: enough for a curve; more take longer."""
+CURVE_SHARE = 0.05
+"""Share of the training time that these looks may take, or"""
+CURVE_SECONDS = 30.0
+"""seconds, if that is more: what people wait for in a short run."""
+
 
 @dataclass
 class Cadence:
     """Decide at which optimizer steps the engine measures.
 
     These are steps 0, n, 2n, ..., or steps at intervals that keep the cost of looks below a share
-    of training time.
+    of training time, or those of a curve: ten looks, evenly, where they fit into the larger of 5%
+    of training and 30 s, and as many as fit where they do not; the last step is always one. Where
+    the number of steps is not known, these are steps 1, 2, 4, 8, ... for the first 30 s of looks.
+    More looks are made where the share allows them.
 
     The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
     look's results and no step needs a message of its own.
@@ -27,12 +37,22 @@ class Cadence:
         every_n_steps: n; None if a share decides.
         share: maximum cost of looks, as a share of training time: a look of ``c`` seconds is
             followed by ``c / (share * s)`` steps of ``s`` seconds each.
+        is_curve: at least the looks of a curve are made.
         next_step: the next step to measure.
+        steps: planned steps of the run; None: not known.
+        spent: seconds that looks have taken.
     """
 
     every_n_steps: int | None = None
     share: float = 1.0
+    is_curve: bool = False
     next_step: int = 0
+    steps: int | None = None
+    spent: float = 0.0
+
+    def begin(self, step: int, steps: int | None) -> None:
+        """Begin a run at a step, of so many planned steps in all."""
+        self.next_step, self.steps, self.spent = step, steps, 0.0
 
     def due(self, step: int) -> bool:
         """Return whether optimizer step ``step`` (from 0) is to be measured."""
@@ -48,9 +68,20 @@ class Cadence:
         """
         if self.every_n_steps is not None:
             return (step // self.every_n_steps + 1) * self.every_n_steps
+        self.spent += look_seconds
         if step_seconds <= 0:
             return step + 1
-        return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+        by_share = step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+        if not self.is_curve:
+            return by_share
+        if self.steps is None or step >= self.steps - 1:
+            within = self.spent + look_seconds <= CURVE_SECONDS
+            return min(by_share, 2 * step + 1) if within else by_share
+        last = self.steps - 1
+        seconds = max(CURVE_SHARE * self.steps * step_seconds, CURVE_SECONDS)
+        looks = max(1.0, (seconds - self.spent) // max(look_seconds, 1e-9))
+        gap = max(last / (CURVE_LOOKS - 1), (last - step) / looks)
+        return min(by_share, step + max(1, math.ceil(gap)), last)
 
     def after_retry(self, retry_seconds: float, step_seconds: float) -> int:
         """Return the next step to measure, as a proposal, after attacks were retried.
@@ -59,7 +90,8 @@ class Cadence:
             retry_seconds: cost of the retry.
             step_seconds: cost of a step without a look.
         """
-        if self.every_n_steps is not None:
+        if self.every_n_steps is not None or self.is_curve:
+            self.spent += retry_seconds
             return self.next_step
         return self.after_look(self.next_step, retry_seconds, step_seconds)
 
@@ -68,7 +100,25 @@ class Cadence:
         """Return the argument that sets this cadence, such as ``every_n_steps=50``."""
         if self.every_n_steps is not None:
             return f"every_n_steps={self.every_n_steps}"
+        if self.is_curve:
+            return f"{CURVE_LOOKS} looks or max_overhead={self.share:g}"
         return f"max_overhead={self.share:g}"
+
+    def describe(self, look_seconds: float) -> str:
+        """Return at how many steps a curve looks, by what a look is estimated to take."""
+        if self.steps is None:
+            return (
+                f"looks at steps 1, 2, 4, 8, ... for {CURVE_SECONDS:g} s of looks, and then in "
+                f"{self.share:.1%} of the training time"
+            )
+        fit = int(CURVE_SECONDS // max(look_seconds, 1e-9))
+        steps = self.steps - self.next_step
+        looks = min(max(2, min(fit, CURVE_LOOKS)), steps)
+        more = " or more" if looks < min(CURVE_LOOKS, steps) else ""
+        return (
+            f"looks at {looks} of {self.steps:,} steps{more}, the last among them; a look takes "
+            f"about {look_seconds:.2g} s"
+        )
 
 
 class Phase(Enum):

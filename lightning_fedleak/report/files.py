@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def write_live(record: Path, run: str) -> None:
         OSError: the page cannot be written.
     """
     content = findings(read([record], run=run), _about_fields(None, record.parent))
-    _write_whole(record.parent / "report.html", page(content, live=True))
+    _write_whole(record.parent / "report.html", page(content, live=time.time()))
 
 
 def write_at_end(record: Path, run: str, watcher: str) -> Path | None:

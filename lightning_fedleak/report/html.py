@@ -30,16 +30,15 @@ from lightning_fedleak.report.wording import (
 )
 
 
-def page(
-    findings: Findings, revealed: Mapping[str, str] | None = None, *, live: bool = False
-) -> str:
+def page(findings: Findings, revealed: Mapping[str, str] | None = None, *, live: float = 0) -> str:
     """Return the report as HTML, in which everything that runs have named is escaped.
 
     Args:
         findings: what the report says.
         revealed: contents of local reveal files, by name: private text. The page must then be
             kept as they are.
-        live: whether the page loads itself again, as that of a run that goes on.
+        live: when it is written, in seconds since 1970, if it is to load itself again, as that of
+            a run that goes on; it stops after a day without a look. 0: it does not.
     """
     return _template().render(findings=findings, revealed=revealed or {}, live=live)
 
@@ -251,7 +250,7 @@ def _fit_lines(fit: FitSummary) -> list[str]:
         lines += ["Not tested:", "", *(f"- {_plain(sentence)}" for sentence in fit.not_tested), ""]
     claims = [f"{account.defense}: {account.claim}" for account in fit.privacy]
     steps = "an unrecorded number of" if fit.length is None else f"{fit.length:,}"
-    lines += [f"Length: {steps} {fit.unit}s, looked at {fit.looked_at:,} of them.", ""]
+    lines += [f"Looked at {fit.looked_at:,} of {steps} {fit.unit}s.", ""]
     lines.append(f"Differential privacy (epsilon, delta): {_plain('; '.join(claims) or 'none')}")
     return lines
 

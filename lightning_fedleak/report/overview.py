@@ -143,11 +143,12 @@ def overview(fit: FitSummary) -> Overview:
         if attack.family.headline and attack.family.name != CANARIES.name:
             families.setdefault(attack.family.name, attack.family)
     readings = [_reading(fit, family) for family in families.values()]
-    steps = f"until {fit.unit} {fit.steps or 0:,}"
+    run_line = f"until {fit.unit} {fit.steps or 0:,}, {fit.end}; {fit.looked_at:,} looks"
     if fit.length is not None:
         steps = f"{fit.length:,} {fit.unit}{'s' * (fit.length != 1)}"
+        run_line = f"{fit.end}; looked at {fit.looked_at:,} of {steps}"
     return Overview(
-        run_line=f"{steps}, {fit.end}; looked at {fit.looked_at:,} of them; {fit.start[:10]}",
+        run_line=f"{run_line}; {fit.start[:10]}",
         sentence=_sentence(fit, readings),
         warnings=[*_warnings(fit)],
         readings=sorted(readings, key=lambda one: one.verdict == "untested"),

@@ -119,7 +119,9 @@
 
   document.querySelectorAll("figure.over_steps").forEach(withSlider);
   document.querySelectorAll("figure.heat_map").forEach(withChoice);
-  if ("live" in document.documentElement.dataset) live(5);
+  const written = document.documentElement.dataset.live;
+  const hours = (Date.now() / 1000 - written) / 3600; // without a look; a killed run never ends
+  if (written && hours < 24) live(hours < 1 ? 5 : 60);
   const print = (open) => document.querySelectorAll("details").forEach((one) => {
     if (open) one.dataset.open = one.open;
     one.open = open || one.dataset.open === "true";

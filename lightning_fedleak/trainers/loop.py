@@ -45,6 +45,7 @@ class Loop:
         scaler: the GradScaler, if there is one.
         tokenizer: the run's.
         epochs: of the run; None: not known.
+        planned_steps: of the run; None: not known.
         utility: the user's metrics by name.
         steps: optimizer steps so far, skipped ones included.
         batches: batches so far.
@@ -60,6 +61,7 @@ class Loop:
     scaler: Any = None
     tokenizer: Any = None
     epochs: int | None = None
+    planned_steps: int | None = None
     utility: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     batches: int = 0
@@ -167,6 +169,11 @@ class LoopRun(Run):
     def epochs(self) -> int | None:
         """Return the planned number of epochs; None: not known."""
         return self.loop.epochs
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Return the planned number of optimizer steps; None: not known."""
+        return self.loop.planned_steps
 
     @property
     def loss_scale(self) -> float:

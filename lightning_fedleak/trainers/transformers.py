@@ -30,7 +30,7 @@ from lightning_fedleak.engine import (
     contained,
     names_there_are,
 )
-from lightning_fedleak.engine.loggers import keep_highest
+from lightning_fedleak.engine.loggers import keep_highest, upload_to_wandb
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
@@ -224,6 +224,7 @@ class TransformersWatch(Watch):
             getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
+            trainer.state.max_steps if trainer.state.max_steps > 0 else None,
             steps=steps,
             watched=tuple(filter(None, [self._best_metric()])),
         )
@@ -348,11 +349,24 @@ class TransformersWatch(Watch):
     def log_hyperparams(self, settings: Mapping[str, Any]) -> None:
         """Give the settings to W&B where the Trainer reports to it, and have it keep the worst."""
         worst = [f"train/{WORST}/{family}" for family in self.engine.results.families]
-        for callback in self.trainer.callback_handler.callbacks:
-            run = getattr(getattr(callback, "_wandb", None), "run", None)
-            if run is not None:
-                run.config.update(dict(settings), allow_val_change=True)
-                keep_highest(run, worst, step="train/global_step")
+        for run in self._hosts("_wandb", "run"):
+            run.config.update(dict(settings), allow_val_change=True)
+            keep_highest(run, worst, step="train/global_step")
+
+    def upload_report(self, page: Path) -> None:
+        """Attach the report to the runs of W&B and MLflow that the Trainer reports to."""
+        for run in self._hosts("_wandb", "run"):
+            upload_to_wandb(run, page)
+        for mlflow in self._hosts("_ml_flow"):  # whose run has ended by now
+            run = mlflow.last_active_run()
+            mlflow.MlflowClient().log_artifact(run.info.run_id, str(page))
+
+    def _hosts(self, *names: str) -> list[Any]:
+        """Return what the Trainer's callbacks have under these names, one in the other."""
+        found: list[Any] = list(self.trainer.callback_handler.callbacks)
+        for name in names:
+            found = [one for each in found if (one := getattr(each, name, None)) is not None]
+        return found
 
     def _flush(self) -> None:
         """Log what was collected, and leave it to the Trainer whether it logs its own."""

@@ -94,7 +94,8 @@ class Watch(Reported):
         folder: of ``leakage.jsonl``, ``run.jsonl`` and the report.
         every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
         max_overhead: largest share of the training time that looks take; either this or
-            ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
+            ``every_n_steps``. Default with ``attacks="auto"``: steps 1, 2, 4, 8, ... for 30 s of
+            looks, and then .005.
         games: how membership games are played.
         settings: what is rarely changed: :class:`WatchSettings`.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import public_text
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.shared_work import share_work
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from tests.helpers.models import VOCAB, tiny_gpt2
 
@@ -73,7 +74,7 @@ def test_fewer_texts_than_were_written_are_not_written_again(
 
     monkeypatch.setattr(public_text, "_sample", counted)
     anatomy = find_anatomy(tiny_gpt2())
-    with public_text.share_samples():
+    with share_work():
         few = PublicText.resolve("sampled", anatomy, n=4)
         many = PublicText.resolve("sampled", anatomy, n=9)
         again = PublicText.resolve("sampled", anatomy, n=4)

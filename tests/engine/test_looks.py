@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import stat
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
@@ -404,6 +407,58 @@ def test_max_overhead_keeps_looks_within_their_share_of_the_time(share: float) -
     assert cadence.next_step > 1
     cadence.next_step = 40
     assert cadence.after_retry(0.5, 1.0) == 40 + math.ceil(0.5 / share)  # later looks pay for it
+
+
+def looks_of(cadence: Cadence, steps: int, look: float, step_seconds: float) -> list[int]:
+    """The steps that a run of so many steps is looked at in."""
+    looks = []
+    for step in range(steps):
+        if cadence.due(step):
+            looks.append(step)
+            cadence.next_step = cadence.after_look(step, look, step_seconds)
+    return looks
+
+
+@given(
+    steps=st.integers(2, 3000),
+    look=st.floats(1e-4, 100),
+    step_seconds=st.floats(1e-3, 10),
+    first=st.integers(0, 1),
+)
+def test_a_curve_ends_at_the_last_step_and_stays_within_its_price(
+    steps: int, look: float, step_seconds: float, first: int
+) -> None:
+    cadence = Cadence(share=0.005, is_curve=True)
+    cadence.begin(first, steps)
+    looks = looks_of(cadence, steps, look, step_seconds)
+    assert looks[0] == first
+    assert looks[-1] == steps - 1
+    allowed = max(0.05 * steps * step_seconds, 30.0)
+    assert len(looks) * look <= allowed + 2 * look  # the first and the last one are always made
+    if 10 * look <= allowed and steps >= 10:
+        assert len(looks) >= min(10, steps) // 2 + 1
+        gaps = [b - a for a, b in pairwise(looks)]
+        assert max(gaps) <= math.ceil((steps - 1) / 9)
+
+
+def test_ten_looks_are_evenly_spread_where_they_fit() -> None:
+    cadence = Cadence(share=0.005, is_curve=True)
+    cadence.begin(0, 100)
+    assert looks_of(cadence, 100, 1.0, 1.0) == [*range(0, 100, 11)]
+
+
+def test_an_unknown_number_of_steps_gives_looks_at_powers_of_two_for_30_seconds() -> None:
+    cadence = Cadence(share=0.005, is_curve=True)
+    cadence.begin(0, None)
+    assert looks_of(cadence, 1500, 4.0, 1.0) == [0, 1, 3, 7, 15, 31, 63, 863]
+
+
+def test_a_retry_does_not_move_the_looks_of_a_curve() -> None:
+    cadence = Cadence(share=0.005, is_curve=True)
+    cadence.begin(0, 100)
+    cadence.next_step = cadence.after_look(0, 1.0, 1.0)
+    assert cadence.after_retry(3.0, 1.0) == 11
+    assert cadence.spent == 4.0
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

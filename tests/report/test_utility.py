@@ -63,8 +63,8 @@ def test_validation_counts_where_there_is_one(tmp_path):
     assert last_and_best(fit.utility) == {"val_loss": (8.5, 8.125)}
     html = page(found)
     assert "val_loss 8.5 (best 8.125)" in html
-    assert "20 steps, finished; looked at 1 of them" in html
-    assert "20 steps, looked at 1 of them" in model_card(found)
+    assert "finished; looked at 1 of 20 steps" in html
+    assert "Looked at 1 of 20 steps." in model_card(found)
 
 
 def test_without_validation_a_training_loss_is_called_that(tmp_path):
@@ -82,7 +82,7 @@ def test_rounds_and_runs_without_an_end(tmp_path):
     assert "until step 50, running, cut off, or its end was not recorded" in page(found)
     federation = [begin(training={"strategy": "federation"}), look(1, client=0), end(4)]
     found = findings(read([written(tmp_path / "b", [result(1, f1=0.1)], federation)]))
-    assert "4 rounds, finished; looked at 1 of them" in page(found)
+    assert "finished; looked at 1 of 4 rounds" in page(found)
 
 
 def compared(folder, capsys, first, second) -> str:

@@ -29,6 +29,7 @@ from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.row_space import RIDGE, LinearMap, block_name, find_linear_maps
+from lightning_fedleak.attacks.shared_work import do_once
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
@@ -43,7 +44,10 @@ from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.validate import check_integer
 
-MOST_NUMBERS = 64_000_000  # of read maps and their whitening (256 MB); not tuned; more: more memory
+Parts = Mapping[str, tuple[Tensor, Tensor]]
+"""Inputs (B, L, d) and slopes (B, L, o) of texts, by the map's name."""
+
+MOST_NUMBERS = 64_000_000  # of read maps and their whitening, or of kept parts (256 MB); not tuned
 MOST_OTHER_NUMBERS = 1 << 20  # of other parameters, one gradient a public text (4 MB each)
 FAR_DEVIATIONS = 3.0  # from the controls' mean, above which a text is a member; not tuned
 DECAY_ROUNDINGS = 4.0  # rounding errors of a step that count as no gradient; not tuned
@@ -300,21 +304,43 @@ class GradientMembership(PassiveMembership):
             raise UnusableObservation("no public text reaches the maps that have a gradient")
         maps = [m for m in maps if m.name in whitened]
 
-        def fits(parts: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, token_parts.PartFit]:
-            return token_parts.fit_parts(whitened, self._whitenings, parts)
-
-        controls = token_parts.join_fits(token_parts.map_token_parts(anatomy, maps, public, fits))
+        controls = token_parts.join_fits(self._fits(maps, whitened, public))
         weights = {name: 1 / token_parts.noise_level(fit) for name, fit in controls.items()}
         control_fit = token_parts.sum_fits(controls, weights)
         if not bool(control_fit.sizes.any()):
             raise UnusableObservation("public texts leave nothing in the maps that are read")
         noise = token_parts.noise_level(control_fit).sqrt()
 
-        def score_parts(parts: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-            return token_parts.least_coefficient(token_parts.sum_fits(fits(parts), weights), noise)
-
-        scores = token_parts.map_token_parts(anatomy, maps, candidates, score_parts)
+        fits = [token_parts.sum_fits(f, weights) for f in self._fits(maps, whitened, candidates)]
+        scores = [token_parts.least_coefficient(fit, noise) for fit in fits]
         return size, torch.cat(scores), token_parts.least_coefficient(control_fit, noise)
+
+    def _fits(
+        self, maps: Sequence[LinearMap], shared: Mapping[str, Tensor], batch: TokenBatch
+    ) -> list[dict[str, token_parts.PartFit]]:
+        """Return the fits of a few texts at a time to whitened gradients, by the map's name.
+
+        Texts' parts are the same at all stages of a step and in its control. They are kept from one
+        to the next where they are small enough.
+        """
+        anatomy, whitenings = self._anatomy, self._whitenings
+
+        def whiten(parts: Parts) -> dict[str, token_parts.WhiteParts]:
+            return {n: token_parts.WhiteParts.whiten(whitenings[n], *p) for n, p in parts.items()}
+
+        def fit(parts: Mapping[str, token_parts.WhiteParts]) -> dict[str, token_parts.PartFit]:
+            return {name: part.fit(shared[name]) for name, part in parts.items()}
+
+        length = batch.input_ids.shape[1]
+        sides = (sum(token_parts.sides(m, anatomy)) + length for m in maps)
+        if batch.input_ids.numel() * sum(sides) > MOST_NUMBERS:
+            return token_parts.map_token_parts(
+                anatomy, maps, batch, lambda parts: fit(whiten(parts))
+            )
+        rows = tuple(t.cpu().numpy().tobytes() for t in (batch.input_ids, labels_of(batch)))
+        key = ("parts", id(self), tuple(m.name for m in maps), rows)
+        stored = do_once(key, lambda: token_parts.map_token_parts(anatomy, maps, batch, whiten))
+        return [fit(parts) for parts in stored]
 
 
 def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:

@@ -198,19 +198,34 @@ class PartFit:
         return self.gram.diagonal(dim1=1, dim2=2)
 
 
-def fit_parts(
-    shared: Mapping[str, Tensor],
-    whitenings: Mapping[str, SideWhitening],
-    parts: Mapping[str, tuple[Tensor, Tensor]],
-) -> dict[str, PartFit]:
-    """Return the fit of each map's parts to the shared gradient, by the map's name."""
-    fits = {}
-    for name, (x, slope) in parts.items():
-        whitening = whitenings[name]
+@dataclass(frozen=True)
+class WhiteParts:
+    """Whitened parts of texts' tokens in the gradient of one map.
+
+    Attributes:
+        inputs: (B, L, d).
+        slopes: (B, L, o).
+        gram: (B, L, L) inner products of the parts of a text with each other.
+    """
+
+    inputs: Tensor
+    slopes: Tensor
+    gram: Tensor
+
+    @classmethod
+    def whiten(cls, whitening: SideWhitening, x: Tensor, slope: Tensor) -> WhiteParts:
+        """Return the whitened parts of inputs (B, L, d) and slopes (B, L, o)."""
         x, slope = _multiply(x, whitening.inputs), _multiply(slope, whitening.slopes)
-        products = ((slope @ shared[name]) * x).sum(-1)
-        fits[name] = PartFit(products, (slope @ slope.mT) * (x @ x.mT))
-    return fits
+        return cls(x, slope, (slope @ slope.mT) * (x @ x.mT))
+
+    def fit(self, shared: Tensor) -> PartFit:
+        """Return the fit of the parts to the whitened shared gradient, (o, d)."""
+        return PartFit(((self.slopes @ shared) * self.inputs).sum(-1), self.gram)
+
+    @property
+    def numbers(self) -> int:
+        """Return how many numbers are held."""
+        return self.inputs.numel() + self.slopes.numel() + self.gram.numel()
 
 
 def join_fits(fits: Iterable[Mapping[str, PartFit]]) -> dict[str, PartFit]:
@@ -263,7 +278,12 @@ def least_coefficient(fit: PartFit, noise: Tensor) -> Tensor:
 
 def count_numbers(linear: LinearMap, anatomy: Anatomy) -> int:
     """Return how many numbers a map's gradient and the whitening of its two sides have."""
+    slopes, inputs = sides(linear, anatomy)
+    return slopes * inputs + sum(n if n > WIDEST else n * n for n in (slopes, inputs))
+
+
+def sides(linear: LinearMap, anatomy: Anatomy) -> tuple[int, int]:
+    """Return the widths of a map's output and input."""
     parameter = anatomy.parameter(linear.name)
     assert parameter is not None
-    sides = (linear.rows, parameter.numel() // linear.rows)
-    return parameter.numel() + sum(n if n > WIDEST else n * n for n in sides)
+    return linear.rows, parameter.numel() // linear.rows

@@ -30,6 +30,7 @@ from lightning_fedleak.attacks.local_steps import (
     rounding_error,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.attacks.shared_work import do_once
 from lightning_fedleak.model.anatomy import Anatomy, is_encoder_decoder, without_peft
 from lightning_fedleak.model.snapshots import (
     Inapplicable,
@@ -269,6 +270,15 @@ class SubspaceWords(Attack):
         """
         if not self._readable:
             raise UnusableObservation("no map whose input a token determines is trained")
+        snapshot = view.gradients[-1]
+        if isinstance(snapshot, UpdateSnapshot):
+            return self._read(view)
+        label = PublicText.label(self.public_text)
+        key = ("words", id(snapshot), label, self.seed, self._facts.autocast)
+        guess, _ = do_once(key, lambda: (self._read(view), snapshot))  # which keeps its id in use
+        return replace(guess, capacity=self._capacity or None)
+
+    def _read(self, view: Observation) -> WordGuess:
         snapshot = view.gradients[-1]
         if math.isnan(snapshot.noise_std):
             raise UnusableObservation("a defence does not say how much noise it adds")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_fedleak.report.records import default_limit, judged
@@ -54,13 +54,15 @@ def test_both_numbers_are_in_the_reason() -> None:
 
 
 @given(value=SHARES, control=SHARES, part=SHARES, at_most=st.floats(0, 0.99))
+@example(value=0.0, control=0.25, part=0.5, at_most=0.25)
 def test_a_look_passes_where_the_control_rings_and_the_value_is_a_small_share_of_it(
     value: float, control: float, part: float, at_most: float
 ) -> None:
     """The same rule as a product, in two lines."""
     result = judged(value, control, part=part, at_most=at_most, chance=0.0)
     rings = control > at_most
-    passes = value <= at_most and (value <= at_most * control if rings else part > at_most)
+    is_low = value <= at_most * control if rings else part > max(at_most, 0.5)
+    passes = value <= at_most and is_low
     near = math.isclose(value, at_most * control, rel_tol=1e-12, abs_tol=1e-300)
     assert near or (result.value <= at_most) == passes
 

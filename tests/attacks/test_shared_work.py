@@ -1,0 +1,79 @@
+"""What attacks share at a look gives the results that each would have alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fedleak.attacks import GradientMembership, Query, SubspaceMembership, SubspaceWords
+from lightning_fedleak.attacks.membership import token_parts
+from lightning_fedleak.attacks.shared_work import do_once, share_work
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from tests.helpers.models import VOCAB, tiny_gpt2
+
+
+def test_errors_are_raised_again_without_another_try() -> None:
+    tries: list[int] = []
+
+    def fail() -> int:
+        tries.append(1)
+        raise ValueError("no")
+
+    with share_work():
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no"):
+                do_once("key", fail)
+    assert len(tries) == 1
+
+
+def test_without_a_shared_block_all_is_computed_again() -> None:
+    assert [do_once("key", iter([i]).__next__) for i in range(2)] == [0, 1]
+
+
+def snapshot(ids: torch.Tensor, names: Any, model: torch.nn.Module) -> Observation:
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    anatomy = find_anatomy(model)
+    tensors = {name: anatomy.parameter(name).grad.clone() for name in names}
+    return Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+
+
+def test_attacks_at_one_look_guess_as_each_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_gpt2(d=64).eval()
+    anatomy = find_anatomy(model)
+    ids = torch.randint(3, VOCAB, (24, 8), generator=torch.Generator().manual_seed(0))
+    attacks = [
+        SubspaceWords(capacity_seconds=0),
+        SubspaceMembership(ids[8:], public_rows=8),
+        GradientMembership(ids[8:], public_rows=8),
+    ]
+    names: dict[str, None] = {}
+    for attack in attacks:
+        attack.prepare(anatomy)
+        attack.refresh(anatomy, 0)
+        names |= dict.fromkeys(attack.needs(anatomy).gradients)
+    views = [snapshot(ids[:2], names, model), snapshot(ids[2:4], names, model)]
+    query = Query(ids[:8])
+    runs: list[int] = []
+    read_texts = token_parts.map_token_parts
+
+    def counted(*arguments: Any) -> list[Any]:
+        runs.append(1)
+        return read_texts(*arguments)
+
+    monkeypatch.setattr(token_parts, "map_token_parts", counted)
+
+    def scores() -> list[torch.Tensor]:
+        return [attack.run(view, query).scores for view in views for attack in attacks]
+
+    alone = scores()
+    assert len(runs) == 4  # candidates and public texts, for each gradient
+    runs.clear()
+    with share_work():
+        shared = scores()
+    assert len(runs) == 2
+    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+    assert not torch.equal(shared[0], shared[3])

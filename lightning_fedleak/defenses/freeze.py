@@ -70,7 +70,9 @@ class Freeze(Defense):
             )
         self.when = check_choice("Freeze: when", when, ("always", "hardened"), error=DefenseError)
         self.parameters = patterns
-        self._call = f"Freeze({part!r}, {[*patterns]})" if patterns else f"Freeze({part!r})"
+        self._call = (
+            f"Freeze({part!r}, parameters={[*patterns]})" if patterns else f"Freeze({part!r})"
+        )
         self.active = when == "always"
         self._chosen: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []
@@ -198,7 +200,9 @@ class Freeze(Defense):
         embeddings = _parameters(_word_embeddings(anatomy))
         tied = anatomy.tied or head.keys() & embeddings.keys()
         refusals = {
-            "this model has no output head with parameters": part != "embeddings" and not head,
+            "this model has no output head with parameters; only Freeze('embeddings') could be": (
+                part != "embeddings" and not head
+            ),
             "the input embeddings have no parameters": part != "head" and not embeddings,
             "head and input embeddings are one tied matrix. Use Freeze('head+embeddings'), or "
             "untie them: tie_word_embeddings=False in the config": (

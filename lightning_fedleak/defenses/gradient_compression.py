@@ -68,7 +68,7 @@ class GradientCompression(Defense):
         memory: residuals and factors by the names of their tensors.
 
     Raises:
-        DefenseError: a setting out of range; in a step, a gradient that is not finite.
+        DefenseError: a setting out of range; in a step, a gradient that is sparse or not finite.
     """
 
     name = "gradient_compression"
@@ -106,9 +106,9 @@ class GradientCompression(Defense):
         super().check_order(before, after)
         if late := [d.name for d in after if type(d).on_gradients is not Defense.on_gradients]:
             raise DefenseError(
-                f"GradientCompression acts before {', '.join(late)}: its residual would carry "
-                f"undefended values into later steps. Put '{self.name}' last among the defenses "
-                "that act on gradients."
+                f"GradientCompression acts before {', '.join(late)}: its residual would hold "
+                "values that are not defended and carry them into later steps. Put "
+                f"'{self.name}' last among the defenses that act on gradients."
             )
 
     def before_setup(self, context: DefenseContext) -> None:
@@ -122,6 +122,11 @@ class GradientCompression(Defense):
         for name, parameter in named.items():
             if parameter.grad is None and _RESIDUAL + name in self.memory:
                 parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise DefenseError(
+                    f"GradientCompression: the gradient of '{name}' is sparse. Build the embedding "
+                    "with sparse=False."
+                )
         gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
         for name, sent in self.send(gradients).items():
             gradients[name].copy_(sent)
@@ -142,7 +147,10 @@ class GradientCompression(Defense):
             if self.error_feedback and _RESIDUAL + name in self.memory:
                 values = values + self.memory[_RESIDUAL + name].to(values)
             if not bool(values.isfinite().all()):
-                raise DefenseError(f"GradientCompression: '{name}' holds NaN or infinity")
+                raise DefenseError(
+                    f"GradientCompression: '{name}' holds NaN or infinity; the update was not "
+                    "released. Lower the learning rate, or check the loss."
+                )
             if self._rule.factors(values):
                 factor = self.memory.get(_FACTOR + name)
                 reduced, memory[_FACTOR + name] = low_rank(values, self.rank, factor)

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import noise, processes
-from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError, State
+from lightning_fedleak.defenses.base import (
+    CanaryGradient,
+    DefenseContext,
+    DefenseError,
+    State,
+    parameter_name,
+)
 from lightning_fedleak.validate import check_number
 
 
@@ -141,7 +147,7 @@ class GradientNoise(noise.HardenedNoise):
         Raises:
             DefenseError: a gradient is sparse, NaN or infinite; nothing is released then.
         """
-        norm = _finite_norm(parameters)
+        norm = _finite_norm(parameters, context.root)
         scale = 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
         release, self.releases = self.releases, self.releases + 1
         self._precision += 1 / self.sigma**2 if self._private else math.inf
@@ -173,7 +179,7 @@ class GradientNoise(noise.HardenedNoise):
         Raises:
             DefenseError: a gradient is sparse, NaN or infinite.
         """
-        norm = _finite_norm(parameters)
+        norm = _finite_norm(parameters, context.root)
         if self.clip is not None:
             joint = torch.hypot(canary.released.norm(dim=1), canary.samples.new_tensor(norm))
             canary = canary.scaled(self.clip / joint.clamp(min=self.clip))
@@ -220,18 +226,42 @@ def _why_none(clip: float | None, sigma: float) -> str:
     if sigma == 0:
         return "none: the update is clipped, and nothing hides it" if clip else "none: sigma is 0"
     if clip is None:
-        return "none: every coordinate carries noise, but without `clip` no epsilon holds"
+        return (
+            "none: every coordinate carries independent Gaussian noise that is never reused, but "
+            "without `clip` nothing bounds an update, so no epsilon holds"
+        )
     return "none: whoever knows or guesses `seed` can subtract the noise (for tests only)"
 
 
-def _finite_norm(parameters: Sequence[nn.Parameter]) -> float:
+def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
     """Return the joint 2-norm of the gradients; raise an error for what cannot be noised."""
+    gradients: list[Tensor] = []
     for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.layout != torch.strided:
+            name = parameter_name(parameter, root)
+            raise DefenseError(
+                f"GradientNoise: the gradient of '{name}' is sparse; which rows it holds would "
+                "leave the client. Build the embedding with sparse=False."
+            )
         processes.reduce_partial(parameter)
-    total = processes.global_norm([p.grad for p in parameters if p.grad is not None])
+        gradients.append(parameter.grad)
+    total = processes.global_norm(gradients)
     if not math.isfinite(total):
+        broken = [
+            parameter_name(p, root)
+            for p in parameters
+            if p.grad is not None and not bool(torch.isfinite(processes.local_part(p.grad)).all())
+        ]
+        place = (
+            f"in {', '.join(broken[:5])}"
+            if broken
+            else "in the norm itself (overflow), or in another process's shard"
+        )
         raise DefenseError(
-            "GradientNoise: the update holds NaN or infinity, or its norm overflows; it was not "
-            "released. Lower the learning rate, or check the loss."
+            f"GradientNoise: the update holds NaN or infinity {place}; it was not released. "
+            "Lower the learning rate, check the loss, or train in 16-mixed on one device, where "
+            "such steps are skipped."
         )
     return total

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +64,10 @@ class UpdateRelease:
                 )
         names = [defense.name for defense in defenses]
         if len(set(names)) < len(names):
-            raise DefenseError(f"{owner}: defenses named alike, {names}: give each its `name`")
+            raise DefenseError(
+                f"{owner}: defenses named alike: {names}. A defence may be given once; "
+                "two instances of one class need different `name`s."
+            )
         self.owner, self.defenses = owner, defenses
         for place, defense in enumerate(self.defenses):
             defense.check_order(self.defenses[:place], self.defenses[place + 1 :])
@@ -76,8 +78,8 @@ class UpdateRelease:
         self._paused = False
         self._context: DefenseContext | None = None
         self._step: Callable[[], int] | None = None
-        self._taps: OrderedDict[int, Tap] = OrderedDict()
-        self._canaries: OrderedDict[int, CanaryHook] = OrderedDict()
+        self._taps: dict[object, Tap] = {}
+        self._canaries: dict[object, CanaryHook] = {}
         self._removers: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
         self._watch: RemovableHandle | None = None
         self._just_released: set[int] = set()
@@ -120,7 +122,9 @@ class UpdateRelease:
         """Return the training loader that the defences make from one."""
         context = self._now()
         for defense in self.defenses:
-            dataloader = defense.on_dataloader(dataloader, context)
+            dataloader = _returned(
+                defense, "on_dataloader", defense.on_dataloader(dataloader, context)
+            )
         return dataloader
 
     def training_step(self, run: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
@@ -134,7 +138,12 @@ class UpdateRelease:
         # Per-sample defences first: what they put in place of an empty batch is then defended too.
         for defense in sorted(self.defenses, key=lambda d: not d.per_sample):
             if defense.acts_on_batches:
-                batch = defense.on_batch(batch, context)
+                if isinstance(batch, Iterator):
+                    raise DefenseError(
+                        f"{type(defense).__name__} replaces batches, but `training_step` takes an "
+                        "iterator over them. Let it take `batch` and `batch_idx`."
+                    )
+                batch = _returned(defense, "on_batch", defense.on_batch(batch, context))
 
         def step(rows: Any) -> Any:
             inner = functools.partial(run, rows, *arguments)
@@ -144,9 +153,7 @@ class UpdateRelease:
 
         logical_step: Callable[[Any], Any] = step
         for defense in reversed(self.defenses):
-            logical_step = functools.partial(
-                defense.on_logical_batch, logical_step, context=context
-            )
+            logical_step = functools.partial(_logical, defense, logical_step, context)
         return logical_step(batch)
 
     def guard(self, optimizer: Optimizer) -> None:
@@ -193,12 +200,12 @@ class UpdateRelease:
         if missing:
             rank_zero_warn(
                 f"the checkpoint was trained with the defences {missing}, which this run does not "
-                "have"
+                "have: updates from here on leave without them."
             )
         if new := [defense.name for defense in self.defenses if defense.name not in states]:
             rank_zero_warn(
-                f"the checkpoint was trained without the defences {new}, which do not account for "
-                "what was released before it"
+                f"the checkpoint was trained without the defences {new}: what was released before "
+                "it is neither defended nor accounted by them."
             )
         for defense in self.defenses:
             defense.load_state_dict(states.get(defense.name, {}))
@@ -272,7 +279,8 @@ class UpdateRelease:
         if not waits:
             raise DefenseError(
                 f"{self.owner}: the weights changed since the first batch, and no optimizer "
-                f"stepped: what was written into them was not defended. {context.host.mend}"
+                f"stepped: what was written into them was not defended. {context.host.mend} "
+                "(torch.optim.SGD does `weight -= lr * weight.grad`.)"
             )
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -296,24 +304,23 @@ class UpdateRelease:
 
     def _now(self) -> DefenseContext:
         if self._context is None or self._step is None:
-            raise DefenseError("a step outside of fit, where the defences are not set up")
+            raise DefenseError(
+                "an optimizer stepped, or a batch came, outside of fit, where the defences are not "
+                "set up: nothing was released."
+            )
         return dataclasses.replace(self._context, step=self._step())
 
     def _defend(self, parameters: Sequence[nn.Parameter]) -> None:
         context = self._now()
-        if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
-            raise DefenseError(
-                f"{self.owner}: a gradient is sparse, and the rows that it names would leave the "
-                "client. Build the embedding with sparse=False."
-            )
         for defense in self.gradient_defenses:
             for fn in tuple(self._canaries.values()):
                 fn(defense, parameters, context)
             returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
             if returned is not None:
                 raise DefenseError(
-                    f"{type(defense).__name__}.on_gradients must rewrite `p.grad` in place and "
-                    "return nothing; the update was not released"
+                    f"{type(defense).__name__}.on_gradients returned {type(returned).__name__}, "
+                    "which is ignored: it must rewrite `p.grad` itself and return nothing. The "
+                    "update was not released."
                 )
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
@@ -336,11 +343,30 @@ def release_of(optimizer: Optimizer) -> UpdateRelease | None:
     return _GUARDED.get(optimizer)
 
 
-def _added(functions: OrderedDict[int, Function], fn: Function) -> Callable[[], None]:
+def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None]:
     """Add a function; return one that removes it, and may be called twice."""
-    handle = RemovableHandle(functions)
-    functions[handle.id] = fn
-    return handle.remove
+    key = object()
+    functions[key] = fn
+
+    def remove() -> None:
+        functions.pop(key, None)
+
+    return remove
+
+
+def _logical(
+    defense: Defense, step: Callable[[Any], Any], context: DefenseContext, batch: Any
+) -> Any:
+    return defense.on_logical_batch(step, batch, context)
+
+
+def _returned(defense: Defense, hook: str, value: Any) -> Any:
+    if value is None:
+        raise DefenseError(
+            f"{type(defense).__name__}.{hook} returned None; it must return what training "
+            "continues with, which may be its argument"
+        )
+    return value
 
 
 def _released(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -355,14 +381,22 @@ def _released(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Average every gradient over all ranks, in place; None counts as zero."""
-    reductions = []
+    gradients, works, buffers = [], [], []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.layout != torch.strided:
+            raise DefenseError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which "
+                "cannot be averaged over clients. Build the embedding with sparse=False."
+            )
         buffer = parameter.grad.contiguous()
-        work = dist.all_reduce(buffer, async_op=True)
-        reductions.append((parameter.grad, buffer, work))
-    for gradient, buffer, work in reductions:
+        gradients.append(parameter.grad)
+        buffers.append(buffer)
+        works.append(dist.all_reduce(buffer, async_op=True))
+    for gradient, buffer, work in zip(gradients, buffers, works, strict=True):
         if work is not None:
             work.wait()
-        gradient.copy_(buffer.div_(dist.get_world_size()))
+        buffer.div_(dist.get_world_size())
+        if buffer is not gradient:
+            gradient.copy_(buffer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import sys
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,32 @@ log = logging.getLogger(__name__)
 
 
 def announce(text: str) -> None:
-    """Log what a gate did; Python shows it on stderr where nobody has set up logging."""
-    if is_first_process():
-        log.warning(text)
+    """Log what a gate did, and show it once on stderr, whatever filters of warnings are set.
+
+    It is not on stderr where the level of this module's own logger is above ``WARNING``.
+    """
+    if not is_first_process():
+        return
+    log.warning(text)
+    if log.level <= logging.WARNING and not _log_is_on_stderr():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _log_is_on_stderr() -> bool:
+    """Return whether a warning in the log is on stderr, by a handler of the user's or Python's."""
+    if not log.isEnabledFor(logging.WARNING):
+        return False
+    handlers: list[logging.Handler | None] = []
+    logger: logging.Logger | None = log
+    while logger is not None:
+        handlers += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream is sys.stderr
+        and handler.level <= logging.WARNING
+        for handler in handlers or [logging.lastResort]
+    )
 
 
 class LeakageLimitExceeded(RuntimeError):
@@ -335,7 +359,7 @@ class GateEvent:
 
     def _advice(self) -> str:
         """Return what to do after a gate has acted."""
-        advice = "mend what leakage.jsonl says"
+        advice = "mend the reason, which leakage.jsonl holds"
         if not math.isnan(self.value):
             advice = "use larger batches"
             if self.released:

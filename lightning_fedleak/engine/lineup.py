@@ -262,7 +262,8 @@ class Lineup:
             return costs
         except Exception as error:
             rank_zero_warn(
-                f"{self._run.watcher}: what a look costs could not be tried ({reason(error)})"
+                f"{self._run.watcher}: what a look costs could not be tried ({reason(error)}), so "
+                "that no attack is left out for it"
             )
             return {}
 

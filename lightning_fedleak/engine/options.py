@@ -480,5 +480,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack])
     if names and not any(group["params"] for o in optimizers for group in o.param_groups):
         raise ValueError(
             f"'{names[0]}' reads what leaves the client as an optimizer steps, and "
-            "configure_optimizers returned None: torch.optim.SGD(..., lr=0.0) changes no weight"
+            "configure_optimizers returned None. Return the optimizer, or torch.optim.SGD(..., "
+            "lr=0.0), which changes no weight."
         )

@@ -328,7 +328,9 @@ class ClientDP(Defense):
             )
         most = self.per_round if self.sampling == "fixed" else self.clients
         if len(clients) > most:
-            raise DefenseError(f"ClientDP: {len(clients)} clients in a round of at most {most:g}")
+            raise DefenseError(
+                f"ClientDP: {len(clients)} clients in a round of at most {most:g}: use drawn()"
+            )
         return UpdateSum(clients, like, self.clip, self._release_sum)
 
     def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
@@ -510,7 +512,8 @@ def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> f
     """
     _choice("ClientDP: sampling", sampling, get_args(ClientSampling))
     if sampling == "all":
-        _choice("ClientDP: per_round", per_round, (None, clients))
+        hint = "with sampling='all' each client takes part"
+        _choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
         return float(clients)
     if per_round is None:
         raise DefenseError(f"ClientDP: sampling={sampling!r} needs per_round=, clients of a round")

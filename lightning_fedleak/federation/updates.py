@@ -76,7 +76,8 @@ def observe(
         raise NotYet("the learning rate is 0, so that nothing has moved and nothing is shared")
     if not (rate > 0 and math.isfinite(rate)):
         raise UpdateError(
-            f"an update has no scale at learning rate {rate}: each step must report it"
+            f"an update has no scale at learning rate {rate}: it must be positive and finite, "
+            "and each step must report it"
         )
     if unchanged:
         raise UpdateError("the client returned exactly what it was sent: it trained nothing")
@@ -114,11 +115,12 @@ def difference(
         after = returned[name]
         if (after.shape, after.dtype) != (before.shape, before.dtype):
             raise UpdateError(
-                f"'{name}' was sent with {_form(before)} and came back with {_form(after)}"
+                f"'{name}' was sent with {_form(before)} and came back with {_form(after)}: return "
+                "what is trained in the shape and dtype in which it was sent"
             )
         before, after = before.detach(), after.detach().to(before.device)
         if name not in owned:
-            if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
+            if not torch.equal(before, after) and not _is_equal_with_nan(before, after):
                 raise UpdateError(
                     f"'{name}' is not trained in this federation, and came back changed: do not "
                     "share it, or name it in trained="
@@ -240,7 +242,15 @@ def _read_rate(optimizer: Optimizer) -> float:
 
 def _check_names(sent: State, returned: State) -> None:
     if different := sorted(sent.keys() ^ returned.keys()):
-        raise UpdateError(f"sent and returned: only one of both has {_list_names(different)}")
+        raise UpdateError(
+            "the client must return what it was sent, under the same names: only one of both has "
+            f"{_list_names(different)}"
+        )
+
+
+def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal, where NaN equals NaN."""
+    return a.is_floating_point() and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def _form(tensor: Tensor) -> str:
@@ -328,7 +338,9 @@ class UpdateSum(Generic[C]):
                 would move the sum by twice what is accounted.
         """
         if client not in self._waiting:
-            raise UpdateError(f"client {client!r}, which was not drawn or has sent one already")
+            raise UpdateError(
+                f"an update of client {client!r}, which was not drawn or has sent one already"
+            )
         self._waiting.remove(client)
         try:
             part = clipped(update, self.clip, self.like)

@@ -147,16 +147,20 @@ def test_a_broken_update_is_not_released(value: float) -> None:
     root.weight.grad, root.bias.grad = torch.ones(2, 3), torch.ones(2)
     root.weight.grad[1, 2] = value
     defense = GradientNoise(clip=1.0, sigma=1.0)
-    with pytest.raises(DefenseError, match=r"infinity.*it was not released"):
+    with pytest.raises(DefenseError, match="infinity in weight; it was not released"):
         defense.on_gradients(list(root.parameters()), context(root=root))
     assert torch.equal(root.bias.grad, torch.ones(2))
     assert defense.releases == 0
 
 
-def test_an_overflowing_norm_is_not_released() -> None:
-    root = nn.Linear(2, 4, bias=False)
+def test_an_overflowing_norm_and_a_sparse_gradient_are_not_released() -> None:
+    root = nn.Embedding(4, 2, sparse=True)
     root.weight.grad = torch.full((4, 2), 1e30)
     with pytest.raises(DefenseError, match="overflow"):
+        GradientNoise(clip=1.0, sigma=1.0).on_gradients([root.weight], context(root=root))
+    root.weight.grad = None
+    root(torch.tensor([1])).sum().backward()
+    with pytest.raises(DefenseError, match=r"'weight' is sparse.*sparse=False"):
         GradientNoise(clip=1.0, sigma=1.0).on_gradients([root.weight], context(root=root))
 
 

@@ -477,6 +477,19 @@ def test_a_checkpoint_goes_on_counting():
     assert second.privacy == first.privacy
 
 
+@pytest.mark.parametrize(("before", "after"), [("fixed", "poisson"), ("poisson", "fixed")])
+def test_a_checkpoint_of_other_draws_is_refused(before, after):
+    """Fixed draws counted as Poisson would show too small an epsilon."""
+    first, same, other = (
+        dp(clients=20, sampling=sampling, per_round=5) for sampling in (before, before, after)
+    )
+    first.mean({}, LIKE)
+    same.load_state_dict(first.state_dict())
+    assert same.privacy == first.privacy
+    with pytest.raises(DefenseError, match="Draw as before"):
+        other.load_state_dict(first.state_dict())
+
+
 # ---- who is drawn -------------------------------------------------------------------------------
 
 
@@ -511,7 +524,7 @@ def test_clients_are_drawn_as_is_accounted():
         ({"clip": 0.0}, "clip must be .* got 0.0"),
         ({"clip": math.nan}, "clip must be .* got nan"),
         ({"clients": 2.5}, "clients must be .* got 2.5"),
-        ({"per_round": 3}, "per_round must be"),
+        ({"per_round": 3}, "sampling='all'"),
         ({"sampling": "poisson"}, "needs per_round="),
         ({"sampling": "poisson", "per_round": 11}, "of at most 10"),
         ({"sampling": "fixed", "per_round": 2.5}, "must be whole"),

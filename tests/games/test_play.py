@@ -158,6 +158,7 @@ def test_results_say_how_they_came_about() -> None:
     assert (result.protocol, result.dtype) == ("game", "float64")
     assert math.isnan(result.summary()["tpr_at_fpr_0.001"].value)
     assert result.summary(fitted=True)["auc"] == result.summary()["auc"]
+    assert "9 right" in repr(result) or "of 9" in repr(result)
 
 
 def test_games_that_add_or_remove_are_told_apart_and_audited_as_such() -> None:
@@ -316,9 +317,9 @@ def test_generic_upstreams_are_not_zero() -> None:
         ({"protocol": "paper"}, "protocol must be '"),
         ({"protocol": "authors", "targets_per_batch": 2}, "one target in each batch"),
         ({"relation": "substitute"}, "relation must be '"),
-        ({"relation": "add_remove", "protocol": "authors"}, "protocol='game'"),
-        ({"relation": "add_remove", "targets_per_batch": 2}, "targets_per_batch=1"),
-        ({"relation": "add_remove", "batch": 1}, "batch of at least 2"),
+        ({"relation": "add_remove", "protocol": "authors"}, "set protocol='game'"),
+        ({"relation": "add_remove", "targets_per_batch": 2}, "targets_per_batch to 1"),
+        ({"relation": "add_remove", "batch": 1}, "batch to at least 2"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict, message: str) -> None:

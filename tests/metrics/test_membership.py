@@ -159,7 +159,9 @@ def test_intervals_cover_the_truth(
             scores, members, clusters = steps(n_steps, per_side, shift, together, seed)
         else:
             scores, members, clusters = *games(n_steps, shift, seed), None
-        rates = membership_rates(scores, members, clusters, scores > shift / 2, resamples=120)
+        rates = membership_rates(
+            scores, members, clusters, scores > shift / 2, resamples=120, seed=seed
+        )
         for name, value in truth.items():
             covered[name] += rates[name].low <= value <= rates[name].high
     assert min(covered.values()) >= reps * 0.95 - 3 * math.sqrt(reps * 0.05)
@@ -250,7 +252,7 @@ def test_no_global_random_numbers() -> None:
     scores, members = games(100)
     steps = torch.arange(100) // 5  # the bootstrap draws these; of single games nothing is drawn
     first, second = (membership_rates(scores, members, steps)["auc"] for _ in range(2))
-    assert first == second
+    assert first == second != membership_rates(scores, members, steps, seed=1)["auc"]
     assert (np.random.get_state()[1] == before).all()
     assert torch.equal(torch.get_rng_state(), torch_before)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.strategies import DefendedStrategy
 
 X = torch.arange(12.0).reshape(12, 1)
@@ -109,3 +109,13 @@ def test_each_micro_batch_passes_with_the_step_it_is_of() -> None:
     defense = Recorder("a", 1.0, [])
     fit(Regression(), [defense], accumulate_grad_batches=2)
     assert defense.steps == [0, 0, 1]
+
+
+def test_a_step_that_takes_an_iterator_is_refused() -> None:
+    class Takes(Regression):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            return self.layer(batch).square().mean()
+
+    with pytest.raises(DefenseError, match=r"Recorder replaces batches.*`batch` and `batch_idx`"):
+        fit(Takes(), [Recorder("a", 1.0, [])])

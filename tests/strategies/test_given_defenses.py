@@ -28,22 +28,31 @@ def test_what_is_no_list_is_refused(given: Any) -> None:
 class Forgetful(Defense):
     name, guarantee = "forgetful", "none: a test"
 
+    def __init__(self, hook: str, value: Any) -> None:
+        self.value = value
+        self.answer = {hook}
+
     def on_gradients(self, parameters: Any, context: Any) -> Any:
-        return [1.0]
+        return self.value if "on_gradients" in self.answer else None
+
+    def on_batch(self, batch: Any, context: Any) -> Any:
+        return self.value if "on_batch" in self.answer else batch
+
+    def on_dataloader(self, dataloader: Any, context: Any) -> Any:
+        return self.value if "on_dataloader" in self.answer else dataloader
 
 
-def test_gradients_that_are_returned_instead_of_rewritten_are_not_released() -> None:
-    with pytest.raises(DefenseError, match="on_gradients must rewrite"):
-        fit(DefendedStrategy("auto", [Forgetful()]))
-
-
-def test_a_sparse_gradient_is_not_released() -> None:
-    model = ToyLM("sgd")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            module.sparse = True
-    with pytest.raises(DefenseError, match=r"is sparse.*sparse=False"):
-        fit(DefendedStrategy("auto", [noise()]), model)
+@pytest.mark.parametrize(
+    ("hook", "value", "message"),
+    [
+        ("on_gradients", [1.0], "on_gradients returned list, which is ignored"),
+        ("on_batch", None, "on_batch returned None; it must return"),
+        ("on_dataloader", None, "on_dataloader returned None; it must return"),
+    ],
+)
+def test_a_defence_that_returns_the_wrong_thing_is_told(hook, value, message: str) -> None:
+    with pytest.raises(DefenseError, match=message):
+        fit(DefendedStrategy("auto", [Forgetful(hook, value)]))
 
 
 @pytest.mark.parametrize("change", ["twice", "cut", "as it was"])

@@ -353,7 +353,8 @@ class RenyiFilter(Ledger):
                 (self.order,), self._restored = orders, True
             if orders and orders != [self.order]:
                 raise DefenseError(
-                    f"order={self.order} differs from that of the checkpoint, {orders}"
+                    f"order={self.order} differs from that of the checkpoint, {orders}: go on with "
+                    "that, or begin a new run"
                 )
         super().load_state_dict(state)
 

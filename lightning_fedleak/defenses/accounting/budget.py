@@ -20,7 +20,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
 )
 from lightning_fedleak.defenses.accounting.ledger import client_path
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
-from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State
+from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
 from lightning_fedleak.defenses.noise import HARDEN_FACTOR
 
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
@@ -206,8 +206,9 @@ class Budget:
         if epsilon > self.target_epsilon:
             raise BudgetSpent(
                 f"{self.owner}: the {account.steps} releases of the checkpoint or ledger cost "
-                f"epsilon={epsilon:.4g} at delta={self.delta} already. Raise target_epsilon="
-                f"{self.target_epsilon}, or train a model that this data did not train."
+                f"epsilon={epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
+                f"{self.target_epsilon}. Raise target_epsilon, or begin a new run from a model "
+                "that this data did not train."
             )
 
     def _check_unchanged(self) -> None:
@@ -223,8 +224,10 @@ class Budget:
             raise DefenseError(
                 f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
-                f"{rows[-1][1]:g} (noise of a seed counts as 0). Go on with that noise, batch_size "
-                "and data, or begin a new run, with accountant='filter' if noise is to change."
+                f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
+                "for noise and rate that are fixed before the run: go on with the noise, "
+                "batch_size and data of those, use accountant='filter' from the start, or begin a "
+                "new run."
             )
 
     def check_affords_another(self) -> None:
@@ -236,7 +239,8 @@ class Budget:
         if not self.affords_another():
             raise BudgetSpent(
                 f"{self.owner}: after {self.accountant.steps} releases one more would cost more "
-                f"than target_epsilon={self.target_epsilon} at delta={self.delta}, and was not made"
+                f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not "
+                "made; the weights are those of the last one."
             )
 
     def affords_another(self) -> bool:
@@ -265,6 +269,7 @@ class Budget:
         state: dict[str, Tensor | int | float | str] = {}
         if self.rate is not None and self.delta is not None:
             state["rate"], state["delta"] = self.rate, self.delta
+            state["sampling"] = self.sampling
         if self.notches:
             state["notches"] = self.notches
         if self.noise_multiplier is not None:
@@ -286,17 +291,27 @@ class Budget:
             How many releases the state has accounted; a ledger may hold more.
 
         Raises:
-            DefenseError: they were made under another kind of accountant or, with a filter, under
-                another budget.
+            DefenseError: they were made under another kind of accountant or of sampling, or, with
+                a filter, under another budget.
         """
         account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
+        rows = torch.as_tensor(account.get("releases", torch.zeros(0, 3)))
+        counted = int(rows[:, 2].sum())
         filtered = "orders" in account
-        if releases and filtered != (self.kind == "filter"):
-            raise DefenseError(
-                f"{self.owner}: the checkpoint's {releases} releases were "
-                f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
-                f"accountant={self.kind!r}. Go on with the checkpoint's, or begin a new run."
-            )
+        sampling = state.get("sampling", self.sampling)
+        refusals = {
+            f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
+            f"accountant={self.kind!r}. A budget holds from the first release on: go on with the "
+            "accountant of the checkpoint, or begin a new run.": (
+                filtered != (self.kind == "filter")
+            ),
+            f"accounted as sampling={sampling!r}, and this run's are as {self.sampling!r}. Draw as "
+            "before, or begin a new run.": sampling != self.sampling,
+            "drawn or noised by a rule that is gone (truncated batches, a noise schedule). Begin a "
+            "new run.": "truncated_at" in state or "factors" in state,
+        }
+        owner = f"{self.owner}: the checkpoint's {releases or counted} releases were "
+        refuse(owner, refusals if releases or counted else {})
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
             # Until the data are known, `privacy` needs them.
@@ -307,8 +322,7 @@ class Budget:
             self._calibrated = True
         self._covered = 0
         self.accountant.load_state_dict(account)
-        counted = account.get("releases")
-        return 0 if counted is None else int(torch.as_tensor(counted)[:, 2].sum())
+        return counted
 
     def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> AnyAccountant:
         if self.kind == "filter":

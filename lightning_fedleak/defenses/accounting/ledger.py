@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,11 +19,12 @@ Event = tuple[float, float]
 
 TERMS_SCHEMA = 1  # version of the file <ledger>.terms; a change refuses older ledgers
 LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
-_ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
 _GO_ON = (
     "Go on with the settings of before, or begin a new run, with a new path, from a model that "
     "this data did not train"
 )
+_ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
+_OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class LedgerFile:
@@ -39,8 +41,8 @@ class LedgerFile:
         counts: of the releases in it.
 
     Raises:
-        DefenseError: the path is a folder, a device or a pipe, or the file holds something else or
-            cannot be read. It does not change.
+        DefenseError: the path is a folder, a link, a device or a pipe, or the file holds something
+            else or cannot be read. It does not change.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -86,6 +88,8 @@ def client_path(
                 f"batches drawn otherwise. {_GO_ON}"
             )
     path = path.with_name(path.name + ending)
+    if clients > 1:
+        _is_there(path)
     ending = f"-of-{clients}"
     client_file = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
     files = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
@@ -133,7 +137,10 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise DefenseError(f"ledger={str(ledger)!r} cannot be used ({error})") from error
+        raise DefenseError(
+            f"ledger={str(ledger)!r} cannot be used ({error}): give a path in a folder that exists "
+            "and may be written"
+        ) from error
 
 
 def check_release(noise_multiplier: float, sample_rate: float = 1.0, count: float = 1) -> None:
@@ -155,6 +162,28 @@ def check_count(value: float, name: str) -> None:
     check_integer(name, value, error=DefenseError)
 
 
+def _is_there(path: Path) -> bool:
+    """Return whether there is a file, without opening it, which blocks on a pipe or device.
+
+    Raises:
+        DefenseError: the path is something else.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return False
+    _check_file(path, mode)
+    return True
+
+
+def _check_file(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise DefenseError(
+            f"ledger={str(path)!r} is a folder, a link, a device, a pipe or a socket: give the "
+            "path of a file on a disk, which need not exist yet"
+        )
+
+
 def _read(path: Path) -> tuple[dict[Event, int], int, int]:
     """Return counts by event, the file's bytes, and how many of these are half a line at its end.
 
@@ -171,11 +200,10 @@ def _read(path: Path) -> tuple[dict[Event, int], int, int]:
 
 def _read_counts(path: Path) -> tuple[dict[Event, int], int, int]:
     counts: dict[Event, int] = {}
-    if not path.exists():
+    if not _is_there(path):
         return counts, 0, 0
-    if not path.is_file():  # a pipe would wait here for ever
-        raise DefenseError(f"ledger={str(path)!r} is no plain file: give the path of one")
-    with path.open("rb") as file:
+    with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
+        _check_file(path, os.fstat(file.fileno()).st_mode)
         size, line = 0, file.readline(LONGEST_LINE)
         while line.endswith(b"\n"):
             event, more = _release(path, line)
@@ -202,8 +230,8 @@ def _release(path: Path, line: bytes) -> tuple[Event, int]:
         return event, more
     except ValueError:
         raise DefenseError(
-            f"ledger={str(path)!r} is not a ledger, and left as it was: one of its lines is no "
-            "release"
+            f"ledger={str(path)!r} is not a ledger: one of its lines is no release. It is left as "
+            "it was. Give a path that nothing else writes to, or that does not exist yet"
         ) from None
 
 
@@ -222,11 +250,13 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
     data = line.encode("ascii")
     start = expected - cut
     try:
-        no_wait = getattr(os, "O_NONBLOCK", 0)  # for a pipe's reader; Windows has no such flag
-        flags = os.O_WRONLY | os.O_APPEND | no_wait | (0 if expected else os.O_CREAT)
+        _is_there(path)
+        flags = os.O_WRONLY | os.O_APPEND | _OPEN_FLAGS | (0 if expected else os.O_CREAT)
         descriptor = os.open(path, flags, 0o600)
         try:
-            if os.fstat(descriptor).st_size != expected:
+            status = os.fstat(descriptor)
+            _check_file(path, status.st_mode)
+            if status.st_size != expected:
                 raise _changed(path)
             if cut:
                 os.ftruncate(descriptor, start)
@@ -247,7 +277,8 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
             sync_folder(path.parent)
     except OSError as error:
         raise DefenseError(
-            f"ledger={str(path)!r} cannot be written ({error}): the release was not made"
+            f"ledger={str(path)!r} cannot be written ({error}): the release was not made. Give a "
+            "path in a folder that exists and has free space"
         ) from error
     if size != start + len(data):
         raise _changed(path)

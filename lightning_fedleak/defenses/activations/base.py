@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
@@ -33,7 +34,7 @@ class ActivationDefense(Defense):
 
     Raises:
         DefenseError: a layer that is no number of one; at setup, one that the model does not have;
-            in a step, hidden states that do not pass there.
+            in a forward, hidden states that are no (B, L, d) of numbers, or that do not pass there.
     """
 
     acts_in_inference = True
@@ -121,7 +122,7 @@ class ActivationDefense(Defense):
             return anatomy, place_of(anatomy, self.layer)
         except ValueError as error:
             raise DefenseError(
-                f"{type(self).__name__}: {error} (`anatomy` names parts.)"
+                f"{type(self).__name__}: {error} (anatomy={{'model': 'model'}} names a part.)"
             ) from error
 
     def _check_passed(self) -> None:
@@ -140,6 +141,17 @@ class ActivationDefense(Defense):
         training = self._in_step or recomputed
         if not training and is_observed():
             return None
+        if (
+            not isinstance(states, Tensor)
+            or isinstance(states, DTensor)
+            or states.dim() != 3
+            or not states.is_floating_point()
+        ):
+            form = f"{tuple(states.shape)} {states.dtype}" if isinstance(states, Tensor) else ""
+            raise DefenseError(
+                f"{type(self).__name__}: hidden states at layer {self.layer} should be a whole "
+                f"(B, L, d) tensor of floats; found {type(states).__name__} {form}"
+            )
         if not recomputed:
             self._passes += 1
         return self.rewrite(states, recomputed=recomputed, training=training)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
-from lightning_fedleak.defenses.base import Defense, DefenseError
+from lightning_fedleak.defenses.base import Defense, DefenseError, State
 from lightning_fedleak.validate import check_integer
 
 
@@ -70,6 +70,14 @@ class ActivationCompression(ActivationDefense):
                     "what was left out, which the server can remove again. Put "
                     f"'{defense.name}' before '{self.name}'."
                 )
+
+    def load_state_dict(self, state: State) -> None:
+        """Refuse a checkpoint that was trained with principal components."""
+        if "span" in state:
+            raise DefenseError(
+                "ActivationCompression: the principal basis of the checkpoint is gone. Begin a new "
+                "run."
+            )
 
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
         """Return the states that the server computes from the numbers that are sent."""

@@ -121,6 +121,11 @@ class DPAdamBC(Optimizer):
                     state["noise"] = torch.zeros(())
                 if variances is None:
                     continue  # torch creates state by a step at a learning rate of 0, to save it
+                if parameter not in variances:
+                    raise DefenseError(
+                        f"DPAdamBC: a gradient of shape {tuple(parameter.shape)} was not released "
+                        "by DPSGD, so its noise is not known."
+                    )
                 _update(parameter, state, group, variances[parameter])
         return loss
 

@@ -306,7 +306,6 @@ class DPSGD(Defense):
         Raises:
             DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
-        setup_checks.check_one_loader(context.host)
         setup_checks.check_no_other_noise(context.host, self._followers)
         self._forget_if_moved()
         self._noise.warn_if_lost(self.releases)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext
-from lightning_fedleak.defenses.dpsgd.poisson import rows_of
+from lightning_fedleak.defenses.dpsgd.poisson import rebuilt, tensors_of
 from lightning_fedleak.defenses.host import Piece
 from lightning_fedleak.defenses.processes import Team
 
@@ -57,10 +57,10 @@ def pieces_of(
     for share in shares:
         rows = slice(start, start + sum(share))
         by_user = None if users is None else share
-        pieces.append(Piece(rows_of(batch, rows, samples), sum(share), by_user))
+        pieces.append(Piece(_rows(batch, rows, samples), sum(share), by_user))
         start = rows.stop
     while len(pieces) < count:  # each its own object: a loss may take labels out of its batch
-        pieces.append(Piece(rows_of(batch, slice(0, 1), samples or 1), 0))
+        pieces.append(Piece(_rows(batch, slice(0, 1), samples or 1), 0))
     return pieces
 
 
@@ -184,6 +184,28 @@ def _restore(wide: dict[nn.Parameter, Tensor]) -> None:
     while wide:
         parameter, gradient = wide.popitem()
         parameter.grad = gradient.to(parameter.dtype)
+
+
+# ---- rows of a batch -------------------------------------------------------------------------
+
+
+def _rows(value: Any, rows: slice, samples: int) -> Any:
+    """Return a batch with these rows of everything in it that has one row for each sample."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.dim() else value
+    if isinstance(value, Mapping):
+        return rebuilt(value, {key: _rows(item, rows, samples) for key, item in value.items()})
+    if isinstance(value, str | bytes):
+        return value
+    if isinstance(value, list | tuple):
+        if len(value) == samples and not any(tensor.dim() for tensor in tensors_of(value)):
+            return value[rows]
+        return rebuilt(value, [_rows(item, rows, samples) for item in value])
+    shape = getattr(value, "shape", None)
+    return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value
+
+
+# ---- outputs of training_step ----------------------------------------------------------------
 
 
 def _combined(earlier: Any, value: Any, start: int, rows: int, total: int) -> Any:

@@ -439,7 +439,10 @@ def refusal(name: str, module: nn.Module) -> str:
         )
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
         if isinstance(module, nn.Embedding) and getattr(module, setting) not in (None, False):
-            return f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows"
+            return (
+                f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows: build "
+                "it without"
+            )
     return ""
 
 

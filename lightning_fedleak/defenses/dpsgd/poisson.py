@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
@@ -133,8 +134,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
         if self.groups > 1 and self._turns and self._turns.popleft() != (row, samples):
             raise DefenseError(
                 f"DPSGD: a batch of {samples} samples comes in step {row} that was not drawn for "
-                "it. With correlated noise each example has its own steps: let every batch have "
-                "one release, in the order in which they are drawn."
+                "it: one was left out, or came twice. With correlated noise each example has its "
+                "own steps. Let every batch have one release, in the order in which they are drawn."
             )
         return None
 
@@ -200,7 +201,7 @@ class UserBatchSampler(PoissonBatchSampler):
             raise DefenseError(
                 f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
                 "has another number: whose rows they are is not known. Let batches come in the "
-                "loader's order (in_order=True), each once."
+                "order in which the loader makes them (in_order=True), each once."
             )
         return self._counts.popleft()
 
@@ -221,7 +222,9 @@ class EmptyCollate:
     It refuses a batch whose ``input_ids``, or where there are none all tensors, have not one row
     for each example, because rows are clipped and privacy is accounted for examples.
 
-    For no examples it collates one, and cuts all that has a row for it to none.
+    For no examples it collates one example once and twice. What grew with the number of examples is
+    cut to length 0: tensors in the dimension that grew, and sequences. What did not grow belongs to
+    the batch and stays.
 
     Args:
         collate: of the loader.
@@ -244,7 +247,9 @@ class EmptyCollate:
     def __call__(self, examples: list[Any]) -> Any:
         """Return the batch of these examples."""
         if not examples:
-            return rows_of(self.collate([self.dataset[self.index]]), slice(0), 1)
+            once = self.collate([self.dataset[self.index]])
+            twice = self.collate([self.dataset[self.index], self.dataset[self.index]])
+            return _emptied(once, twice)
         batch = self.collate(examples)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         tensors = tensors_of(batch)
@@ -259,20 +264,27 @@ class EmptyCollate:
         return batch
 
 
-def rows_of(value: Any, rows: slice, samples: int) -> Any:
-    """Return a batch with these rows of everything in it that has one row for each sample."""
-    if isinstance(value, Tensor):
-        return value[rows] if value.dim() else value
-    if isinstance(value, Mapping):
-        return rebuilt(value, {key: rows_of(item, rows, samples) for key, item in value.items()})
-    if isinstance(value, str | bytes):
-        return value
-    if isinstance(value, list | tuple):
-        if len(value) == samples and not any(tensor.dim() for tensor in tensors_of(value)):
-            return value[rows]
-        return rebuilt(value, [rows_of(item, rows, samples) for item in value])
-    shape = getattr(value, "shape", None)
-    return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value
+def _emptied(once: Any, twice: Any) -> Any:
+    """Return ``once`` with what is longer in ``twice`` cut to length 0."""
+    if isinstance(once, Tensor):
+        sizes = zip(once.shape, twice.shape, strict=True)
+        longer = [dim for dim, (one_size, two_size) in enumerate(sizes) if one_size != two_size]
+        if not longer:
+            return once
+        shape = list(once.shape)
+        shape[longer[0]] = 0
+        return once.new_empty(shape)
+    if isinstance(once, np.ndarray):
+        return _emptied(torch.from_numpy(once), torch.from_numpy(twice)).numpy()
+    if isinstance(once, Mapping):
+        return rebuilt(once, {key: _emptied(value, twice[key]) for key, value in once.items()})
+    if isinstance(once, str | bytes):
+        return once
+    if isinstance(once, list | tuple):
+        if len(once) != len(twice):
+            return type(once)()
+        return rebuilt(once, [_emptied(a, b) for a, b in zip(once, twice, strict=True)])
+    return once
 
 
 def rebuilt(like: Any, fields: dict[Any, Any] | list[Any]) -> Any:
@@ -354,7 +366,8 @@ def count_samples(batch: Any) -> int:
         content = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
         raise DefenseError(
             f"DPSGD: the batch ({type(batch).__name__}) holds {content}, so its samples cannot be "
-            "counted. Let the first dimension of each tensor be the samples."
+            "counted. Let it be a tensor, or a dict, list or tuple of tensors, each with the "
+            "samples as its first dimension."
         )
     return int(sizes.pop())
 

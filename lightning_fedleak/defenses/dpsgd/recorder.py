@@ -326,7 +326,7 @@ class Recorder:
             width = min(inputs.shape[1], tensor.shape[1])
             if width < 2 or tensor.device != inputs.device:
                 continue
-            equal = torch.stack([(inputs[:, :width] == row[:width]).all(1) for row in tensor], 1)
+            equal = _equal_rows(inputs[:, :width], tensor[:, :width])
             matches_owner |= equal.gather(1, owners[:, None])[:, 0]
             matches |= equal & (tensor[:, :width] != tensor[:, :1]).any(1)
         foreign = (matches.any(1) & ~matches_owner).nonzero().flatten().tolist()
@@ -356,6 +356,11 @@ class Recorder:
                 parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
+
+
+def _equal_rows(rows: Tensor, samples: Tensor) -> Tensor:
+    """Return (N, B) booleans: whether a row of (N, W) equals one of the (B, W) samples'."""
+    return torch.stack([(rows == sample).all(1) for sample in samples], 1)
 
 
 def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:

@@ -58,10 +58,12 @@ def sampling_of(
     """
     check_torch_loader(dataloader)
     if context.clients > 1 and not is_sharded(dataloader):
+        central = " trust='central' also needs the same batch_size and noise on all of them."
         warnings.warn(
             f"DPSGD: {context.clients} clients, and no DistributedSampler splits the training data "
             "among them: an example that several hold pays for each. Leave "
-            "use_distributed_sampler=True, or let each process load data of its own.",
+            "use_distributed_sampler=True, or let each process load data of its own."
+            + (central if trust == "central" else ""),
             stacklevel=3,
         )
     if context.processes > 1:
@@ -198,15 +200,14 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
     dataset = getattr(loader, "dataset", None)
     batches = getattr(loader, "batch_sampler", None)
     refusals = {
-        f"a {type(loader).__name__} is no torch DataLoader": not isinstance(
-            loader, data.DataLoader
+        f"a {type(loader).__name__} is no torch DataLoader: return one from `train_dataloader`": (
+            not isinstance(loader, data.DataLoader)
         ),
         f"{type(loader).__name__} makes batches in an `__iter__` of its own: use a plain "
         "DataLoader": getattr(type(loader), "__iter__", None) is not data.DataLoader.__iter__,
-        f"{type(dataset).__name__} is no map-style dataset, with `__len__` and `__getitem__`": (
-            isinstance(dataset, data.IterableDataset)
-            or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
-        ),
+        f"{type(dataset).__name__} is no map-style dataset: load it into one, with `__len__` and "
+        "`__getitem__`": isinstance(dataset, data.IterableDataset)
+        or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")),
         f"the batch sampler {type(batches).__name__} is not torch's own: give the DataLoader a "
         "batch_size and single examples": (
             type(batches) is not data.BatchSampler or loader.batch_size is None

@@ -134,7 +134,9 @@ def check_budget(
     neither_or_both = (noise_multiplier is None) == (target_epsilon is None)
     refusals: dict[str, object] = {
         "accountant='filter' needs target_epsilon and target_delta": filtered and not targeted,
-        f"{count} of noise_multiplier and target_epsilon given": not filtered and neither_or_both,
+        f"{count} of noise_multiplier and target_epsilon given: give one": (
+            not filtered and neither_or_both
+        ),
         "target_epsilon needs target_delta, below one over the number of examples": (
             targeted and target_delta is None
         ),

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
@@ -34,25 +33,11 @@ def check_trainer(context: DefenseContext) -> None:
         "summed gradient, not each sample's. Use 'bf16-mixed' or '32-true'.": (
             context.precision not in PRECISIONS
         ),
-        " adds up squared norms in float64, which mps does not have. Use accelerator='cpu'.": (
-            context.device.type == "mps"
-        ),
+        " adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
+        "accelerator='cpu', or use_cpu=True under transformers.": context.device.type == "mps",
         **context.host.refusals(),
     }
     refuse("DPSGD", refusals)
-
-
-def check_one_loader(host: Host) -> None:
-    """Raise an error where a batch is drawn from several loaders.
-
-    Raises:
-        DefenseError: an example is sampled from one.
-    """
-    if (loaders := len(tree_leaves(host.loader))) > 1:
-        raise DefenseError(
-            f"DPSGD: {loaders} training loaders at once; an example is sampled from one. "
-            "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
-        )
 
 
 def check_no_other_noise(host: Host, names: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import loss_graph
@@ -45,12 +46,14 @@ class DrawnBatches:
         Raises:
             DefenseError: it was released already, or the one before it was not.
         """
-        number = context.host.batch_number
+        loaders, number = len(tree_leaves(context.host.loader)), context.host.batch_number
+        if loaders > 1:
+            raise DefenseError(
+                f"DPSGD: {loaders} training loaders at once; an example is sampled from one. "
+                "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
+            )
         self._current = batch if number is None else number
-        repeated = self._current is self._released
-        if number is not None:
-            repeated = bool(number == self._released)
-        if self._released is not None and repeated:
+        if self._released is not None and self._is_released():
             raise DefenseError(
                 "DPSGD: this batch was released already (a second optimizer step on it, in an "
                 "overridden optimizer_step perhaps). Take one optimizer step on each batch."
@@ -66,6 +69,12 @@ class DrawnBatches:
     def released(self) -> None:
         """Note that the current batch was released."""
         self._released, self._waiting = self._current, False
+
+    def _is_released(self) -> bool:
+        numbers = self._current, self._released
+        if all(isinstance(number, int) for number in numbers):
+            return bool(numbers[0] == numbers[1])
+        return self._current is self._released
 
 
 class LossCheck:

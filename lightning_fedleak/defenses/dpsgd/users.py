@@ -39,15 +39,43 @@ def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
         )
     users: dict[Any, list[int]] = {}
     for row, key in enumerate(keys):
-        key = key.item() if getattr(key, "shape", None) == () else key
-        name = f"'{group_by}'" if isinstance(group_by, str) else "key (group_by)"
-        if not isinstance(key, str | int | float) or key != key or key == "":
+        try:
+            user = _comparable(key)
+            if user is not None:
+                users.setdefault(user, []).append(row)
+        except (TypeError, ValueError, RuntimeError) as error:  # also arrays, and pandas' NA
             raise DefenseError(
-                f"DPSGD: row {row}'s {name} is {key!r}, by which users cannot be compared. Give a "
-                "number or a string, or leave such rows out of the dataset."
+                f"DPSGD: row {row}'s {_key_name(group_by)} is a {type(key).__name__}, by which "
+                "users cannot be compared; give a number or a string"
+            ) from error
+        if user is None:
+            raise DefenseError(
+                f"DPSGD: row {row} has no {_key_name(group_by)} (it is {key!r}), so its user is "
+                "not known. Leave such rows out of the dataset, or give them a key."
             )
-        users.setdefault(key, []).append(row)
     return users
+
+
+def _comparable(key: Any) -> Any:
+    """Return a key by which users are compared; None for None, NaN, "" and what holds one of them.
+
+    Raises:
+        TypeError: it is equal to itself alone, or has no hash.
+    """
+    if isinstance(key, tuple | frozenset):
+        parts = [_comparable(part) for part in key]
+        kind = tuple if isinstance(key, tuple) else frozenset
+        return None if any(part is None for part in parts) else kind(parts)
+    key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
+    by_identity: Any = object.__hash__
+    if key is not None and type(key).__hash__ is by_identity:
+        raise TypeError("equal to itself alone")
+    missing = key is None or bool(key != key) or bool(key == "")
+    return None if missing else key
+
+
+def _key_name(group_by: GroupBy) -> str:
+    return f"'{group_by}'" if isinstance(group_by, str) else "key (group_by)"
 
 
 def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
@@ -57,10 +85,12 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
     if callable(group_by):
         return [group_by(dataset[row]) for row in range(len(dataset))]
     if not isinstance(group_by, str):
-        if isinstance(group_by, Mapping) or not hasattr(group_by, "__getitem__"):
+        ordered = hasattr(group_by, "__len__") and hasattr(group_by, "__getitem__")
+        if not ordered or isinstance(group_by, Mapping):
             raise DefenseError(
-                f"DPSGD: group_by is a {type(group_by).__name__}. Give the name of a column, a "
-                "function of an example, or a list with one key for each row."
+                f"DPSGD: group_by is a {type(group_by).__name__}, whose keys have no order. "
+                "Give the name of a column, a function of an example, or a list with one key for "
+                "each row."
             )
         return group_by
     if hasattr(dataset, "column_names"):
@@ -84,31 +114,35 @@ def check_order(loader: DataLoader[Any]) -> None:
         count = len(places)
         # Sorting, reversing and rotating do not undo this order.
         order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
-        collated = [
-            _collated(loader, chosen)
-            for chosen in (places, places, [places[i] for i in order], places[:1] * count)
-        ]
-    conclusive = False
-    for tensor, repeated, reordered, constant in zip(*collated, strict=False):
-        if len(tensor) != count:
-            continue
-        if _agree(tensor, repeated):
-            # Or it is the same whatever the examples are: their numbers in the batch, say.
-            keeps_order = _agree(tensor[order], reordered) or _agree(tensor, constant)
-            conclusive = conclusive or not _agree(tensor, tensor[:1].expand_as(tensor))
-        else:
-            keeps_order = not _is_shuffled(tensor, repeated)
-        if not keeps_order:
-            raise DefenseError(
-                "DPSGD: with unit=Users() the user of a row follows from its place in the batch, "
-                f"and the collate function ({_collate_name(loader)}) or `__getitems__` sorts or "
-                "shuffles rows. Let row i of every tensor be of example i."
-            )
+        first, second, permuted = (
+            _collated(loader, chosen) for chosen in (places, places, [places[i] for i in order])
+        )
+        conclusive = False
+        for tensor, repeated, reordered in zip(first, second, permuted, strict=False):
+            if len(tensor) != count:
+                continue
+            if _agree(tensor, repeated):
+                # Or it is the same whatever the examples are: their numbers in the batch, say.
+                keeps_order = _agree(tensor[order], reordered) or any(
+                    _agree(tensor, constant) for constant in _collated(loader, places[:1] * count)
+                )
+                conclusive = conclusive or not _agree(tensor, tensor[:1].expand_as(tensor))
+            else:
+                keeps_order = not _is_shuffled(tensor, repeated)
+            if not keeps_order:
+                raise DefenseError(
+                    "DPSGD: with unit=Users() the user of a row follows from its place in the "
+                    f"batch, and the collate function ({_collate_name(loader)}) or the dataset's "
+                    "`__getitems__` sorts or shuffles rows, or makes a row of several examples: "
+                    "one user's rows would be clipped as another's. Let row i of every tensor be "
+                    "of example i (pack_padded_sequence takes enforce_sorted=False)."
+                )
     if count > 1 and not conclusive:
         warnings.warn(
             "DPSGD: with unit=Users() the user of a row follows from its place in the batch. "
             f"Whether the collate function ({_collate_name(loader)}) keeps the order of examples "
-            "could not be checked, and is trusted.",
+            "could not be checked: its batches are random, or the same for all examples. It is "
+            "trusted.",
             stacklevel=4,
         )
 
@@ -128,13 +162,15 @@ def check_documents(loader: DataLoader[Any], *, by_user: bool) -> None:
         packed = read_batch(loader.collate_fn(_fetched(dataset, places)), "causal").is_packed
     if packed and by_user:
         raise DefenseError(
-            "DPSGD: rows of the data hold several documents, which may be of several users. Give "
-            "each document a row of its own."
+            "DPSGD: rows of the data hold several documents, which may be of several users, and "
+            "with unit=Users() a row is of one. Give each document a row of its own."
         )
     if packed:
         warnings.warn(
-            "DPSGD: rows of the data hold several documents, and a row is one example: epsilon is "
-            "of a row as it is packed, not of a document. For one of documents give each a row.",
+            "DPSGD: rows of the data hold several documents, and a row is one example: it is "
+            "clipped as a whole, and epsilon is of a row as it is packed, not of a document. "
+            "Without one document the others would be packed otherwise. For a guarantee of "
+            "documents give each a row of its own.",
             stacklevel=4,
         )
 

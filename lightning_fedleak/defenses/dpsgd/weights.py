@@ -147,7 +147,8 @@ class Weights:
         if self._not_finite:
             raise DefenseError(
                 "DPSGD: weights are not finite after the last release "
-                f"({_listed(self._not_finite, root)}): the learning rate is too high for the noise."
+                f"({_listed(self._not_finite, root)}): lower the learning rate, which "
+                "is too high for the noise or for the weights' precision."
             )
 
     def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:
@@ -234,5 +235,9 @@ def _version(tensor: Tensor) -> int:
 
 def _same_content(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors are equal number for number, with NaN equal to NaN."""
-    alike = (first.shape, first.dtype) == (second.shape, second.dtype)
-    return alike and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if torch.equal(first, second):
+        return True
+    floats = first.is_floating_point() or first.is_complex()
+    return floats and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)

@@ -227,7 +227,7 @@ class TokenLDP(Defense):
         if self._in_batch:
             warnings.warn(
                 "TokenLDP: domain='batch' holds no guarantee: which words occur in the batch is "
-                "visible. For comparison with published figures only.",
+                "visible. For comparison with published figures only; use domain='vocabulary'.",
                 stacklevel=2,
             )
 
@@ -381,7 +381,11 @@ class TokenLDP(Defense):
         if self.per == "token":
             unit = "token, that is, words x epsilon for a row"
         if self.memoize:
-            releases = "once in a fit by each client that has the row (rows of equal words show)"
+            releases = (
+                "once in a fit by each client that has the row, which keeps its replacement (rows "
+                "of equal words show as equal"
+                + (" unless their example ids differ)" if self.example_ids is not None else ")")
+            )
         return (
             f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
             f"differential privacy for each {unit}; spent {releases}. Public: lengths and "

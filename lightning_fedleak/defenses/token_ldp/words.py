@@ -73,7 +73,10 @@ class Words:
         """
         low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
         if self.size is not None and not 0 <= low <= high + 1 <= self.size:
-            raise refused(f"the batch holds ids outside of the model's {self.size} words")
+            raise refused(
+                f"the batch holds ids outside of the model's {self.size} words: it was made with "
+                "another model's tokenizer"
+            )
         assert self.domain is not None
         index = torch.searchsorted(self.domain, ids).clamp_(max=len(self.domain) - 1)
         return index, self.domain[index] == ids
@@ -114,7 +117,9 @@ def words_of(
     kind = kind or (anatomy.kind if anatomy else "causal")
     special = special_of(special_ids, kind, keep_special, anatomy)
     if not keep_special and kind not in ("causal", "classifier"):
-        raise refused(f"keep_special=False would randomise tokens that a {kind} model needs")
+        raise refused(
+            f"keep_special=False would randomise tokens that a {kind} model needs: leave it out"
+        )
     if per_batch:
         return Words(kind, special, None, None)
     weight = anatomy.parameter(EMBEDDING_WEIGHT) if anatomy else None

@@ -75,8 +75,8 @@ class GameConfig:
             self.protocol == "authors" or self.targets_per_batch > 1 or self.batch < 2
         ):
             raise GameError(
-                "relation='add_remove' needs protocol='game', batch of at least 2 and "
-                "targets_per_batch=1"
+                "relation='add_remove' removes the target from its batch: set protocol='game', "
+                "batch to at least 2 and targets_per_batch to 1"
             )
 
 
@@ -126,16 +126,26 @@ class GameResult:
         """Return only the games in which the assumption of Lemma 1 holds."""
         return replace(self, **{name: getattr(self, name)[~self.collides] for name in _COLUMNS})
 
-    def summary(self, *, fitted: bool = False) -> dict[str, Rate]:
+    def summary(self, confidence: float = 0.95, *, fitted: bool = False) -> dict[str, Rate]:
         """Return accuracy, F1, AUC, advantage and TPR at small FPRs, each with its interval.
 
         The intervals are over batches; see
         :func:`lightning_fedleak.evaluation.metrics.membership.membership_rates`.
 
         Args:
+            confidence: of the intervals.
             fitted: take accuracy, F1 and advantage not from the adversary's own guesses, but from
                 a threshold on its scores that was fitted on other games: what the scores are worth
                 to someone who knows the outcome of such games.
         """
         guesses = None if fitted else self.guesses
-        return membership_rates(self.scores, self.bits, self.batches, guesses)
+        return membership_rates(
+            self.scores, self.bits, self.batches, guesses, confidence=confidence
+        )
+
+    def __repr__(self) -> str:
+        right = int((self.guesses == self.bits).sum())
+        return (
+            f"GameResult({self.attack!r}, layer={self.layer}, protocol={self.protocol!r}, "
+            f"relation={self.relation!r}, {right} of {len(self)} right)"
+        )

@@ -153,7 +153,7 @@ class _GameRun:
         if context is not None and pool.tokens > context:
             raise GameError(
                 f"targets of up to {pool.tokens} tokens do not fit into the model's context of "
-                f"{context}"
+                f"{context}: make the pool with tokens={context} or fewer"
             )
         facts = RunFacts() if defend is None else RunFacts(defended=frozenset({"batches"}))
         for attack in attacks:

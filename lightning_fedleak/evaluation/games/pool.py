@@ -165,7 +165,8 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
     generator = torch.Generator().manual_seed(config.seed)
     if len(pool) <= batch:
         raise GameError(
-            f"batch={batch} needs more than {batch} distinct sentences; the text gives {len(pool)}"
+            f"batch={batch} needs more than {batch} distinct sentences; the text gives {len(pool)}."
+            " Give more text or a smaller batch."
         )
     if any(len(_target_places(pool, row, spare)) == 0 for row in pool.rows):
         raise GameError(

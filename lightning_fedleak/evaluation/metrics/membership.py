@@ -13,8 +13,8 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.evaluation.metrics import clustered
 from lightning_fedleak.evaluation.metrics.clustered import Bools, Floats, Ints
-from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, RateMetric
-from lightning_fedleak.validate import check_integer
+from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, RateMetric
+from lightning_fedleak.validate import check_integer, check_number
 
 FPRS = (0.01, 0.001)  # of the reported TPRs, the usual ones (Carlini et al. 2022)
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
@@ -32,7 +32,9 @@ def membership_rates(
     clusters: Tensor | None = None,
     decisions: Tensor | None = None,
     *,
+    confidence: float = 0.95,
     resamples: int = 1000,
+    seed: int = 0,
 ) -> dict[str, Rate]:
     """Return how well membership was guessed over n games: each rate with its interval.
 
@@ -73,7 +75,9 @@ def membership_rates(
         members: (n,) bool, the secret bit b.
         clusters: (n,) int, step or client of each game; by default each game is its own cluster.
         decisions: (n,) bool, the adversary's b'.
-        resamples: of the bootstrap; no global random numbers are used.
+        confidence: of the intervals, between 0 and 1.
+        resamples: of the bootstrap.
+        seed: of the bootstrap and of the folds; no global random numbers are used.
 
     Returns:
         Rates by the names in ``RATES``. *Unknown* (NaN) are: everything if a score is NaN; rates
@@ -81,24 +85,26 @@ def membership_rates(
         10 / f non-members.
 
     Raises:
-        ValueError: lengths differ.
+        ValueError: lengths differ, or a confidence outside (0, 1).
     """
+    check_number("confidence", confidence, above=0, below=1)
     check_integer("resamples", resamples, at_least=100)
     score, member, code, decision = _columns(scores, members, clusters, decisions)
     unknown = dict.fromkeys(RATES, UNKNOWN)
     if score.size == 0 or np.isnan(score).any():
         return unknown
-    rng = np.random.default_rng(0)
+    alpha = 1 - confidence
+    rng = np.random.default_rng(seed)
     folds = rng.permutation(int(code.max()) + 1)[code] % FOLDS
     rates: dict[str, Rate] = {}
     if decision is None:
         decision = _fitted_decisions(score, member, folds)
     if decision is not None:
-        rates |= _decision_rates(decision, member, code, ALPHA)
+        rates |= _decision_rates(decision, member, code, alpha)
     if member.any() and not member.all():
-        rates["auc"] = clustered.auc(score, member, code, ALPHA, resamples, rng)
+        rates["auc"] = clustered.auc(score, member, code, alpha, resamples, rng)
         for fpr in FPRS:
-            rates[f"tpr_at_fpr_{fpr:g}"] = _tpr(score, member, code, folds, fpr, ALPHA)
+            rates[f"tpr_at_fpr_{fpr:g}"] = _tpr(score, member, code, folds, fpr, alpha)
     return unknown | rates
 
 
@@ -108,7 +114,9 @@ class MembershipInference(RateMetric):
     Scores are stored (float64), because neither an AUC nor a threshold follows from sums.
 
     Args:
+        confidence: of the intervals.
         resamples: of the bootstrap.
+        seed: of the bootstrap and of the folds.
         kwargs: passed to :class:`torchmetrics.Metric`.
 
     ``compute()`` returns each of ``RATES``, each also with ``_low`` and ``_high``: scalars on the
@@ -129,9 +137,13 @@ class MembershipInference(RateMetric):
     clusters: list[Tensor]
     decisions: list[Tensor]
 
-    def __init__(self, *, resamples: int = 1000, **kwargs: Any) -> None:
+    def __init__(
+        self, *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
+        self.confidence = confidence
         self.resamples = resamples
+        self.seed = seed
         # The type in which a process that saw no game takes part in the exchange.
         self.set_dtype(torch.float64)
         for column in COLUMNS:
@@ -161,11 +173,12 @@ class MembershipInference(RateMetric):
             clusters = torch.full((n,), clusters)
         if decisions is None:
             decisions = torch.full((n,), NO_DECISION)
-        games = dict(zip(COLUMNS, (scores, members, clusters, decisions), strict=True))
-        for name, column in games.items():
+        games = (scores, members, clusters, decisions)
+        for name, column in zip(COLUMNS, games, strict=True):
             _check_length(name, column.numel(), n)
-        for name, column in games.items():
-            getattr(self, name).append(column.detach().reshape(-1).to(self.device, torch.float64))
+        for name, column in zip(COLUMNS, games, strict=True):
+            column = column.detach().reshape(-1).to(self.device, torch.float64)
+            getattr(self, name).append(column)
 
     def rates(self) -> dict[str, Rate]:
         """Return each of ``RATES`` over all games, on this process.
@@ -176,9 +189,19 @@ class MembershipInference(RateMetric):
         scores, members, clusters, decisions = (self._column(name) for name in COLUMNS)
         decided = decisions != NO_DECISION
         if bool(decided.any()) and not bool(decided.all()):
-            raise ValueError("give the adversary's decisions to every update, or to none")
-        given = decisions == 1 if bool(decided.any()) else None
-        return membership_rates(scores, members == 1, clusters, given, resamples=self.resamples)
+            raise ValueError(
+                "some games came with the adversary's decisions and others without: give "
+                "decisions to every update, or to none"
+            )
+        return membership_rates(
+            scores,
+            members == 1,
+            clusters,
+            decisions == 1 if bool(decided.any()) else None,
+            confidence=self.confidence,
+            resamples=self.resamples,
+            seed=self.seed,
+        )
 
     def _column(self, name: str) -> Tensor:
         values: list[Tensor] | Tensor = getattr(self, name)

@@ -90,6 +90,15 @@ def folder(path: Path) -> None:
     path.mkdir()
 
 
+def link(path: Path) -> None:
+    path.with_name("target").write_bytes(OWN)
+    path.symlink_to(path.with_name("target"))
+
+
+def link_to_nowhere(path: Path) -> None:
+    path.symlink_to(path.with_name("target"))
+
+
 def pipe(path: Path) -> None:
     os.mkfifo(path)
 
@@ -100,27 +109,36 @@ def local_socket(path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes and sockets")
-@pytest.mark.parametrize("make", [folder, pipe, local_socket])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (folder, "is a folder"),
+        (link, "is a folder, a link"),
+        (link_to_nowhere, "is a folder, a link"),
+        (pipe, "is a folder, a link"),
+        (local_socket, "is a folder, a link"),
+    ],
+)
 def test_what_is_no_file_is_neither_opened_nor_written(
-    tmp_path: Path, monkeypatch, make: Callable[[Path], None]
+    tmp_path: Path, monkeypatch, make: Callable[[Path], None], what: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's name may not be long
     path = Path("ledger")
     make(path)
     before = sorted(p.name for p in Path().iterdir())
 
-    def opened(*_: object, **more: object) -> int:
+    def opened(*_: object) -> int:
         raise AssertionError("a pipe would wait here for ever")
 
     with monkeypatch.context() as closed:
-        closed.setattr(Path, "open", opened)
-        with pytest.raises(DefenseError, match=names(path) + "is no plain file"):
+        closed.setattr(os, "open", opened)
+        with pytest.raises(DefenseError, match=names(path) + what):
             Ledger(path)
     assert sorted(p.name for p in Path().iterdir()) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes")
-@pytest.mark.parametrize("make", [folder, pipe])
+@pytest.mark.parametrize("make", [folder, link, pipe])
 def test_what_took_the_place_of_the_file_is_not_written(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
@@ -132,6 +150,8 @@ def test_what_took_the_place_of_the_file_is_not_written(
     with pytest.raises(DefenseError, match=names(path)):
         ledger.record(1.0, 0.01)
     assert ledger.steps == 8
+    if path.is_symlink():
+        assert path.read_bytes() == OWN
 
 
 def test_what_another_wrote_behind_a_torn_line_is_not_cut(tmp_path: Path, monkeypatch) -> None:

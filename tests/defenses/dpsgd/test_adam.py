@@ -173,3 +173,6 @@ def test_it_refuses_to_run_without_known_noise() -> None:
     optimizer.step()
     with pytest.raises(DefenseError, match="no DPSGD has said"):
         optimizer.step()  # it was told of one release
+    optimizer.set_noise({nn.Parameter(torch.ones(1)): 1.0})
+    with pytest.raises(DefenseError, match="not released by DPSGD"):
+        optimizer.step()

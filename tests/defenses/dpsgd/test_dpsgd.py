@@ -529,7 +529,7 @@ def test_several_loaders_at_once_are_refused() -> None:
     root._trainer = trainer(train_dataloader={"a": 1, "b": 2})
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), root)
     with pytest.raises(DefenseError, match="2 training loaders"):
-        run.defense.on_train_start(run.context)
+        run.step(first(3))
 
 
 def test_the_global_generator_is_left_alone() -> None:

@@ -267,7 +267,7 @@ def test_an_empty_batch_keeps_the_form_and_holds_nothing() -> None:
     batch = EmptyCollate(collate, [1, 2, 3], 1)([])
     assert batch["input_ids"].shape == (0, 5)
     assert batch["input_ids"].dtype == torch.long
-    assert batch["time_first"].shape == (0, 1)
+    assert batch["time_first"].shape == (5, 0)
     assert batch["texts"] == []
     assert isinstance(batch["pair"], Pair)
     assert batch["pair"].x.shape == (0,)
@@ -275,10 +275,10 @@ def test_an_empty_batch_keeps_the_form_and_holds_nothing() -> None:
     assert isinstance(batch["encoding"], BatchEncoding)
     assert batch["encoding"]["input_ids"].shape == (0, 3)
     assert batch["array"].shape == (0, 2)
-    assert batch["causal_mask"].shape == (0, 5)
+    assert torch.equal(batch["causal_mask"], torch.ones(5, 5))
     assert (batch["scale"], batch["name"], batch["nothing"]) == (0.5, "train", None)
     assert [layer.shape for layer in batch["layers"]] == [(0, 2), (0, 3)]
-    assert [one["x"].shape for one in batch["dicts"]] == [(0,)]
+    assert batch["dicts"] == []
 
 
 @pytest.mark.parametrize("rows", [1, 6])

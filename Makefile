@@ -6,6 +6,7 @@ READY  := $(VENV)/.ready
 # A file is compiled when it is first imported: most of what is installed never is.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FLOWER := .venv-flower
 NVFLARE := .venv-nvflare
@@ -34,7 +35,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized test-loggers coverage docs notebooks smoke papers gpu lint metrics clean install install-all
+.PHONY: help demo test test-slow test-all test-lowest test-newest test-flower test-nvflare test-trl test-quantized test-loggers coverage docs notebooks smoke papers gpu lint metrics clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +44,7 @@ help:
 	@echo "make test-slow  run the slow ones: proofs of DP-SGD and of gates, most runs on several processes, torch.compile, real models, the examples, and the snippets of the docs"
 	@echo "make test-all  run both in one go, which is faster than one after the other"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
+	@echo "make test-newest  run the tests with the newest versions that there are, whatever bounds say, in .venv-newest, and list what broke"
 	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
 	@echo "make test-nvflare  run the tests of federations on NVFlare, in .venv-nvflare"
 	@echo "make test-quantized  run the tests of LoRA on bases in 4 and 8 bits, with bitsandbytes and torchao in .venv-quantized"
@@ -101,6 +103,11 @@ test-loggers: $(LOGGERS)/.ready
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
 	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest $(IN_PARALLEL) $(ARGS)
 
+# The installed versions, then each test that failed in a line. It may fail through no fault of this package.
+test-newest: $(NEWEST)/.ready
+	@$(NEWEST)/bin/python -m pip freeze --exclude-editable
+	@FEDLEAK_ASSETS=none $(NEWEST)/bin/python -m pytest $(IN_PARALLEL) -m "not slow" --tb=line -rfE $(ARGS)
+
 coverage: $(READY)
 	@$(BIN)/python $(INSTALL) -c constraints.txt pytest-cov
 	@$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) --cov=lightning_fedleak --cov-report=term:skip-covered $(ARGS)
@@ -158,6 +165,15 @@ $(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
 	@$(PYTHON) tests/tools/lowest_versions.py test datasets > $(LOWEST)/constraints.txt
 	@echo "Installing the oldest versions into $(LOWEST) (once; some minutes) ..."
 	@$(LOWEST)/bin/python $(INSTALL) -c $(LOWEST)/constraints.txt -e ".[test,datasets]"
+	@touch $@
+
+$(NEWEST)/.ready: pyproject.toml tests/tools/lowest_versions.py
+	@rm -rf $(NEWEST)
+	@$(PYTHON) -m venv $(NEWEST)
+	@$(PYTHON) tests/tools/lowest_versions.py --names test datasets > $(NEWEST)/names.txt
+	@echo "Installing the newest versions into $(NEWEST) (once; some minutes) ..."
+	@$(NEWEST)/bin/python $(INSTALL) --upgrade -r $(NEWEST)/names.txt
+	@$(NEWEST)/bin/python $(INSTALL) --no-deps -e .
 	@touch $@
 
 $(FLOWER)/.ready: $(READY) constraints-flower.txt

@@ -52,19 +52,29 @@ WRAPPERS = frozenset(
 """Parts of a parameter's name that depend on what wraps the model, and on who saved it."""
 
 
+def plain_name(name: str) -> str:
+    """Return a parameter's name without :data:`WRAPPERS`."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def hash_weights(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the type and SHA-256 of each tensor by its name without :data:`WRAPPERS`.
 
     The same weights have the same hashes in a training loop, in a checkpoint of Lightning, and in
     the files of ``save_pretrained``, adapters too.
     """
-    names = {n: ".".join(part for part in n.split(".") if part not in WRAPPERS) for n in tensors}
+    names = {name: plain_name(name) for name in tensors}
     counts, hashes = Counter(names.values()), {}
     for name, tensor in tensors.items():
         if counts[plain := names[name]] > 1:  # which of them it is nobody could say later
             continue
         hashes[plain] = f"{str(tensor.dtype).removeprefix('torch.')} {hash_tensors({'': tensor})}"
     return hashes
+
+
+def digest_weights(hashes: Mapping[str, str]) -> str:
+    """Return one hash of what :func:`hash_weights` gives, by their names in order."""
+    return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
 
 
 def save_private(

@@ -103,6 +103,18 @@ def test_the_trained_weights_give_their_texts_away(run) -> None:
     assert float(last.split("AUC ")[1].split()[0]) > 0.95
 
 
+def test_planted_values_in_answers_rank_first_and_those_in_messages_do_not(run) -> None:
+    printed = run("planted_values.py")
+    last = {
+        line.split()[0]: float(line.split("steps: ")[1].split()[0])
+        for line in printed.splitlines()
+        if line.startswith("entity/")
+    }
+    assert len(last) == 4
+    assert min(last["entity/phone/label"], last["entity/code/label"]) > 0.3
+    assert max(last["entity/phone/prompt"], last["entity/code/prompt"]) < 0.3
+
+
 @pytest.mark.parametrize("name", ["transformers_trainer.py", "plain_loop.py"])
 def test_other_loops_are_stopped_at_the_third_look_above_the_threshold(run, name: str) -> None:
     looks = [float(value) for value in re.findall(r"words = ([\d.]+)", run(name))]

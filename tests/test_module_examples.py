@@ -12,6 +12,7 @@ MODULES = [
     "labs.beam_from_words",
     "labs.gradient_matching",
     "labs.token_relaxation",
+    "evaluation.auditing.private_training",
     "cli.finetuning.data",
     "cli.finetuning.module",
 ]

@@ -204,6 +204,19 @@ def fedleak_step(request: pytest.FixtureRequest) -> Callable[..., StepCheck]:
     return check
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the marker of tests that use a fixture of this plugin."""
+    config.addinivalue_line("markers", "fedleak: measures what a model or a step gives away")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that use a fixture of this plugin."""
+    for item in items:
+        if {"fedleak_release", "fedleak_step"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("fedleak")
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:

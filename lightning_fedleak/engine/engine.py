@@ -104,6 +104,7 @@ class StepEngine:
             self.weights.batch_begins(batch)
         fit, step = self._fit, self._fit.run.step
         fit.truth.check_first(batch)
+        at_work = fit.look
         try:
             fit.begin_look(step)
         except Exception as error:
@@ -113,6 +114,9 @@ class StepEngine:
             if is_clear and scheduler.cadence.due(step):
                 fit.look = Look(step)
         if fit.look is not None:
+            writer = None if self.report is None else self.report.record
+            if writer is not None and fit.look is not at_work and fit.look.scope is None:
+                writer.look_begins(step)
             fit.truth.batch_begins(fit.look, batch)
 
     @contained
@@ -243,7 +247,8 @@ class StepEngine:
         if fit.failure is not None:
             scope = fit.series if look.scope is None else look.scope
             results = dict.fromkeys(scope, Unknown(fit.failure))
-        outcomes, fit.scheduler.cadence.next_step = self._pool(results, next_step)
+        outcomes, look.next_look = self._pool(results, next_step)
+        fit.scheduler.cadence.next_step = look.next_look
         return outcomes
 
     @contained

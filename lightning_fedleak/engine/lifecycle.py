@@ -199,6 +199,7 @@ class Engine(StepEngine):
         self.record = report.record = record.RunRecord(
             path, self.jsonl.run, report.warn_once, defenses
         )
+        self.record.note_rows(run)
         facts = record.facts_of(
             run,
             lineup,
@@ -212,7 +213,14 @@ class Engine(StepEngine):
             },
             resumed=earlier,
         )
-        self.record.begins(replace(facts, fit=destination.fit or uuid.uuid4().hex))
+        self.record.begins(
+            replace(
+                facts,
+                fit=destination.fit or uuid.uuid4().hex,
+                next_look=run.step if run.unit == "step" and self._fit.series else None,
+                weights=self.record.weights_of(run, ("trained", "frozen")),
+            )
+        )
         self._tell_loggers(destination, lineup)
 
     def _tell_loggers(self, destination: log.Destination, lineup: Lineup) -> None:
@@ -552,6 +560,7 @@ class Engine(StepEngine):
         """Remove every tap, whatever one of them raises; may be called twice."""
         closers = [] if self.fit is None else [self.fit.close]
         closers += [] if self.report is None else [self.report.cards.close]
+        closers += [] if self.record is None else [self.record.close]
         failure = None
         for close in [*closers, *(one for channel in self.channels for one in channel.removers)]:
             try:
@@ -578,6 +587,8 @@ class Engine(StepEngine):
     @contained
     def _state(self) -> dict[str, Any]:
         states = [channel.state_dict() for channel in self.channels]
+        if self.record is not None and self.fit is not None:
+            self.record.add_checkpoint(self.fit.run)
         return {
             **self.results.state_dict(),
             "fit": self._summary(),

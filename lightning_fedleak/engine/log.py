@@ -350,6 +350,7 @@ class Report:
                     privacy=spendings(defenses),
                     seconds=look.seconds,
                     failures=failures,
+                    next_look=look.next_look,
                 )
             )
 

@@ -28,9 +28,9 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     TextSource,
 )
-from lightning_fedleak.attacks.memorization import Canaries
+from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.scheduler import Cadence
-from lightning_fedleak.evaluation.canaries import CanarySet
+from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
 from lightning_fedleak.model.batches import BatchAdapter
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.validate import check_choice, check_integer, check_number
@@ -81,6 +81,9 @@ class Games:
             (:func:`~lightning_fedleak.evaluation.canaries.with_canaries`), that
             :class:`~lightning_fedleak.attacks.memorization.Canaries` asks the trained weights
             about; logged as ``audit/<attack>_x<times>``.
+        entities: values that
+            :func:`~lightning_fedleak.evaluation.canaries.with_entities` planted, which
+            :class:`~lightning_fedleak.attacks.memorization.Entities` ranks by the trained weights.
 
     Raises:
         ValueError: a number out of range.
@@ -91,6 +94,7 @@ class Games:
     window: int = 100
     scale: float = SCALE
     canaries: CanarySet | None = None
+    entities: EntitySet | None = None
 
     def __post_init__(self) -> None:
         check_integer("targets", self.targets)
@@ -392,6 +396,8 @@ def selected(
         canaries = None if games is None or rounds else games.canaries
         if canaries is not None and min(map(len, canaries.token_ids)) > 1:
             played += (Canaries(),)
+        if games is not None and games.entities is not None and not rounds:
+            played += (Entities(),)
         check_attacks(played)
         return Selection(played, True, asked, settings.public_text not in (None, "sampled"))
     if isinstance(attacks, str):

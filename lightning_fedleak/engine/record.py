@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
@@ -12,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
@@ -21,7 +23,8 @@ from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Series
 from lightning_fedleak.engine.run import Run
-from lightning_fedleak.private_files import hash_weights
+from lightning_fedleak.model.row_order import RowOrder
+from lightning_fedleak.private_files import digest_weights, hash_weights, read_secret, write_secret
 from lightning_fedleak.report import records
 
 PACKAGES = (
@@ -32,8 +35,20 @@ PACKAGES = (
 
 _OF_THIS_FIT = (
     *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
+    *("next_look", "weights"),
 )
 """Fields of the first line that differ between fits of the same settings."""
+MOST_HASHED = 2**30
+"""Bytes of weights that are hashed before the first step and at checkpoints: 1 to 3 seconds.
+
+Of more there is no such hash; smaller values spare small models that time.
+"""
+ROW_KEY = "row_order.key"
+"""File beside the logs, of mode 0600, with the key of the commitment to the order of rows."""
+_keys: dict[Path, str] = {}
+"""The key of each such file of this process, which is written when a fit ends."""
+PLANNED = records.BeginLine, records.LookLine, records.PlanLine
+"""Lines that say when the next look is."""
 LOGGED = ("epsilon", "delta", "noise_multiplier")
 
 
@@ -42,8 +57,9 @@ class RunRecord:
 
     One line when a fit begins (model, training, attacks, defences, gates), one for each look
     (utility, what defences have spent), one where these have changed between looks, one for each
-    decision of a gate, one for a defence of which the first did not know, one when the fit ends.
-    Of several processes the first one writes.
+    decision of a gate, one for a defence of which the first did not know, one where a look is at
+    another step than planned, one for each checkpoint, one when the fit ends. Of several processes
+    the first one writes.
 
     Args:
         path: the file; its folder is made when the first line is written.
@@ -54,6 +70,7 @@ class RunRecord:
 
     Attributes:
         ended: the fit's end is written.
+        planned: step of the next look, as the lines say so far; None where they say none.
     """
 
     def __init__(
@@ -64,6 +81,8 @@ class RunRecord:
         self._warn = warn
         self._described = [*defenses]
         self.ended = False
+        self.planned: int | None = None
+        self._order: RowOrder | None = None
 
     def begins(self, line: records.BeginLine) -> None:
         """Write that a fit begins, with a hash of its settings without where and when it is."""
@@ -73,6 +92,37 @@ class RunRecord:
         text = json.dumps(settings, sort_keys=True)
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
+    def note_rows(self, run: Run) -> None:
+        """Note the order of rows from now on; none with an account of DP, which it could harm."""
+        if run.unit != "step" or accounting(run.defenses):
+            return
+        path = self.path.parent / ROW_KEY
+        key = _keys.setdefault(path.resolve(), secrets.token_hex(32))
+        try:
+            key = read_secret(path, "the key")["key"] if path.exists() else key
+            self._order = RowOrder(bytes.fromhex(key))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            self._warn(f"the order of rows is not committed to: {path} cannot be read ({error})")
+
+    def _row_order(self, run: Run) -> str | None:
+        """Return the commitment to the rows so far, whose key is written."""
+        if self._order is None:
+            return None
+        code = self._order.code_of(getattr(run.training_loader, "dataset", None))
+        path = self.path.parent / ROW_KEY
+        try:
+            if code is not None and not path.exists():
+                write_secret(path, {"key": self._order.key.hex()})
+        except OSError as error:
+            self._warn(f"{path} cannot be written: {error.strerror}")
+            return None
+        return code
+
+    def close(self) -> None:
+        """Note rows no more; may be called twice."""
+        if self._order is not None:
+            self._order.close()
+
     def ends(self, run: Run, outcome: str) -> None:
         """Write that the fit is over, how far ``leakage.jsonl`` goes, and hashes of the weights.
 
@@ -81,6 +131,8 @@ class RunRecord:
             outcome: ``"finished"``, or the class of what was raised.
         """
         self.ended = True
+        if self.planned is not None and self.planned < run.step:
+            self.append(records.PlanLine(run="", step=run.step))
         weights, results = None, self.path.parent / records.RESULTS
         if outcome == "finished" and run.unit == "step" and not run.is_sharded:
             parameters = run.anatomy.root.named_parameters()
@@ -102,8 +154,42 @@ class RunRecord:
                 results=number,
                 results_head=head,
                 weights=weights,
+                row_order=self._row_order(run) if outcome == "finished" else None,
             )
         )
+
+    def look_begins(self, step: int) -> None:
+        """Write that a look is at another step than was planned, where it is."""
+        if self.planned is not None and step != self.planned:
+            self.append(records.PlanLine(run="", step=step, next_look=step))
+
+    def add_checkpoint(self, run: Run) -> None:
+        """Write a hash of the trained weights of a checkpoint of a fit that goes on."""
+        if not self.ended and run.unit == "step":
+            digest = (self.weights_of(run) or {}).get("trained")
+            self.append(records.CheckpointLine(run="", step=run.step, weights=digest))
+
+    def weights_of(self, run: Run, kinds: Sequence[str] = ("trained",)) -> dict[str, str] | None:
+        """Return one hash of the trained and one of the frozen tensors, as they are asked for.
+
+        None where they are sharded or of a federation; a kind of more than :data:`MOST_HASHED`
+        bytes is left out.
+        """
+        if run.unit != "step" or run.is_sharded:
+            return None
+        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
+        for name, one in run.anatomy.root.named_parameters():
+            if (kind := "trained" if one.requires_grad else "frozen") in tensors:
+                tensors[kind][name] = one
+        try:
+            return {
+                kind: digest_weights(hash_weights(part))
+                for kind, part in tensors.items()
+                if sum(one.nbytes for one in part.values()) <= MOST_HASHED
+            }
+        except Exception as error:  # of weights on no device, or out of memory
+            self._warn(f"weights were not hashed ({type(error).__name__})")
+            return None
 
     def describe(self, defenses: Sequence[Defense]) -> None:
         """Write of defences that the record's first line does not have, once."""
@@ -117,6 +203,8 @@ class RunRecord:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             records.append_line(self.path, replace(line, run=self.run, time=now))
+            if isinstance(line, PLANNED) and (line.next_look is not None or line.kind == "plan"):
+                self.planned = line.next_look
         except OSError as error:
             self._warn(f"{self.path} cannot be written: {error.strerror}")
 

@@ -264,6 +264,7 @@ class Look:
         notes: functions that write what was recovered to local files, under a title.
         work: what attacks share with each other until an optimizer steps.
         scope: the series that are tried again, where the look is of these alone; None: all.
+        next_look: step of the next look, once it is planned; None for a look at the weights.
     """
 
     step: int
@@ -288,6 +289,7 @@ class Look:
     controls: dict[str, Control] = field(default_factory=dict)
     work: dict[Hashable, Any] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
+    next_look: int | None = None
 
     @property
     def all_batches(self) -> list[TokenBatch]:

@@ -126,7 +126,7 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
         if run in ends:
             verdict.contradict(f"{place}: run {run} had ended before")
         if kind == "end":
-            ends[run] = _count(line)
+            ends[run] = count_of(line, "results")
             _check_closing(line, results, place, verdict)
         now = str(line.get("time", time))
         if now < time:
@@ -159,15 +159,15 @@ def _check_results(
             verdict.contradict(f"{place}: run {run} had ended before")
 
 
-def _count(line: JsonObject) -> int | None:
-    """Return how many results a run's last line counts; None where it says no such number."""
-    count = line.get("results")
+def count_of(line: JsonObject, key: str) -> int | None:
+    """Return a number of steps or lines; None where a line says no such number."""
+    count = line.get(key)
     return count if type(count) is int and count >= 0 else None
 
 
 def _check_closing(line: JsonObject, results: ChainedFile, place: str, verdict: Verdict) -> None:
     """Compare what a run's last line says of ``leakage.jsonl`` with that file."""
-    count, head = _count(line), line.get("results_head")
+    count, head = count_of(line, "results"), line.get("results_head")
     if _schema(line) < CHAINED:
         return
     if count is None:

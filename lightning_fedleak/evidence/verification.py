@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,14 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_chain
+from lightning_fedleak.evidence.plans import check_plans
 from lightning_fedleak.evidence.signing import STATEMENT, check_signature
 from lightning_fedleak.evidence.verdict import Verdict
-from lightning_fedleak.private_files import hash_weights
-from lightning_fedleak.report import FitLog, ReportError, findings, read
+from lightning_fedleak.private_files import digest_weights, hash_weights, plain_name
+from lightning_fedleak.report import Findings, FitLog, ReportError, findings, leakage_file, read
+from lightning_fedleak.report.files import LEAKAGE
 from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, JsonObject, as_json
 
 REPORT = "report.json"
-_OF_THIS_REPORT = ("made", "made_by", "problems", "people")
+_OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
 """Keys of a report that differ between reports of the same logs."""
 
 
@@ -58,7 +60,7 @@ def verify_run(
     Args:
         run: folder that holds ``leakage.jsonl`` and ``run.jsonl``.
         weights: folder or file of saved weights, which should be those that the last run of the
-            folder ended with.
+            folder ended with, or of a checkpoint that was noted.
         key: public key in PEM, of who signed the run.
         heads: hashes of last lines that were noted elsewhere; each must be of a line.
 
@@ -70,6 +72,10 @@ def verify_run(
     not_checked = ["gates on the worst of a family, on trained weights and of rounds"]
     logs = {name: _read(run / name, verdict) for name in (RECORD, RESULTS)}
     check_closings(logs[RECORD], logs[RESULTS], verdict)
+    if check_plans(logs[RECORD], verdict):
+        checked.append("looks at the planned steps")
+    else:
+        not_checked.append("looks: no run says at which steps they are planned")
     hashes = {one for log in logs.values() for one in log.hashes}
     for head in heads:
         if head not in hashes:
@@ -78,7 +84,7 @@ def verify_run(
     for fit in fits:
         _check_gates(fit, verdict)
     if (run / REPORT).exists():
-        _check_report(run, fits, verdict)
+        _check_report(run / REPORT, run, fits, as_json, verdict)
         checked.append(REPORT)
     else:
         not_checked.append(f"a report: there is no {REPORT}")
@@ -92,6 +98,9 @@ def verify_run(
     if weights is not None:
         _check_weights(logs[RECORD], weights, verdict)
         checked.append("weights")
+        if (weights / LEAKAGE).exists():
+            _check_report(weights / LEAKAGE, run, fits, leakage_file, verdict)
+            checked.append(LEAKAGE)
     else:
         not_checked.append("which weights these are: --weights DIR")
     return Verification(
@@ -175,28 +184,34 @@ def _watched_values(fit: FitLog, metric: str) -> Iterator[tuple[int, float | Non
 # ---- report and weights -------------------------------------------------------------------------
 
 
-def _check_report(run: Path, fits: Sequence[FitLog], verdict: Verdict) -> None:
-    """Check that ``report.json`` says what the logs give."""
+def _check_report(
+    path: Path,
+    run: Path,
+    fits: Sequence[FitLog],
+    make: Callable[[Findings], JsonObject],
+    verdict: Verdict,
+) -> None:
+    """Check that a file says what the logs of a folder give, as ``make`` writes it."""
     try:
-        report = json.loads((run / REPORT).read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8"))
         state = _state_of(report)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        verdict.contradict(f"{REPORT} cannot be read as a report")
+        verdict.contradict(f"{path.name} cannot be read as a report")
         return
     if report.get("made_by") != f"lightning-fedleak {version('lightning-fedleak')}":
-        verdict.leave_open(f"{REPORT} is of another version, {report.get('made_by')}")
+        verdict.leave_open(f"{path.name} is of another version, {report.get('made_by')}")
         return
     states = []
     for name in (None, *(fit.run for fit in fits)):
-        content = as_json(findings(read([run / RECORD], run=name)))
+        content = as_json(make(findings(read([run / RECORD], run=name))))
         if _statements(content) == _statements(report):
             return
         states.append(_state_of(content))
     if state in states:
-        verdict.contradict(f"{REPORT} does not say what the logs give")
+        verdict.contradict(f"{path.name} does not say what the logs give")
     elif fits:
         verdict.leave_open(
-            f"{REPORT} is older than the logs, of other runs, or of a renamed folder"
+            f"{path.name} is older than the logs, of other runs, or of a renamed folder"
         )
 
 
@@ -213,14 +228,16 @@ def _statements(report: JsonObject) -> JsonObject:
 
 
 def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
-    """Check that saved weights are those that the last run ended with."""
+    """Check that saved weights are those of a checkpoint, or that the last run ended with."""
     saved_hashes = hash_weights(_saved_tensors(place))
     lines = [line for line in record.contents if line is not None]
-    runs = [line.get("run") for line in lines if line.get("kind") == "begin"]
-    ends = [one for one in lines if one.get("kind") == "end" and one.get("run") in runs[-1:]]
-    trained = ends[-1].get("weights") if ends else None
-    if not isinstance(trained, dict) or not all(isinstance(h, str) for h in trained.values()):
-        trained = {}
+    run = next((one.get("run") for one in reversed(lines) if one.get("kind") == "begin"), None)
+    checkpoint = _checkpoint_of(lines, saved_hashes)
+    trained = _last_weights(lines, run)
+    is_last = bool(trained) and trained.items() <= saved_hashes.items()
+    if checkpoint is not None and not is_last:
+        verdict.note(f"'{place}' holds the trained tensors of {checkpoint}")
+        return
     if not trained:
         verdict.leave_open("the last run did not note its weights: sharded, or not finished")
         return
@@ -229,7 +246,7 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     different = sorted(n for n in shared - types if trained[n] != saved_hashes[n])
     if different:
         verdict.contradict(
-            f"'{place}' does not hold the weights of run {ends[-1].get('run')}: "
+            f"'{place}' does not hold the weights of run {run}, nor of a noted checkpoint: "
             f"{len(different)} of {len(trained)} trained tensors differ, {different[0]} first"
         )
     elif unknown := len(trained) - len(shared) + len(types):
@@ -237,6 +254,30 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
             f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
             f"{unknown} are not there, or saved in another type"
         )
+
+
+def _last_weights(lines: Sequence[JsonObject], run: object) -> dict[str, str]:
+    """Return the hashes of the tensors that a run ended with; none where it did not note them."""
+    ends = [one for one in lines if one.get("kind") == "end" and one.get("run") == run]
+    trained = ends[-1].get("weights") if ends else None
+    hashes = trained if isinstance(trained, dict) else {}
+    return hashes if all(isinstance(one, str) for one in hashes.values()) else {}
+
+
+def _checkpoint_of(lines: Sequence[JsonObject], saved_hashes: Mapping[str, str]) -> str | None:
+    """Return in words whose checkpoint these trained tensors are; None where no run noted it."""
+    trained: dict[object, object] = {}
+    for line in lines:
+        run = str(line.get("run"))
+        if line.get("kind") == "begin":
+            try:
+                names = [plain_name(name) for name in line["model"]["trained"]]
+                trained[run] = digest_weights({name: saved_hashes[name] for name in names})
+            except (LookupError, TypeError, AttributeError):  # an odd line, or a tensor is missing
+                continue
+        elif line.get("kind") == "checkpoint" and line.get("weights") == trained.get(run, 0):
+            return f"the checkpoint of run {run} at step {line.get('step')}"
+    return None
 
 
 def _saved_tensors(place: Path) -> dict[str, Tensor]:

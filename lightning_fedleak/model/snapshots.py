@@ -136,6 +136,11 @@ class TokenSnapshot:
         """Return the snapshot of some of the texts, given as (n,) indices or (N,) bool."""
         return TokenSnapshot(*(getattr(self, f.name)[index] for f in fields(self)))
 
+    def within(self, places: Tensor) -> TokenSnapshot:
+        """Return the snapshot with nothing outside of some places, (N, L) bool."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return TokenSnapshot(*(value * places for value in values))
+
     def mean_log_probs(self) -> Tensor:
         """Return (N,) minus the loss of each text; NaN where it has no label token."""
         return (self.log_probs * self.labels).double().sum(1) / self.labels.sum(1)
@@ -166,6 +171,22 @@ class ReleasedModel:
 
 
 @dataclass(frozen=True)
+class CandidateSnapshot:
+    """What a released model says of N values and of candidates that might stand in their place.
+
+    Attributes:
+        log_probs: (N, C + 1) log probability of the value, in column 0, and of each candidate, all
+            in the value's context, in nats.
+        sizes: (N,) int64, candidates of each value; columns beyond have no meaning.
+        greedy: (N,) bool, whether greedy decoding writes the value.
+    """
+
+    log_probs: Tensor
+    sizes: Tensor
+    greedy: Tensor
+
+
+@dataclass(frozen=True)
 class Observation:
     """All that one run of an attack may read. It never holds the truth.
 
@@ -173,11 +194,13 @@ class Observation:
         gradients: snapshots, oldest first; most attacks read the last only.
         activations: what crossed the split in the same step.
         released: answers of the released model; None where none is released.
+        candidates: its answers about planted values; None where it was not asked.
     """
 
     gradients: tuple[GradientSnapshot, ...] = ()
     activations: tuple[ActivationSnapshot, ...] = field(default=())
     released: ReleasedModel | None = None
+    candidates: CandidateSnapshot | None = None
 
     def gradient(self, role: str) -> Tensor:
         """Return the newest gradient of ``role``.

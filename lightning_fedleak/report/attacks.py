@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.records import (
     CANARIES,
+    ENTITIES,
     HIGH,
     MEMORIZATION,
     STANDARD_FAMILIES,
@@ -264,7 +265,7 @@ class FitResults:
         begin = self._log.begin
         family = None if begin is None else begin.family_of(attack)
         if family is not None:  # in this version's words for a family of this package
-            standard = {one.name: one for one in (*STANDARD_FAMILIES, CANARIES)}
+            standard = {one.name: one for one in (*STANDARD_FAMILIES, CANARIES, ENTITIES)}
             return standard.get(family.name, family)
         metrics = {name for line in lines for name in line.metrics}
         if any(line.stage == RELEASED for line in lines):
@@ -281,8 +282,8 @@ class FitResults:
         return sorted(summaries, key=lambda one: (one.looks > 0, -one.above_chance))
 
     def _attack(self, name: str, stage: str, lines: Sequence[ResultLine]) -> AttackSummary:
-        # Canaries, and the checkpoint that is chosen, have a series of their own.
-        played = name.removeprefix(AUDIT).removesuffix("_chosen")
+        # Canaries, values, and the checkpoint that is chosen, have a series of their own.
+        played = name.removeprefix(AUDIT).removesuffix("_chosen").partition("/")[0]
         facts = self._facts.get(played, AttackFacts(name=name, family=""))
         family = self._family(played, lines)
         measured = {metric for line in lines for metric in line.metrics}

@@ -17,8 +17,8 @@ from lightning_fedleak.report.comparing import Comparison, comparison, names_of
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, grouped
 from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
-from lightning_fedleak.report.records import HIGH, STANDARD_FAMILIES, JsonObject, named
-from lightning_fedleak.report.wording import FOR_UNIT, digits, visible
+from lightning_fedleak.report.records import ENTITIES, HIGH, STANDARD_FAMILIES, JsonObject, named
+from lightning_fedleak.report.wording import FOR_UNIT, digits, interval, visible
 
 SCHEMA = 3
 """Version of ``report.json``."""
@@ -152,6 +152,7 @@ _DEFENSE = (
     "Trainer(strategy=DefendedStrategy('auto', defenses=[DPSGD(1.0, target_epsilon=8, "
     "target_delta=...)])) clips and noises each example's part"
 )
+_COPIES = {"x1": "one row", "x2": "2 to 4 rows", "x5": "5 to 16 rows", "x17": "more rows"}
 ASSUMPTION = "settings=WatchSettings(assume=DISHONEST_SERVER)"
 """The argument that has attacks of a server played that adds layers of its own."""
 _CLIENT_DEFENSE = "ClientDP(..., trust='local') clips each client's update and adds noise to it"
@@ -176,6 +177,30 @@ def next_steps(fits: Sequence[FitSummary]) -> list[str]:
             "memorization`."
         )
     return list(dict.fromkeys(steps))
+
+
+def given_away(fit: FitSummary) -> list[tuple[str, str]]:
+    """Return which records the trained model gives away, and what in them, in counts alone.
+
+    The rows are of the list of records, of planted values by kind, place and repetitions, of the
+    passages of texts by their copies, and of prompts; empty where nothing of it was asked.
+    """
+    rows = [] if fit.rows is None else [("Rows of the training data", fit.rows_in_words)]
+    for attack in fit.attacks:
+        answer = interval(attack.last) if attack.looks else f"unknown: {attack.why_unknown}"
+        if attack.family.name == ENTITIES.name:
+            _, kind, place = attack.name.split("/")
+            place, _, times = place.partition("_x")
+            words = f"Planted values, {kind} in the {place}" + f", {times} times" * bool(times)
+            greedy = f"written greedily: {interval(attack.rates.get('greedy'))}; n {attack.last_n}"
+            rows.append((words, f"{answer} more rank first than of those left out; {greedy}"))
+        elif attack.name.startswith("prompt_ratio"):
+            rows.append(("Prompts, which have no loss", f"AUC {answer}"))
+        for name, copies in _COPIES.items():
+            if (rate := attack.rates.get(f"extracted_{name}")) is not None:
+                words = f"{interval(rate)} more are extracted than of those left out"
+                rows.append((f"Passages of texts in {copies}", words))
+    return rows
 
 
 def _against_reading(fit: FitSummary) -> Iterator[str]:

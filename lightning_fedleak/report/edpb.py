@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_fedleak.report.attacks import RELEASED, AttackSummary
-from lightning_fedleak.report.records import CANARIES
+from lightning_fedleak.report.records import CANARIES, PLANTED
 from lightning_fedleak.report.wording import NOT_RECORDED, interval, share
 
 NOT_TRIED = "not tried"
@@ -60,7 +61,7 @@ def _named_attack(
         "; ".join(places) or NOT_TRIED,
         [*model_results(attacks, metric), *(_result(a, a.headline) for a in of_updates)],
         [f"{a.name}: {_visible(a, unit)}" for a in measured]
-        + [f"{a.name}: {NOT_RECORDED}" for a in of_updates],
+        + [f"{a.name}: {_visible(a)}" for a in of_updates],
     )
 
 
@@ -88,7 +89,7 @@ def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
 
 def _is_on_texts(attack: AttackSummary) -> bool:
     """Return whether an attack asks the trained model about the data's own texts."""
-    return attack.stage == RELEASED and attack.family.name != CANARIES.name
+    return attack.stage == RELEASED and attack.family.name not in PLANTED
 
 
 def _without_result(attacks: Sequence[AttackSummary]) -> list[str]:
@@ -104,10 +105,40 @@ def _result(attack: AttackSummary, metric: str) -> str:
     return f"{attack.name} ({attack.stage}): {metric} {interval(rate)}, n {n}{late}{note}"
 
 
-def _visible(attack: AttackSummary, unit: str) -> str:
+SHOWN_IN_FOUR_OF_FIVE = 1.960 + 0.842  # standard errors: 95% on both sides, and power 0.8
+
+
+def smallest_rate(attack: AttackSummary) -> float | None:
+    """Return the smallest rate that the latest look would show in 4 of 5 cases.
+
+    Of an attack on the trained model it is as recorded. An AUC of n games, of which half are of
+    members, has a standard error of sqrt((n + 1) / 3) / n where nothing leaks (Mann and Whitney
+    1947). Of n words or tokens, of which each is read with the same probability, one is
+    read in 4 of 5 looks where that is 1 - 0.2^(1 / n); an attack that reads a share of known words
+    only sees as much less.
+
+    Returns:
+        The rate, above 1 where no rate would show; None where the look recorded too little.
+    """
+    n, control = attack.last_n, attack.control
+    if attack.stage == RELEASED:
+        return attack.visible
+    if not n or attack.last is None:
+        return None
+    if attack.headline == "auc":
+        return attack.chance + SHOWN_IN_FOUR_OF_FIVE * math.sqrt((n + 1) / 3) / n
+    if attack.chance:
+        return None
+    seen = 1.0 if not attack.has_control else control or 0.0
+    return (1 - 0.2 ** (1 / n)) / seen if seen > 0 else math.inf
+
+
+def _visible(attack: AttackSummary, unit: str = "") -> str:
     """Return the smallest rate that an attack could have seen, in words."""
-    if attack.visible is None:
+    rate = smallest_rate(attack)
+    if rate is None:
         return NOT_RECORDED
-    if attack.visible >= 1:
-        return "none: too few texts"
-    return f"{unit} of {share(attack.visible)}"
+    if rate >= 1:
+        return "none: too few, or its control was not read"
+    unit = unit or ("AUC" if attack.headline == "auc" else "share of words or tokens")
+    return f"{unit} of {share(rate)}"

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report.content import findings
-from lightning_fedleak.report.html import model_card, page
+from lightning_fedleak.report.html import leakage_file, model_card, page
 from lightning_fedleak.report.logs import ReportError, read
 from lightning_fedleak.report.records import as_json
 from lightning_fedleak.report.registry import entry
 
 REPORT_TOML = "report.toml"
+LEAKAGE = "leakage.json"
+"""The file beside the weights that says what a model card says."""
 
 
 def write(
@@ -103,11 +105,14 @@ def write_at_end(record: Path, run: str, watcher: str) -> Path | None:
     return path
 
 
-def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
-    """Print a block for a model card, and write nothing.
+def print_card(
+    runs: Sequence[Path], about: Path | None = None, weights: Path | None = None
+) -> None:
+    """Print a block for a model card, and write ``leakage.json`` beside the weights.
 
     Args:
         runs: log folders, or log files in them.
+        weights: folder of the weights, for what the block says as JSON; None writes nothing.
         about: as for :func:`write`; by default ``report.toml`` in the first run's folder.
 
     Raises:
@@ -119,6 +124,17 @@ def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
         print(model_card(content), end="")
     except ValueError as error:
         raise ReportError(str(error)) from None
+    if weights is None:
+        return
+    text = json.dumps(as_json(leakage_file(content)), indent=1, allow_nan=False) + "\n"
+    try:
+        _write_whole(weights / LEAKAGE, text)
+        (weights / LEAKAGE).chmod(0o644)  # it is released with the weights
+    except OSError as error:
+        raise ReportError(
+            f"'{weights}' cannot be written to ({error.strerror}): name the folder of the weights "
+            "with --out"
+        ) from None
 
 
 def _folder_of(run: Path) -> Path:

@@ -127,6 +127,19 @@ class FitSummary:
     named_attacks: Sequence[NamedAttack] = records.named("edpb_28_2024_par_55")
     rows: Mapping[str, float] | None = None
 
+    @property
+    def rows_in_words(self) -> str:
+        """Which training rows the trained model gives away, in a sentence of counts."""
+        rows = self.rows or {}
+        if "at_least" not in rows:
+            return "Which training rows the trained model gives away is unknown."
+        chosen = f"{rows['listed']:.0f} are listed" if "listed" in rows else "too few to list any"
+        return (
+            f"The trained model gives away at least {rows['at_least']:.0f} of "
+            f"{rows['members']:.0f} training rows, but for a probability of {rows['alpha']:.3g}; "
+            f"{chosen} in records.jsonl. {rows['repeated']:.0f} further rows have copies."
+        )
+
 
 def fit_summaries(
     logs: Sequence[FitLog], problems: list[str]

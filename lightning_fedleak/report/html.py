@@ -13,12 +13,13 @@ from importlib.resources import files
 import jinja2
 from markupsafe import Markup
 
+from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.charts import MOST_DRAWN, compared_figures, figures
 from lightning_fedleak.report.comparing import names_of
-from lightning_fedleak.report.content import Findings, together
-from lightning_fedleak.report.edpb import NOT_TRIED, on_model, tiers
+from lightning_fedleak.report.content import Findings, given_away, together
+from lightning_fedleak.report.edpb import NOT_TRIED, on_model, smallest_rate, tiers
 from lightning_fedleak.report.fits import FitSummary, last_and_best
-from lightning_fedleak.report.records import MetricValue
+from lightning_fedleak.report.records import JsonObject, MetricValue, as_json
 from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.registry import RELEASE, RELEASE_FIELDS
 from lightning_fedleak.report.wording import brief, brief_interval, in_words, interval, share
@@ -51,7 +52,12 @@ def _template() -> jinja2.Template:
         "most_drawn": MOST_DRAWN,
         "together": together,
     }
-    environment.globals |= {"terms": glossary, "questions": questions, "tiers": tiers}
+    environment.globals |= {
+        "given_away": given_away,
+        "terms": glossary,
+        "questions": questions,
+        "tiers": tiers,
+    }
     script = _source("page.js")
     environment.globals |= {
         "ends": _ends,
@@ -226,6 +232,29 @@ def model_card(findings: Findings) -> str:
     return "\n".join(lines) + "\n"
 
 
+def leakage_file(findings: Findings) -> JsonObject:
+    """Return the content of ``leakage.json``: what a model card says, for programs."""
+    runs = []
+    for fit, row in zip(findings.runs, as_json(findings)["runs"], strict=True):
+        attacks = [_attack_facts(*pair) for pair in zip(fit.attacks, row["attacks"], strict=True)]
+        privacy = {account.defense: account.claim for account in fit.privacy}
+        more = {"attacks": attacks, "privacy": privacy}
+        runs.append({name: row[name] for name in _OF_A_RUN} | more)
+    facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
+    return {**facts, "runs": runs, "release": findings.people.get(RELEASE, {})}
+
+
+_OF_A_RUN = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")
+_OF_AN_ATTACK = ("name", "stage", "family", "headline", "chance", "looks", "control", "why_unknown")
+
+
+def _attack_facts(attack: AttackSummary, row: JsonObject) -> JsonObject:
+    rate, smallest = as_json(attack.last or MetricValue()), smallest_rate(attack)
+    smallest = None if smallest is None or smallest >= 1 else smallest
+    facts = {name: row[name] for name in _OF_AN_ATTACK} | {"n": attack.last_n, **rate}
+    return {**facts, "stale": attack.stale, "smallest_rate_detected": smallest}
+
+
 def _fit_lines(fit: FitSummary) -> list[str]:
     rows = [
         (one.name, one.tried, "; ".join(one.results), "; ".join(one.visible))
@@ -238,6 +267,9 @@ def _fit_lines(fit: FitSummary) -> list[str]:
         "|---|---|---|---|",
         *("| " + " | ".join(map(_plain, row)) + " |" for row in rows),
     ]
+    if counted := given_away(fit):
+        lines += ["", "| which records, what in them | latest counts |", "|---|---|"]
+        lines += [f"| {_plain(what)} | {_plain(counts)} |" for what, counts in counted]
     missing = [one.name for one in fit.named_attacks if one.tried == NOT_TRIED]
     lines += ["", f"Not tried: {', '.join(missing) or 'none of the six'}.", ""]
     if fit.not_tested:

@@ -6,13 +6,13 @@ Here are the words and numbers alone, for every form of the report. What is draw
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSummary, QuotedLook
 from lightning_fedleak.report.fits import FitSummary
-from lightning_fedleak.report.records import CANARIES, HIGH, STANDARD_FAMILIES, Family, MetricValue
+from lightning_fedleak.report.records import HIGH, PLANTED, STANDARD_FAMILIES, Family, MetricValue
 from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.series import before_and_after, is_read, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
@@ -135,7 +135,7 @@ def overview(fit: FitSummary) -> Overview:
     """Return what is said first of a run."""
     families = {one.name: one for one in STANDARD_FAMILIES}
     for attack in fit.attacks:
-        if attack.family.headline and attack.family.name != CANARIES.name:
+        if attack.family.headline and attack.family.name not in PLANTED:
             families.setdefault(attack.family.name, attack.family)
     readings = [_reading(fit, family) for family in families.values()]
     run_line = f"until {fit.unit} {fit.steps or 0:,}, {fit.end}; {fit.looked_at:,} looks"
@@ -164,7 +164,7 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
             "does not confirm it."
         )
     if fit.rows is not None:
-        yield _listed_rows(fit.rows)
+        yield fit.rows_in_words
     if fit.withheld:
         yield (
             f"Gates kept back {fit.withheld} of {fit.updates} updates: what those would have given "
@@ -175,18 +175,6 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
             "How the run ended is not recorded: what it released after its last look is not "
             "counted, so that its epsilon is no bound for the whole run."
         )
-
-
-def _listed_rows(rows: Mapping[str, float]) -> str:
-    """Return which training rows the trained model gives away, in a sentence of counts."""
-    if "at_least" not in rows:
-        return "Which training rows the trained model gives away is unknown."
-    chosen = f"{rows['listed']:.0f} are listed" if "listed" in rows else "too few to list any"
-    return (
-        f"The trained model gives away at least {rows['at_least']:.0f} of {rows['members']:.0f} "
-        f"training rows, but for a probability of {rows['alpha']:.3g}; {chosen} in records.jsonl. "
-        f"{rows['repeated']:.0f} further rows have copies."
-    )
 
 
 # ---- readings -----------------------------------------------------------------------------------

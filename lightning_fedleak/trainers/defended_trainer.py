@@ -19,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from lightning_fedleak.defenses import DPSGD, Defense, mean_of_sample_means
 from lightning_fedleak.defenses.base import refuse
+from lightning_fedleak.defenses.dpsgd.sampling import LOADING
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
 from lightning_fedleak.messages import rank_zero_info
@@ -344,6 +345,8 @@ class DefendedMixin(Trainer):
 
     def _begin(self) -> None:
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
+        if self._per_sample:  # again: a `create_scheduler` may have made one of another kind
+            refuse(self._fedleak.owner, TrainerHost(self).refusals())
         self._fedleak.train_starts()
         sampler: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
         if hasattr(sampler, "passed_over") and not self.args.ignore_data_skip:
@@ -407,8 +410,6 @@ def defended(kind: type[transformers.Trainer]) -> Any:
 
 def _split(loader: data.DataLoader[Any], processes: int, rank: int) -> data.DataLoader[Any]:
     """Return a loader whose examples are split among the processes."""
+    settings: dict[str, Any] = {name: getattr(loader, name) for name in ("collate_fn", *LOADING)}
     sampler: data.Sampler[int] = data.DistributedSampler(loader.dataset, processes, rank)
-    workers, size, collate = loader.num_workers, loader.batch_size, loader.collate_fn
-    return data.DataLoader(
-        loader.dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate
-    )
+    return data.DataLoader(loader.dataset, loader.batch_size, sampler=sampler, **settings)

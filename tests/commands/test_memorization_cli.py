@@ -95,6 +95,8 @@ def train(model: torch.nn.Module, rows: list[torch.Tensor], rate: float, epochs:
 
 
 def run(folder: Path, model: str = "model", **settings: object) -> tuple[int, str]:
+    if "at_most" in settings:
+        settings["at_most"] = [(None, settings["at_most"])]
     return run_command(
         "memorization",
         model=str(folder / model),

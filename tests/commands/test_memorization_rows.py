@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak import LeakageMonitor
-from lightning_fedleak.attacks.memorization import Combined, LossRatio
+from lightning_fedleak.attacks.memorization import Combined, LossRatio, PromptRatio
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
@@ -68,7 +68,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     L.seed_everything(0)
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
     settings = WatchSettings(memorization=Memorization(max_overhead=20, looks=()))
-    monitor = LeakageMonitor([Combined(), LossRatio()], folder=folder, settings=settings)
+    monitor = LeakageMonitor(
+        [Combined(), LossRatio(), PromptRatio()], folder=folder, settings=settings
+    )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=3, callbacks=[monitor], enable_checkpointing=False, **quiet
@@ -108,6 +110,22 @@ def test_the_command_says_what_the_monitor_says(
         value = live[attack]["metrics"]["auc"]["value"]
         assert content["attacks"][attack]["auc"] == pytest.approx(value, abs=1e-9)
         assert value > 0.6
+    prompts, value = content["prompts"], live["prompt_ratio"]["metrics"]["auc"]["value"]
+    assert prompts["pool"] == live["prompt_ratio"]["pool"]
+    assert prompts["attacks"]["prompt_ratio"]["auc"] == pytest.approx(value, abs=1e-3)
+    assert list(prompts["attacks"]) == ["prompt_ratio"]  # no score of answers reads them
+
+
+def test_a_gate_on_prompts_is_asked_for(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = trained
+    settings = {"prompt_column": "prompt", "metric": "prompts"}
+    status, said = run(folder, tmp_path / "out.json", at_most=0.5, **settings)
+    assert status == BREACH
+    assert "prompt_ratio/auc is" in said
+    assert run(folder, tmp_path / "out.json", at_most=1.0, **settings)[0] == 0
+    status, said = run(folder, tmp_path / "out.json", loss="all", at_most=1.0, **settings)
+    assert status == BREACH  # of rows that were labels as a whole nothing is known
+    assert "prompt_ratio/auc is unknown" in said
 
 
 def test_all_tokens_say_something_else(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from tests.helpers.folders import save_tiny_causal_lm
+from tests.helpers.folders import noisy_release
 
 pytest_plugins = ["pytester"]
 
@@ -44,6 +41,18 @@ def run(
     return pytester.runpytest_inprocess(*plugin)
 
 
+@pytest.mark.parametrize(("selected", "count"), [("fedleak", 2), ("not fedleak", 1)])
+def test_tests_that_measure_are_marked(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, selected: str, count: int
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    tests = ("def test_a(fedleak_step): ...", "def test_b(fedleak_release): ...")
+    pytester.makepyfile("\n".join((*tests, "def test_c(): ...")))
+    plugin = ("-p", "lightning_fedleak.cli.pytest_plugin", "-p", "no:cacheprovider")
+    result = pytester.runpytest_inprocess(*plugin, "--strict-markers", "-m", selected)
+    result.assert_outcomes(passed=count, deselected=3 - count)
+
+
 @pytest.mark.parametrize(("at_most", "outcome"), [(1.0, "passed"), (0.5, "failed")])
 def test_a_step_is_judged(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, at_most: float, outcome: str
@@ -59,14 +68,6 @@ def test_a_step_is_judged(
     )
 
 
-def texts(path: Path, seed: int) -> str:
-    """Write 30 texts of drawn letters, which repeat nothing of each other."""
-    draw = random.Random(seed)
-    words = ["".join(draw.choices("abcdefghiklmnoprstu", k=5)) for _ in range(300)]
-    path.write_text("\n".join(" ".join(words[n : n + 10]) for n in range(0, 300, 10)) + "\n")
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("at_most", "metric", "outcome"),
     [(1.0, "auc", "passed"), (0.51, "auc", "failed"), (0.1, "shown", "failed")],
@@ -80,17 +81,9 @@ def test_a_release_is_judged_also_where_it_is_unknown(
     outcome: str,
 ) -> None:
     """Noise alone gives nothing away; so few texts do not decide a limit near guessing."""
-    base = str(save_tiny_causal_lm(tmp_path / "base"))
-    network = AutoModelForCausalLM.from_pretrained(base)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
-    network.save_pretrained(tmp_path / "model")
-    source = RELEASE.format(
-        model=str(tmp_path / "model"), base=base, at_most=at_most, metric=metric,
-        members=texts(tmp_path / "members.txt", 0),
-        others=texts(tmp_path / "others.txt", 1),
-    )  # fmt: skip
+    paths = noisy_release(tmp_path)
+    paths["others"] = paths.pop("held-out")
+    source = RELEASE.format(**paths, at_most=at_most, metric=metric)
     result = run(pytester, monkeypatch, source)
     result.assert_outcomes(**{outcome: 1})
     line = f"*combined/{metric} * limit {at_most:g}: *{outcome}*"

@@ -110,8 +110,8 @@ PAGES = {
     ),
 }
 """Show more than numbers: where they fail the result is known, and a warning is given."""
-AFTER_LINES = {"RunRecord.describe"}
-"""Run after the lines of a look: its values are unknown, and so are the lines of the next look."""
+AFTER_LINES = {"RunRecord.describe", "Report.log", "FlatChat.config", "FCMembership.config"}
+"""Run after (the first) lines of a look: its values are unknown, and the lines of the next look."""
 AFTER_LOOK = {"Results.waiting"}
 """Run after a look has been published: the lines of the next look are unknown."""
 CONTROL = {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import multiprocessing
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +18,13 @@ from safetensors.torch import save_file
 
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.engine import WatchSettings
+from lightning_fedleak.engine import record as engine_record
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, sign_run, verify_run
+from lightning_fedleak.evidence.chain import ChainedFile, read_chain
+from lightning_fedleak.evidence.plans import check_plans
 from lightning_fedleak.evidence.signing import STATEMENT
-from lightning_fedleak.private_files import hash_weights
+from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.private_files import hash_weights, plain_name
 from lightning_fedleak.report import ReportError, write
 from lightning_fedleak.report.records import RECORD, RESULTS, append_line, closing_of, hash_line
 from lightning_fedleak.trainers import Threshold, Watch
@@ -34,6 +41,7 @@ class Written:
         self.folder, self.run, self.step = folder, run, 0
         gate = {**GATE, "strict": True, "patience": 0}
         more = {} if resumed is None else {"resumed": {"run": resumed, "privacy": []}}
+        more["next_look"] = 0
         self._append(RECORD, begin(run, gates=[gate], schema=4, **more))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
@@ -42,16 +50,21 @@ class Written:
     def look(self, f1: float) -> None:
         line = result(self.step, run=self.run, f1=f1)
         self._append(RESULTS, line | {"schema": 4})
-        self._append(RECORD, look(self.step, self.run) | {"schema": 4})
+        plan = {"schema": 4, "next_look": self.step + 1}
+        self._append(RECORD, look(self.step, self.run) | plan)
         if f1 > GATE["at_most"]:
             did = {"gate": "g", "did": "warn", "step": self.step, "at_most": GATE["at_most"]}
             decision = did | {"metric": GATE["metric"], "measured": f1}
             self._append(RECORD, {"schema": 4, "run": self.run, "kind": "gate"} | decision)
         self.step += 1
+        if self.step % 3 == 0:
+            checkpoint = {"kind": "checkpoint", "step": self.step, "weights": "e" * 64}
+            self._append(RECORD, {"schema": 4, "run": self.run} | checkpoint)
 
     def end(self) -> None:
         count, head = closing_of(self.folder / RESULTS)
         closing = {"results": count, "results_head": head, "how": "finished", "privacy": []}
+        closing |= {"row_order": "c" * 64, "weights": {"a": "float32 " + "d" * 64}}
         self._append(
             RECORD, {"schema": 4, "run": self.run, "kind": "end", "step": self.step} | closing
         )
@@ -146,7 +159,31 @@ def set_clock_back(lines: list[bytes], n: int) -> None:
     lines[n] = json.dumps(content).encode()
 
 
-EDITS = (remove, double, swap, change_number, lower, cut_tail, set_clock_back)
+def move_plan(lines: list[bytes], n: int) -> None:
+    content = json.loads(lines[n])
+    content["next_look"] = content.get("next_look", 0) + 3
+    lines[n] = json.dumps(content).encode()
+
+
+def change_commitment(lines: list[bytes], n: int) -> None:
+    content = json.loads(lines[n])
+    for name in ("weights", "row_order"):
+        if name in content:
+            content[name] = "0" * 64
+    lines[n] = json.dumps(content | {"checkpoint": n}).encode()
+
+
+EDITS = (
+    move_plan,
+    change_commitment,
+    remove,
+    double,
+    swap,
+    change_number,
+    lower,
+    cut_tail,
+    set_clock_back,
+)
 
 
 def test_no_drawn_edit_of_a_signed_run_holds(tmp_path: Path, keys: tuple[Path, Path]) -> None:
@@ -175,7 +212,9 @@ def test_no_drawn_edit_of_a_signed_run_holds(tmp_path: Path, keys: tuple[Path, P
 
 
 @pytest.mark.parametrize(
-    "edit", [remove, double, swap, change_number, lower], ids=lambda e: e.__name__
+    "edit",
+    [remove, double, swap, change_number, lower, move_plan, change_commitment],
+    ids=lambda e: e.__name__,
 )
 @pytest.mark.parametrize("name", [RECORD, RESULTS])
 def test_an_edit_without_new_hashes_needs_no_signature(
@@ -239,6 +278,86 @@ def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path) -> None:
     assert "did not act" in text
 
 
+def test_a_look_that_is_left_out_is_named_although_all_hashes_fit(tmp_path: Path) -> None:
+    """Of each step; with all of its lines in both files, and a last line that counts again."""
+    honest(tmp_path, random.Random(0))
+    originals = {name: (tmp_path / name).read_bytes().splitlines() for name in (RECORD, RESULTS)}
+    for step in range(6):
+        kept = {
+            name: [
+                line
+                for line in map(json.loads, lines)
+                if line["kind" if name == RECORD else "run"] in ("begin", "end")
+                or line["step"] != step
+            ]
+            for name, lines in originals.items()
+        }
+        results = chained_again([json.dumps(line).encode() for line in kept[RESULTS]])
+        kept[RECORD][-1] |= {"results": len(results), "results_head": hash_line(results[-1])}
+        record = chained_again([json.dumps(line).encode() for line in kept[RECORD]])
+        (tmp_path / RESULTS).write_bytes(b"\n".join(results) + b"\n")
+        (tmp_path / RECORD).write_bytes(b"\n".join(record) + b"\n")
+        [text] = verify_run(tmp_path).verdict.contradictions
+        assert f"planned at step {step} is missing" in text
+
+
+def plans(
+    folder: Path, *lines: dict[str, Any], looks: str = "every_n_steps=2", goes_on: bool = False
+) -> Verdict:
+    """Return what is found of a run with these lines after its first."""
+    monitor = {"client": "rank", "looks": looks}
+    start = begin("a", schema=4, monitor=monitor, next_look=0)
+    start["resumed"] = {"run": "b", "privacy": []} if goes_on else None
+    record = ChainedFile(RECORD, contents=[start, *({"run": "a"} | line for line in lines)])
+    verdict = Verdict()
+    assert check_plans(record, verdict)
+    return verdict
+
+
+def at(step: int, next_look: int | None) -> dict[str, Any]:
+    return {"kind": "look", "step": step, "next_look": next_look}
+
+
+END = {"kind": "end", "step": 5}
+
+
+@pytest.mark.parametrize(
+    ("lines", "missing"),
+    [
+        ([at(0, 2), at(2, 4), at(4, 6), END], None),
+        ([at(0, 2), at(3, None), at(1, 2), at(2, 4), at(4, 6), END], None),  # weights, and a retry
+        ([at(0, 2), at(2, 4)], None),  # it was killed
+        ([at(0, 2), at(2, 4), END], "planned at step 4 is missing; the run ended at step 5"),
+        ([at(0, 2), at(4, 6), END], "planned at step 2 is missing; the next one is at step 4"),
+        ([at(0, 4), at(4, 6), END], "its settings ask for one at step 2"),
+        ([at(2, 4), at(4, 6), END], "planned at step 0 is missing"),
+    ],
+)
+def test_planned_looks(tmp_path: Path, lines: list[dict[str, Any]], missing: str | None) -> None:
+    verdict = plans(tmp_path, *lines)
+    assert [missing in text for text in verdict.contradictions] == (
+        [] if missing is None else [True]
+    )
+    assert not verdict.notes
+
+
+def test_a_plan_that_changed_is_a_note(tmp_path: Path) -> None:
+    moved = {"kind": "plan", "step": 3, "next_look": 3}
+    verdict = plans(tmp_path, at(0, 2), moved, at(3, 4), {"kind": "plan", "step": 5}, END)
+    assert verdict.status == HOLDS
+    assert [text.partition("planned ")[2] for text in verdict.notes] == [
+        "at step 2 was at step 3",
+        "at step 4 was not made",
+    ]
+    assert plans(tmp_path, at(0, 9), at(9, 11), looks="max_overhead=0.1").status == HOLDS
+    resumed = [{"kind": "plan", "step": 3, "next_look": 3}, at(3, 4), at(4, 6), END]
+    verdict = plans(tmp_path, *resumed, goes_on=True)
+    assert (verdict.status, verdict.notes) == (HOLDS, [])
+    del resumed[1]
+    [text] = plans(tmp_path, *resumed, goes_on=True).contradictions
+    assert "planned at step 3 is missing" in text
+
+
 def test_logs_of_an_older_version_are_called_unchained(tmp_path: Path) -> None:
     for name, line in ((RECORD, begin("a")), (RESULTS, result(0, run="a", f1=0.1))):
         (tmp_path / name).write_text(json.dumps(line | {"schema": 3}) + "\n")
@@ -255,6 +374,7 @@ def watched(folder: Path, *, steps: int = 3) -> tuple[torch.nn.Module, Watch]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     gate = Threshold("leakage/bag_of_words/f1", at_most=0.9, action="warn")
     settings = WatchSettings(tensorboard=False, report=True)
+    folder.mkdir(parents=True, exist_ok=True)
     watch = Watch(
         model, optimizer, [BagOfWords()], [gate], folder=folder, every_n_steps=1, settings=settings
     )
@@ -266,6 +386,9 @@ def watched(folder: Path, *, steps: int = 3) -> tuple[torch.nn.Module, Watch]:
                 model(**batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            if step == 1:
+                watch.state_dict()
+                save_file(dict(model.state_dict()), folder / "checkpoint.safetensors")
     return model, watch
 
 
@@ -295,6 +418,20 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     assert "1 of" in verdict.contradictions[0]
     save_file({"head": torch.ones(2)}, saved / "model.safetensors")
     assert verify_run(folder, weights=saved).verdict.status == OPEN
+    check = verify_run(folder, weights=folder / "checkpoint.safetensors")
+    assert check.verdict.status == HOLDS
+    assert re.search(r"the checkpoint of run \w+ at step 2$", check.verdict.notes[0])
+    assert "looks at the planned steps" in check.checked
+
+    save_file(state, saved / "model.safetensors")
+    assert fedleak("report", str(folder), "--model-card", "--out", str(saved)) == 0
+    check = verify_run(folder, weights=saved)
+    assert (check.verdict.status, "leakage.json" in check.checked) == (HOLDS, True)
+    card = json.loads((saved / "leakage.json").read_text())
+    card["runs"][0]["attacks"][0]["value"] = 0.01
+    (saved / "leakage.json").write_text(json.dumps(card))
+    [text] = verify_run(folder, weights=saved).verdict.contradictions
+    assert text == "leakage.json does not say what the logs give"
 
     report = json.loads((folder / "report.json").read_text())
     report["runs"][0]["outcome"] = "invented"
@@ -302,6 +439,53 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     verdict = verify_run(folder, key=public).verdict
     assert {text.partition(" ")[0] for text in verdict.contradictions} == {"report.json"}
     assert len(verdict.contradictions) == 2
+
+
+def test_the_first_line_and_checkpoints_hold_hashes_of_the_weights(tmp_path: Path) -> None:
+    """Computed again here; the same for the same beginning, and not hashed where it is large."""
+    torch.manual_seed(0)
+    model = tiny_gpt2(tied=False)
+    frozen = dict(model.named_parameters())
+    expected = {n: hash_weights({n: p})[plain_name(n)] for n, p in frozen.items()}
+    pairs = sorted((plain_name(name), one) for name, one in expected.items())
+    watched(tmp_path, steps=2)
+    first, *rest = [json.loads(line) for line in lines_of(tmp_path / RECORD)]
+    digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+    nothing = hashlib.sha256(b"[]").hexdigest()
+    assert first["weights"] == {"trained": digest, "frozen": nothing}
+    [checkpoint] = [line for line in rest if line["kind"] == "checkpoint"]
+    assert checkpoint["step"] == 2
+    assert len(checkpoint["weights"]) == 64
+    assert checkpoint["weights"] != digest
+    assert not [line for line in rest if line["kind"] == "plan"]
+
+
+def test_large_weights_are_not_hashed_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_record, "MOST_HASHED", 1000)
+    watched(tmp_path, steps=2)
+    lines = [json.loads(line) for line in lines_of(tmp_path / RECORD)]
+    assert lines[0]["weights"] == {"frozen": hashlib.sha256(b"[]").hexdigest()}
+    assert [line["weights"] for line in lines if line["kind"] == "checkpoint"] == [None]
+
+
+def write_many(path: Path, name: str) -> None:
+    for number in range(200):
+        append_line(path, {"schema": 4, "run": name, "number": number})
+
+
+def test_processes_that_write_to_one_file_do_not_interleave(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    path = tmp_path / RESULTS
+    writers = [context.Process(target=write_many, args=(path, name)) for name in "abc"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    verdict = Verdict()
+    assert len(read_chain(path, verdict).hashes) == 600
+    assert verdict.status == HOLDS, verdict.contradictions[:3]
 
 
 def fedleak(*arguments: str) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 TEXTS = [
     "The courier left my new card at number nine, and number nine is a bakery.",
@@ -65,3 +66,24 @@ def save_tiny_causal_lm(folder: Path) -> Path:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def texts(path: Path, seed: int) -> str:
+    """Write 30 texts of drawn letters, which repeat nothing of each other."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("abcdefghiklmnoprstu", k=5)) for _ in range(300)]
+    path.write_text("\n".join(" ".join(words[n : n + 10]) for n in range(0, 300, 10)) + "\n")
+    return str(path)
+
+
+def noisy_release(folder: Path) -> dict[str, str]:
+    """Return the paths of a base, of a model that is the base and noise, and of texts."""
+    base = str(save_tiny_causal_lm(folder / "base"))
+    network = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    network.save_pretrained(folder / "model")
+    sides = {"members": "members.txt", "held-out": "others.txt"}
+    files = {side: texts(folder / name, n) for n, (side, name) in enumerate(sides.items())}
+    return {"model": str(folder / "model"), "base": base, **files}

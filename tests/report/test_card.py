@@ -1,12 +1,18 @@
 """A model card's block says what was tried, what could have been seen, and what was not tried."""
 
+import json
+import math
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from scipy.stats import mannwhitneyu, norm
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.report import findings, model_card, page, read
-from tests.report.lines import begin, result, written
+from lightning_fedleak.report.edpb import named_attacks, smallest_rate
+from tests.report.lines import about, begin, result, written
 from tests.report.test_trained_model import RUN
 
 ABOUT = '[release]\nrecipients = "anybody | on the hub"\nlicense = "MIT"\n'
@@ -51,6 +57,64 @@ def test_the_command_prints_the_block_and_writes_nothing(run, capsys):
     )
     assert "anybody \\| on the hub" in out
     assert sorted(run.iterdir()) == before
+
+
+def test_a_file_beside_the_weights_says_the_same(run, tmp_path, capsys):
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    assert main(["report", str(run), "--model-card", "--out", str(weights)]) == 0
+    content = json.loads((weights / "leakage.json").read_text())
+    assert list(weights.iterdir()) == [weights / "leakage.json"]
+    [row] = content["runs"]
+    found = findings(read([run])).runs[0]
+    for one, attack in zip(row["attacks"], found.attacks, strict=True):
+        assert (one["name"], one["stage"]) == (attack.name, attack.stage)
+        assert one["value"] == (attack.last.value if attack.last else None)
+        smallest = smallest_rate(attack)
+        assert one["smallest_rate_detected"] == (smallest if (smallest or 1) < 1 else None)
+    capsys.readouterr()
+    assert main(["report", str(run), "--model-card", "--out", str(tmp_path / "none")]) == 1
+    assert "name the folder of the weights" in capsys.readouterr().err
+
+
+def summary_of(tmp_path, about, **line):
+    folder = written(tmp_path, [result(1, about["name"], **line)], [begin(attacks=[about])])
+    [attack] = findings(read([folder])).runs[0].attacks
+    return attack
+
+
+@pytest.mark.parametrize("n", [40, 200, 1000])
+def test_the_smallest_auc_is_detected_in_four_of_five_looks(tmp_path, n):
+    """Games are drawn here, and judged by the rank test of scipy."""
+    attack = summary_of(tmp_path, about("fc_membership", "membership"), auc=(0.5, 0.4, 0.6))
+    rate = smallest_rate(replace(attack, last_n=n))
+    draw, shift = np.random.default_rng(0), math.sqrt(2) * norm.ppf(rate)
+    trials = [
+        mannwhitneyu(draw.normal(shift, 1, n // 2), draw.normal(0, 1, n // 2)).pvalue < 0.05
+        for _ in range(1000)
+    ]
+    assert 0.74 < np.mean(trials) < 0.90
+
+
+@pytest.mark.parametrize(("n", "control"), [(10, None), (100, 1.0), (100, 0.5)])
+def test_the_smallest_share_of_words_is_detected_in_four_of_five_looks(tmp_path, n, control):
+    attack = summary_of(tmp_path, about("flatchat", "words"), f1=0.0)
+    rate = smallest_rate(replace(attack, last_n=n, control=control))
+    assert 1 - (1 - rate * (control or 1.0)) ** n == pytest.approx(0.8)
+
+
+def test_nothing_is_detected_with_no_control_or_no_count(tmp_path):
+    attack = summary_of(tmp_path, about("flatchat", "words"), f1=0.0)
+    assert smallest_rate(replace(attack, last_n=None)) is None
+    assert smallest_rate(replace(attack, control=None, control_note="unread")) == math.inf
+    [row] = [one for one in named_attacks([attack]) if one.name == "reconstruction"]
+    assert row.visible == ["flatchat: share of words or tokens of 0.149"]
+    [row] = [
+        one
+        for one in named_attacks([replace(attack, control=0.0, control_note="low")])
+        if one.name == "reconstruction"
+    ]
+    assert row.visible == ["flatchat: none: too few, or its control was not read"]
 
 
 @pytest.mark.parametrize("log", ["", "leakage.jsonl", "run.jsonl"])

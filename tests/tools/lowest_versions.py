@@ -2,9 +2,11 @@
 
     python tests/tools/lowest_versions.py test datasets
 
-``make test-lowest`` installs with them. What those packages need in turn is left to pip. Only torch
-stays as constraints.txt has it: its builds for CPUs are not on every package index. So the oldest
-torch that is allowed is not tested.
+    python tests/tools/lowest_versions.py --names test datasets    # without any bound
+
+``make test-lowest`` installs with them, ``make test-newest`` by the names. What those packages need
+in turn is left to pip. Only torch stays as constraints.txt has it: its builds for CPUs are not on
+every package index. So the oldest torch that is allowed is not tested.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ def lowest(pyproject: Mapping[str, Any], extras: Sequence[str], tested: str) -> 
     return sorted([torch, *(f"{name}=={bound}" for name, bound in bounds.items())])
 
 
+def names(pyproject: Mapping[str, Any], extras: Sequence[str]) -> list[str]:
+    """What the extras named need, without any bound."""
+    return sorted({re.split("[<>=!~ ]", need)[0] for need in _needs(pyproject["project"], extras)})
+
+
 def _needs(project: Mapping[str, Any], extras: Sequence[str]) -> Iterator[str]:
     yield from project["dependencies"]
     for extra in extras:
@@ -54,6 +61,9 @@ def _needs(project: Mapping[str, Any], extras: Sequence[str]) -> Iterator[str]:
 
 def main(extras: Sequence[str]) -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    if extras[:1] == ["--names"]:
+        sys.stdout.write("\n".join(names(pyproject, extras[1:])) + "\n")
+        return
     pins = lowest(pyproject, extras, (ROOT / "constraints.txt").read_text())
     sys.stdout.write("\n".join(pins) + "\n")
 

@@ -97,11 +97,13 @@ def test_the_lowest_versions_are_the_bounds_of_the_extras_named():
     }
     pins = lowest_versions.lowest({"project": project}, ["y"], "a==9\ntorch==7\ntorchmetrics==3\n")
     assert pins == ["a==1.5", "b-c==0.6", "torch==7"]
+    assert lowest_versions.names({"project": project}, ["y", "z"]) == ["a", "b-c[d]", "e", "torch"]
 
 
 def test_every_bound_that_make_test_lowest_needs_can_be_told(capsys):
     makefile = (lowest_versions.ROOT / "Makefile").read_text()
-    [asked] = re.findall(r"lowest_versions\.py (.*) >", makefile)
+    asked, by_name = re.findall(r"lowest_versions\.py (.*) >", makefile)
+    assert by_name == f"--names {asked}"
     assert f'".[{asked.replace(" ", ",")}]"' in makefile
     lowest_versions.main(asked.split())
     pins = capsys.readouterr().out.splitlines()

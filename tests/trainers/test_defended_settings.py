@@ -14,6 +14,7 @@ import transformers
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
+from torch.utils import data
 from transformers import (
     DataCollatorWithFlattening,
     EarlyStoppingCallback,
@@ -36,6 +37,7 @@ from lightning_fedleak.defenses.dpsgd.logical import pieces_of
 from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 from lightning_fedleak.trainers import DefendedMixin, defended
+from lightning_fedleak.trainers.defended_trainer import _split
 from tests.helpers.models import tiny_llama
 from tests.trainers.hosts import CLIP, lora, rows, traced, trainer_of
 
@@ -196,6 +198,28 @@ def test_private_values_and_secrets_are_not_pushed(
     trainer.args.push_to_hub = True
     with pytest.raises(DefenseError, match=r"from before the defence.*trainer.model.push_to_hub"):
         trainer.train()
+
+
+class OfAMetric(Trainer):
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer)
+        return self.lr_scheduler
+
+
+def test_a_scheduler_on_a_metric_that_the_trainer_makes_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny_llama(), [private()], OfAMetric, **PUBLIC)
+    with pytest.raises(DefenseError, match=r"ReduceLROnPlateau decides .*outside_epsilon=True"):
+        trainer.train()
+
+
+def test_a_loader_that_is_split_keeps_its_settings() -> None:
+    plain = data.DataLoader(rows(9), 2, num_workers=1, prefetch_factor=3, pin_memory=True)
+    parts = [_split(plain, 2, rank) for rank in range(2)]
+    for part in parts:
+        for name in ("batch_size", "num_workers", "prefetch_factor", "pin_memory", "collate_fn"):
+            assert getattr(part, name) == getattr(plain, name), name
+    examples = [number for part in parts for number in part.sampler]
+    assert set(examples) == set(range(9))
 
 
 def test_private_choices_may_be_said_to_be_outside(tmp_path: Path) -> None:

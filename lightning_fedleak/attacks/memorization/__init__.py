@@ -1,6 +1,8 @@
 """Attacks on the trained weights: what a released model gives away of its training texts."""
 
 from lightning_fedleak.attacks.memorization.blind import blind_scores as blind_scores
+from lightning_fedleak.attacks.memorization.entities import Entities as Entities
+from lightning_fedleak.attacks.memorization.entities import EntityGuess as EntityGuess
 from lightning_fedleak.attacks.memorization.extraction import Canaries as Canaries
 from lightning_fedleak.attacks.memorization.extraction import Extraction as Extraction
 from lightning_fedleak.attacks.memorization.extraction import ExtractionGuess as ExtractionGuess
@@ -11,6 +13,7 @@ from lightning_fedleak.attacks.memorization.scores import LossRatio as LossRatio
 from lightning_fedleak.attacks.memorization.scores import MemorizationAttack as MemorizationAttack
 from lightning_fedleak.attacks.memorization.scores import MemorizationGuess as MemorizationGuess
 from lightning_fedleak.attacks.memorization.scores import MinK as MinK
+from lightning_fedleak.attacks.memorization.scores import PromptRatio as PromptRatio
 from lightning_fedleak.attacks.memorization.scores import ShortAnswers as ShortAnswers
 from lightning_fedleak.attacks.memorization.scores import Windows as Windows
 from lightning_fedleak.attacks.memorization.scores import Zlib as Zlib

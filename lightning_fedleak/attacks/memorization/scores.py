@@ -174,6 +174,28 @@ class ShortAnswers(MemorizationAttack):
         return mean - (others + mean.mean()) / sizes
 
 
+class PromptRatio(MemorizationAttack):
+    """Score texts by their prompts: tokens that the model reads, and that have no loss.
+
+    What users wrote may be remembered though the loss never touched it. The texts are those with 8
+    tokens of a prompt or more that no other row repeats; the series is apart from all scores of
+    labels. Behind LoRA it was never above guessing, where the whole model is tuned a little.
+
+    Examples:
+        >>> from lightning_fedleak import LeakageMonitor
+        >>> from lightning_fedleak.attacks.memorization import Combined, PromptRatio
+        >>> monitor = LeakageMonitor([Combined(), PromptRatio()])
+    """
+
+    default_name = "prompt_ratio"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return the mean gain of a token, ``lp - lp0``, of which 3 nats count at most."""
+        gains = released.now.log_probs.double() - released.base.log_probs.double()
+        labels = released.now.labels
+        return (gains.clamp_max(MOST_GAIN) * labels).sum(1) / labels.sum(1)
+
+
 class Zlib(MemorizationAttack):
     """Score a text by its log likelihood over its compressed size (Carlini et al. 2021)."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,12 +16,13 @@ from rich.table import Table
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import print_table, three_digits
-from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
+from lightning_fedleak.cli.studies.memorization import Comparison, Part, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
-from lightning_fedleak.model.taps import Text
+from lightning_fedleak.model.snapshots import TokenSnapshot
+from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report.records import as_json
 
 TIERS = {"_x1": ", once", "_x2": ", 2 to 4 times", "_x5": ", 5 to 16 times", "_x17": ", more often"}
@@ -29,9 +30,11 @@ _USED_UP = (
     "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
     "which are used up. Leave rows out of it by a fresh draw, and train on the rest."
 )
-_HEADLINES = "combined", "loss_ratio_short"
-"""The attacks whose AUC --at-most limits: on long texts, and on short ones."""
-_WORDS = "8 label tokens or more", "1 to 7 label tokens"
+_UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
+_PARTS: tuple[Part, ...] = ("long", "short", "prompts")
+_HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
+"""The attacks whose AUC --at-most limits, of prompts where --metric prompts asks for it."""
+_WORDS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
 
@@ -51,63 +54,102 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: a model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    _check(options)
+    limits = _limits(options)
     reader = _reader(options)
     try:
         members, others = reader.read(options.members), reader.read(options.others)
     except UnknownLabels as error:
         console.print(f"UNKNOWN: {error}.")
+        _summarize(options.summary, BREACH, [f"UNKNOWN: {error}."], [])
         return BREACH
     pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
         console.print(sentence)
-    base, now = ask_both([t for pool in pools for t in pool.texts], options.model, options.base)
+    answers = _ask(pools, options)
     is_used_up = used_up_mark(options.members).exists()
-    results, end = [], 0
-    for pool in pools:
-        part, end = torch.arange(end, end + len(pool.texts)), end + len(pool.texts)
+    results = []
+    for pool, answer in zip(pools, answers, strict=True):
         try:
-            results.append(pool.compare(base.rows(part), now.rows(part)))
+            results.append(pool.compare(*answer))
         except UnusableObservation as error:
             raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
         _print(console, pool, results[-1], is_drawn=options.drawn)
-    pool, result, first = pools[0], results[0], torch.arange(len(pools[0].texts))
-    is_known = options.drawn or all(one.other_law is None for one in results)
+    pool, result = pools[0], results[0]
+    differences = [None if options.drawn else one.other_law for one in results]
+    laws = dict(zip([one.part for one in pools], differences, strict=True))
+    is_known = all(law is None for part, law in laws.items() if part != "prompts")
     if is_used_up:
         is_known = False
         console.print(_USED_UP)
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
-        answers = base.rows(first), now.rows(first)
-        records = pool.list_records(*answers, options.false_discoveries)
+        records = pool.list_records(*answers[0], options.false_discoveries)
         records.save(options.records)
         counts = records.counts
         console.print(_counted(records, options.records))
-        uncounted = sum(_sizes(members)) - _sizes(members)[pool.is_short]
-        if uncounted:
+        if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
-                f"The list is of rows with {_WORDS[pool.is_short]} alone. {uncounted} members "
-                f"with {_WORDS[not pool.is_short]} are not counted, so that --metric at_least is "
-                "UNKNOWN."
+                f"The list is of rows with {_WORDS[pool.is_short]} alone. {uncounted} members with "
+                f"{_WORDS[not pool.is_short]} are not counted: --metric at_least is UNKNOWN."
             )
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
         content |= {"records": counts} if counts else {}
         content |= {"not_compared": absent} if absent else {}
-        content |= {"short_answers": _content(results[1], pools[1])} if len(pools) > 1 else {}
+        for other, each in zip(pools[1:], results[1:], strict=True):
+            name = {"short": "short_answers"}.get(other.part, other.part)
+            content[name] = _content(each, other) | {"known": laws[other.part] is None}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
-    if options.at_most is None:
-        return BREACH if options.records is not None and not counts else 0
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}
     values |= {name: one for each in results for name, one in each.values.items()}
+    values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
-    breaches = breaches_of(values if is_known else {}, options.metric, options.at_most)
+    known = values if is_known else {}
+    breaches = [breach for limit in limits for breach in breaches_of(known, *limit)]
     for breach in breaches:
         console.print(f"BREACH: {breach}")
-    return BREACH if breaches else 0
+    is_unlisted = not limits and options.records is not None and not counts
+    status = BREACH if breaches or is_unlisted else 0
+    sentences = [*breaches, *absent.values(), *([] if is_known else [_UNKNOWN])]
+    sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
+    _summarize(options.summary, status, sentences, [_table(result) for result in results])
+    return status
+
+
+def _summarize(
+    path: Path | None, status: int, sentences: Sequence[str], tables: Sequence[Table]
+) -> None:
+    """Add what was found to a file of Markdown, with no more than is printed; None writes none."""
+    if path is None:
+        return
+    outcome = {0: "passed", BREACH: "FAILED: above a limit, or unknown"}[status]
+    lines = [f"### What the trained weights give away: {outcome}", ""]
+    for table in tables:
+        headers = [str(column.header) for column in table.columns]
+        cells = zip(*(column.cells for column in table.columns), strict=True)
+        rows = [headers, ["---"] * len(headers), *cells]
+        lines += [f"| {' | '.join(map(str, row))} |" for row in rows] + [""]
+    lines += [f"- {' '.join(sentence.split())}" for sentence in sentences]
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+def _ask(
+    pools: Sequence[ReleasedPool], options: Namespace
+) -> list[tuple[TokenSnapshot, TokenSnapshot]]:
+    """Return what the base and the trained model say of each pool, by one forward a row."""
+    texts = {text.ids.numpy().tobytes(): text.ids for pool in pools for text in pool.texts}
+    answers = ask_both([Text(ids, ids) for ids in texts.values()], options.model, options.base)
+    numbers = {key: number for number, key in enumerate(texts)}
+
+    def of_pool(one: TokenSnapshot, pool: ReleasedPool) -> TokenSnapshot:
+        rows = torch.tensor([numbers[text.ids.numpy().tobytes()] for text in pool.texts])
+        return one.rows(rows).within(label_places(pool.texts, one.labels.shape[1]))
+
+    return [(of_pool(answers[0], pool), of_pool(answers[1], pool)) for pool in pools]
 
 
 def _pools(
@@ -121,26 +163,27 @@ def _pools(
         ValueError: too few of either.
     """
     pools, failures, absent = [], [], {}
-    for short, attack in enumerate(_HEADLINES):
+    for part, attack, n, words in zip(_PARTS, _HEADLINES, _sizes(members), _WORDS, strict=True):
         sides = [*members.values()], [*others.values()]
         try:
-            pools.append(ReleasedPool(*sides, decode, [*members], short=bool(short)))
+            pools.append(ReleasedPool(*sides, decode, [*members], part=part))
         except ValueError as error:
             failures.append(error)
-            if n := _sizes(members)[short]:
+            if n:
                 absent[attack] = (
-                    f"What is given away of {n} members with {_WORDS[short]} is UNKNOWN: {error}."
+                    f"What is given away of {n} members with {words} is UNKNOWN: {error}."
                 )
-    if not pools:
+    if not pools or pools[0].part == "prompts":
         raise failures[0]
     return pools, absent
 
 
-def _sizes(texts: Mapping[int, Text]) -> tuple[int, int]:
-    """Return how many texts are long, and how many have 1 to 7 label tokens."""
+def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
+    """Return how many texts are long, have 1 to 7 label tokens, and have a prompt."""
     n_labels = [text.n_labels for text in texts.values()]
     n_short = sum(0 < n < LEAST_LABELS for n in n_labels)
-    return sum(n >= LEAST_LABELS for n in n_labels), n_short
+    n_prompts = sum(text.prompt.n_labels >= LEAST_LABELS for text in texts.values())
+    return sum(n >= LEAST_LABELS for n in n_labels), n_short, n_prompts
 
 
 def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
@@ -148,12 +191,12 @@ def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn
     print_table(console, _table(result))
     copies = int((~pool.alone).sum())
     of_copies = f"; {copies} members that have copies were asked for extraction alone"
-    apart = (
-        "all with 1 to 7 label tokens"
-        if pool.is_short
-        else f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
-        f"ones were left out{of_copies * (copies > 0)}"
-    )
+    apart = {
+        "short": "all with 1 to 7 label tokens",
+        "prompts": "by their prompts alone, which the loss is not computed on",
+        "long": f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
+        f"ones were left out{of_copies * (copies > 0)}",
+    }[pool.part]
     console.print(
         f"{result.n_members} members and {result.n_others} others were compared; {apart}. "
         f"A TPR below {result.visible:.3f} could stay unseen with so many. Results compare on the "
@@ -163,12 +206,19 @@ def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn
         console.print(sentence)
 
 
-def _check(options: Namespace) -> None:
-    """Raise an error for options that contradict each other."""
-    if options.metric == "at_least" and options.records is None:
+def _limits(options: Namespace) -> list[tuple[str, float]]:
+    """Return each metric that is limited, and its limit.
+
+    Raises:
+        SourceError: options contradict each other.
+    """
+    limits = [(metric or options.metric, limit) for metric, limit in options.at_most or ()]
+    if options.records is None and "at_least" in {options.metric, *(name for name, _ in limits)}:
         raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
-    if options.metric != "at_least" and (options.at_most or 0) > 1:
-        raise SourceError(f"--at-most {options.at_most:g} is above 1: {options.metric} is a share")
+    for metric, limit in limits:
+        if metric != "at_least" and limit > 1:
+            raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
+    return limits
 
 
 def _reader(options: Namespace) -> RowReader:
@@ -220,8 +270,10 @@ def breaches_of(
         metric: one that ``--metric`` takes.
         at_most: the threshold.
     """
-    attacks = [name for name in _HEADLINES if name in values] or [_HEADLINES[0]]
-    if metric == "at_least":
+    attacks = [name for name in _HEADLINES[:2] if name in values] or [_HEADLINES[0]]
+    if metric == "prompts":
+        attacks, metric = [_HEADLINES[2]], "auc"
+    elif metric == "at_least":
         attacks = ["records"]
     elif metric in ("extracted", "greedy"):
         attacks = ["extraction"]

@@ -63,6 +63,17 @@ def _number(
     return {"default": default, "metavar": metavar, "type": kind}
 
 
+_METRICS = ("auc", "shown", "extracted", "greedy", "at_least", "prompts")
+
+
+def _limit(text: str) -> tuple[str | None, float]:
+    """Return the metric that a limit is on, None where it is not named, and the limit."""
+    name, is_named, number = text.rpartition("=")
+    if is_named and name not in _METRICS:
+        raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(_METRICS)}")
+    return name or None, _NOISE(number)
+
+
 def _count(default: int | list[int] | None, minimum: int = 1) -> dict[str, Any]:
     text = f"a whole number of at least {minimum}"
     return {
@@ -295,9 +306,12 @@ def memorization(add: Add) -> None:
             p-values and a list, and no text. See fedleak records.
         false_discoveries: rate of that list: the expected share of rows in it that chance explains.
         metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, the excess of
-            members that are extracted in samples or greedily, or with --records the number of rows
-            that are given away at least.
-        at_most: exit with status 3 where its interval reaches above, or it is unknown.
+            members that are extracted in samples or greedily, with --records the number of rows
+            that are given away at least, or the AUC of prompts, which have no loss.
+        at_most: exit with status 3 where its interval reaches above, or it is unknown. May be given
+            several times, as 0.6 for --metric, or as extracted=0.05.
+        summary: file that a table in Markdown is added to, such as the summary of a CI job. It
+            holds no texts and no row numbers.
         out: file of the result as JSON.
     """
     add("--model", required=True, metavar="DIR")
@@ -311,8 +325,9 @@ def memorization(add: Add) -> None:
     add("--drawn", action="store_true")
     add("--records", **_path("FILE"))
     add("--false-discoveries", **_number("X", _RATE, 0.1))
-    add("--metric", choices=("auc", "shown", "extracted", "greedy", "at_least"), default="auc")
-    add("--at-most", **_number("X", _NOISE))
+    add("--metric", choices=_METRICS, default="auc")
+    add("--at-most", action="append", metavar="X", type=_limit)
+    add("--summary", **_path("FILE"))
     add("--out", **_path("FILE"))
 
 
@@ -458,7 +473,8 @@ def report(add: Add) -> None:
         out: folder of the report (default: the first RUN's).
         about: facts that no log holds, in tables named as the registry's sections (default:
             report.toml in --out, where there is one).
-        model_card: print a block of Markdown for a model card, and write nothing.
+        model_card: print a block of Markdown for a model card, and write no report. With --out,
+            the folder of the weights, what it says is written there as leakage.json.
         reveal: local reveal files to put into the page: private text; the page gets mode 0600.
     """
     add("runs", nargs="+", metavar="RUN", type=Path)
@@ -488,7 +504,8 @@ def verify(add: Add) -> None:
 
     Options:
         run: folder that holds leakage.jsonl.
-        weights: saved weights, which must be those that the last run ended with.
+        weights: saved weights, which must be those that the last run ended with, or of a checkpoint
+            that was noted. A leakage.json beside them must say what the logs give.
         key: public key of who signed the run, in PEM (needs the package cryptography).
         head: hash of a line that was noted when the run ended; may be given several times.
     """

@@ -14,7 +14,7 @@ def run(options: Namespace) -> int:
         ReportError: the runs cannot be read.
     """
     if options.model_card:
-        print_card(options.runs, options.about)
+        print_card(options.runs, options.about, options.out)
         return 0
     for path in write(options.runs, options.out, options.about, options.reveal):
         print(path)

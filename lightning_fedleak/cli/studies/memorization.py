@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordLis
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
 
+Part = Literal["long", "short", "prompts"]
+"""Which texts a pool is of: of 8 label tokens or more, of 1 to 7, or the prompts."""
 LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
 
 
@@ -75,7 +78,9 @@ class ReleasedPool:
         others: texts that were not.
         decode: returns the words of token ids, for zlib.
         numbers: of the members' rows, for a list of records; None counts them.
-        short: the pool is of the texts with 1 to 7 label tokens, which :class:`ShortAnswers` reads.
+        part: ``"short"``: the pool is of the texts with 1 to 7 label tokens, which
+            :class:`ShortAnswers` reads; ``"prompts"``: of the tokens that the loss is not computed
+            on, as labels, which :class:`PromptRatio` reads.
 
     Attributes:
         texts: those that are scored.
@@ -97,33 +102,40 @@ class ReleasedPool:
         decode: Callable[[list[int]], str] | None = None,
         numbers: Sequence[int] | None = None,
         *,
-        short: bool = False,
+        part: Part = "long",
     ) -> None:
         everyone = [*members, *others]
         sides = [row < len(members) for row in range(len(everyone))]
         scored = scored_texts(everyone, sides)
-        self.short, self.repeated, self.is_short = scored.short, scored.repeated, short
+        self.short, self.repeated, self.part = scored.short, scored.repeated, part
+        self.is_short = short = part == "short"
         chosen = scored.short_rows if short else scored.rows
+        if part == "prompts":
+            alone = {*scored.short_rows, *scored.rows[: int((scored.times == 1).sum())]}
+            chosen = [row for row in scored.prompt_rows if row in alone]
         self.texts = [everyone[row] for row in chosen]
         self.members = torch.tensor([sides[row] for row in chosen], dtype=torch.bool)
         counted = [*(range(len(members)) if numbers is None else numbers), *[-1] * len(others)]
         rows = PoolRows.of(everyone, scored, counted, short=short)
-        part = slice(len(scored.rows) if short else 0, None)
-        self.rows = replace(rows, copies=rows.copies[part], times=rows.times[part])
+        places = slice(len(scored.rows) if short else 0, None)
+        self.rows = replace(rows, copies=rows.copies[places], times=rows.times[places])
         self.times = self.rows.times
+        self.digest = pool_digest(self.texts, self.members)
+        if part == "prompts":
+            self.texts = [text.prompt for text in self.texts]
+            self.times = torch.ones(len(chosen), dtype=torch.long)
         n, n_others = int((self.members & self.alone).sum()), int((~self.members).sum())
         if min(n, n_others) < LEAST_TEXTS:
-            excluded = (
-                "only texts that have 1 to 7 label tokens and occur once count"
-                if short
-                else f"after {self.short} texts of fewer than {LEAST_LABELS} tokens and "
-                f"{self.repeated} that repeat parts of others"
-            )
+            excluded = {
+                "short": "only texts that have 1 to 7 label tokens and occur once count",
+                "prompts": f"only prompts of {LEAST_LABELS} tokens that no other repeats count",
+                "long": f"after {self.short} texts of fewer than {LEAST_LABELS} tokens and "
+                f"{self.repeated} that repeat parts of others",
+            }[part]
             raise ValueError(
                 f"{n} members and {n_others} others are left to compare, {excluded}: "
                 f"at least {LEAST_TEXTS} on each side are needed"
             )
-        self.digest = pool_digest(self.texts, self.members)
         self.compressed = compressed_bytes(self.texts, decode)
 
     @property
@@ -145,8 +157,7 @@ class ReleasedPool:
         Args:
             base: what the base said of the texts.
             now: what the trained model says of them.
-            attacks: those that are played; none plays :func:`all_attacks`, or on short texts
-                :class:`~lightning_fedleak.attacks.memorization.ShortAnswers`.
+            attacks: those that are played; none plays :func:`all_attacks`, or those of the part.
             look: number of the look at these texts, counted from 1.
             alpha: probability of error over all looks together.
         """
@@ -154,7 +165,11 @@ class ReleasedPool:
         model = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
         members = self.members[alone]
         values: dict[str, Mapping[str, float]] = {}
-        default = (memorization.ShortAnswers(),) if self.is_short else all_attacks()
+        default = {
+            "long": all_attacks(),
+            "short": (memorization.ShortAnswers(),),
+            "prompts": (memorization.PromptRatio(),),
+        }[self.part]
         for attack in attacks or default:
             extracts = isinstance(attack, memorization.Extraction)
             guess = attack.run(Observation(released=model if extracts else model.rows(alone)))

@@ -2,6 +2,7 @@
 
 from lightning_fedleak.engine.channels.base import Channel as Channel
 from lightning_fedleak.engine.channels.canaries import CanaryChannel as CanaryChannel
+from lightning_fedleak.engine.channels.canaries import EntityChannel as EntityChannel
 from lightning_fedleak.engine.channels.membership import MembershipChannel as MembershipChannel
 from lightning_fedleak.engine.channels.membership import (
     PassiveMembershipChannel as PassiveMembershipChannel,

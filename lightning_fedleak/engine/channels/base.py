@@ -27,7 +27,7 @@ from lightning_fedleak.attacks import (
     UnusableObservation,
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_uncut, explain_stale_optimizer
-from lightning_fedleak.attacks.memorization import Canaries
+from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine.channels.plans import Plan, gradient_plan, no_sum
 from lightning_fedleak.engine.options import Options
@@ -381,12 +381,13 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
         kind([a for a in attacks if family_of(a) is kind], settings)
         for kind in Channel.registry.values()
     ]
-    asked = any(isinstance(attack, Canaries) for attack in attacks)
-    if settings.games.canaries is not None and not asked:
-        raise ValueError(
-            "canaries= are candidate texts of attacks on the trained weights, and there are none: "
-            "add Canaries()"
-        )
+    for name, kind in (("canaries", Canaries), ("entities", Entities)):
+        asked = any(isinstance(attack, kind) for attack in attacks)
+        if getattr(settings.games, name) is not None and not asked:
+            raise ValueError(
+                f"{name}= are planted for attacks on the trained weights, and there are none: add "
+                f"{kind.__name__}()"
+            )
     return channels
 
 

@@ -1,24 +1,36 @@
-"""Canaries: what the trained weights say of planted texts, by how often they were repeated."""
+"""What the trained weights say of planted texts and values, by how often they were repeated."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack
-from lightning_fedleak.attacks.memorization import Canaries
+from lightning_fedleak.attacks import Attack, UnusableObservation
+from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.channels.account import too_few_non_members
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
-from lightning_fedleak.engine.channels.pool import CanaryPool, Pool
-from lightning_fedleak.engine.outcomes import AUDIT, Series
-from lightning_fedleak.engine.run import reason
+from lightning_fedleak.engine.channels.pool import CanaryPool, NoNonMembers, Pool
+from lightning_fedleak.engine.outcomes import AUDIT, PREFIX, Outcome, Series
+from lightning_fedleak.engine.run import Look, reason
+from lightning_fedleak.evaluation.canaries import EntitySet
+from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.evaluation.metrics.entities import entity_values
 from lightning_fedleak.evaluation.metrics.released import canary_tiers
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.report.records import CANARIES, PoolLine
+from lightning_fedleak.model import model_runs
+from lightning_fedleak.model.snapshots import (
+    CandidateSnapshot,
+    Observation,
+    ReleasedModel,
+    Stage,
+    TokenSnapshot,
+)
+from lightning_fedleak.model.taps import candidate_log_probs
+from lightning_fedleak.report.records import CANARIES, ENTITIES, PoolLine
 
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 
@@ -160,3 +172,165 @@ class CanaryChannel(MemorizationChannel):
 
 def _tier_name(attack: Attack, times: int) -> str:
     return f"{attack.name}_x{times}"
+
+
+class EntityChannel(MemorizationChannel):
+    """Rank planted values among others of their set, after each epoch and at the end.
+
+    Each kind and place has a series, ``leakage/<attack>/<kind>/<place>``, and where values are
+    repeated differently one of each number of repetitions, with ``_x<times>``. The base is not
+    asked: the rank of a value that was left out is uniform under any model.
+
+    Raises:
+        ValueError: no values are planted.
+    """
+
+    reads = Entities
+    leak = ENTITIES
+    plays_games = True
+    metrics = ("first", "greedy")
+    ranges: ClassVar[Any] = dict.fromkeys(("first", "greedy"), (-1.0, 1.0, 0.0))
+    extras = (
+        *("p_value", "median_rank", "candidates", "first_others", "greedy_others"),
+        *("first_provable", "greedy_provable", "members", "others", "alpha"),
+    )
+    width = 3 * len(metrics) + len(extras)
+    absent = "no values are planted: with_entities(...) and games=Games(entities=train.entities)"
+
+    def _check_settings(self) -> None:
+        """Take the values; refuse attacks without any.
+
+        Raises:
+            ValueError: says what to give.
+        """
+        super()._check_settings()
+        entities = self.settings.games.entities
+        if entities is None:
+            raise ValueError(
+                f"'{self.attacks[0].name}' ranks the values of with_entities, and none are given: "
+                "games=Games(entities=train.entities)"
+            )
+        self._entities: EntitySet = entities
+
+    def _tiers(self, attack: Attack) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+        """Return by the name of each series its values, (N,) bool, and which repetitions count."""
+        entities, times = self._entities, self._entities.record.times
+        tiers = {"": times} | ({f"_x{n}": (n,) for n in times} if len(times) > 1 else {})
+        return {
+            f"{attack.name}/{kind}/{place}{end}": (
+                torch.tensor([(one.kind, one.place) == (kind, place) for one in entities.entities]),
+                counted,
+            )
+            for kind, place in entities.groups
+            for end, counted in tiers.items()
+        }
+
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """Return the series of each kind, place and number of repetitions."""
+        return [
+            Series(PREFIX[Stage.RELEASED], name, attack.name, Stage.RELEASED)
+            for name in self._tiers(attack)
+            if Stage.RELEASED in stages
+        ]
+
+    def _drawn(self) -> Pool:
+        """Return the rows with values.
+
+        Raises:
+            NoNonMembers: the model is not causal.
+        """
+        if self.run.anatomy.kind != "causal":
+            raise NoNonMembers(f"a {self.run.anatomy.kind} model does not write values")
+        return CanaryPool.of_canaries(self._entities, self.run.training_loader)
+
+    def ask_base(self) -> None:
+        """Ask about one value, before the first step: what it costs, and whether it can be done."""
+        start = time.perf_counter()
+        for attack in self.attacks:
+            self._ask_values(attack, [0])
+        self._seconds = time.perf_counter() - start
+
+    def describe(self) -> str:
+        """Return in words what is ranked, and what that takes, for the line-up."""
+        n, processes = len(self._entities), 1 if self.run.is_sharded else self.run.processes
+        return (
+            f"{n} planted values, each among {self.attacks[0].candidates} others of its set, after "
+            f"each epoch, which takes about {self._seconds * n / processes:.2g} s each time"
+        )
+
+    def is_due(self, epoch: int, share: float) -> bool:
+        """Return whether an epoch is over."""
+        return share >= 1
+
+    def ask_weights(self, look: Look, epoch: int, *, lists: bool) -> None:
+        """Let every attack rank the values by what the model says now."""
+        pool = self._pool
+        assert pool is not None
+        passed, _ = self._count_seen(pool)
+        self._looks += 1
+        _, members = pool.compared(epoch, passed)
+        repeats, out = torch.tensor(self._entities.record.repeats), ~self._entities.included
+        errors: dict[str, Any] = {"look": self._looks, "alpha": self.settings.memorization.alpha}
+        for attack in self.attacks:
+            series = {one.name: one for one in self.series(attack, (Stage.RELEASED,))}
+            try:
+                if not bool(members.any()):
+                    raise UnusableObservation(f"no planted row was in a batch. {_MEND}")
+                snapshot = self._ask_values(attack, range(len(pool.texts)))
+                guess = attack.run(Observation(candidates=snapshot))
+                for name, (inside, times) in self._tiers(attack).items():
+                    sides = inside & members, inside & out
+                    values = entity_values(guess, *sides, repeats, times, **errors)
+                    look.answers[series[name]] = values
+            except Exception as error:
+                look.answers |= dict.fromkeys(series.values(), reason(error))
+
+    def _ask_values(self, attack: Any, rows: Sequence[int]) -> CandidateSnapshot:
+        """Return what the model says of some values; each process asks about its part.
+
+        Raises:
+            UnusableObservation: it cannot be asked, on this process or on another one.
+        """
+        anatomy, entities = self.run.anatomy, self._entities
+
+        def ask(places: list[int]) -> list[Tensor]:
+            log_probs = torch.zeros(len(places), attack.candidates + 1)
+            sizes, greedy = torch.zeros(len(places)), torch.zeros(len(places), dtype=torch.bool)
+            with model_runs.undisturbed(anatomy):
+                for n, row in enumerate(rows[place] for place in places):
+                    values = entities.candidates(row, attack.candidates)
+                    context = entities.token_ids[row][: entities.entities[row].start]
+                    answers, greedy[n] = candidate_log_probs(anatomy, context, values)
+                    log_probs[n, : len(values)], sizes[n] = answers, len(values) - 1
+            return [log_probs, sizes, greedy]
+
+        log_probs, sizes, greedy = self._over_processes(len(rows), ask)
+        return CandidateSnapshot(log_probs, sizes.long(), greedy)
+
+    def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
+        """Return the outcome of one kind and place."""
+        ends = ("", "_low", "_high")
+        rates = {name: Rate(*(values[name + end] for end in ends)) for name in self.metrics}
+        n = int(values["members"] + values["others"])
+        return Outcome(rates, n, extra={name: values[name] for name in self.extras})
+
+    def pool_line(self) -> PoolLine | None:
+        """Return nothing: each line of results has the numbers of values."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of looks, and the commitment to the values."""
+        if not self.listed_attacks:
+            return {}
+        return {self.family: {"looks": self._looks, **self._entities.state_dict()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the values are the same, and count the looks.
+
+        Raises:
+            InclusionMismatch: other values.
+        """
+        saved = state.get(self.family, {})
+        self._looks = int(saved.get("looks", 0))
+        if saved and self.listed_attacks:
+            self._entities.load_state_dict(saved)

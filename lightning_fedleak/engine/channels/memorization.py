@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack, Capability, Guess, UnusableObservation
 from lightning_fedleak.attacks.memorization import (
     Extraction,
     MemorizationAttack,
+    PromptRatio,
     ShortAnswers,
     blind_scores,
 )
@@ -28,6 +29,7 @@ from lightning_fedleak.engine.channels.base import Channel, Requirement
 from lightning_fedleak.engine.channels.pool import (
     NO_CONTROLS,
     NoNonMembers,
+    Part,
     Pool,
     collect,
     forwards_of,
@@ -48,7 +50,13 @@ from lightning_fedleak.evaluation.metrics.released import (
 )
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.model.taps import answer_groups, compressed_bytes, token_log_probs
+from lightning_fedleak.model.taps import (
+    Text,
+    answer_groups,
+    compressed_bytes,
+    label_places,
+    token_log_probs,
+)
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
 
@@ -57,6 +65,14 @@ BLIND = "blind/auc"
 
 TIER_NAMES = tuple(f"{name}_x{least}" for name in ("extracted", "greedy") for least in TIERS)
 """Excesses by how often a text repeats; those of no text have no value."""
+
+
+def part_of(attack: Attack) -> Part:
+    """Return which texts of a pool an attack compares."""
+    if isinstance(attack, PromptRatio):
+        return "prompts"
+    return "short" if isinstance(attack, ShortAnswers) else "long"
+
 
 _Answer = dict[str, float] | str | Waiting
 """An attack's values by name, or why there are none, or none yet."""
@@ -122,7 +138,8 @@ class MemorizationChannel(Channel):
         if Stage.RELEASED not in stages:
             return []
         series = [Series.at(Stage.RELEASED, attack.name)]
-        if self.settings.memorization.records and attack is self.listed_attacks[0]:
+        lists = [one for one in self.listed_attacks if part_of(one) != "prompts"]
+        if self.settings.memorization.records and attack in lists[:1]:
             series.append(replace(series[0], name=RECORDS))
         return series
 
@@ -151,7 +168,7 @@ class MemorizationChannel(Channel):
             self._reading_seconds = time.perf_counter() - start
         why = self._refusal
         if not why and self._pool is not None:
-            why = self._pool.lack(short=isinstance(attack, ShortAnswers))
+            why = self._pool.lack(part_of(attack))
         if why:
             raise ValueError(f"attack '{attack.name}' finds nobody to compare: {why}")
 
@@ -184,13 +201,16 @@ class MemorizationChannel(Channel):
 
     def _drawn(self) -> Pool:
         """Return the texts that the model is asked about; raise NoNonMembers for none."""
-        return collect(
+        pool = collect(
             self.run.training_loader,
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
-            short=any(isinstance(attack, ShortAnswers) for attack in self.listed_attacks),
+            short=any(part_of(attack) != "long" for attack in self.listed_attacks),
         )
+        if self.run.anatomy.kind == "classifier":  # which predicts no token of a text
+            pool.has_prompt[:] = False
+        return pool
 
     def describe(self) -> str:
         """Return in words who is compared, for the line-up."""
@@ -198,6 +218,10 @@ class MemorizationChannel(Channel):
             return ""
         end = f". {NO_CONTROLS}" * (self._pool.way == "not yet seen" and self.run.epochs != 1)
         cost = f"{self._pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
+        if n := int(self._pool.has_prompt.sum()):
+            by = [attack.name for attack in self.attacks if part_of(attack) == "prompts"]
+            who = (by or ["no attack: PromptRatio() does"])[0]
+            cost += f". The prompts of {n}, which have no loss, are asked about by {who}"
         return cost if self._account is None else f"{cost}{self._account.describe()}"
 
     # ---- a step -----------------------------------------------------------------------------
@@ -274,7 +298,9 @@ class MemorizationChannel(Channel):
             alone = (pool.times == 1).nonzero()[:, 0]
             texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
             compressed = compressed_bytes(texts, self._decode)
-            scores = blind_scores(self._base.rows(alone), compressed, texts, trains)
+            scores = blind_scores(
+                self._answers(self._base, alone, texts), compressed, texts, trains
+            )
             aucs = blind_aucs(scores, trains)
             if (finding := other_law(aucs)) is not None:
                 self._void = (
@@ -288,29 +314,49 @@ class MemorizationChannel(Channel):
         Raises:
             UnusableObservation: it cannot be asked, on this process or on another one.
         """
-        alone = self.run.processes == 1 or self.run.is_sharded
-        first, every = (0, 1) if alone else (self.run.rank, self.run.processes)
-        rows = list(range(first, len(pool.texts), every))
+        reads_prompts = any(part_of(attack) == "prompts" for attack in self.attacks)
+        columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
+
+        def ask(rows: list[int]) -> list[Tensor]:
+            texts = [pool.texts[row] for row in rows]
+            if reads_prompts:  # one forward has all
+                texts = [Text(text.ids, text.ids) for text in texts]
+            part = token_log_probs(self.run.anatomy, texts)
+            values = [getattr(part, field.name) for field in fields(TokenSnapshot)]
+            return [nn.functional.pad(one, (0, columns - one.shape[1])) for one in values]
+
+        return TokenSnapshot(*self._over_processes(len(pool.texts), ask))
+
+    def _over_processes(
+        self, n: int, ask: Callable[[list[int]], Sequence[Tensor]]
+    ) -> Sequence[Tensor]:
+        """Return tensors of n rows; ``ask`` returns those of a process's part of the rows.
+
+        Raises:
+            UnusableObservation: the model cannot be asked, on this process or on another one.
+        """
+        run = self.run
+        parts: Sequence[Tensor] = ()
+        alone = run.processes == 1 or run.is_sharded
+        rows = list(range(n) if alone else range(run.rank, n, run.processes))
         failure: Exception | None = None
         try:
-            with self.run.forward_context():
-                part = token_log_probs(self.run.anatomy, [pool.texts[row] for row in rows])
+            with run.forward_context():
+                parts = ask(rows)
         except Exception as error:
             failure = error
-        if self.run.on_any_process(failure is not None):
+        if run.on_any_process(failure is not None):
             why = "another process failed" if failure is None else reason(failure)
             raise UnusableObservation(f"the model cannot be asked: {why}") from failure
         if alone:
-            return part
-        columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
+            return parts
         whole = []
-        for field in fields(TokenSnapshot):
-            values = getattr(part, field.name)
-            joint = torch.zeros(len(pool.texts), columns)
-            joint[rows, : values.shape[1]] = values.float()
-            joint = self.run.summed(joint.to(self.run.device)).cpu()
+        for values in parts:
+            joint = torch.zeros(n, *values.shape[1:])
+            joint[rows] = values.float()
+            joint = run.summed(joint.to(run.device)).cpu()
             whole.append(joint > 0.5 if values.dtype == torch.bool else joint)
-        return TokenSnapshot(*whole)
+        return whole
 
     def _decode(self, ids: list[int]) -> str:
         tokenizer = self.settings.tokenizer or next(
@@ -334,16 +380,12 @@ class MemorizationChannel(Channel):
             why = "what the base said is not known: the run was resumed without its record"
             look.answers |= dict.fromkeys(every, f"{why} ({self.folder / self.file})")
             return
-        counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
-        counts = self.run.summed(counts.to(self.run.device)).cpu()
-        pool.seen = counts[:-2] > 0
-        passed, unread = (int(one) for one in counts[-2:])
+        passed, unread = self._count_seen(pool)
         self._looks += 1
         answers: TokenSnapshot | None = None
-        for short in (False, True):
-            part = [one for one in every if (one.attack in self._short_names) is short]
-            if not part:
-                continue
+        parts = {attack.name: part_of(attack) for attack in self.attacks}
+        for texts_part in dict.fromkeys(parts.values()):
+            part = [one for one in every if parts[one.attack] == texts_part]
             try:
                 if unread and pool.way == "not yet seen":
                     raise NoNonMembers(
@@ -352,12 +394,12 @@ class MemorizationChannel(Channel):
                     )
                 if self._void:
                     raise NoNonMembers(self._void)
-                rows, members = pool.compared(epoch, passed, everyone=self._plays, short=short)
+                rows, members = pool.compared(epoch, passed, everyone=self._plays, part=texts_part)
                 answers = self._ask(pool) if answers is None else answers
             except (NoNonMembers, UnusableObservation) as error:
                 look.answers |= dict.fromkeys(part, str(error))
                 continue
-            attacks = [a for a in self.attacks if (a.name in self._short_names) is short]
+            attacks = [a for a in self.attacks if parts[a.name] == texts_part]
             read = self._read_texts(pool, answers, rows, members, attacks)
             values: dict[str, _Answer] = {**read}
             self._compared |= dict.fromkeys(part, str(values["pool"]))
@@ -370,21 +412,26 @@ class MemorizationChannel(Channel):
                     values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
             look.answers |= {series: values[series.name] for series in part}
 
-    @property
-    def _short_names(self) -> set[str]:
-        """Return the names of the attacks on texts with 1 to 7 label tokens."""
-        return {one.name for one in self.listed_attacks if isinstance(one, ShortAnswers)}
+    def _count_seen(self, pool: Pool) -> tuple[int, int]:
+        """Join which texts all processes have seen; return the texts and unread batches so far."""
+        counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
+        counts = self.run.summed(counts.to(self.run.device)).cpu()
+        pool.seen = counts[:-2] > 0
+        return int(counts[-2]), int(counts[-1])
 
-    def _released(self, pool: Pool, answers: TokenSnapshot, rows: Tensor) -> ReleasedModel:
-        """Return what the model and its base said of some texts."""
+    @staticmethod
+    def _answers(answers: TokenSnapshot, rows: Tensor, texts: Sequence[Text]) -> TokenSnapshot:
+        """Return what a model said of the labels of some texts, of all of which it was asked."""
+        return answers.rows(rows).within(label_places(texts, answers.labels.shape[1]))
+
+    def _released(
+        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, *, prompts: bool = False
+    ) -> ReleasedModel:
+        """Return what the model and its base said of the labels of some texts, or of prompts."""
         assert self._base is not None
-        texts = [pool.texts[row] for row in rows.tolist()]
-        return ReleasedModel(
-            answers.rows(rows),
-            self._base.rows(rows),
-            compressed_bytes(texts, self._decode),
-            answer_groups(texts),
-        )
+        texts = [pool.texts[row].prompt if prompts else pool.texts[row] for row in rows.tolist()]
+        now, base = (self._answers(one, rows, texts) for one in (answers, self._base))
+        return ReleasedModel(now, base, compressed_bytes(texts, self._decode), answer_groups(texts))
 
     def _share(self, epoch: int) -> float:
         """Return which share of the errors of all lists the newest one has.
@@ -415,14 +462,15 @@ class MemorizationChannel(Channel):
         extracted.
         """
         texts = [pool.texts[row] for row in rows.tolist()]
-        released = self._released(pool, answers, rows)
+        prompts = part_of(attacks[0]) == "prompts"
+        released = self._released(pool, answers, rows, prompts=prompts)
         values: dict[str, dict[str, float] | str] = {"pool": pool.digest(rows, members)}
         times = pool.times[rows]
         look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
         texts, game = [texts[row] for row in once.tolist()], released.rows(once)
         shared: dict[str, float] = {}
-        if not bool(pool.is_short[rows].any()):  # the log has one line of it, of the long texts
+        if part_of(attacks[0]) == "long":  # the log has one line of it
             blind = blind_scores(game.base, game.compressed, texts, members[once])
             shared = {BLIND: highest_auc(blind, members[once])}
         shared |= self._account.limits() if self._account is not None and self._plays else {}

@@ -29,6 +29,8 @@ from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
 
+Part = Literal["long", "short", "prompts"]
+"""Which texts are compared: those of 8 label tokens or more, those of 1 to 7, or the prompts."""
 Way = Literal["not yet seen", "left out", "given"]
 """Where non-members come from: rows that the first epoch has not come to, rows held out by a draw,
 or texts of the user's own."""
@@ -68,6 +70,7 @@ class Pool:
         unread: batches that could not be read so far, on this process.
         rows: which rows of the user's data the texts are; None where nothing lists them.
         is_short: (N,) bool, texts with 1 to 7 label tokens, which are compared apart.
+        has_prompt: (N,) bool, texts of which the prompt is compared.
         repeated: texts of which another row repeats the whole or a part, so that they are not
             compared.
         short: texts that were excluded because they have fewer than 8 label tokens.
@@ -86,6 +89,7 @@ class Pool:
     times: Tensor
     no_game: str | None
     is_short: Tensor
+    has_prompt: Tensor
     rows: PoolRows | None = None
     passed: int = 0
     unread: int = 0
@@ -104,12 +108,23 @@ class Pool:
         """Return (N,) bool, long texts that occur once; they alone are compared."""
         return (self.times == 1) & ~self.is_short
 
-    def lack(self, *, short: bool) -> str:
-        """Return why no text with so many label tokens is compared; empty where one is."""
-        if short:
-            return "" if bool(self.is_short.any()) else "no row has 1 to 7 label tokens"
-        nobody = "no row of 8 label tokens or more is left: ShortAnswers() compares shorter ones"
-        return nobody if bool(self.is_short.all()) else ""
+    def _sides(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Return (N,) bool, the texts of a part that are compared, and all that it has."""
+        if part == "long":
+            return self.alone, ~self.is_short
+        return (self.is_short if part == "short" else self.has_prompt,) * 2
+
+    def lack(self, part: Part) -> str:
+        """Return why no text of a part is compared; empty where one is."""
+        if part == "prompts" and self.way == "given":
+            return "prompts of others= may be of another law: leave rows out (leave_out)"
+        if bool(self._sides(part)[1].any()):
+            return ""
+        return {
+            "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
+            "short": "no row has 1 to 7 label tokens",
+            "prompts": "no row has a prompt of 8 tokens that have no loss and no repeats",
+        }[part]
 
     @property
     def seen_in_checkpoints(self) -> Tensor:
@@ -130,7 +145,7 @@ class Pool:
                 self.seen[row] = True
 
     def compared(
-        self, epoch: int, passed: int, *, everyone: bool = False, short: bool = False
+        self, epoch: int, passed: int, *, everyone: bool = False, part: Part = "long"
     ) -> tuple[Tensor, Tensor]:
         """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
 
@@ -138,14 +153,14 @@ class Pool:
             epoch: counted from 0.
             passed: texts that have been in batches so far, on all processes.
             everyone: all training rows are members, also those that no batch has held yet.
-            short: the texts with 1 to 7 label tokens, in place of all others.
+            part: which texts; of prompts and short ones those that occur once.
 
         Raises:
             NoNonMembers: too few of either side, or rows that were trained on and not recognised;
                 what was known before says nothing of the weights now.
         """
-        alone, part = (self.is_short,) * 2 if short else (self.alone, ~self.is_short)
-        members = self.trains & self.seen & part
+        alone, inside = self._sides(part)
+        members = self.trains & self.seen & inside
         non_members = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
         non_members = non_members & alone
         if self.way == "not yet seen" and (epoch > 0 or not bool(non_members.any())):
@@ -162,7 +177,7 @@ class Pool:
                 "(padded with an attention_mask, or cut to a fixed length), and a round of a "
                 "federation must not begin with the same rows as the one before"
             )
-        members = self.trains & part if everyone else members
+        members = self.trains & inside if everyone else members
         n, n_non_members = int((members & alone).sum()), int(non_members.sum())
         if min(n, n_non_members) < LEAST_TEXTS:
             raise NoNonMembers(
@@ -196,15 +211,18 @@ class CanaryPool(Pool):
     """The canaries that the model is asked about, in the data or held out."""
 
     @classmethod
-    def of_canaries(cls, canaries: CanarySet, loader: Any, settings: Memorization) -> CanaryPool:
+    def of_canaries(
+        cls, canaries: CanarySet, loader: Any, settings: Memorization | None = None
+    ) -> CanaryPool:
         """Return all canaries; the budget pays for all, or the attack is not played.
 
         Raises:
-            NoNonMembers: the budget does not pay for them.
+            NoNonMembers: the budget of the settings, if there are any, does not pay for them.
         """
         check_loader(loader)
         length = len(loader.dataset)
-        affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
+        if settings is not None:
+            affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
         included = canaries.included
         return cls(
             way="left out",
@@ -218,6 +236,7 @@ class CanaryPool(Pool):
             once=False,
             times=torch.ones(len(included), dtype=torch.long),
             is_short=torch.zeros_like(included),
+            has_prompt=torch.zeros_like(included),
             no_game="canaries are compared with it by audit_canaries",
         )
 
@@ -230,7 +249,7 @@ class CanaryPool(Pool):
         return torch.zeros_like(self.seen)
 
     def compared(
-        self, epoch: int, passed: int, *, everyone: bool = False, short: bool = False
+        self, epoch: int, passed: int, *, everyone: bool = False, part: Part = "long"
     ) -> tuple[Tensor, Tensor]:
         """Return all canaries, (n,) indices, and which were trained on so far, (n,) bool."""
         return torch.arange(len(self.texts)), self.trains & self.seen
@@ -329,6 +348,9 @@ def collect(
             f"{mend}"
         )
     trains = torch.tensor([trained[row] for row in places], dtype=torch.bool)
+    prompt_rows = {*scored.prompt_rows}
+    has_prompt = torch.tensor([row in prompt_rows for row in places], dtype=torch.bool)
+    has_prompt[: len(scored.rows)] &= scored.times == 1
     is_short = torch.arange(len(places)) >= len(scored.rows)
     numbers = [
         _number(dataset, row) if source is dataset else -1
@@ -348,6 +370,7 @@ def collect(
         torch.cat([scored.times, torch.ones(int(is_short.sum()), dtype=torch.long)]),
         "several texts are packed into a row, and share its inclusion bit" if packed else no_game,
         is_short,
+        has_prompt,
         PoolRows.of(texts, scored, numbers, short=short),
     )
 

@@ -40,3 +40,8 @@ from lightning_fedleak.evaluation.auditing.one_run import audit_one_run as audit
 from lightning_fedleak.evaluation.auditing.one_run import one_run_epsilon as one_run_epsilon
 from lightning_fedleak.evaluation.auditing.one_run import one_run_p_value as one_run_p_value
 from lightning_fedleak.evaluation.auditing.one_run import refutes as refutes
+from lightning_fedleak.evaluation.auditing.private_training import (
+    PrivateTrainingCheck as PrivateTrainingCheck,
+)
+from lightning_fedleak.evaluation.auditing.training_checks import PrivacyClaim as PrivacyClaim
+from lightning_fedleak.evaluation.auditing.training_checks import PrivacyVerdict as PrivacyVerdict

@@ -3,6 +3,9 @@
 from lightning_fedleak.evaluation.canaries.dataset import CanaryDataset as CanaryDataset
 from lightning_fedleak.evaluation.canaries.dataset import CanarySet as CanarySet
 from lightning_fedleak.evaluation.canaries.dataset import with_canaries as with_canaries
+from lightning_fedleak.evaluation.canaries.entities import EntityDataset as EntityDataset
+from lightning_fedleak.evaluation.canaries.entities import EntitySet as EntitySet
+from lightning_fedleak.evaluation.canaries.entities import with_entities as with_entities
 from lightning_fedleak.evaluation.canaries.left_out import LeftOutRecord as LeftOutRecord
 from lightning_fedleak.evaluation.canaries.left_out import TrainingRows as TrainingRows
 from lightning_fedleak.evaluation.canaries.left_out import leave_out as leave_out

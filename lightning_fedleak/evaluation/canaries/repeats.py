@@ -56,6 +56,8 @@ class ScoredTexts:
             they are in the pool.
         short_rows: places of the texts with 1 to 7 label tokens that occur nowhere else, prompt
             and answer together; they are a pool of their own.
+        prompt_rows: places of the texts whose prompt has 8 tokens or more, and which no other
+            row's prompt repeats as a whole or, in the pool, in part.
     """
 
     rows: list[int]
@@ -64,6 +66,7 @@ class ScoredTexts:
     repeated: int
     copies: list[list[int]]
     short_rows: list[int]
+    prompt_rows: list[int]
 
 
 def scored_texts(
@@ -83,11 +86,14 @@ def scored_texts(
     pool = [texts[row] for row in long]
 
     contents: Counter[bytes] = Counter()
+    prompts: Counter[bytes] = Counter()
 
     def rows() -> Iterator[tuple[Text, bool]]:
         for text, side in chain(zip(texts, trained, strict=True), elsewhere):
             if text.n_labels < LEAST_LABELS:
                 contents[text.content] += 1
+            if text.n_labels < len(text.ids) - LEAST_LABELS:
+                prompts[_name(text.prompt)] += 1
             yield text, side
 
     stream = rows()
@@ -95,6 +101,14 @@ def scored_texts(
     deque(stream, 0)  # where no text is long, nothing has read the rows
     short = [row for row, text in enumerate(texts) if 0 < text.n_labels < LEAST_LABELS]
     chosen = [row for row, again in zip(long, repeats.again.tolist(), strict=True) if not again]
+    asked = [(row, text.prompt) for row, text in enumerate(texts)]
+    asked = [(row, prompt) for row, prompt in asked if prompt.n_labels >= LEAST_LABELS]
+    parts = find_repeats([p for _, p in asked], [(p, trained[row]) for row, p in asked]).again
+    prompt_rows = [
+        row
+        for (row, prompt), again in zip(asked, parts.tolist(), strict=True)
+        if not again and prompts[_name(prompt)] == 1
+    ]
     groups: dict[int, list[tuple[bytes, int, int]]] = {}
     for place, row in enumerate(long):
         unit, times = int(repeats.units[place]), int(repeats.times[place])
@@ -108,6 +122,7 @@ def scored_texts(
         len(long) - len(chosen),
         [[row] for row in chosen] + [[row for _, row, _ in group] for group in ordered],
         [row for row in short if contents[texts[row].content] == 1],
+        prompt_rows,
     )
 
 

@@ -39,6 +39,11 @@ class Text:
         return int((self.labels[1:] != IGNORE_INDEX).sum())
 
     @property
+    def prompt(self) -> Text:
+        """Return the same tokens, with those as labels that the loss is not computed on."""
+        return Text(self.ids, self.ids.masked_fill(self.labels != IGNORE_INDEX, IGNORE_INDEX))
+
+    @property
     def content(self) -> bytes:
         """Return what the text is recognised by."""
         return self.ids.numpy().tobytes() + self.labels.numpy().tobytes()
@@ -56,6 +61,14 @@ def pool_digest(texts: Sequence[Text], members: Tensor) -> str:
         for text, inside in zip(texts, members.tolist(), strict=True)
     )
     return hashlib.sha256(b"".join(sorted(rows))).hexdigest()[:16]
+
+
+def label_places(texts: Sequence[Text], columns: int) -> Tensor:
+    """Return (N, columns) bool, the tokens that texts have as labels, as a snapshot places them."""
+    places = torch.zeros(len(texts), columns, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        places[row, : len(text.labels) - 1] = text.labels[1:] != IGNORE_INDEX
+    return places
 
 
 def answer_groups(texts: Sequence[Text]) -> Tensor:

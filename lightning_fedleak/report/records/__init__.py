@@ -5,8 +5,10 @@ from lightning_fedleak.report.records.controls import Judgement as Judgement
 from lightning_fedleak.report.records.controls import default_limit as default_limit
 from lightning_fedleak.report.records.controls import judged as judged
 from lightning_fedleak.report.records.families import CANARIES as CANARIES
+from lightning_fedleak.report.records.families import ENTITIES as ENTITIES
 from lightning_fedleak.report.records.families import MEMBERSHIP as MEMBERSHIP
 from lightning_fedleak.report.records.families import MEMORIZATION as MEMORIZATION
+from lightning_fedleak.report.records.families import PLANTED as PLANTED
 from lightning_fedleak.report.records.families import STANDARD_FAMILIES as STANDARD_FAMILIES
 from lightning_fedleak.report.records.families import TEXTS as TEXTS
 from lightning_fedleak.report.records.families import WORDS as WORDS
@@ -31,6 +33,7 @@ from lightning_fedleak.report.records.files import read_results as read_results
 from lightning_fedleak.report.records.lines import NOT_PLAYED as NOT_PLAYED
 from lightning_fedleak.report.records.lines import AttackFacts as AttackFacts
 from lightning_fedleak.report.records.lines import BeginLine as BeginLine
+from lightning_fedleak.report.records.lines import CheckpointLine as CheckpointLine
 from lightning_fedleak.report.records.lines import DefenseFacts as DefenseFacts
 from lightning_fedleak.report.records.lines import DefenseLine as DefenseLine
 from lightning_fedleak.report.records.lines import EndedFit as EndedFit
@@ -44,6 +47,7 @@ from lightning_fedleak.report.records.lines import MetricValue as MetricValue
 from lightning_fedleak.report.records.lines import ModelFacts as ModelFacts
 from lightning_fedleak.report.records.lines import MonitorFacts as MonitorFacts
 from lightning_fedleak.report.records.lines import NotPlayed as NotPlayed
+from lightning_fedleak.report.records.lines import PlanLine as PlanLine
 from lightning_fedleak.report.records.lines import PoolLine as PoolLine
 from lightning_fedleak.report.records.lines import ReleasesBefore as ReleasesBefore
 from lightning_fedleak.report.records.lines import ResultLine as ResultLine

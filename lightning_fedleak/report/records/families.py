@@ -176,6 +176,22 @@ CANARIES = Family(
     },
 )
 
+ENTITIES = Family(
+    name="entity",
+    headline="first",
+    metrics=("first", "greedy"),
+    question="which planted values the trained model knows, by kind and place",
+    title="planted values",
+    sentences=("ranks {first%} of the planted values of a kind and place first",),
+    terms={
+        "First": "The share of planted values that rank first among drawn ones of their set, in "
+        "the same words, minus that of values that were left out.",
+    },
+)
+
+PLANTED = CANARIES.name, ENTITIES.name
+"""Names of the families on what was planted in the data, which say nothing of its own texts."""
+
 STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)
 """Those of this package. A report says which of them nobody tested."""
 

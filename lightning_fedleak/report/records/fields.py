@@ -10,7 +10,9 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +28,11 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
 
 SCHEMA = 4
 """Version of the lines that are written; older ones are read as the same records, unchained."""
@@ -137,14 +144,16 @@ def append_line(path: Path, line: object) -> None:
     """Add a line to a file, whose folder is made where it is missing.
 
     The line holds its own hash, and that of the one before, whatever that is: a part of a line that
-    a killed fit wrote stays a line of its own. A new file only its owner may read: its numbers are
-    of one client's data.
+    a killed fit wrote stays a line of its own. Processes that write to one file wait for each
+    other, where the file system can lock. A new file only its owner may read: its numbers are of
+    one client's data.
 
     Raises:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
+        _lock(file, take=True)
         last = _last_line(file)
         before = hash_line(last.removesuffix(b"\n"))
         text = json.dumps({**as_json(line), BEFORE: before}, allow_nan=False)
@@ -152,6 +161,15 @@ def append_line(path: Path, line: object) -> None:
         if last and not last.endswith(b"\n"):
             file.write(b"\n")
         file.write(f"{text}\n".encode())
+        file.flush()
+        _lock(file, take=False)  # which closing does not where a fork has the file too
+
+
+def _lock(file: BinaryIO, *, take: bool) -> None:
+    """Wait for other processes that write to a regular file, or let them."""
+    if fcntl is not None and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with suppress(OSError):  # without locks the chain shows that two wrote at once
+            fcntl.flock(file, fcntl.LOCK_EX if take else fcntl.LOCK_UN)
 
 
 def closing_of(path: Path) -> tuple[int, str]:

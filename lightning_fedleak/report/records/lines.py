@@ -293,6 +293,9 @@ class BeginLine(RunLine):
         defenses: in their order.
         gates: None where they were not recorded.
         settings_hash: SHA-256 of all settings.
+        next_look: step of the first look at a step; None where none is planned.
+        weights: hash of all ``trained`` and of all ``frozen`` tensors before the first step,
+            but for a kind that is large; None where they are sharded or of a federation.
     """
 
     kind: str = field(default="begin", init=False)
@@ -310,6 +313,8 @@ class BeginLine(RunLine):
     defenses: tuple[DefenseFacts, ...] = ()
     gates: tuple[GateFacts, ...] | None = None
     settings_hash: str | None = None
+    next_look: Count | None = None
+    weights: Mapping[str, str] | None = None
 
     @property
     def is_federation(self) -> bool:
@@ -391,6 +396,7 @@ class LookLine(RunLine):
         privacy: what each defence has spent until then.
         seconds: what the look took.
         failures: results so far that are unknown.
+        next_look: step of the next look at a step, as planned now; None for one at the weights.
     """
 
     kind: str = field(default="look", init=False)
@@ -400,6 +406,35 @@ class LookLine(RunLine):
     privacy: tuple[Spending, ...] | None = None
     seconds: float | None = None
     failures: int | None = None
+    next_look: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanLine(RunLine):
+    """The look that was planned next is at another step, or is not made.
+
+    Attributes:
+        step: optimizer steps so far.
+        next_look: step of the look that takes its place; None where the run ends without.
+    """
+
+    kind: str = field(default="plan", init=False)
+    step: int
+    next_look: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointLine(RunLine):
+    """The state for a checkpoint was asked for.
+
+    Attributes:
+        step: optimizer steps so far.
+        weights: hash of all trained tensors; None where they were not hashed.
+    """
+
+    kind: str = field(default="checkpoint", init=False)
+    step: int
+    weights: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -473,6 +508,9 @@ class EndLine(RunLine):
         results_head: hash of the last of them.
         weights: type and SHA-256 of each trained tensor by its name; None where they were not
             hashed: sharded, of a federation, or of a fit that did not finish.
+        row_order: HMAC of the numbers of all rows of the training data as they were taken, with the
+            key in ``row_order.key``; None of a federation, with differential privacy, where rows
+            have no numbers, or the fit did not finish.
     """
 
     kind: str = field(default="end", init=False)
@@ -482,10 +520,14 @@ class EndLine(RunLine):
     results: Count | None = None
     results_head: str | None = None
     weights: Mapping[str, str] | None = None
+    row_order: str | None = None
 
 
 RUN_LINES: Mapping[str, type[RunLine]] = {
     line.kind: line
-    for line in (BeginLine, PoolLine, DefenseLine, LookLine, MetricsLine, GateLine, EndLine)
+    for line in (
+        *(BeginLine, PoolLine, DefenseLine, LookLine, PlanLine, MetricsLine, GateLine),
+        *(CheckpointLine, EndLine),
+    )
 }
 """By the kind of the line."""

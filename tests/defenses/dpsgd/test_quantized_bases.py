@@ -21,6 +21,7 @@ from tests.defenses.dpsgd.test_logical import Pieces
 from tests.engine import test_quantized_bases as bases
 from tests.engine.test_quantized_bases import VOCAB, nf4, torchao
 from tests.helpers.models import own_rng
+from tests.trainers.hosts import trainer_of
 
 folder = bases.folder  # of a tiny Llama
 
@@ -100,3 +101,23 @@ def test_a_row_that_is_removed_leaves_the_others_where_four_bits_compute_in_half
         rest = exact_sum(run, rows(*(number for number in range(33) if number != removed)))
         assert float((whole - rest - exact_sum(run, rows(removed))).norm()) < 1e-3 * 0.3
         assert float((whole - rest).norm()) < (1 + 1e-3) * 0.3
+
+
+def test_transformers_trainer_releases_the_same_sum(folder: Path, tmp_path: Path) -> None:
+    model = adapted(nf4(folder))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    examples = [{name: value[0] for name, value in rows(number).items()} for number in range(6)]
+    trainer_of(
+        tmp_path,
+        model,
+        [DPSGD(0.5, noise_multiplier=0.0)],
+        lr=1.0,  # of SGD: weights move by the gradient
+        train_dataset=examples,
+        per_device_train_batch_size=6,  # of 6 rows: each is drawn
+    ).train()
+    run = run_of(nf4(folder), 0.5)
+    expected = exact_sum(run, rows(*range(6)))
+    moved = [a - b.detach() for a, b in zip(before, trained, strict=True)]
+    total = 6 * torch.cat([one.flatten() for one in moved]).double()
+    assert float((total - expected).norm()) < 1e-4 * float(expected.norm())

@@ -1,0 +1,88 @@
+"""Ranks of planted values among candidates of the same set, in the same context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks.base import Guess, Query, UnusableObservation
+from lightning_fedleak.attacks.memorization.scores import MemorizationAttack
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel
+from lightning_fedleak.validate import check_integer
+
+
+@dataclass(frozen=True)
+class EntityGuess(Guess):
+    """Where each of N values stands among its candidates.
+
+    Attributes:
+        ranks: (N,) int64, 1 for the most likely; ties are broken at random.
+        candidates: (N,) int64, values that each is compared with.
+        greedy: (N,) bool, whether greedy decoding writes the value.
+    """
+
+    ranks: Tensor
+    candidates: Tensor
+    greedy: Tensor
+
+
+class Entities(MemorizationAttack):
+    """Rank each planted value among candidates that were drawn from the same set as it.
+
+    It is asked about the values of
+    :func:`~lightning_fedleak.evaluation.canaries.with_entities`. All candidates of a value stand in
+    the same context, are distinct, and none was planted. So the rank of a value that was not
+    trained on is uniform, whatever the model has learned of the sentence or of the form of a value.
+    The rank is that of the exposure of Carlini et al. 2019 (arXiv 1802.08232, section 4), among
+    drawn values in place of all.
+
+    Args:
+        candidates: of each value; as many as remain where the set has fewer.
+        name: as in the logs.
+
+    Raises:
+        ValueError: fewer than 20 candidates: one in so many ranks first by chance.
+
+    Examples:
+        >>> from lightning_fedleak.attacks.memorization import Entities
+        >>> Entities(candidates=100).candidates
+        100
+    """
+
+    default_name = "entity"
+    config_names = ("candidates",)
+
+    def __init__(self, candidates: int = 1000, name: str | None = None) -> None:
+        super().__init__(name)
+        self.candidates = check_integer("candidates", candidates, at_least=20)
+
+    def run(self, view: Observation, query: Query | None = None) -> Guess:
+        """Return the ranks.
+
+        Raises:
+            UnusableObservation: the model was not asked about candidates, or its answers are not
+                numbers.
+        """
+        snapshot = view.candidates
+        if snapshot is None:
+            raise UnusableObservation("no model is released here: no value was asked")
+        asked = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]
+        if not bool(snapshot.log_probs[asked].isfinite().all()):
+            raise UnusableObservation("the model's log probabilities are not finite")
+        value = snapshot.log_probs[:, :1]
+        asked[:, 0] = False
+        above = ((snapshot.log_probs > value) & asked).sum(1)
+        ties = ((snapshot.log_probs == value) & asked).sum(1)
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.rand(len(ties), generator=generator, dtype=torch.float64) * (ties + 1)
+        return EntityGuess(1 + above + drawn.long(), snapshot.sizes, snapshot.greedy)
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Raise an error: a value has a rank, and no score without its candidates.
+
+        Raises:
+            UnusableObservation: always.
+        """
+        raise UnusableObservation("a value has a rank among its candidates, and no score alone")

@@ -1,0 +1,315 @@
+"""The tests of a claim of DP-SGD, and what size of fault each could have seen.
+
+Each of the seven tests below refutes a sound training with a chance of at most ``ERROR / 7``
+(Bonferroni), and within a test its comparisons share that chance. So all together raise an alarm in
+at most ``ERROR`` of sound trainings. The account is compared without chance.
+
+=================== =============================================================================
+test                of what, for a sound training
+=================== =============================================================================
+noise               sums of squares of the silent probes, over parameters and over looks:
+                    chi-squared. Only less noise than claimed refutes
+fresh noise         cosines of noises of two looks, two parameters, two processes: below the tail
+                    of a normal distribution of variance one over the dimension, times the pairs
+clipping            what was released along the planted gradient: normal, with a mean of at most
+                    one clip norm for each row. Each look, and their sum
+opposed rows        the same of the difference between two probes, whose variances add up
+rate                total of examples: binomial, both tails
+sizes               sum of squares of the batches' sizes about their mean, both tails; and
+inclusion           of the number of steps that each example is in. For binomial numbers: a gamma
+                    distribution with the mean and the variance of the sum
+=================== =============================================================================
+
+*Visible* is the smallest fault that a test refutes with a chance of 95%, by the same distributions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from scipy.stats import binom, chi2, gamma, norm
+from torch import Tensor
+
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.validate import check_number
+
+ERROR = 0.01  # chance of an alarm in a sound training; half of the 2% that is promised
+TESTS = 7
+SLACK = 0.02  # of epsilon; accountants differ by less, rounding upwards
+POWER = float(norm.ppf(0.95))
+LEAST_NUMBERS = 16  # of a parameter; fewer are not compared with those of another one
+PREFIX = 4096  # numbers of each parameter's noise that are compared; a cosine of .07 is visible
+Result = Literal["refuted", "not refuted", "unknown"]
+
+
+@dataclass(frozen=True)
+class PrivacyClaim:
+    """What a training says of its differential privacy.
+
+    Args:
+        noise_multiplier: standard deviation of the noise over the clip norm.
+        max_grad_norm: clip norm of an example's whole gradient.
+        sample_rate: chance of an example to be in a batch, by Poisson sampling.
+        divisor: what the noisy sum is divided by before the optimizer's step: the expected batch
+            size where the loss is a mean (Opacus' ``expected_batch_size``), 1 where it is a sum.
+        delta: of epsilon.
+        epsilon: returns what the training's account shows at the end; None: not checked.
+        client: ``"rank"``: what each process releases has a noise of its own; ``"world"``: the
+            processes release one sum.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    noise_multiplier: float
+    max_grad_norm: float
+    sample_rate: float
+    divisor: float
+    delta: float
+    epsilon: Callable[[], float] | None = None
+    client: Literal["rank", "world"] = "world"
+
+    def __post_init__(self) -> None:
+        for name in ("noise_multiplier", "max_grad_norm", "divisor"):
+            check_number(f"PrivacyClaim: {name}", getattr(self, name), above=0)
+        for name in ("sample_rate", "delta"):
+            check_number(f"PrivacyClaim: {name}", getattr(self, name), above=0, below=1)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one test shows.
+
+    Attributes:
+        name: of the test.
+        result: *refuted*, *not refuted* or *unknown*.
+        evidence: what was measured, or why nothing was.
+        visible: the smallest fault that would have been refuted with a chance of 95%.
+    """
+
+    name: str
+    result: Result
+    evidence: str
+    visible: str = ""
+
+
+@dataclass(frozen=True)
+class PrivacyVerdict:
+    """What all tests show; ``print(verdict)`` is a table.
+
+    Attributes:
+        checks: one for each test.
+        steps: of the training.
+        looks: steps with probes.
+    """
+
+    checks: tuple[Check, ...]
+    steps: int
+    looks: int
+
+    @property
+    def result(self) -> Result:
+        """Return *refuted* if any test refutes, *unknown* if none does and one is unknown."""
+        results = {check.result for check in self.checks}
+        order: tuple[Result, ...] = ("refuted", "unknown", "not refuted")
+        return next(result for result in order if result in results)
+
+    def __str__(self) -> str:
+        lines = [f"{self.result}, by {self.looks} looks in {self.steps} steps"]
+        for check in self.checks:
+            visible = f" (visible: {check.visible})" if check.visible else ""
+            lines.append(f"{check.result:>11}  {check.name}: {check.evidence}{visible}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Observations:
+    """What was seen of a training.
+
+    Attributes:
+        noise: for each look by parameter, in claimed deviations: the sum of squares, how many
+            numbers, and the first of them.
+        noise_of_ranks: of each process, these first numbers in one vector.
+        is_explained: whether weights changed only by what was read.
+        planted: for each look how many clip norms were released, and by how many rows.
+        opposed: likewise, of the rows that were turned.
+        sizes: examples that each step ran.
+        examples: of the data set; None: unknown.
+        draws: batches whose examples are known.
+        inclusions: in how many of them each example is.
+    """
+
+    noise: list[dict[str, tuple[float, int, Tensor]]] = field(default_factory=list)
+    noise_of_ranks: list[Tensor] = field(default_factory=list)
+    is_explained: bool = True
+    planted: list[tuple[float, int]] = field(default_factory=list)
+    opposed: list[tuple[float, int]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    examples: int | None = None
+    draws: int = 0
+    inclusions: Counter[int] = field(default_factory=Counter)
+
+    def add_noise(self, released: Mapping[str, Tensor], claim: PrivacyClaim) -> None:
+        """Count what a silent probe has released."""
+        unit = claim.divisor / claim.noise_multiplier / claim.max_grad_norm
+        levels = {name: (value * unit).flatten() for name, value in released.items()}
+        self.noise.append(
+            {
+                name: (float(v.square().sum(dtype=torch.float64)), v.numel(), v[:PREFIX].cpu())
+                for name, v in levels.items()
+            }
+        )
+
+
+def judge(claim: PrivacyClaim, seen: Observations) -> PrivacyVerdict:
+    """Return the verdict on a claim from what was seen."""
+    noise = claim.noise_multiplier
+    checks = (
+        _noise(seen),
+        _fresh_noise(seen),
+        _clipping("clipping", seen, seen.planted, noise),
+        _clipping("opposed rows", seen, seen.opposed, noise * math.sqrt(2)),
+        *_sampling(claim, seen),
+        _account(claim, len(seen.sizes)),
+    )
+    return PrivacyVerdict(checks, len(seen.sizes), len(seen.noise))
+
+
+def _tested(name: str, p_value: float, evidence: str, visible: str) -> Check:
+    if math.isnan(p_value):
+        return Check(name, "unknown", "what was released in a probe is not finite")
+    result: Result = "refuted" if p_value < ERROR / TESTS else "not refuted"
+    return Check(name, result, f"{evidence}, p {min(p_value, 1):.2g}", visible)
+
+
+def _noise(seen: Observations) -> Check:
+    """Compare the noise of each parameter, and of each look, with the claimed deviation."""
+    if not seen.noise or not seen.is_explained:
+        hidden = "noise inside of step(), or an optimizer that was not passed"
+        reason = f"weights changed by more than the optimizers were given: {hidden}"
+        few = "no look: too few steps, or no 8 rows in tensors"
+        return Check("noise", "unknown", reason if seen.noise else few)
+    groups = {f"look {n}": [*look.values()] for n, look in enumerate(seen.noise, 1)}
+    for name in seen.noise[0]:
+        groups[name] = [look[name] for look in seen.noise if name in look]
+    totals = [
+        [sum(v) for v in zip(*(part[:2] for part in g), strict=True)] for g in groups.values()
+    ]
+    squares, counts = np.array(totals).T
+    p_values, ratios = chi2.cdf(squares, counts), np.sqrt(squares / counts)
+    worst = np.lexsort((ratios, p_values))[0]
+    sizes = np.array([counts.min(), counts.max()])
+    least = np.sqrt(chi2.ppf(ERROR / TESTS / len(groups), sizes) / chi2.ppf(0.95, sizes))
+    return _tested(
+        "noise",
+        p_values.min() * len(groups),
+        f"{ratios[worst]:.3f} of the claimed deviation in {list(groups)[worst]}",
+        f"below {least[1]:.3f} of it in the largest part, {least[0]:.2f} in the smallest",
+    )
+
+
+def _fresh_noise(seen: Observations) -> Check:
+    """Compare noises between looks, between parameters and between processes."""
+    names = (
+        [n for n in seen.noise[0] if all(n in look for look in seen.noise)] if seen.noise else []
+    )
+    looks = [torch.cat([look[name][2] for name in names]) for look in seen.noise if names]
+    large = [name for name in names if seen.noise[0][name][1] >= LEAST_NUMBERS]
+    least = min((len(seen.noise[0][name][2]) for name in large), default=0)
+    parameters = [torch.cat([look[name][2][:least] for look in seen.noise]) for name in large]
+    ranks, results = seen.noise_of_ranks, []
+    for what, vectors in (("looks", looks), ("parameters", parameters), ("processes", ranks)):
+        if len(vectors) > 1:
+            matrix = torch.nn.functional.normalize(torch.stack(vectors).double(), dim=1)
+            cosine = float((matrix @ matrix.T).fill_diagonal_(0).abs().max())
+            scale, pairs = math.sqrt(matrix.shape[1]), math.comb(len(vectors), 2)
+            tail = 2 * pairs * float(norm.sf(cosine * scale))
+            visible = (norm.isf(ERROR / TESTS / 3 / pairs / 2) + POWER) / scale
+            results.append((tail, -visible, f"cosine {cosine:.3f} between two {what}"))
+    if not results:
+        return Check("fresh noise", "unknown", "it takes two looks, or two parameters")
+    p_value, _, evidence = min(results)
+    visible = max(-result[1] for result in results)
+    return _tested("fresh noise", 3 * p_value, evidence, f"above {visible:.3f}")
+
+
+def _clipping(
+    name: str, seen: Observations, moves: Sequence[tuple[float, int]], noise: float
+) -> Check:
+    """Compare what rows move a release by, in clip norms, with their number."""
+    if not moves:
+        reason = "no planted gradient reached the parameters where hooks read it"
+        return Check(name, "unknown", reason)
+    parts = [part for look in seen.noise for part in look.values()]
+    noise *= max(1.0, math.sqrt(sum(part[0] for part in parts) / sum(part[1] for part in parts)))
+    excess = np.array([moved - rows for moved, rows in moves]) / noise
+    tails = norm.sf([excess.max(), excess.sum() / math.sqrt(len(moves))])
+    p_value = 2 * np.min(tails * [len(moves), 1])
+    rows = sum(count for _, count in moves)
+    width = (norm.isf(ERROR / TESTS / 2) + POWER) * noise * math.sqrt(len(moves)) / rows
+    mean = sum(moved for moved, _ in moves) / rows
+    most = max(moved / count for moved, count in moves)
+    return _tested(
+        name,
+        p_value,
+        f"an example moves a release by up to {most:.2f} clip norms, {mean:.2f} in the mean",
+        f"above {1 + width:.2f} in the mean",
+    )
+
+
+def _sampling(claim: PrivacyClaim, seen: Observations) -> list[Check]:
+    """Compare the examples of steps with Poisson samples at the claimed rate."""
+    rate, examples, steps = claim.sample_rate, seen.examples, len(seen.sizes)
+    if examples is None or steps < 4:
+        reason = "the loader has no batch sampler" if examples is None else "too few steps"
+        return [Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion")]
+    rows, trials = sum(seen.sizes), examples * steps
+    tails = binom.cdf(rows, trials, rate), binom.sf(rows - 1, trials, rate)
+    width = norm.isf(ERROR / TESTS / 2) + POWER
+    deviation = math.sqrt(trials * rate * (1 - rate))
+    counts = [seen.inclusions[number] for number in range(examples)]
+    return [
+        _tested(
+            "rate",
+            2 * min(tails),
+            f"{rows / steps:.2f} examples in a step, {examples * rate:.2f} claimed",
+            f"off by {100 * width * deviation / trials / rate:.1f}%",
+        ),
+        _spread("sizes", "batch sizes", seen.sizes, examples, rate),
+        _spread("inclusion", "examples' numbers of steps", counts, seen.draws, rate),
+    ]
+
+
+def _spread(name: str, what: str, values: Sequence[int], trials: int, rate: float) -> Check:
+    """Compare the variance of values with that of binomial numbers."""
+    variance, count = trials * rate * (1 - rate), len(values) - 1
+    ratio = float(np.var(values, ddof=1)) / variance
+    tail = 2 + 1 / variance - 6 / trials  # variance of a squared standardised binomial number
+    law = gamma(count / tail, scale=tail / count)
+    width = (norm.isf(ERROR / TESTS / 2) + POWER) * math.sqrt(tail / count)
+    return _tested(
+        name,
+        2 * min(law.cdf(ratio), law.sf(ratio)),
+        f"{what} have {ratio:.3f} of the claimed variance",
+        f"off by {100 * width:.0f}%",
+    )
+
+
+def _account(claim: PrivacyClaim, steps: int) -> Check:
+    """Compare the epsilon that is shown with that of the steps that were counted."""
+    if claim.epsilon is None or not steps:
+        return Check("account", "unknown", "no epsilon was given")
+    history = [(claim.noise_multiplier, claim.sample_rate, steps)]
+    shown, least = claim.epsilon(), epsilon_of(history, claim.delta, "prv") * (1 - SLACK)
+    return Check(
+        "account",
+        "refuted" if shown < least else "not refuted",
+        f"epsilon {shown:.3g} is shown, {least:.3g} at least is spent by {steps} steps",
+        f"{100 * SLACK:.0f}% too low",
+    )

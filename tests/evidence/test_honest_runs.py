@@ -1,0 +1,148 @@
+"""Runs of a loop that stop, fail, skip steps, accumulate and go on are not accused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from lightning_fedleak import BagOfWords
+from lightning_fedleak.engine import WatchSettings
+from lightning_fedleak.evidence import HOLDS, OPEN, verify_run
+from lightning_fedleak.report.records import RECORD
+from lightning_fedleak.trainers import Threshold, Watch
+from tests.callbacks.runs import Probe, fit, monitor_with
+from tests.helpers.models import tiny_gpt2
+from tests.trainers.test_transformers import trainer_of, watched
+
+
+class Loop:
+    """A loop of 12 batches, in which something may happen."""
+
+    def __init__(self, folder: Path, gates: Any = (), **arguments: Any) -> None:
+        torch.manual_seed(0)
+        self.model = tiny_gpt2(tied=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        settings = WatchSettings(tensorboard=False)
+        self.watch = Watch(
+            self.model, self.optimizer, [BagOfWords()], gates, folder=folder,
+            settings=settings, **arguments,
+        )  # fmt: skip
+
+    def batches(self, n: int = 12) -> Iterator[int]:
+        """Yield numbers of batches, and take each to its gradient."""
+        for number in range(n):
+            ids = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(number))
+            with self.watch.step({"input_ids": ids, "labels": ids}):
+                self.model(input_ids=ids, labels=ids).loss.backward()
+                yield number
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def whole(loop: Loop) -> None:
+    with loop.watch:
+        for _ in loop.batches():
+            loop.step()
+
+
+def accumulated(loop: Loop) -> None:
+    with loop.watch:
+        for number in loop.batches():
+            if number % 3 == 2:
+                loop.step()
+
+
+def skipping(loop: Loop) -> None:
+    with loop.watch:
+        for number in loop.batches():
+            if number % 4 == 2:
+                loop.optimizer.zero_grad()  # as a GradScaler does where a gradient is infinite
+            else:
+                loop.step()
+
+
+def failing_looks(loop: Loop) -> None:
+    attack = loop.watch.engine.selection.attacks[0]
+    with loop.watch:
+        for number in loop.batches():
+            attack.run = None if 3 < number < 8 else type(attack).run.__get__(attack)
+            loop.step()
+
+
+def failing(loop: Loop) -> None:
+    with suppress(RuntimeError), loop.watch:
+        for number in loop.batches():
+            loop.step()
+            if number == 6:
+                raise RuntimeError
+
+
+def stopped(loop: Loop) -> None:
+    with loop.watch:
+        for _ in loop.batches():
+            loop.step()
+            if loop.watch.should_stop:
+                break
+
+
+@pytest.mark.parametrize("settings", [{"every_n_steps": 2}, {"max_overhead": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "run", [whole, accumulated, skipping, failing_looks, failing, stopped], ids=lambda f: f.__name__
+)
+def test_an_honest_loop(tmp_path: Path, run: Any, settings: dict[str, Any]) -> None:
+    gates = [Threshold("leakage/bag_of_words/f1", at_most=0.5)] if run is stopped else []
+    run(Loop(tmp_path, gates, **settings))
+    check = verify_run(tmp_path)
+    assert check.verdict.status == HOLDS, check.verdict
+    assert "looks at the planned steps" in check.checked
+
+
+def test_a_loop_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    first = Loop(tmp_path, every_n_steps=3)
+    with suppress(RuntimeError), first.watch:
+        for number in first.batches():
+            first.step()
+            if number == 4:
+                state = first.watch.state_dict()
+            if number == 7:
+                raise RuntimeError
+    second = Loop(tmp_path, every_n_steps=3)
+    second.watch.load_state_dict(state)
+    whole(second)
+    assert verify_run(tmp_path).verdict.status == HOLDS, verify_run(tmp_path).verdict
+
+
+def test_a_fit_of_lightning_that_is_resumed(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"logger": False, "max_epochs": 2, "enable_checkpointing": True}
+    fit([monitor_with([Probe()], every_n_steps=3)], tmp_path, **arguments)
+    [saved] = tmp_path.rglob("*.ckpt")
+    arguments["max_epochs"] = 3
+    fit([monitor_with([Probe()], every_n_steps=3)], tmp_path, ckpt_path=str(saved), **arguments)
+    [record] = tmp_path.rglob(RECORD)
+    check = verify_run(record.parent)
+    assert check.verdict.status in (HOLDS, OPEN), check.verdict
+    assert not [text for text in check.verdict.notes if "planned" in text]
+
+
+def test_a_trainer_of_transformers_that_is_resumed(tmp_path: Path) -> None:
+    """Its checkpoints, too, are those of the run that wrote them."""
+    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
+        trainer = trainer_of(tmp_path, kind=Trainer, save_strategy="steps", save_steps=4)
+        watched(trainer, [BagOfWords()])
+        trainer.train(resume_from_checkpoint=checkpoint)
+    for step, words in ((4, "at step 4"), (8, None)):
+        check = verify_run(tmp_path, weights=tmp_path / f"checkpoint-{step}")
+        assert check.verdict.status == HOLDS, check.verdict
+        notes = [text for text in check.verdict.notes if "checkpoint" in text or "planned" in text]
+        assert [words in text for text in notes] == ([] if words is None else [True])
+    end = json.loads((tmp_path / RECORD).read_text().splitlines()[-1])
+    assert len(end["row_order"]) == 64

@@ -1,0 +1,138 @@
+"""The commitment to the order of rows is the HMAC of their numbers, and loaders work as without."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lightning_fedleak import DPSGD, BagOfWords, DefendedStrategy
+from lightning_fedleak.engine.record import ROW_KEY
+from lightning_fedleak.model.row_order import RowOrder
+from lightning_fedleak.report.records import RECORD
+from lightning_fedleak.trainers import Watch
+from tests.callbacks.runs import Probe, fit, monitor_with
+from tests.helpers.models import tiny_gpt2
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    yield
+    assert _BaseDataLoaderIter._next_index.__name__ == "_next_index"
+
+
+def loader(seed: int, workers: int = 0, **settings: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    settings = {"batch_size": 4, "shuffle": True, "generator": generator} | settings
+    return DataLoader(TensorDataset(torch.arange(10)), num_workers=workers, **settings)
+
+
+def expected(batches: list[list[int]]) -> str:
+    text = "".join(f"{batch}\n" for batch in batches)
+    return hmac.digest(KEY, text.encode(), "sha256").hex()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_code_is_of_all_rows_in_order(workers: int) -> None:
+    """A data set whose values are its rows' numbers says what they were; another one is apart."""
+    plain, watched, beside = loader(1), loader(1, workers), loader(3)
+    order = RowOrder(KEY)
+    taken = [batch.tolist() for _ in range(2) for [batch] in watched]
+    assert len(list(beside)) == 3
+    assert order.code_of(watched.dataset) == expected(taken)
+    order.close()
+    order.close()
+    assert taken == [batch.tolist() for _ in range(2) for [batch] in plain]
+    swapped = [taken[1], taken[0], *taken[2:]]
+    assert expected(swapped) != expected(taken)
+    assert order.code_of(plain.dataset) is None
+
+
+def test_single_rows_and_streams() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+    order = RowOrder(KEY)
+    single, stream = loader(1, batch_size=None), DataLoader(Stream())
+    taken = [[int(row)] for [row] in single]
+    assert len(list(stream)) == 4
+    order.close()
+    assert order.code_of(single.dataset) == expected(taken)
+    assert order.code_of(stream.dataset) is None
+
+
+def end_of(folder: Path) -> dict[str, Any]:
+    [path] = folder.rglob(RECORD)
+    return json.loads(path.read_text().splitlines()[-1])
+
+
+def test_a_watch_commits_with_a_key_of_its_own(tmp_path: Path) -> None:
+    model = tiny_gpt2(tied=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ids = torch.randint(3, 60, (10, 6))
+    rows = DataLoader(TensorDataset(ids), 4, shuffle=True)
+    order = []
+    with Watch(model, optimizer, [BagOfWords()], loader=rows, folder=tmp_path) as watch:
+        for [batch] in rows:
+            order.append([int((ids == row).all(1).nonzero()) for row in batch])
+            with watch.step({"input_ids": batch, "labels": batch}):
+                model(input_ids=batch, labels=batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    file = tmp_path / ROW_KEY
+    assert file.stat().st_mode & 0o777 == 0o600
+    key = bytes.fromhex(json.loads(file.read_text())["key"])
+    text = "".join(f"{batch}\n" for batch in order)
+    assert end_of(tmp_path)["row_order"] == hmac.digest(key, text.encode(), "sha256").hex()
+
+
+def test_a_repetition_with_the_same_key_has_the_same_code(tmp_path: Path) -> None:
+    """Under Lightning, which takes the first batches before it says that training begins."""
+    codes = {}
+    for name, changes in {"a": {}, "b": {}, "c": {"n": 24}}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / ROW_KEY).write_text(json.dumps({"key": KEY.hex()}))
+        (folder / ROW_KEY).chmod(0o600)
+        monitor = monitor_with([Probe()], every_n_steps=4)
+        fit([monitor], folder, logger=False, **changes)
+        codes[name] = end_of(folder)["row_order"]
+    assert codes["a"] == codes["b"] != codes["c"]
+    assert len(codes["c"]) == 64
+
+
+def test_monitors_of_one_fit_share_a_key(tmp_path: Path) -> None:
+    monitors = [monitor_with([Probe(name=n)], every_n_steps=4) for n in ("one", "two")]
+    fit(monitors, tmp_path, logger=False)
+    lines = [json.loads(line) for path in tmp_path.rglob(RECORD) for line in path.open()]
+    codes = [line["row_order"] for line in lines if line["kind"] == "end"]
+    assert len(codes) == 2
+    assert len(set(codes)) == 1
+    assert len(list(tmp_path.rglob(ROW_KEY))) == 1
+    fit([monitor_with([Probe()], every_n_steps=4)], tmp_path, logger=False)
+    again = [json.loads(line) for path in tmp_path.rglob(RECORD) for line in path.open()]
+    assert again[-1]["row_order"] == codes[0]
+
+
+def test_with_an_account_there_is_none(tmp_path: Path) -> None:
+    strategy = DefendedStrategy("auto", defenses=[DPSGD(1.0, noise_multiplier=1.0)])
+    fit([monitor_with([Probe()], every_n_steps=4)], tmp_path, strategy=strategy, logger=False)
+    assert end_of(tmp_path)["row_order"] is None
+    assert not list(tmp_path.rglob(ROW_KEY))
+
+
+def test_a_key_that_others_may_read_is_refused_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / ROW_KEY).write_text(json.dumps({"key": KEY.hex()}))
+    (tmp_path / ROW_KEY).chmod(0o644)
+    with pytest.warns(UserWarning, match="order of rows is not committed to"):
+        fit([monitor_with([Probe()], every_n_steps=4)], tmp_path, logger=False)
+    assert end_of(tmp_path)["row_order"] is None

@@ -163,7 +163,7 @@ def test_ldp_is_played_and_epsilon_decides(model: str, text: str) -> None:
     few = [defended(model, text, noise, games=10) for _ in range(2)]
     assert few[0] == few[1]
     memoized = defended(model, text, f"{noise},memoize=true", games=10)
-    assert "once in a fit by each client" in memoized
+    assert "keeps its replacement" in memoized
     assert rates_of(memoized, "fc-full@1") != rates_of(few[0], "fc-full@1")
 
 

@@ -210,4 +210,6 @@ def _check_distinct(ids: Sequence[Tensor]) -> None:
     for i, row in enumerate(ids):
         first = firsts.setdefault(tuple(row.tolist()), i)
         if first != i:
-            raise ValueError(f"canaries[{first}] and canaries[{i}] have the same tokens")
+            raise ValueError(
+                f"canaries[{first}] and canaries[{i}] have the same tokens: give each once"
+            )

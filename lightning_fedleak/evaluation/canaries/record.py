@@ -94,7 +94,7 @@ class Secret(ABC):
         if self != other:
             raise InclusionMismatch(
                 f"{name} belongs to another run: its data, seed or settings are not these. Resume "
-                "with those, or begin again with another record file."
+                "with what it began with, or begin again with another record file."
             )
 
     def __repr__(self) -> str:

@@ -279,4 +279,6 @@ def _check_inner(inner: EitherStrategy) -> None:
     if not _supported(type(inner)):
         raise DefenseError(f"DefendedStrategy: {kind} is not supported. {_SUPPORTED}")
     if inner._launcher is not None or inner._lightning_module is not None:
-        raise DefenseError(f"DefendedStrategy: this {kind} was used by a Trainer: pass a new one")
+        raise DefenseError(
+            f"DefendedStrategy: this {kind} has been used by a Trainer; pass a new one"
+        )

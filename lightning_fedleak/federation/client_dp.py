@@ -411,7 +411,7 @@ class ClientDP(Defense):
             if not step <= std:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 raise DefenseError(
-                    f"ClientDP: '{name}' was sent in {dtype}, whose steps of {step:.2g} round a "
+                    f"ClientDP: '{name}' was sent in {dtype} in steps of {step:.2g}, which round a "
                     f"share of noise of {std:.2g} away: send float32, or clip higher"
                 )
 

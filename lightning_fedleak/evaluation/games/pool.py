@@ -64,7 +64,8 @@ class SentencePool:
         if len(distinct) < 2:
             raise GameError(
                 f"the text gives {len(distinct)} distinct sentences of {at_least} to {tokens} "
-                f"tokens ({self.short} were too short, {self.duplicates} were repeats): give more text"
+                f"tokens ({self.short} were too short, {self.duplicates} were repeats): give more "
+                "text"
             )
         self.rows = tuple(torch.tensor(ids) for ids in distinct)
         self.tokens = tokens

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from benchmarks.shared import FineTuning, fit
 from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
 from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.engine import Look, scheduler
 from lightning_fedleak.engine.channels.control import Controls
 
 SMOKE = (
@@ -41,8 +42,24 @@ SMOKE = (
 ARMS = ("off", "idle", "look", "control")
 
 
+class TimedLook(Look):
+    """A look that adds up its processor time."""
+
+    @contextmanager
+    def clock(self, device):
+        started = time.process_time()
+        with super().clock(device):
+            yield
+        InTurn.processor_seconds += time.process_time() - started
+
+
+scheduler.Look = TimedLook  # the looks of steps begin there
+
+
 class InTurn(LeakageMonitor):
     """A monitor whose steps are off, idle and looked at in turn."""
+
+    processor_seconds = 0.0
 
     def __init__(self, arms: tuple[str, ...], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,10 +68,6 @@ class InTurn(LeakageMonitor):
 
     def arm(self, trainer: L.Trainer) -> str:
         return self.arms[trainer.global_step % len(self.arms)]
-
-    @property
-    def processor_seconds(self) -> float:
-        return 0.0 if self.engine.fit is None else self.engine.fit.processor_seconds
 
     @contextmanager
     def owned(self):

@@ -109,10 +109,7 @@ class CanaryScorer(EitherCallback):
                 "rows: train the model that new_token_canaries(model, ...) was given"
             )
         if any(isinstance(p, DTensor) for p in pl_module.parameters()):
-            raise ValueError(
-                "CanaryScorer compares whole weights, and FSDP2 keeps a shard of each in every "
-                "process: audit under DDP or in one process"
-            )
+            raise ValueError("CanaryScorer compares whole weights: audit without FSDP2")
         self._names = _trained_rows(anatomy) if self.by == "row" else []
         self._anatomy = anatomy
 
@@ -122,12 +119,7 @@ class CanaryScorer(EitherCallback):
         self._record_weights()
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Count the last steps when it is time."""
         self._step = trainer.global_step
@@ -235,7 +227,7 @@ class CanaryScorer(EitherCallback):
         if state_dict["by"] != self.by:
             raise ValueError(
                 f"the checkpoint's canaries were scored by {state_dict['by']!r}, and one way must "
-                f"hold for the whole run: resume with CanaryScorer(..., by={state_dict['by']!r})"
+                f"hold for the whole run: resume with by={state_dict['by']!r}"
             )
         self._total, self._scored = state_dict["scores"].cpu().double(), bool(state_dict["seen"])
 
@@ -266,7 +258,6 @@ def _trained_rows(anatomy: Anatomy) -> list[str]:
         setting = "" if anatomy.peft is None else " (modules_to_save= of its config)"
         raise ValueError(
             "by='row' reads the canaries' own rows of the embedding and the head, and neither is "
-            f"trained{setting and f', as {anatomy.peft} leaves them'}. Train one of them{setting}, "
-            "or score by='loss', which reads what else is trained"
+            f"trained. Train one of them{setting}, or score by='loss'"
         )
     return [*names.values()]

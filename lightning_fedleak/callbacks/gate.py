@@ -135,9 +135,8 @@ class RiskGate(Threshold, EitherCallback):
                 )
             if len(monitors) > 1 and (logged_by or is_worst(self.metric)):
                 raise ValueError(
-                    f"{start}, and this run has {len(monitors)} LeakageMonitors, of which none "
-                    "knows what the others read: give all attacks to one, "
-                    "LeakageMonitor([one, other]), or watch a value of one attack"
+                    f"{start}, and this run has {len(monitors)} LeakageMonitors: give all attacks "
+                    "to one, LeakageMonitor([one, other])"
                 )
             names = [n for m in monitors for n in m.metric_names()]
             raise ValueError(
@@ -157,9 +156,8 @@ class RiskGate(Threshold, EitherCallback):
             raise ValueError(f"two RiskGates are named '{self.name}': give one of them name=...")
         if self.action in ("stop", "harden") and (trainer.min_epochs or trainer.min_steps):
             raise ValueError(
-                f"RiskGate(action='{self.action}') could not stop this run: the Trainer's "
-                "min_epochs or min_steps makes Lightning train on. Drop them, or use "
-                "action='raise'."
+                f"RiskGate(action='{self.action}') could not stop this run, because of the "
+                "Trainer's min_epochs or min_steps. Drop them, or use action='raise'."
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

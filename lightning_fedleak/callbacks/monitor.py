@@ -23,7 +23,7 @@ from lightning_fedleak.engine import (
     to_dataframe,
 )
 from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.validate import explain_arguments
@@ -224,16 +224,12 @@ class LeakageMonitor(EitherCallback, Reported):
                 if both:
                     raise ValueError(
                         f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too: "
-                        "use one for all attacks, as LeakageMonitor() is, or give those of one "
-                        "of them other names: BagOfWords(name='other')"
+                        "use one for all attacks, or other names: BagOfWords(name='other')"
                     )
-
-    def _find_anatomy(self, pl_module: L.LightningModule) -> Anatomy:
-        return find_anatomy(pl_module, **dict(self._settings.anatomy or {}))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
-        anatomy = self._find_anatomy(pl_module)
+        anatomy = find_anatomy(pl_module, **dict(self._settings.anatomy or {}))
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
         boards = trainer_facts.boards_of(trainer)
         destination = Destination(
@@ -285,12 +281,7 @@ class LeakageMonitor(EitherCallback, Reported):
             self.engine.optimizer_steps(optimizer)
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Logs a look once its optimizer step is over."""
         manual = not pl_module.automatic_optimization

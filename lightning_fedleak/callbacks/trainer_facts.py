@@ -65,8 +65,8 @@ class TrainerRun(Run):
         noising = declared(trainer.optimizers, under_ddp=under_ddp)
         if noising and isinstance(strategy, DefendedStrategy):
             raise ValueError(
-                f"{noising[0].name} makes its gradient of single examples', so that what the "
-                "defenses of the DefendedStrategy do to gradients would be lost: use one of both"
+                f"{noising[0].name} makes its gradient of single examples', without what the "
+                "DefendedStrategy did to gradients: use one of both"
             )
         separates_stages = bool(noising) or bool(getattr(strategy, "separates_stages", False))
         reduced_before = under_ddp and client == "rank" and not separates_stages
@@ -213,8 +213,8 @@ def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
     if isinstance(strategy, both("strategies.ModelParallelStrategy")) and client == "world":
         return client
     raise ValueError(
-        f"LeakageMonitor does not know what {type(strategy).__name__} shares when. It works with a "
-        "single device, with DDP, and with ModelParallelStrategy under client='world'."
+        f"LeakageMonitor does not know what {type(strategy).__name__} shares. It works with a "
+        "single device, DDP, and ModelParallelStrategy under client='world'."
     )
 
 

@@ -280,9 +280,9 @@ class Defense(ABC):
         rewriting = [d.name for d in before if type(d).on_gradients is not Defense.on_gradients]
         if self.per_sample and rewriting:
             raise DefenseError(
-                f"{type(self).__name__} computes the update again from the samples, so what "
-                f"{', '.join(rewriting)} did to the gradients before it would be lost. Put "
-                f"'{self.name}' first among the defenses that act on gradients."
+                f"{type(self).__name__} computes the update again from the samples, without what "
+                f"{', '.join(rewriting)} did. Put '{self.name}' first among the defenses that act "
+                "on gradients."
             )
 
     def before_setup(self, context: DefenseContext) -> None:  # noqa: B027
@@ -388,10 +388,7 @@ class Defense(ABC):
         """
 
     def on_canary(
-        self,
-        canary: CanaryGradient,
-        parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Return what would leave the client of layers that a dishonest server had added.
 

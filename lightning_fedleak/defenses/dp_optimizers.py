@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import (
-    Accountant,
-    Defense,
-    DefenseContext,
-    DefenseError,
-    Privacy,
-)
+from lightning_fedleak.defenses import Accountant, Defense, DefenseContext, DefenseError, Privacy
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 

@@ -66,10 +66,13 @@ class Freeze(Defense):
         if part is None and not patterns:
             raise DefenseError(
                 "Freeze: nothing is named; give a part, such as Freeze('head'), or patterns of "
-                "parameter names, such as Freeze(parameters=['*.attn.*'])"
+                "names, such as Freeze(parameters=['*.attn.*'])"
             )
         self.when = check_choice("Freeze: when", when, ("always", "hardened"), error=DefenseError)
         self.parameters = patterns
+        self._call = (
+            f"Freeze({part!r}, parameters={[*patterns]})" if patterns else f"Freeze({part!r})"
+        )
         self.active = when == "always"
         self._chosen: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []
@@ -80,8 +83,8 @@ class Freeze(Defense):
         super().check_order(before, after)
         if early := [defense.name for defense in before if defense.per_sample]:
             raise DefenseError(
-                f"{self._call}: {', '.join(early)} would prepare the model before it is frozen, "
-                f"for samples' gradients that never come. Put '{self.name}' before it."
+                f"{self._call}: {', '.join(early)} would prepare the model before it is frozen. "
+                f"Put '{self.name}' before it."
             )
 
     def before_setup(self, context: DefenseContext) -> None:
@@ -91,17 +94,14 @@ class Freeze(Defense):
             try:
                 anatomy = find_anatomy(context.root)
             except AnatomyError as error:
-                raise DefenseError(
-                    f"{self._call}: {error} Freeze takes names of parameters instead of a part, "
-                    "Freeze(parameters=['model.lm_head.*']) say."
-                ) from error
+                raise DefenseError(f"{self._call}: {error} Or pass parameters=.") from error
             frozen |= self._by_part(self.part, anatomy)
         self._chosen = {n: p for n, p in context.root.named_parameters() if id(p) in frozen}
         processes = dist.get_world_size() if dist.is_initialized() else 1
         if self.when == "hardened" and processes > context.clients:
             raise DefenseError(
-                f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot follow "
-                "where all processes are one client. Use client='rank', or when='always'."
+                f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot follow. "
+                "Use client='rank', or when='always'."
             )
         if self.when == "always":
             self._freeze()
@@ -159,8 +159,8 @@ class Freeze(Defense):
             if parameter.requires_grad or parameter.grad is not None:
                 raise DefenseError(
                     f"{self._call}: '{name}' is frozen and trains or has a gradient, so the update "
-                    "was not released. Drop the defence, or whatever unfreezes layers (a callback "
-                    "like BackboneFinetuning?); build a sharded model again in `configure_model`."
+                    "was not released. Drop the defence, or whatever unfreezes layers; build a "
+                    "sharded model again in `configure_model`."
                 )
 
     def teardown(self) -> None:
@@ -170,15 +170,6 @@ class Freeze(Defense):
         self._frozen = []
         self._watched = {}
         self._chosen = {}
-
-    @property
-    def _call(self) -> str:
-        arguments = [] if self.part is None else [repr(self.part)]
-        if self.parameters:
-            arguments.append(f"parameters={list(self.parameters)!r}")
-        if self.when != "always":
-            arguments.append(f"when={self.when!r}")
-        return f"Freeze({', '.join(arguments)})"
 
     def _by_pattern(self, root: nn.Module) -> dict[int, nn.Parameter]:
         """Return the parameters whose names match a pattern, by identity."""
@@ -195,17 +186,13 @@ class Freeze(Defense):
                 )
             frozen |= matches
         for name, parameter in pairs:
-            if id(parameter) in frozen and not self._matches(name):
-                match = next(n for n, p in pairs if p is parameter and self._matches(n))
+            named = any(fnmatchcase(name, pattern) for pattern in self.parameters)
+            if id(parameter) in frozen and not named:
                 raise DefenseError(
-                    f"{self._call}: '{match}' and '{name}' are one shared parameter, so both would "
-                    f"be frozen. Add {name!r} to the patterns, or untie them where the model can "
-                    "be: tie_word_embeddings=False in its config."
+                    f"{self._call}: '{name}' is one shared parameter with another that is named. "
+                    "Add it to the patterns, or untie them (tie_word_embeddings=False)."
                 )
         return frozen
-
-    def _matches(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.parameters)
 
     def _by_part(self, part: Part, anatomy: Anatomy) -> dict[int, nn.Parameter]:
         """Return the parameters of the part, by identity."""
@@ -213,15 +200,14 @@ class Freeze(Defense):
         embeddings = _parameters(_word_embeddings(anatomy))
         tied = anatomy.tied or head.keys() & embeddings.keys()
         refusals = {
-            "this model has no output head with parameters; it could be frozen only with "
-            "Freeze('embeddings').": part != "embeddings" and not head,
-            "the input embeddings of this model have no parameters.": (
-                part != "head" and not embeddings
+            "this model has no output head with parameters; only Freeze('embeddings') could be": (
+                part != "embeddings" and not head
             ),
-            "head and input embeddings of this model are one tied matrix, so the "
-            f"{'embeddings' if part == 'head' else 'head'} would be frozen too. Use "
-            "Freeze('head+embeddings'), or untie them where the model can be: "
-            "tie_word_embeddings=False in its config.": part != "head+embeddings" and tied,
+            "the input embeddings have no parameters": part != "head" and not embeddings,
+            "head and input embeddings are one tied matrix. Use Freeze('head+embeddings'), or "
+            "untie them: tie_word_embeddings=False in the config": (
+                part != "head+embeddings" and tied
+            ),
         }
         refuse(f"Freeze({part!r}): ", refusals)
         if part == "head":

@@ -78,12 +78,7 @@ class GradientCompression(Defense):
     )
 
     def __init__(
-        self,
-        method: Method,
-        *,
-        share: float = 0.1,
-        rank: int = 4,
-        error_feedback: bool = True,
+        self, method: Method, *, share: float = 0.1, rank: int = 4, error_feedback: bool = True
     ) -> None:
         name = "GradientCompression: "
         self.method: Method = check_choice(
@@ -168,10 +163,7 @@ class GradientCompression(Defense):
         return sent
 
     def on_canary(
-        self,
-        canary: CanaryGradient,
-        parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Compress each game's numbers as a tensor; with error feedback all of them leave."""
         if self.error_feedback:

@@ -170,10 +170,7 @@ class GradientNoise(noise.HardenedNoise):
                 gradient.copy_(values)
 
     def on_canary(
-        self,
-        canary: CanaryGradient,
-        parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Clip each game's numbers in one norm with the client's update, and add noise to them.
 

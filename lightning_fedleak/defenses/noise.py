@@ -65,7 +65,9 @@ def standard_normal(
     if device.type != "cpu":
         seeded = torch.Generator(device=device).manual_seed(int.from_bytes(key[:8], "big"))
         return torch.randn(shape, generator=seeded, device=device, dtype=dtype)
-    generator, result = _philox(key), torch.empty(shape, dtype=dtype)
+    secret, start = int.from_bytes(key[:16], "big"), int.from_bytes(key[16:32], "big")
+    generator = np.random.Philox(key=secret, counter=start << 128)
+    result = torch.empty(shape, dtype=dtype)
     flat = result.view(-1)
     for begin in range(0, len(flat), _BLOCK):
         _fill(flat[begin : begin + _BLOCK], generator)
@@ -281,11 +283,6 @@ class HardenedNoise(Defense):
         allowed = self.can_harden and self.notches != self.max_hardenings
         self.notches += allowed
         return allowed
-
-
-def _philox(key: bytes) -> np.random.Philox:
-    secret, start = int.from_bytes(key[:16], "big"), int.from_bytes(key[16:32], "big")
-    return np.random.Philox(key=secret, counter=start << 128)
 
 
 def _fill(block: Tensor, generator: np.random.Philox) -> None:

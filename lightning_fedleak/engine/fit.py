@@ -123,12 +123,6 @@ class Fit:
         per_rank = self.run.under_ddp and self.run.client == "rank"
         return self._watches_steps and per_rank and not self.run.separates_stages
 
-    @property
-    def processor_seconds(self) -> float:
-        """Return the processor time of the looks so far, the one at work included."""
-        at_work = 0.0 if self.look is None else self.look.processor_seconds
-        return self.scheduler.processor_seconds + at_work
-
     def follow(self) -> bool:
         """Follow what is trained now, and return whether something else is read than before."""
         self.trained = self.lineup.trained
@@ -186,7 +180,7 @@ class Fit:
     def end_look(self, look: Look) -> None:
         """End a look: the taps rest until the next one."""
         self.look = None
-        self.each(partial(self.scheduler.look_ends, look), self._tap.disarm, self.truth.disarm)
+        self.each(self.scheduler.look_ends, self._tap.disarm, self.truth.disarm)
         self.disarm(look)
 
     def disarm(self, look: Look) -> None:

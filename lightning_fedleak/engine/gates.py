@@ -6,6 +6,7 @@ import difflib
 import logging
 import math
 import sys
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,9 +95,8 @@ def check_threshold(gate: str, metric: str, at_most: float) -> None:
     if (interval := range_of(rate)) is not None and interval[0] <= at_most < interval[2]:
         watched = f", the highest {rate} of several attacks" if is_worst(metric) else ""
         raise ValueError(
-            f"{gate} watches '{metric}'{watched}. {interval[2]:g} is chance, so that "
-            f"at_most={at_most:g} would be exceeded by an attack that knows nothing: "
-            f"give {interval[2]:g} or more"
+            f"{gate} watches '{metric}'{watched}. {interval[2]:g} is chance, which is above "
+            f"at_most={at_most:g}: give {interval[2]:g} or more"
         )
     if span is not None and at_most > span[1]:
         raise ValueError(
@@ -113,9 +113,8 @@ def check_value(gate: str, metric: str) -> None:
     """
     if metric.endswith("_low"):
         raise ValueError(
-            f"{gate} watches '{metric}', the lower end of an interval, which is also low if "
-            f"few texts were queried: watch '{metric.removesuffix('_low')}', with patience= "
-            "where single looks scatter"
+            f"{gate} watches '{metric}', which is also low if few texts were queried: watch "
+            f"'{metric.removesuffix('_low')}', with patience= where single looks scatter"
         )
 
 
@@ -134,13 +133,10 @@ def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
         watcher: class that plays the attacks.
     """
     hint, worst = "", [name for name in names if is_worst(name)]
+    in_rounds, family = watcher == "RoundObserver", metric.rpartition("/")[-1]
     if close := difflib.get_close_matches(metric, names, n=1, cutoff=0.9):
         hint = f" Did you mean '{close[0]}'?"
-    elif (
-        watcher != "RoundObserver"
-        and is_worst(metric)
-        and (mend := standard_family(metric.rpartition("/")[-1]).untested)
-    ):
+    elif is_worst(metric) and not in_rounds and (mend := standard_family(family).untested):
         hint = f" {mend.format(watcher=watcher)}"
     elif worst:
         hint = f" Of the attacks that can read the run, the highest: {', '.join(worst)}."
@@ -166,16 +162,8 @@ def rate_of(metric: str) -> str:
     return next((c.headline for c in Channel.registry.values() if c.family == last), last)
 
 
-def known_ranges() -> dict[str, tuple[float, float, float]]:
-    """Return smallest and largest value by metric of every family, and that of no knowledge."""
-    ranges: dict[str, tuple[float, float, float]] = {}
-    for channel in reversed(Channel.registry.values()):
-        ranges |= channel.ranges
-    return ranges
-
-
 def range_of(metric: str) -> tuple[float, float, float] | None:
-    """Return the range of a metric, as in :func:`known_ranges`.
+    """Return the lowest and the highest value of a metric, and what chance gives.
 
     Args:
         metric: last part of a log name, ``"f1"`` or ``"auc_worst_client"`` say.
@@ -183,7 +171,8 @@ def range_of(metric: str) -> tuple[float, float, float] | None:
     Returns:
         None where the range is not known, or the name is that of the end of an interval.
     """
-    name, ranges = metric.removesuffix("_worst_client"), known_ranges()
+    name = metric.removesuffix("_worst_client")
+    ranges = ChainMap(*(dict(channel.ranges) for channel in Channel.registry.values()))
     start = next((key for key in ranges if key.endswith("_") and name.startswith(key)), name)
     return ranges.get(start)
 
@@ -280,10 +269,9 @@ def defenses_to_harden(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
     if not adjustable:
         names = ", ".join(d.name for d in defenses) or "no defence"
         raise ValueError(
-            f"RiskGate(action='harden') has nothing to turn up: this run has {names}. Give the "
-            "Trainer strategy=DefendedStrategy('auto', defenses=[...]) with GradientNoise or "
-            "ActivationNoise with sigma above 0, or Freeze(when='hardened'). DPSGD can be only "
-            "with accountant='filter', target_epsilon and target_delta"
+            f"RiskGate(action='harden') has nothing to turn up: this run has {names}. Give "
+            "DefendedStrategy a GradientNoise or ActivationNoise with sigma above 0, "
+            "Freeze(when='hardened'), or DPSGD(accountant='filter', ...)"
         )
     return adjustable
 
@@ -371,35 +359,17 @@ class GateEvent:
 
     def _advice(self) -> str:
         """Return what to do after a gate has acted."""
-        if math.isnan(self.value):
-            if math.isnan(self.read):
-                subject = "the trained model" if self.released else "what was shared"
-                advice = (
-                    f"{subject} was not measured, so its leakage is unknown. leakage.jsonl holds "
-                    "the reason. Fix that"
-                )
-            else:
-                advice = (
-                    "this attack reads little here even of what is known, so that its low number "
-                    "says nothing. Use an attack that reads more here (attacks='auto' chooses)"
-                )
-            advice += ", or let unknown looks pass with patience= or strict=False"
-        else:
-            mend = self.mend
-            if self.exhausted:
-                mend = "let the defences start stronger or be turned up further (max_hardenings)"
-            less = "Use larger batches"
-            subject = "the update of this step leaks"
+        advice = "mend the reason, which leakage.jsonl holds"
+        if not math.isnan(self.value):
+            advice = "use larger batches"
             if self.released:
-                less = "Train for fewer epochs, keep an earlier checkpoint (leakage/choose)"
-                gives = "may give" if self.low <= self.at_most else "gives"
-                subject = f"the trained model {gives} away"
-            elif self.why:
-                subject = f"of what can be read here, {subject}"
-            advice = f"{subject} more than you allow. {less}, {mend}, or raise at_most"
+                advice = "train for fewer epochs, keep an earlier checkpoint (leakage/choose)"
+            further = "let the defences start stronger or be turned up further (max_hardenings)"
+            advice += f", {further if self.exhausted else self.mend}, or raise at_most."
+        elif not math.isnan(self.read):
+            advice = "use an attack that reads more here (attacks='auto' chooses)"
+        if math.isnan(self.value):
+            advice += ", or let unknown looks pass with patience= or strict=False."
         if self.checkpoint is None:
-            return f"{advice}."
-        return (
-            f"{advice}. To go on from here: {self.resume.format(self.checkpoint)}. This gate "
-            "checks again at the first measurement after you resume."
-        )
+            return advice
+        return f"{advice} To go on from here: {self.resume.format(self.checkpoint)}"

@@ -112,8 +112,8 @@ class Lineup:
             watcher, model = self._run.watcher, type(self._run.anatomy.model).__name__
             raise ValueError(
                 f"{watcher}: attack '{attack.name}' fails on {model} ({reason(error)}), whose "
-                "forward must take input_ids (B, L) and return logits (B, L, vocabulary). Where it "
-                f"cannot, list the attacks that read this model: {watcher}([BagOfWords()]), say"
+                "forward must take input_ids (B, L) and return logits (B, L, vocabulary). Or list "
+                f"the attacks that read this model: {watcher}([BagOfWords()]), say"
             ) from error
 
     @property
@@ -197,10 +197,9 @@ class Lineup:
             rank_zero_warn(
                 f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
                 f"{', '.join(plan.roles)}, which is not shared in this run (not trained). It is "
-                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': of "
-                f"{len(self.trained)} trained parameters, which are shared, {len(self.unread)} are "
-                "tested by none of these attacks. attacks='auto' takes every attack that reads "
-                "this run."
+                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
+                f"{len(self.unread)} of {len(self.trained)} trained parameters are tested by none "
+                "of these attacks. attacks='auto' takes all that read this run."
             )
 
     def begin(self, step: int) -> None:
@@ -391,9 +390,8 @@ def check_texts(
             pairs = anatomy.target_rows is None or text.targets is not None
             if not pairs and HEAD_CAPABILITIES & attack.threat_model.needs:
                 raise ValueError(
-                    f"attack '{attack.name}' is calibrated on texts and what they map to, and in "
-                    "this model source and target have vocabularies of their own: give "
-                    "PublicText(texts, targets=...), token ids of each"
+                    f"attack '{attack.name}': in this model source and target have vocabularies of "
+                    "their own: give PublicText(texts, targets=...), token ids of each"
                 )
     rows = matrix_shape(anatomy.embedding)
     for name, text in named.items():
@@ -410,8 +408,7 @@ def _check_ids(name: str, text: PublicText, ids: Sequence[Tensor], matrix: str, 
     tokenizer = str(getattr(text.tokenizer, "name_or_path", "") or type(text.tokenizer).__name__)
     origin = "" if text.tokenizer is None else f" (by '{tokenizer}')"
     raise ValueError(
-        f"{name} holds token id {largest}{origin}, and the model's {matrix} has {rows} rows, for "
-        f"ids 0 to {rows - 1}: another model's tokenizer made it. Give the tokenizer that "
-        "this model was trained with; if tokens were added to it, call "
-        "model.resize_token_embeddings(len(tokenizer)) first."
+        f"{name} holds token id {largest}{origin}, and the model's {matrix} has {rows} rows: give "
+        "the tokenizer that this model was trained with, or call "
+        "model.resize_token_embeddings(len(tokenizer)) first"
     )

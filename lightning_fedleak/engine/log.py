@@ -25,7 +25,6 @@ from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
 from lightning_fedleak.engine.tensorboard import Cards, Logger
-from lightning_fedleak.extras import install
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report import records
 from lightning_fedleak.report.records.utility import best_of, is_training
@@ -117,8 +116,8 @@ class JsonLines:
             facts = {column: getattr(line, column) for column in COLUMNS[:6]}
             metrics: list[tuple[str | None, records.MetricValue | None]] = [*line.metrics.items()]
             for name, metric in metrics or [(None, None)]:
-                rate = metric or records.MetricValue()
-                ends = {end: _number(getattr(rate, end)) for end in COLUMNS[7:10]}
+                rate = vars(metric or records.MetricValue())
+                ends = {e: math.nan if rate[e] is None else rate[e] for e in COLUMNS[7:10]}
                 rows.append({**facts, "metric": name, **ends, "unknown": line.unknown})
         return rows
 
@@ -134,17 +133,10 @@ def to_dataframe(jsonl: JsonLines | None) -> pd.DataFrame:
     try:
         import pandas as pd
     except ImportError as error:
-        raise ImportError(
-            f"to_dataframe() needs pandas: {install('datasets')} brings it, as does "
-            "pip install pandas"
-        ) from error
+        raise ImportError("to_dataframe() needs pandas: pip install pandas") from error
     if jsonl is None:
         raise RuntimeError("to_dataframe() is about a fit: call trainer.fit(...) first")
     return pd.DataFrame(jsonl.rows(), columns=list(COLUMNS))
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _finite(value: float) -> float | None:
@@ -205,7 +197,8 @@ class UserMetrics:
             if self._read.get(name) is value or (is_training(name) and step < next_step):
                 continue
             self._read[name], number = value, float(value)
-            if name not in self.last or not _is_same(number, self.last[name]):
+            earlier = self.last.get(name)
+            if number != earlier and not (math.isnan(number) and earlier != earlier):
                 new[name] = number
         return self.add(new, step)
 
@@ -229,10 +222,6 @@ class UserMetrics:
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Go on from what :meth:`state_dict` returned."""
         self.last, self.best = dict(state.get("last", {})), dict(state.get("best", {}))
-
-
-def _is_same(value: float, other: float) -> bool:
-    return value == other or (math.isnan(value) and math.isnan(other))
 
 
 class RevealFiles:
@@ -447,10 +436,7 @@ class Report:
         self.boards = []
         first = error.__cause__ or error  # Lightning says in its place that a number is no number
         why = getattr(first, "strerror", None) or type(first).__name__
-        self.warn_once(
-            f"TensorBoard cannot be written any more ({why}): what is found goes to leakage.jsonl "
-            "alone"
-        )
+        self.warn_once(f"TensorBoard cannot be written any more ({why}); leakage.jsonl is")
 
     def warn_once(self, text: str, key: str | None = None) -> None:
         """Warns, but not twice of the same (by default: in the same words)."""

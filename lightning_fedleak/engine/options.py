@@ -100,10 +100,7 @@ class Games:
         check_integer("targets", self.targets)
         check_integer("window", self.window)
         if self.held_out is not None and not isinstance(self.held_out, PublicText):
-            raise ValueError(
-                "held_out must be a PublicText, as PublicText(texts, tokenizer) gives it; got a "
-                f"{type(self.held_out).__name__}"
-            )
+            raise ValueError(f"held_out must be a PublicText, got a {type(self.held_out).__name__}")
         check_number("scale", self.scale, above=0)
 
 
@@ -302,14 +299,7 @@ def parts_of(
     Raises:
         ValueError: contradictory or unknown arguments.
     """
-    selection = selected(
-        attacks,
-        settings.assume,
-        settings.public_text,
-        settings.tokenizer,
-        games=games,
-        rounds=local_steps is not None,
-    )
+    selection = selected(attacks, settings, games, rounds=local_steps is not None)
     given = {one.name: getattr(settings, one.name) for one in fields(WatchSettings)}
     names = utility if settings.utility is None else settings.utility
     given["utility"] = (names,) if isinstance(names, str) else tuple(names)
@@ -345,24 +335,20 @@ class Selection:
 
 
 def candidates(
-    assumed: Collection[Capability],
-    public_text: TextSource | None,
-    tokenizer: Any,
-    *,
-    rounds: bool,
+    assumed: Collection[Capability], settings: WatchSettings, *, rounds: bool
 ) -> list[Attack]:
     """Return every attack that may apply; a fit runs those that do.
 
     Args:
         assumed: capabilities of the adversary besides what it sees.
-        public_text: for calibrations; None means text that the model writes itself.
-        tokenizer: for strings.
+        settings: their public text, for calibrations; None means text that the model writes itself.
         rounds: whether weight changes are shared, which some attacks do not read.
 
     Raises:
         ValueError: ``public_text`` is one string, or strings without a tokenizer.
     """
-    parsed = PublicText.parse(public_text, tokenizer)
+    tokenizer = settings.tokenizer
+    parsed = PublicText.parse(settings.public_text, tokenizer)
     text: TextSource = "sampled" if parsed is None else parsed
     attacks: list[Attack] = [
         AlignedFlatChat(text, tokenizer=tokenizer),
@@ -383,20 +369,17 @@ def candidates(
 
 def selected(
     attacks: Sequence[Attack] | Attack | str,
-    assume: Collection[Capability] | None = None,
-    public_text: TextSource | None = None,
-    tokenizer: Any | None = None,
-    *,
+    settings: WatchSettings | None = None,
     games: Games | None = None,
+    *,
     rounds: bool = False,
 ) -> Selection:
     """Return the attacks that a user's arguments ask for.
 
     Args:
         attacks: the attacks, or ``"auto"``.
-        assume: capabilities of the adversary.
-        public_text: what attacks that choose themselves are calibrated on.
-        tokenizer: reads its texts.
+        settings: the adversary's capabilities, and the public text of attacks that choose
+            themselves.
         games: whose canaries, if there are any, the trained weights are asked about.
         rounds: what leaves is a round's update.
 
@@ -405,23 +388,24 @@ def selected(
             logged together.
         TypeError: something that is no attack.
     """
-    asked = None if assume is None else frozenset(assume)
+    settings = settings or WatchSettings()
+    asked = None if settings.assume is None else frozenset(settings.assume)
     if attacks == "auto":
         asked = ASSUMED if asked is None else asked
-        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds))
+        played = tuple(candidates(asked, settings, rounds=rounds))
         canaries = None if games is None or rounds else games.canaries
         if canaries is not None and min(map(len, canaries.token_ids)) > 1:
             played += (Canaries(),)
         if games is not None and games.entities is not None and not rounds:
             played += (Entities(),)
         check_attacks(played)
-        return Selection(played, True, asked, public_text not in (None, "sampled"))
+        return Selection(played, True, asked, settings.public_text not in (None, "sampled"))
     if isinstance(attacks, str):
         raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
-    if public_text is not None:
+    if settings.public_text is not None:
         raise ValueError(
-            "public_text= is what attacks='auto' calibrates on; give it to the attacks that "
-            "you list, AlignedFlatChat(public_text) say"
+            "public_text= is for attacks='auto'; give it to the attacks that you list, "
+            "AlignedFlatChat(public_text) say"
         )
     # A class in place of an attack is refused by its name.
     played = (attacks,) if isinstance(attacks, Attack | type) else tuple(attacks)
@@ -446,14 +430,14 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
         if not re.fullmatch(r"(?!worst$)[A-Za-z0-9_.\-]+", attack.name):
             raise ValueError(
                 f"the name {attack.name!r} cannot be part of a log name: use letters, digits, "
-                "'_', '-' and '.', but not 'worst', which is the highest of all"
+                "'_', '-' and '.', but not 'worst'"
             )
     names = [a.name for a in attacks]
     double = sorted({n for n in names if names.count(n) > 1})
     if double:
         raise ValueError(
-            f"several attacks are named {', '.join(double)}: their results would overwrite each "
-            "other in the logs. Give each a name: FlatChat(name='flatchat_abs')."
+            f"several attacks are named {', '.join(double)}: give each a name, "
+            "FlatChat(name='flatchat_abs') say"
         )
 
 
@@ -482,10 +466,7 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: b
         ValueError: both, or a number out of range.
     """
     if every_n_steps is not None and max_overhead is not None:
-        raise ValueError(
-            "give every_n_steps or max_overhead, not both: one fixes how often to look, the "
-            "other lets the cost decide"
-        )
+        raise ValueError("give every_n_steps or max_overhead, not both")
     if every_n_steps is None and (auto or max_overhead is not None):
         share = MAX_OVERHEAD if max_overhead is None else max_overhead
         check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
@@ -505,6 +486,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack])
     if names and not any(group["params"] for o in optimizers for group in o.param_groups):
         raise ValueError(
             f"'{names[0]}' reads what leaves the client as an optimizer steps, and "
-            "configure_optimizers returned None. Return the optimizer; where gradients are sent "
-            "without one, torch.optim.SGD(self.parameters(), lr=0.0) changes no weight."
+            "configure_optimizers returned None. Return the optimizer, or torch.optim.SGD(..., "
+            "lr=0.0), which changes no weight."
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, flat
 from lightning_fedleak.model.snapshots import Stage
 
 PREFIX = {
@@ -171,12 +171,8 @@ class Outcome:
         if self.pending is not None:
             return {}
         out = {f"{root}/exposed": float(self.exposed)}
-        for name, rate in self.rates.items():
-            out[f"{root}/{name}"] = rate.value
-            out[f"{root}/{name}_low"] = rate.low
-            out[f"{root}/{name}_high"] = rate.high
-        for name, value in self.worst.items():
-            out[f"{root}/{name}_worst_client"] = value
+        out |= flat({f"{root}/{name}": rate for name, rate in self.rates.items()})
+        out |= {f"{root}/{name}_worst_client": value for name, value in self.worst.items()}
         for name, value in self.extra.items():
             if not math.isnan(value):
                 # What an account allows, and what is told blindly, is of all attacks.
@@ -201,8 +197,7 @@ class Outcome:
 
 def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:
     """Return an outcome without a value: unknown, which is not safe."""
-    nothing = Rate(math.nan, math.nan, math.nan)
-    return Outcome(dict.fromkeys(metrics, nothing), 0, unknown=why, applies=applies)
+    return Outcome(dict.fromkeys(metrics, UNKNOWN), 0, unknown=why, applies=applies)
 
 
 def not_shared(metrics: Iterable[str]) -> Outcome:

@@ -296,16 +296,12 @@ def facts_of(
 
 def _ended_fit(state: records.JsonObject) -> records.EndedFit:
     """Return what a checkpoint says of the fit that wrote it."""
-    return records.EndedFit(
-        run=state["run"],
-        privacy=tuple(
-            records.ReleasesBefore(
-                defense=one["defense"],
-                history=tuple(records.Releases(*row) for row in one["history"]),
-            )
-            for one in state["privacy"]
-        ),
+    before = (
+        (one["defense"], tuple(records.Releases(*row) for row in one["history"]))
+        for one in state["privacy"]
     )
+    privacy = tuple(records.ReleasesBefore(defense=name, history=rows) for name, rows in before)
+    return records.EndedFit(run=state["run"], privacy=privacy)
 
 
 def _gate(settings: records.JsonObject) -> records.GateFacts:
@@ -405,7 +401,7 @@ def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
         records.Spending(
             defense=defense.name,
             history=_history(defense),
-            sampling=_sampling(defense),
+            sampling=getattr(getattr(defense, "accountant", None), "sampling", None),
             **asdict(cost),
         )
         for defense, cost in costs
@@ -436,9 +432,3 @@ def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
 def _history(defense: Defense) -> tuple[records.Releases, ...]:
     history = getattr(getattr(defense, "accountant", None), "history", ())
     return tuple(records.Releases(*row) for row in history)
-
-
-def _sampling(defense: Defense) -> str | None:
-    """Return how the releases of a defence are drawn, as the record names it."""
-    sampling: str | None = getattr(getattr(defense, "accountant", None), "sampling", None)
-    return sampling

@@ -328,7 +328,7 @@ class Results:
         late = {series for series in outcomes if self._is_late(series, step)}
         self._answered |= {s for s, o in outcomes.items() if not o.pending} | late
         return {
-            s: unknown(self._channels[s].metrics, f"{o.pending}, {self._describe_wait(s)}")
+            s: unknown(self._channels[s].metrics, f"{o.pending}, for more than {self._limit(s)}")
             if s in late
             else o
             for s, o in outcomes.items()
@@ -339,10 +339,9 @@ class Results:
             return step - self._since[series] > self._most_waited
         return self._waits.get(series, 0) > MAX_WAITS
 
-    def _describe_wait(self, series: Series) -> str:
-        if series in self._since:
-            return f"for more than {self._most_waited} steps (or rounds)"
-        return f"for more than {MAX_WAITS} looks"
+    def _limit(self, series: Series) -> str:
+        steps = f"{self._most_waited} steps (or rounds)"
+        return steps if series in self._since else f"{MAX_WAITS} looks"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers, strings and tensors."""
@@ -374,9 +373,8 @@ class Results:
         """
         if "series" not in state:
             raise ValueError(
-                "the checkpoint's results are of an earlier version of lightning-fedleak, and not "
-                "read: resume with that version, or load the model's weights alone and begin a new "
-                "run"
+                "the checkpoint is of an earlier version of lightning-fedleak: load the model's "
+                "weights alone and begin a new run"
             )
         self.looks = state["looks"]
         self.failures = state["failures"]

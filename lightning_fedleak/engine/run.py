@@ -253,7 +253,6 @@ class Look:
         truth_error: why a batch could not be read; None where all were.
         stepped: ids of the optimizers that were really about to step (none: nothing was shared).
         seconds: time spent so far.
-        processor_seconds: processor time spent so far, of all threads.
         step_seconds: time that the step itself took so far; 0 until it is known.
         followed: the attacks have followed the model at this look.
         local: what the round is made again from for its control; None where nothing has one.
@@ -278,7 +277,6 @@ class Look:
     truth_error: str | None = None
     stepped: set[int] = field(default_factory=set)
     seconds: float = 0.0
-    processor_seconds: float = 0.0
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
     followed: bool = False
@@ -307,13 +305,12 @@ class Look:
         """Add the time of a block; wait for a GPU before and after, as looks may."""
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
         wait(device)
-        start, busy = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         try:
             yield
         finally:
             wait(device)
             self.seconds += time.perf_counter() - start
-            self.processor_seconds += time.process_time() - busy
 
 
 @dataclass

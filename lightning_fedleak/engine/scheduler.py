@@ -149,22 +149,15 @@ class Scheduler:
         phase: where the run is between two optimizer steps.
         waiting: the series that are retried in the next step; set by whoever keeps results.
         waits: why a series had no result at its last measurement.
-        processor_seconds: processor time of the finished looks, of all threads.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        cadence: Cadence,
-        series: Collection[Series],
-    ) -> None:
+    def __init__(self, run: Run, cadence: Cadence, series: Collection[Series]) -> None:
         self._run = run
         self.cadence = cadence
         self._series = tuple(series)
         self.phase = Phase.CLEAR
         self.waiting: frozenset[Series] = frozenset()
         self.waits: dict[Series, Waiting] = {}
-        self.processor_seconds = 0.0
         self._step_seconds = 0.0  # of a step without a look, as a running mean; 0: unknown
         self._since: tuple[int, float] | None = None  # when a step began without a look before it
         self._uncounted_seconds = 0.0  # of looks, not yet in the cadence
@@ -232,9 +225,8 @@ class Scheduler:
             self.phase = Phase.ACCUMULATING
         return stepped
 
-    def look_ends(self, look: Look) -> None:
+    def look_ends(self) -> None:
         """Count the time that a look took."""
-        self.processor_seconds += look.processor_seconds
         self._since = None
 
     def next_step(self, look: Look, *, no_result: bool) -> int:

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.outcomes import Outcome, Series
-from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.report.records.utility import is_validation
 
 if TYPE_CHECKING:
-    from tensorboard.plugins.custom_scalar import layout_pb2
     from torch.utils.tensorboard import SummaryWriter
 
 FRONT = "1_leakage"
@@ -129,41 +127,20 @@ class Cards:
         Args:
             boards: TensorBoard's writers.
         """
-        if not boards:
-            return
-        if importlib.util.find_spec("tensorboard") is None:
-            rank_zero_info(
-                "lightning-fedleak: 'tensorboard' is not installed, so that its page of charts "
-                "is not written; every number is. pip install tensorboard"
-            )
-            return
-        from tensorboard.plugins.custom_scalar import layout_pb2
-        from torch.utils.tensorboard.summary import custom_scalars
-
-        def lines(title: str, *patterns: str) -> layout_pb2.Chart:
-            content = layout_pb2.MultilineChartContent(tag=[f"^{one}$" for one in patterns])
-            return layout_pb2.Chart(title=title, multiline=content)
-
-        def interval(one: Series, metric: str) -> layout_pb2.Chart:
-            tag = f"{one.log_name}/{metric}"
-            ends = [re.escape(_tag(f"{tag}_{end}")) for end in ("low", "high")]
-            return lines(f"{tag} and its 95% interval", re.escape(tag), *ends)
-
         families = "|".join(CARDS.values())
-        page = [lines("leakage: the worst attack of each kind", f"{FRONT}/({families})")]
-        page += [lines(f"utility: {name}", f"{FRONT}/{re.escape(name)}") for name in self._metrics]
-        page += [lines(name, re.escape(name)) for name in self._privacy]
-        page += [interval(one, channel.headline) for one, channel in self._series.items()]
-        page += [lines("gates: 1 where one acted", "gate/.*")]
+        lines = {"leakage: the worst attack of each kind": [f"{FRONT}/({families})"]}
+        lines |= {f"utility: {name}": [f"{FRONT}/{re.escape(name)}"] for name in self._metrics}
+        lines |= {name: [re.escape(name)] for name in self._privacy}
+        for one, channel in self._series.items():
+            tag = f"{one.log_name}/{channel.headline}"
+            ends = [re.escape(_tag(f"{tag}_{end}")) for end in ("low", "high")]
+            lines[f"{tag} and its 95% interval"] = [re.escape(tag), *ends]
+        lines["gates: 1 where one acted"] = ["gate/.*"]
         if any(gives_control(channel, one.attack) for one, channel in self._series.items()):
-            title = "controls: what each attack reads of known words"
-            page.append(lines(title, "leakage.*/control"))
-        category = layout_pb2.Category(title="leakage and utility", chart=page)
-        layout = layout_pb2.Layout(category=[category])
-        summary = custom_scalars({})  # type: ignore[no-untyped-call]
-        summary.value[0].tensor.string_val[0] = layout.SerializeToString()
+            lines["controls: what each attack reads of known words"] = ["leakage.*/control"]
+        page = {t: ["Multiline", [f"^{one}$" for one in tags]] for t, tags in lines.items()}
         for board in boards:
-            board._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
+            board.add_custom_scalars({"leakage and utility": page})
 
     def add_summary(
         self, boards: Sequence[SummaryWriter], outcomes: Mapping[Series, Outcome], step: int

@@ -203,8 +203,7 @@ class Threshold:
         root, _, rate = name.rpartition("/")
         if rate in channel.own_threshold:
             warnings.warn(
-                f"{self._subject}, which is of the attack's own threshold, and may be low though "
-                f"the attack orders all texts rightly: watch '{root}/auc'",
+                f"{self._subject}, which is of the attack's own threshold: watch '{root}/auc'",
                 stacklevel=2,
             )
         requirement = channel.requirement(rate, 1 if worst else clients)
@@ -214,9 +213,8 @@ class Threshold:
             late = f"it is unknown at the first {looks - 1} looks, which a strict gate treats as"
             raise ValueError(
                 f"{self._subject}: {requirement.why}; "
-                f"{never if looks > pooled else f'{late} breaches'}. Watch the AUC, give the "
-                "monitor more targets= or a longer window=, in games=Games(...), or pass "
-                "strict=False where it is known in time"
+                f"{never if looks > pooled else f'{late} breaches'}. Watch the AUC, pass "
+                "games=Games(targets=, window=) with more, or strict=False"
             )
 
     def _check_read(self, engine: Engine) -> None:
@@ -241,18 +239,14 @@ class Threshold:
         """Refuse to act on private texts under DP, and a metric that cannot become known."""
         if accounting(engine.run.defenses) and not engine.options.memorization.outside_epsilon:
             raise ValueError(
-                f"{self._subject}, which is read off private texts, and the run's "
-                "epsilon does not cover what a gate decides by it: leave the gate out, or accept "
-                "it by Memorization(outside_epsilon=True)"
+                f"{self._subject}, and the run's epsilon does not cover what a gate decides by "
+                "it: leave the gate out, or accept it by Memorization(outside_epsilon=True)"
             )
         channel = engine.results.channel_of(self.metric)
         assert channel is not None
         why = channel.requirement(self.metric.rpartition("/")[2]).never if self.strict else None
         if why is not None:
-            raise ValueError(
-                f"{self._subject}, which a strict gate needs to know: {why}; or "
-                "pass strict=False, and the gate waits"
-            )
+            raise ValueError(f"{self._subject}: {why}; or pass strict=False, and it waits")
 
     # ---- a look -----------------------------------------------------------------------------
 
@@ -285,32 +279,16 @@ class Threshold:
         if not engine.run.broadcast(self._has_result):
             self._fire(engine, actions, self._event(math.nan))
 
-    def _event(
-        self,
-        value: float,
-        *,
-        metric: str = "",
-        source: str = "",
-        why: str = "",
-        read: float = math.nan,
-    ) -> GateEvent:
+    def _event(self, value: float, metric: str = "", **facts: Any) -> GateEvent:
         """Return what the gate reads at the newest look; arguments as in :class:`GateEvent`."""
         assert self._engine is not None
         results = self._engine.results
         ends = (f"{self.metric}_low", f"{self.metric}_high")
         low, high = (results.latest.get(end, math.nan) for end in ends)
+        place = metric or self.metric, results.last_step
+        released = self.on_weights
         return GateEvent(
-            metric or self.metric,
-            results.last_step,
-            value,
-            low,
-            high,
-            self.at_most,
-            source=source,
-            why=why,
-            read=read,
-            gate=self.name,
-            released=self.on_weights,
+            *place, value, low, high, self.at_most, gate=self.name, released=released, **facts
         )
 
     def _read_look(self, engine: Engine) -> GateEvent | None:
@@ -417,14 +395,13 @@ class Threshold:
 
     def _none_chosen(self) -> str:
         """Return that no weights were allowed, and which were the nearest."""
-        finite_choices = [choice for choice in self._choices if not math.isnan(choice[0])]
         nearest = "The interval was never known there"
-        if finite_choices:
-            end, step = min(finite_choices)
+        if known := [choice for choice in self._choices if not math.isnan(choice[0])]:
+            end, step = min(known)
             nearest = f"The nearest were those of step {step}, up to {end:.3f}"
         return (
-            f"{CHOOSE} was infinite at all {len(self._choices)} validations, so that no checkpoint "
-            f"kept by it is allowed: none was shown to have at most {self.at_most:g}. {nearest}."
+            f"{CHOOSE} was infinite at all {len(self._choices)} validations: none was shown to "
+            f"have at most {self.at_most:g}. {nearest}."
         )
 
     def _judge(self, event: GateEvent) -> bool:

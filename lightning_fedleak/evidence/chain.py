@@ -144,10 +144,7 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
 
 
 def _check_results(
-    results: ChainedFile,
-    begins: Collection[str],
-    ends: Mapping[str, int | None],
-    verdict: Verdict,
+    results: ChainedFile, begins: Collection[str], ends: Mapping[str, int | None], verdict: Verdict
 ) -> None:
     """Check that each result is of a run that had begun and not ended."""
     for number, line in enumerate(results.contents, 1):

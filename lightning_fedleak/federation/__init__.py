@@ -1,9 +1,7 @@
 """Federated rounds: what an update leaks, seen by the client or by the server."""
 
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
-from lightning_fedleak.federation.client_dp import (
-    ClientReleaseSettings as ClientReleaseSettings,
-)
+from lightning_fedleak.federation.client_dp import ClientReleaseSettings as ClientReleaseSettings
 from lightning_fedleak.federation.client_dp import ClientSampling as ClientSampling
 from lightning_fedleak.federation.client_dp import Trusted as Trusted
 from lightning_fedleak.federation.gate import RoundGate as RoundGate

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Privacy, RenyiFilter
-from lightning_fedleak.defenses.accounting import (
-    Accountant,
-    AccountantKind,
-    Budget,
-    SamplingScheme,
-)
+from lightning_fedleak.defenses.accounting import Accountant, AccountantKind, Budget, SamplingScheme
 from lightning_fedleak.defenses.accounting.ledger import check_terms
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
@@ -136,10 +131,18 @@ class ClientDP(Defense):
         release: ClientReleaseSettings | None = None,
     ) -> None:
         release = release or ClientReleaseSettings()
-        _check_numbers(
-            clip, noise_multiplier, target_epsilon, rounds, target_delta, clients, accountant
-        )
-        self.clip = float(clip)
+        self.clip = float(_number("ClientDP: clip", clip, above=0))
+        _number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True)
+        if noise_multiplier is None and (target_epsilon is None or rounds is None):
+            raise DefenseError("ClientDP: give noise_multiplier, or target_epsilon and rounds")
+        _number("ClientDP: noise_multiplier", noise_multiplier, above=0, optional=True)
+        _integer("ClientDP: rounds", rounds, optional=True)
+        _integer("ClientDP: clients", clients)
+        hint = "publishing one client's data at random must not count as private"
+        _number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
+        _choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
+        if accountant == "filter" and target_epsilon is None:
+            raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
         self.clients = clients
         self.sampling: ClientSampling = sampling
         self.per_round = _expect_per_round(sampling, per_round, clients)
@@ -247,8 +250,8 @@ class ClientDP(Defense):
             DefenseError: always.
         """
         raise DefenseError(
-            "ClientDP acts on the update of a federation's round, not on a Trainer's steps: give "
-            "it to what sends the update. In a Trainer use DPSGD (for examples) or GradientNoise"
+            "ClientDP acts on the update of a federation's round. In a Trainer use DPSGD (for "
+            "examples) or GradientNoise"
         )
 
     @property
@@ -278,8 +281,7 @@ class ClientDP(Defense):
         if len(clients) != self.clients:
             raise DefenseError(
                 f"ClientDP(clients={self.clients}) draws from all clients of the federation, and "
-                f"{len(clients)} are there. The account depends on that number: a client that "
-                "cannot be reached is drawn like every other, and counts as zero"
+                f"{len(clients)} are there: draw also those that cannot be reached"
             )
         source = random.SystemRandom()
         if self.sampling == "fixed":
@@ -322,14 +324,12 @@ class ClientDP(Defense):
         """
         if self.trust != "central":
             raise DefenseError(
-                f"ClientDP(trust={self.trust!r}): the clients add the noise themselves "
-                "(privatized), and the server takes the mean of what they send"
+                f"ClientDP(trust={self.trust!r}): the clients add the noise themselves (privatized)"
             )
         most = self.per_round if self.sampling == "fixed" else self.clients
         if len(clients) > most:
             raise DefenseError(
-                f"ClientDP: {len(clients)} clients took part in a round of at most {most:g}: draw "
-                "them with drawn()"
+                f"ClientDP: {len(clients)} clients in a round of at most {most:g}: use drawn()"
             )
         return UpdateSum(clients, like, self.clip, self._release_sum)
 
@@ -383,8 +383,7 @@ class ClientDP(Defense):
         """
         if self.ledger is None:
             raise DefenseError(
-                "a client's process may end, and would forget what it has released: give "
-                "ClientDP(ledger=...), a path for each client"
+                "a client's process may end: give ClientDP(ledger=...), a path for each client"
             )
         if self.trust == "secure_aggregation" and not masked:
             raise DefenseError(
@@ -412,9 +411,8 @@ class ClientDP(Defense):
             if not step <= std:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 raise DefenseError(
-                    f"ClientDP: '{name}' was sent in {dtype} with numbers that are rounded to "
-                    f"steps of {step:.2g}, which rounds a share of noise of {std:.2g} away: send "
-                    "float32, or clip higher"
+                    f"ClientDP: '{name}' was sent in {dtype} in steps of {step:.2g}, which round a "
+                    f"share of noise of {std:.2g} away: send float32, or clip higher"
                 )
 
     def check_server(self, owner: str) -> None:
@@ -425,15 +423,14 @@ class ClientDP(Defense):
         """
         if self.trust != "central" or self.ledger is None:
             raise DefenseError(
-                f"{owner} adds the noise on the server: give ClientDP(trust='central', "
-                "ledger=...), whose account survives a restart"
+                f"{owner} adds the noise on the server: give ClientDP(trust='central', ledger=...)"
             )
 
     def _clip_or_zero(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         if self.trust == "central":
             raise DefenseError(
-                "ClientDP(trust='central'): the server adds the noise (mean), and the client sends "
-                "its update as it is. For noise of its own say trust='local'"
+                "ClientDP(trust='central'): the server adds the noise. For noise of the client's "
+                "own say trust='local'"
             )
         if update is not None:
             try:
@@ -450,12 +447,7 @@ class ClientDP(Defense):
         return noise * self._sensitivity
 
     def _add_noise(
-        self,
-        total: Update,
-        std: float,
-        like: Update,
-        scale: float = 1.0,
-        stream: str = "client",
+        self, total: Update, std: float, like: Update, scale: float = 1.0, stream: str = "client"
     ) -> dict[str, Tensor]:
         """Add noise that is used once, and round to the dtype of ``like`` at the end."""
         release, self._releases = self._releases, self._releases + 1
@@ -497,9 +489,9 @@ class ClientDP(Defense):
             "central": "whoever sees the models of all rounds, but for the trusted server",
             "local": "whoever sees each client's updates, the server among them",
             "secure_aggregation": (
-                "a server that sees only the sum of updates, while the aggregation hides the parts "
-                f"and at most {self.dropouts} clients of a round drop out or collude; its rounding "
-                "to whole numbers is not accounted"
+                "a server that sees only the sum of updates, while at most "
+                f"{self.dropouts} clients of a round drop out or collude; its rounding to whole "
+                "numbers is not accounted"
             ),
         }[self.trust]
         neighbours = "replaced by any other data" if self.replaces else "added or removed"
@@ -508,37 +500,8 @@ class ClientDP(Defense):
             f"against {adversary}: (epsilon, delta)-differential privacy of one client, all of its "
             f"data, {neighbours}, for all rounds together, with the epsilon that `privacy` gives."
             f"{secret} Not covered: what clients send besides their updates, leakage logs, and "
-            "why noise was turned up in sight of data."
+            "why noise was turned up."
         )
-
-
-def _check_numbers(
-    clip: float,
-    noise_multiplier: float | None,
-    target_epsilon: float | None,
-    rounds: int | None,
-    target_delta: float,
-    clients: int,
-    accountant: str,
-) -> None:
-    """Refuse a clip norm, noise, a budget, rounds, a delta or accountant without a guarantee."""
-    _number("ClientDP: clip", clip, above=0)
-    hint = "an epsilon of 0 allows no release"
-    _number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True, hint=hint)
-    if noise_multiplier is None and (target_epsilon is None or rounds is None):
-        raise DefenseError(
-            "ClientDP: give noise_multiplier, or target_epsilon and rounds, from which it is "
-            "computed"
-        )
-    hint = "without noise no epsilon holds"
-    _number("ClientDP: noise_multiplier", noise_multiplier, above=0, optional=True, hint=hint)
-    _integer("ClientDP: rounds", rounds, optional=True)
-    _integer("ClientDP: clients", clients)
-    hint = "publishing one client's data at random must not count as private"
-    _number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
-    _choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
-    if accountant == "filter" and target_epsilon is None:
-        raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
 
 
 def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
@@ -554,8 +517,7 @@ def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> f
         return float(clients)
     if per_round is None:
         raise DefenseError(f"ClientDP: sampling={sampling!r} needs per_round=, clients of a round")
-    hint = f"sampling={sampling!r} draws so many of the clients"
-    drawn = _number("ClientDP: per_round", per_round, above=0, at_most=clients, hint=hint)
+    drawn = _number("ClientDP: per_round", per_round, above=0, at_most=clients)
     if sampling == "fixed" and drawn % 1:
         raise DefenseError(f"ClientDP: with sampling='fixed' per_round={drawn!r} must be whole")
     return float(drawn)
@@ -565,17 +527,13 @@ def _check_trust(
     trust: str, sampling: str, release: ClientReleaseSettings, per_round: float
 ) -> None:
     """Refuse settings under which the noise, or its account, is not that of the whole sum."""
-    hint = (
-        "the server sees each update and adds the noise, each client adds its own, or each adds a "
-        "share and the server sees only the sum"
-    )
-    _choice("ClientDP: trust", trust, get_args(Trusted), hint=hint)
-    if trust == "secure_aggregation" and sampling == "poisson":
-        raise DefenseError(
-            "ClientDP: shares of noise add up to the whole only where it is known how many clients "
-            "take part: with trust='secure_aggregation' use sampling='fixed' or 'all'"
-        )
+    _choice("ClientDP: trust", trust, get_args(Trusted))
     shared = trust == "secure_aggregation"
+    if shared and sampling == "poisson":
+        raise DefenseError(
+            "ClientDP: shares of noise add up only where it is known how many clients take part: "
+            "with trust='secure_aggregation' use sampling='fixed' or 'all'"
+        )
     most = math.ceil(per_round) - 1 if shared else 0
     hint = f"fewer than the {per_round:g} clients of a round" if shared else "for shares of noise"
     _integer("ClientDP: dropouts", release.dropouts, at_least=0, at_most=most, hint=hint)

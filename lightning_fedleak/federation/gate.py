@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from lightning_fedleak.engine import GateEvent, Threshold, is_worst, names_there_are
 from lightning_fedleak.engine.gates import check_value, judge_worst
@@ -57,14 +58,8 @@ class RoundGate(Threshold):
         name: str | None = None,
     ) -> None:
         check_choice("action", action, self.actions)
-        # The actions are of another run than a Threshold's.
-        super().__init__(
-            metric,
-            at_most=at_most,
-            action=action,  # type: ignore[arg-type]
-            patience=patience,
-            name=name,
-        )
+        given: Any = action  # of another run than a Threshold's
+        super().__init__(metric, at_most, action=given, patience=patience, name=name)
 
     def watch_rounds(self, observer: RoundObserver) -> None:
         """Refuse a metric that the observer does not log, or by which no update can be judged.
@@ -81,9 +76,8 @@ class RoundGate(Threshold):
         if (why := observer.never_judged(self.metric)) is not None:
             can = [name for name in observer.headlines() if observer.never_judged(name) is None]
             raise ValueError(
-                f"RoundGate watches '{self.metric}', by which it can judge no update of this "
-                f"federation: {why}. It would withhold every one. "
-                + (f"Watch {' or '.join(can)}." if can else "Nor can it by any other value.")
+                f"RoundGate watches '{self.metric}': {why}. It would withhold every one. "
+                + (f"Watch {' or '.join(can)}." if can else "Nor can it judge by another value.")
             )
         check_value("RoundGate", self.metric)
         self._watched = observer.engine.results.headlines_of(self.metric) or (self.metric,)
@@ -92,19 +86,10 @@ class RoundGate(Threshold):
         """Return what counts of a look at an update, and why it is unknown."""
         value, source, why = self._value(look)
         source = source if is_worst(self.metric) else ""
-        return GateEvent(
-            self.metric,
-            look.round_,
-            value,
-            math.nan,
-            math.nan,
-            self.at_most,
-            source=source,
-            why=why,
-            read=look.now.get(source or self.metric, math.nan),
-            gate=self.name,
-            client=look.client,
-        )
+        place, ends = (self.metric, look.round_), (math.nan, math.nan)
+        event = GateEvent(*place, value, *ends, self.at_most, source=source, why=why)
+        read = look.now.get(source or self.metric, math.nan)
+        return replace(event, read=read, gate=self.name, client=look.client)
 
     def why_not_yet(self, look: RoundLook) -> str | None:
         """Return why nothing can be read of the update so far; None where something can."""

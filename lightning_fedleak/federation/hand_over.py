@@ -99,10 +99,7 @@ class HandOver:
             RuntimeError: another one listens in this process.
         """
         if HandOver._served not in (None, self):
-            raise RuntimeError(
-                "two clients of a federation run in one process, which cannot know whose batches "
-                "are reported: give each a process of its own"
-            )
+            raise RuntimeError("two clients run in one process: give each a process of its own")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[FOLDER] = str(self.folder)
         HandOver._served = self

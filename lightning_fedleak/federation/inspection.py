@@ -184,17 +184,14 @@ def find_adapters(state: State) -> Iterator[Adapter]:
         if len(down) >= down.shape[1] or bias is None or bias.shape != down.shape[:1]:
             continue
         alike = [n for n in order if matrices[n].shape == down.shape[::-1]]
-        nearest = max(alike, key=lambda n: len(_common_path(n, name)), default=name)
+        paths = {n: [n.replace(".", "/"), name.replace(".", "/")] for n in alike}
+        nearest = max(alike, key=lambda n: len(os.path.commonpath(paths[n])), default=name)
         if order.index(nearest) > place:
             yield Adapter(name, nearest, down.float(), matrices[nearest].float(), bias.float())
 
 
 def _bias_of(name: str) -> str:
     return name.removesuffix("weight") + "bias"
-
-
-def _common_path(*names: str) -> str:
-    return os.path.commonpath([name.replace(".", "/") for name in names])
 
 
 def base_rows(layer: nn.Module) -> Tensor | None:
@@ -371,11 +368,7 @@ def usual_inputs(
 
 
 def inspect_received(
-    received: State,
-    agreed: Agreed,
-    last: LastRound | None = None,
-    *,
-    first: bool = False,
+    received: State, agreed: Agreed, last: LastRound | None = None, *, first: bool = False
 ) -> Inspection:
     """Return what the rules say of values that a server sent.
 
@@ -418,15 +411,11 @@ def _judge(rule: Rule, scores: Mapping[str, Tensor], why: str, names: Iterable[s
     if not scores:
         return Answer(rule, why=why, unasked=unasked)
     limit = LIMITS[rule]
-    rows = [(float(s[i]), f"{n}[{i}]") for n, s in scores.items() for i in _above(s, limit)]
-    rows.sort(reverse=True)
+    every = ((v, f"{n}[{i}]") for n, s in scores.items() for i, v in enumerate(s.tolist()))
+    rows = sorted((row for row in every if row[0] > limit), reverse=True)
     value = max(float(s.max()) for s in scores.values())
     worst = tuple(name for _, name in rows[:WORST])
     return Answer(rule, value, len(rows), worst, unasked=unasked)
-
-
-def _above(scores: Tensor, limit: float) -> Iterable[int]:
-    return (scores > limit).nonzero().flatten().tolist()
 
 
 def _extra(received: State, agreed: Agreed, last: LastRound | None) -> Answer:

@@ -352,8 +352,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         if refused or kwargs.get("ignore_result_error") is False:
             raise DefenseError(
                 f"PrivateFedAvg({(refused or ['ignore_result_error'])[0]}=...): all clients weigh "
-                "alike, all that is trained is noised, nothing is decided by metrics, which no "
-                "epsilon covers, and a client that fails counts as zero"
+                "alike, all that is trained is noised, and a client that fails counts as zero"
             )
         super().__init__(*args, **{**kwargs, "ignore_result_error": True})
         self.dp = dp
@@ -436,8 +435,8 @@ def _call_job_code(path: str, site: str) -> Any:
         function: Callable[[str], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"'{path}' names no function of the job's code ({error}): send the file with the job, "
-            "job.to('watch.py', site), and give 'watch.make_observer'"
+            f"'{path}' names no function of the job's code ({error}): job.to('watch.py', site) "
+            "sends it, and 'watch.make_observer' names it"
         ) from error
     return function(site)
 

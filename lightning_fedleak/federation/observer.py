@@ -48,6 +48,7 @@ from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
 if TYPE_CHECKING:
@@ -189,8 +190,7 @@ class RoundObserver:
         self.engine = Engine(*parts_of(attacks, settings, games, local_steps=local_steps))
         if any(c.attacks for c in self.engine.channels if c.at_weights):
             raise ValueError(
-                "attacks on trained weights read no update of a round: run `fedleak memorization` "
-                "on the final model"
+                "attacks on trained weights read no update of a round: run `fedleak memorization`"
             )
         self.model = model
         self.side: Side = side
@@ -218,7 +218,7 @@ class RoundObserver:
         self._is_stale = False
         self._failures: dict[str, str] = {}
         self._clients: dict[tuple[str | int, Stage], Engine] = {}
-        self._returned: dict[tuple[str | int, Stage], tuple[int, dict[str, int]]] = {}
+        self._returned: dict[tuple[str | int, Stage], tuple[int, str]] = {}
         self.round_ = -1
 
     # ---- a round ----------------------------------------------------------------------------
@@ -241,8 +241,8 @@ class RoundObserver:
         if round_ == self.round_ and self._sent is not None:
             if not updates.equal_states(sent, self._sent):
                 raise ValueError(
-                    f"another model is sent in round {round_} than before: where clients get "
-                    "models of their own, give each an observer of its own"
+                    f"another model is sent in round {round_} than before: give each client an "
+                    "observer of its own"
                 )
             return
         self._keys_sent = updates.load_sent(self.model, self._names, sent)
@@ -323,7 +323,13 @@ class RoundObserver:
         def take() -> GradientSnapshot:
             self._check_new(client, stage, returned)
             if batches and stage is Stage.SHARED:
-                _check_steps(batches, self.local_steps)
+                steps = len(batches.rates if isinstance(batches, Recorded) else batches)
+                if steps != self.local_steps:
+                    raise UpdateError(
+                        f"the client took {steps} optimizer steps in this round, and not "
+                        f"local_steps={self.local_steps} (trained_on(batch, step=False) is for "
+                        "accumulation)"
+                    )
             snapshot = updates.observe(
                 sent,
                 returned,
@@ -375,19 +381,11 @@ class RoundObserver:
         Raises:
             UpdateError: names that round.
         """
-        sums = {
-            name: zlib.crc32(
-                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            )
-            for name, tensor in returned.items()
-        }
-        round_, earlier = self._returned.get((client, stage), (self.round_, {}))
-        if round_ < self.round_ and earlier == sums:
-            raise UpdateError(
-                f"the client returned what it returned in round {round_}, and not what it made of "
-                f"the model of round {self.round_}: an update of an earlier round"
-            )
-        self._returned[client, stage] = (self.round_, sums)
+        digest = hash_tensors(returned)
+        round_, earlier = self._returned.get((client, stage), (self.round_, ""))
+        if round_ < self.round_ and earlier == digest:
+            raise UpdateError(f"the client returned what it returned in round {round_} already")
+        self._returned[client, stage] = (self.round_, digest)
 
     def _refresh(self, look: Look, engine: Engine) -> None:
         """Let the attacks follow the model that was sent, at the first look of a round."""
@@ -526,21 +524,6 @@ class RoundObserver:
     def never_judged(self, name: str) -> str | None:
         """Return why no update can ever be judged by a value's log name; None where one can."""
         return why_never_judged(self.engine, name, fresh=self.settings.fresh)
-
-
-def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
-    """Refuse a round of another length than the attacks assume.
-
-    Raises:
-        UpdateError: with both numbers.
-    """
-    steps = len(batches.rates if isinstance(batches, Recorded) else batches)
-    if steps != local_steps:
-        raise UpdateError(
-            f"the client took {steps} optimizer steps in this round, and the observer assumes "
-            f"local_steps={local_steps}: give it {steps}, or report each batch of each step "
-            "(trained_on(batch, step=False) of one whose gradient is accumulated)"
-        )
 
 
 def _in_rounds(engine: Engine) -> list[Channel]:

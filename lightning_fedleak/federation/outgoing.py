@@ -129,7 +129,7 @@ class OutgoingUpdates:
             if gate.action == "raise" and self.dp is not None:
                 raise ValueError(
                     "RoundGate(action='raise') ends a client's round by what its data show, which "
-                    "is seen outside and no noise of the ClientDP hides: use action='withhold'"
+                    "no noise of the ClientDP hides: use action='withhold'"
                 )
             if gate.action == "harden" and (self.dp is None or not self.dp.can_harden):
                 raise ValueError(
@@ -275,8 +275,8 @@ class OutgoingUpdates:
             self.dp.check_affords_another()
             if self.observer.shares_twice(shared):
                 raise UpdateError(
-                    "a tied parameter is sent under two names, and would get noise twice: share "
-                    "each parameter once, as trained_state(model) does"
+                    "a tied parameter is sent under two names: share it once, as "
+                    "trained_state(model) does"
                 )
             self.dp.check_rounding(shared)
         return shared
@@ -430,7 +430,7 @@ def _copy_compression(observer: RoundObserver, dp: ClientDP | None) -> GradientC
     if dp is not None and dp.trust != "local":
         raise DefenseError(
             f"GradientCompression beside ClientDP(trust='{dp.trust}') would carry what is not "
-            "noised into later rounds, which no account covers: use ClientDP(trust='local')"
+            "noised into later rounds: use ClientDP(trust='local')"
         )
     fresh = copy.copy(compression)
     fresh.memory = {}

@@ -76,14 +76,11 @@ def observe(
         raise NotYet("the learning rate is 0, so that nothing has moved and nothing is shared")
     if not (rate > 0 and math.isfinite(rate)):
         raise UpdateError(
-            f"an update has no scale at learning rate {rate}: it must be positive and finite, and "
-            "the same for all parameters; where it is reported, each step must report it"
+            f"an update has no scale at learning rate {rate}: it must be positive and finite, "
+            "and each step must report it"
         )
     if unchanged:
-        raise UpdateError(
-            "the client returned exactly what it was sent: it trained nothing (no batch, a "
-            "learning rate of 0, or a model that was not updated before it was returned)"
-        )
+        raise UpdateError("the client returned exactly what it was sent: it trained nothing")
     tensors = {name: t.div_(-rate) for name, t in change.items()}
     return UpdateSnapshot(
         round_,
@@ -125,8 +122,8 @@ def difference(
         if name not in owned:
             if not torch.equal(before, after) and not _is_equal_with_nan(before, after):
                 raise UpdateError(
-                    f"'{name}' is not trained in this federation, and came back changed, which no "
-                    "attack reads and no defence covers: do not share it, or name it in trained="
+                    f"'{name}' is not trained in this federation, and came back changed: do not "
+                    "share it, or name it in trained="
                 )
             continue
         dtype = torch.float64 if before.dtype == torch.float64 else torch.float32
@@ -221,8 +218,8 @@ def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[s
             target.copy_(values)
         if target.shape != tensor.shape or not torch.equal(target.to(values.dtype), values):
             raise UpdateError(
-                f"'{name}' is sent with {_form(tensor)}, which the observer's model, with "
-                f"{_form(target)}, cannot hold (or with NaN): make it as the clients' models are"
+                f"'{name}' is sent with {_form(tensor)} (or NaN), which the observer's model, with "
+                f"{_form(target)}, cannot hold"
             )
     return keys
 
@@ -238,8 +235,7 @@ def _read_rate(optimizer: Optimizer) -> float:
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if len(rates) > 1:
         raise UpdateError(
-            f"the optimizer has {len(rates)} learning rates, {sorted(rates)}: an update has one "
-            "scale. Give all parameters one learning rate, or pass learning_rate="
+            f"the optimizer has {len(rates)} learning rates, {sorted(rates)}: pass learning_rate="
         )
     return rates.pop()
 
@@ -343,8 +339,7 @@ class UpdateSum(Generic[C]):
         """
         if client not in self._waiting:
             raise UpdateError(
-                f"an update of client {client!r}, which was not drawn or has sent one in this "
-                "round already"
+                f"an update of client {client!r}, which was not drawn or has sent one already"
             )
         self._waiting.remove(client)
         try:

@@ -9,13 +9,7 @@ from operator import attrgetter
 from typing import Literal
 
 from lightning_fedleak.report import records
-from lightning_fedleak.report.attacks import (
-    RELEASED,
-    SUM,
-    AttackSummary,
-    FitResults,
-    Points,
-)
+from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary, FitResults, Points
 from lightning_fedleak.report.bounds import Allowance, allowances
 from lightning_fedleak.report.edpb import NamedAttack, named_attacks
 from lightning_fedleak.report.logs import FitLog, grouped, merge_monitors

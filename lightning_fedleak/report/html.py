@@ -22,13 +22,7 @@ from lightning_fedleak.report.fits import FitSummary, last_and_best
 from lightning_fedleak.report.records import JsonObject, MetricValue, as_json
 from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.registry import RELEASE, RELEASE_FIELDS
-from lightning_fedleak.report.wording import (
-    brief,
-    brief_interval,
-    in_words,
-    interval,
-    share,
-)
+from lightning_fedleak.report.wording import brief, brief_interval, in_words, interval, share
 
 
 def page(findings: Findings, revealed: Mapping[str, str] | None = None, *, live: float = 0) -> str:

@@ -10,12 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from lightning_fedleak.report.attacks import (
-    NEXT_TO_NONE,
-    RELEASED,
-    AttackSummary,
-    QuotedLook,
-)
+from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSummary, QuotedLook
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.records import HIGH, PLANTED, STANDARD_FAMILIES, Family, MetricValue
 from lightning_fedleak.report.records.utility import title_of

@@ -15,9 +15,8 @@ from lightning_fedleak.strategies.seams import DDPSeam, ModelParallelSeam, Seam,
 
 _RESOLVED_HERE = ("auto", "single_device")
 _SUPPORTED = (
-    "'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', "
-    "'ddp_find_unused_parameters_true', ...), or an instance of SingleDeviceStrategy, DDPStrategy, "
-    "ModelParallelStrategy (FSDP2, with client='world') or of a subclass"
+    "Pass 'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', ...), or an instance "
+    "of SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy (FSDP2) or of a subclass."
 )
 
 
@@ -194,15 +193,14 @@ class DefendedStrategy(EitherStrategy):
         names = ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")
         if not isinstance(accelerator, both(*(f"accelerators.{name}" for name in names))):
             raise DefenseError(
-                f"DefendedStrategy('{self._fedleak_name}') does not support the accelerator "
-                f"{type(self.accelerator).__name__}; it runs on CPU, CUDA and MPS."
+                f"DefendedStrategy('{self._fedleak_name}') runs on CPU, CUDA and MPS, and not on "
+                f"the accelerator {type(accelerator).__name__}"
             )
         single = len(devices) == 1 and self.num_nodes == 1
         if self._fedleak_name == "single_device" and not single:
             raise DefenseError(
                 f"DefendedStrategy('single_device') was given to a Trainer with {len(devices)} "
-                f"devices on {self.num_nodes} nodes. Pass DefendedStrategy('ddp', ...), or "
-                "Trainer(devices=1, num_nodes=1)."
+                f"devices on {self.num_nodes} nodes. Pass DefendedStrategy('ddp', ...)."
             )
         if single:
             return twin("strategies.SingleDeviceStrategy", accelerator)(device=devices[0])
@@ -251,9 +249,7 @@ def _registries(name: str) -> list[Any]:
         if issubclass(kind, both("strategies.DDPStrategy")) and _supported(kind):
             registries.append(registry)
     if not registries:
-        raise DefenseError(
-            f"DefendedStrategy: strategy={name!r} is not supported; pass {_SUPPORTED}."
-        )
+        raise DefenseError(f"DefendedStrategy: strategy={name!r} is not supported. {_SUPPORTED}")
     return registries
 
 
@@ -279,12 +275,10 @@ def _supported(kind: type) -> bool:
 def _check_inner(inner: EitherStrategy) -> None:
     kind = type(inner).__name__
     if isinstance(inner, DefendedStrategy):
-        raise DefenseError(
-            "DefendedStrategy: `strategy` is already defended; give all defenses to one of them."
-        )
+        raise DefenseError("DefendedStrategy: `strategy` is already defended: give it all defenses")
     if not _supported(type(inner)):
-        raise DefenseError(f"DefendedStrategy: {kind} is not supported; pass {_SUPPORTED}.")
+        raise DefenseError(f"DefendedStrategy: {kind} is not supported. {_SUPPORTED}")
     if inner._launcher is not None or inner._lightning_module is not None:
         raise DefenseError(
-            f"DefendedStrategy: this {kind} has been used by a Trainer; pass a new one."
+            f"DefendedStrategy: this {kind} has been used by a Trainer; pass a new one"
         )

@@ -64,23 +64,18 @@ class LightningHost(Host):
         trainer = self._trainer
         accumulated, repeated = trainer.accumulate_grad_batches, trainer.overfit_batches
         return {
-            ": manual optimization hides the loss, and with it whether it is a mean of per-sample "
-            "means. Return the loss from training_step with automatic_optimization=True.": (
-                not trainer.lightning_module.automatic_optimization
-            ),
-            " clips each sample's gradient by max_grad_norm, and gradient_clip_val of the Trainer "
-            "would have no effect on what it releases. Leave gradient_clip_val out.": (
+            ": manual optimization hides the loss. Return the loss from training_step with "
+            "automatic_optimization=True.": (not trainer.lightning_module.automatic_optimization),
+            " clips each sample's gradient by max_grad_norm. Leave gradient_clip_val out.": (
                 trainer.gradient_clip_val
             ),
-            f": accumulate_grad_batches={accumulated} joins several batches into one release, in "
-            "which a sample can occur more than once and each loss is divided before it is "
-            f"clipped. Use accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
+            f": accumulate_grad_batches={accumulated} joins several batches into one release. Use "
+            f"accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
             "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory.": (
                 accumulated != 1
             ),
             f" draws each batch from all of the data, so that overfit_batches={repeated} would not "
-            "repeat the same batches. Give the loader a few rows alone "
-            "(torch.utils.data.Subset).": repeated,
+            "repeat the same. Give the loader a few rows alone (a Subset of torch).": repeated,
         }
 
     def count_steps(self, per_epoch: int) -> int | None:

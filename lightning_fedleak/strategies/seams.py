@@ -6,7 +6,6 @@ import functools
 import io
 import os
 from abc import ABC
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,16 +178,10 @@ class Seam(Strategy):
         run = functools.partial(super().training_step, **kwargs)
         return self._fedleak.training_step(run, *args)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: L.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Guard the optimizer too where it was set after setup."""
         self._guard(optimizer)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     def save_checkpoint(
         self, checkpoint: dict[str, object], filepath: Any, storage_options: Any = None
@@ -264,12 +257,11 @@ class DDPSeam(Seam, DDPStrategy):
         synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         refusals = {
             "precision='16-mixed' cannot be used when each rank is a client and defences act on "
-            "gradients: the ranks could disagree about a skipped step. Use 'bf16-mixed' or "
-            "'32-true', or client='world'.": (
+            "gradients: ranks could disagree about a skipped step. Use bf16-mixed or 32-true.": (
                 getattr(self.precision_plugin, "scaler", None) is not None
             ),
-            "synchronised batch norm sends statistics of raw activations from each client to the "
-            "others. Use Trainer(sync_batchnorm=False), or client='world'.": (
+            "synchronised batch norm sends statistics of raw activations to other clients. Use "
+            "Trainer(sync_batchnorm=False), or client='world'.": (
                 self._layer_sync is not None or synchronised
             ),
         }
@@ -318,32 +310,26 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         release = self._fedleak
         if release.client != "world":
             raise DefenseError(
-                "DefendedStrategy: under ModelParallelStrategy (FSDP2) every process holds a shard "
-                "of the model and gradients are reduced inside backward, so no process ever has a "
-                "gradient of its own that it could defend. All of them are one client: pass "
-                "client='world'."
+                "DefendedStrategy: under ModelParallelStrategy (FSDP2) gradients are reduced "
+                "inside backward, so no process ever has its own. Pass client='world'."
             )
         for defense in release.gradient_defenses:
             if not defense.takes_shards:
                 raise DefenseError(
-                    f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not "
-                    "declare that it can act on gradients that are sharded over processes (FSDP2). "
-                    "Use DDPStrategy or one device, or set `takes_shards = True` if its "
-                    "`on_gradients` is right for DTensors."
+                    f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not say "
+                    "that it can act on gradients that are sharded (FSDP2). Set `takes_shards = "
+                    "True` if its `on_gradients` is right for DTensors, or use DDPStrategy."
                 )
 
     def _check_model(self, model: nn.Module) -> None:
         mesh = self.device_mesh
         release = self._fedleak
-        layers = [d.name for d in release.defenses if d.activation_layers]
-        samples = [d.name for d in release.defenses if d.per_sample]
-        for names, reason in (
-            (layers, "changes hidden states, which are spread over processes"),
-            (samples, "needs the gradient of each sample, which no process has"),
-        ):
-            if names and mesh["tensor_parallel"].size() > 1:
+        for defense in release.defenses:
+            if mesh["tensor_parallel"].size() > 1 and (
+                defense.activation_layers or defense.per_sample
+            ):
                 raise DefenseError(
-                    f"DefendedStrategy: {', '.join(names)} {reason} under tensor parallelism. Use "
+                    f"DefendedStrategy: {defense.name} cannot act under tensor parallelism. Use "
                     "ModelParallelStrategy(tensor_parallel_size=1, data_parallel_size=...)."
                 )
         if not release.gradient_defenses:
@@ -351,8 +337,7 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise DefenseError(
                 "DefendedStrategy: precision='16-mixed' cannot be used with FSDP2 and defences "
-                "that act on gradients: the processes could disagree about a skipped step. Use "
-                "'bf16-mixed', 'bf16-true' or '32-true'."
+                "that act on gradients. Use 'bf16-mixed', 'bf16-true' or '32-true'."
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -365,8 +350,7 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         if unsharded and mesh["data_parallel"].size() > 1:
             raise DefenseError(
                 f"DefendedStrategy: {', '.join(unsharded[:5])} is not sharded, so nothing reduces "
-                "its gradient over the processes of the client. Call fully_shard on the whole "
-                "model in `configure_model`, or freeze what is outside."
+                "its gradient. Call fully_shard on the whole model, or freeze what is outside."
             )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -386,6 +370,5 @@ def inner_of(strategy: Seam) -> type:
 def _refuse(setting: str, mend: str) -> None:
     raise DefenseError(
         f"DefendedStrategy: {setting} cannot be used when each rank is a client and defences act "
-        f"on gradients, because DDP's own reduction is off then. Please {mend}, or use "
-        "client='world'."
+        f"on gradients. Please {mend}, or use client='world'."
     )

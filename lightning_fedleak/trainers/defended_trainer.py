@@ -162,11 +162,7 @@ class DefendedMixin(Trainer):
     _setting_up = _in_step = False
 
     def __init__(
-        self,
-        *args: Any,
-        defenses: Sequence[Defense],
-        outside_epsilon: bool = False,
-        **kwargs: Any,
+        self, *args: Any, defenses: Sequence[Defense], outside_epsilon: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.outside_epsilon = outside_epsilon

@@ -106,7 +106,7 @@ def test_unknown_is_a_breach_for_a_strict_gate(tmp_path):
         trainer, gate, _ = run(tmp_path, script=[1, None, 1], at_most=0.5)
     assert trainer.global_step == 2
     assert math.isnan(gate.fired.value)
-    assert not any("more than you allow" in text for text in messages)
+    assert not any("use larger batches" in text for text in messages)
 
 
 def test_unknown_is_nothing_for_a_gate_that_is_not_strict(tmp_path):

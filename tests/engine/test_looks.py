@@ -322,7 +322,7 @@ def test_a_frozen_head_is_not_exposed_and_not_called_safe(tmp_path: Path) -> Non
         watch = watched(tmp_path, probe, model, n=8)
     [message] = [str(w.message) for w in caught if "not 'safe'" in str(w.message)]
     trained = sum(p.requires_grad for p in model.parameters())
-    assert f"of {trained} trained parameters, which are shared, {trained} are tested by" in message
+    assert f"{trained} of {trained} trained parameters are tested by none" in message
     assert watch.latest["leakage/probe/exposed"] == watch.latest[F1] == 0
     assert (probe.seen, probe.prepared, watch.failures) == ([], 0, 0)
     assert watch.lines()[0]["exposed"] is False

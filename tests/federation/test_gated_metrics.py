@@ -146,7 +146,7 @@ def test_a_value_that_no_update_can_have_is_refused_with_one_that_can(
         assert f"Watch {MEMBERSHIP} or {AUC}." in str(refused.value)
         OutgoingUpdates(watched, [RoundGate(MEMBERSHIP, at_most=0.5)])
     else:
-        assert "Nor can it by any other value." in str(refused.value)
+        assert "Nor can it judge by another value." in str(refused.value)
 
 
 def test_an_attack_that_is_not_made_for_several_adaptive_steps_leaves_the_worst_to_others(tmp_path):

@@ -423,7 +423,7 @@ def test_a_parameter_that_was_not_trained_in_the_step_before_is_refused() -> Non
         ({"bands": 0}, "bands must be .* at least 1, got 0"),
         (
             {"accountant": "filter", "target_epsilon": 1.0, "target_delta": 1e-3},
-            "accountant='filter' is there to turn it up",
+            "fixed before the run",
         ),
     ],
 )

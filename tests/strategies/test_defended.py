@@ -117,10 +117,10 @@ class OwnWrapping(DDPStrategy):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: DefendedStrategy("deepspeed"), "'deepspeed' is not supported; pass 'auto'"),
-        (lambda: DefendedStrategy("fsdp"), "'fsdp' is not supported; pass 'auto'"),
-        (lambda: DefendedStrategy("nonsense"), "'nonsense' is not supported; pass 'auto'"),
-        (lambda: DefendedStrategy(FSDPStrategy()), "FSDPStrategy is not supported; pass"),
+        (lambda: DefendedStrategy("deepspeed"), r"'deepspeed' is not supported\. Pass 'auto'"),
+        (lambda: DefendedStrategy("fsdp"), r"'fsdp' is not supported\. Pass 'auto'"),
+        (lambda: DefendedStrategy("nonsense"), r"'nonsense' is not supported\. Pass 'auto'"),
+        (lambda: DefendedStrategy(FSDPStrategy()), r"FSDPStrategy is not supported\. Pass"),
         (lambda: DefendedStrategy(ModelParallelStrategy()), r"FSDP2.*client='world'"),
         (lambda: DefendedStrategy(DefendedStrategy("ddp")), "already defended"),
         (lambda: DefendedStrategy(DefendedStrategy()), "already defended"),

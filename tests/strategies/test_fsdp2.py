@@ -82,7 +82,7 @@ def test_refusals_when_the_model_is_known(ranks) -> None:
     first, second = of(ranks, "refused")
     for found in (first, second):
         assert "embedding.weight, head.weight, head.bias is not sharded" in found["partly"]
-        assert "spread over processes under tensor parallelism" in found["layers"]
+        assert "cannot act under tensor parallelism" in found["layers"]
         assert "was not released" in found["nan"]
     assert "in another process's shard" in first["nan"]
     assert "infinity in head.weight" in second["nan"]

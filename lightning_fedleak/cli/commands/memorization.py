@@ -25,12 +25,7 @@ from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report.records import as_json
 
-TIERS = {
-    "_x1": ", once",
-    "_x2": ", 2 to 4 times",
-    "_x5": ", 5 to 16 times",
-    "_x17": ", more often",
-}
+TIERS = {"_x1": ", once", "_x2": ", 2 to 4 times", "_x5": ", 5 to 16 times", "_x17": ", more often"}
 _USED_UP = (
     "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
     "which are used up. Leave rows out of it by a fresh draw, and train on the rest."

@@ -5,9 +5,6 @@ from lightning_fedleak.defenses.accounting.account import Ledger as Ledger
 from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import AccountantKind as AccountantKind
 from lightning_fedleak.defenses.accounting.accounting import check_delta_for as check_delta_for
-from lightning_fedleak.defenses.accounting.accounting import (
-    noise_multiplier_for as noise_multiplier_for,
-)
 from lightning_fedleak.defenses.accounting.budget import Account as Account
 from lightning_fedleak.defenses.accounting.budget import Budget as Budget
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent

@@ -20,15 +20,8 @@ from lightning_fedleak.defenses.accounting.accounting import (
     check_probability,
     epsilon_of,
 )
-from lightning_fedleak.defenses.accounting.ledger import (
-    Event,
-    LedgerFile,
-    check_release,
-)
-from lightning_fedleak.defenses.accounting.renyi import (
-    SamplingScheme,
-    check_opacus,
-)
+from lightning_fedleak.defenses.accounting.ledger import Event, LedgerFile, check_release
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme, check_opacus
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
 
@@ -162,12 +155,7 @@ class Accountant(Ledger):
         self._search: tuple[object, _Search] | None = None
 
     def step(
-        self,
-        noise_multiplier: float,
-        sample_rate: float,
-        count: int = 1,
-        *,
-        planned: bool = False,
+        self, noise_multiplier: float, sample_rate: float, count: int = 1, *, planned: bool = False
     ) -> None:
         """Count releases that are about to happen.
 
@@ -185,8 +173,7 @@ class Accountant(Ledger):
             raise DefenseError(
                 f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} differ from "
                 f"those of earlier releases, {sorted(kinds)}. If they were fixed before the run, "
-                "pass planned=True. If they were chosen in the run (a gate that turns noise up), "
-                f"accountant='{self.kind}' does not hold: use a RenyiFilter."
+                "pass planned=True, else use a RenyiFilter."
             )
         self.record(noise_multiplier, sample_rate, count)
 
@@ -358,22 +345,16 @@ class RenyiFilter(Ledger):
             epsilon, delta = float(state["epsilon"]), float(state["delta"])
             if (epsilon, delta) != (self.epsilon, self.delta):
                 raise DefenseError(
-                    f"the checkpoint's budget is (epsilon={epsilon!r}, delta={delta!r}), this "
-                    f"run's (epsilon={self.epsilon!r}, delta={self.delta!r}): a budget is fixed "
-                    "before the run, so go on with the checkpoint's"
+                    f"the checkpoint's budget is (epsilon={epsilon!r}, delta={delta!r}): go on "
+                    f"with that, and not with (epsilon={self.epsilon!r}, delta={self.delta!r})"
                 )
             orders = torch.as_tensor(state["orders"], dtype=torch.float64).tolist()
             if len(orders) == 1 and self.order is None:
                 (self.order,), self._restored = orders, True
-            if len(orders) > 1:
-                raise DefenseError(
-                    "the checkpoint's budget holds at several orders, which are gone: begin a new "
-                    "run, and count what the old one cost beside it"
-                )
             if orders and orders != [self.order]:
                 raise DefenseError(
-                    f"order={self.order} differs from that of the checkpoint, {orders}: it is "
-                    "fixed before the run, so go on with that"
+                    f"order={self.order} differs from that of the checkpoint, {orders}: go on with "
+                    "that, or begin a new run"
                 )
         super().load_state_dict(state)
 

@@ -168,8 +168,8 @@ def read_prv(
             return read(composed, delta_error, error)
     except (RuntimeError, ValueError) as reason:
         warnings.warn(
-            f"PRV has no answer for {list(history)} at delta {delta:g} ({reason}); the epsilon of "
-            "RDP, an upper bound too, is reported instead",
+            f"PRV has no answer at delta {delta:g} ({reason}): epsilon is that of RDP, an upper "
+            "bound too",
             stacklevel=2,
         )
         return None
@@ -311,15 +311,13 @@ def noise_multiplier_for(
     lowest, highest = math.log(LEAST_NOISE), math.log(MOST_NOISE)
     if excess(highest, "rdp") > 0:
         raise DefenseError(
-            f"target_epsilon={target_epsilon!r} cannot be reached in {steps} steps at sample_rate="
-            f"{sample_rate!r} with a noise multiplier below {MOST_NOISE:g}. Raise target_epsilon "
-            "or target_delta, or lower the number of steps or the sample rate."
+            f"target_epsilon={target_epsilon!r} needs a noise multiplier above {MOST_NOISE:g} in "
+            f"{steps} steps at sample_rate={sample_rate!r}. Raise it, or lower one of these."
         )
     if excess(lowest, "rdp") <= 0:
         raise DefenseError(
             f"target_epsilon={target_epsilon!r} needs a noise multiplier below {LEAST_NOISE}, "
-            f"which is accounted as no noise. Lower target_epsilon, or pass noise_multiplier="
-            f"{LEAST_NOISE}."
+            "which is accounted as no noise: lower target_epsilon"
         )
     high = _find_root(functools.partial(excess, accountant="rdp"), lowest, highest)
     if kind == "prv":
@@ -344,8 +342,8 @@ def check_delta_for(delta: float, examples: int) -> None:
     ledger.check_count(examples, "examples")
     if delta >= 1 / examples:
         raise DefenseError(
-            f"target_delta={delta!r} must be below 1 / {examples} = {1 / examples:.3g}, the number "
-            "of examples: else publishing one of them at random would count as private"
+            f"target_delta={delta!r} must be below 1 / {examples} = {1 / examples:.3g}: else "
+            "publishing one of the examples at random would count as private"
         )
 
 

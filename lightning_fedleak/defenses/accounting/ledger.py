@@ -19,6 +19,10 @@ Event = tuple[float, float]
 
 TERMS_SCHEMA = 1  # version of the file <ledger>.terms; a change refuses older ledgers
 LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
+_GO_ON = (
+    "Go on with the settings of before, or begin a new run, with a new path, from a model that "
+    "this data did not train"
+)
 _ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
 _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -80,10 +84,8 @@ def client_path(
         kind = _ENDING.fullmatch(other.name, len(path.name))
         if kind and (kind[1] or "") != ending and other.is_file():
             raise DefenseError(
-                f"ledger={str(other)!r} was kept for another unit of privacy, or for batches drawn "
-                f"otherwise, than {unit!r}, and no epsilon holds for releases of both. Go on with "
-                "the settings of before, or begin a new run from a model that this data did not "
-                "train, with a new path"
+                f"ledger={str(other)!r} was kept for another unit of privacy than {unit!r}, or for "
+                f"batches drawn otherwise. {_GO_ON}"
             )
     path = path.with_name(path.name + ending)
     if clients > 1:
@@ -97,9 +99,7 @@ def client_path(
     if other_files:
         raise DefenseError(
             f"ledger={str(other_files[0])!r} was kept with another number of clients than "
-            f"{clients}, so an example may have been in another client's releases. Go on with as "
-            "many clients as before, or begin a new run from a model that this data did not train, "
-            "with a new path"
+            f"{clients}. {_GO_ON}"
         )
     return client_file
 
@@ -127,8 +127,7 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
         if not agrees and (exists or released):
             raise DefenseError(
                 f"ledger={str(ledger)!r} was kept under other terms than {data.decode().strip()} "
-                f"(see {path.name}): keep clients, sampling and trust, or begin a new run from a "
-                "model that these clients did not train, with a new path"
+                f"(see {path.name}). {_GO_ON}"
             )
         if exists:
             return
@@ -289,8 +288,7 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
 def _changed(path: Path) -> DefenseError:
     return DefenseError(
         f"ledger={str(path)!r} was changed by something else since it was read: the release was "
-        "not made. Two runs on one ledger would each overlook what the other releases: give every "
-        "run a path of its own, or begin this one again when the other has ended"
+        "not made. Give every run a path of its own, or run one after the other"
     )
 
 

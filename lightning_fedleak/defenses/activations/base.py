@@ -60,8 +60,8 @@ class ActivationDefense(Defense):
         super().check_order(before, after)
         if late := [defense.name for defense in after if defense.per_sample]:
             raise DefenseError(
-                f"{type(self).__name__} would take a training step that {', '.join(late)} leaves "
-                f"out (an empty batch) for one without the defence. Put '{self.name}' behind."
+                f"{', '.join(late)} leaves out training steps of empty batches, which "
+                f"{type(self).__name__} would refuse. Put '{self.name}' behind."
             )
 
     @abstractmethod
@@ -122,16 +122,14 @@ class ActivationDefense(Defense):
             return anatomy, place_of(anatomy, self.layer)
         except ValueError as error:
             raise DefenseError(
-                f"{type(self).__name__}: {error} (Parts of a model are named by `anatomy`, "
-                "anatomy={'model': 'model'} say.)"
+                f"{type(self).__name__}: {error} (anatomy={{'model': 'model'}} names a part.)"
             ) from error
 
     def _check_passed(self) -> None:
         if self._passes == self._passes_before:
             raise DefenseError(
                 f"{type(self).__name__}: no hidden states passed layer {self.layer} in this "
-                "training step, so the model ran without the defence. Does it call its blocks by "
-                "something else than the module, or leave out this one? Name the blocks that it "
+                "training step, so the model ran without the defence. Name the blocks that it "
                 "calls with anatomy={'blocks': 'path.to.blocks'}."
             )
 

@@ -52,12 +52,7 @@ class ActivationCompression(ActivationDefense):
     )
 
     def __init__(
-        self,
-        layer: int,
-        keep_dims: int,
-        *,
-        seed: int = 0,
-        anatomy: Mapping[str, str] | None = None,
+        self, layer: int, keep_dims: int, *, seed: int = 0, anatomy: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(layer, anatomy=anatomy)
         name = "ActivationCompression: keep_dims"
@@ -72,8 +67,7 @@ class ActivationCompression(ActivationDefense):
             if isinstance(defense, ActivationNoise) and defense.layer == self.layer:
                 raise DefenseError(
                     f"'{defense.name}' after '{self.name}' at layer {self.layer} puts noise in "
-                    "what was left out: nothing would be smaller, the server could remove that "
-                    "noise again, and the model would train with it. Put "
+                    "what was left out, which the server can remove again. Put "
                     f"'{defense.name}' before '{self.name}'."
                 )
 

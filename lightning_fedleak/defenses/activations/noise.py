@@ -89,8 +89,8 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         )
         if relative and clip is not None:
             raise DefenseError(
-                "ActivationNoise: noise that is relative to the states guarantees nothing, so that "
-                "a clip would only change them. Give relative=False or clip=None."
+                "ActivationNoise: relative noise guarantees nothing, whatever the clip. Give "
+                "relative=False or clip=None."
             )
         self._allow_hardening(max_hardenings)
         self.sigma = sigma
@@ -107,9 +107,8 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         super().check_order(before, after)
         if self.relative and (names := [d.name for d in (*before, *after) if d.per_sample]):
             raise DefenseError(
-                f"ActivationNoise(relative=True) scales the noise of each sample by all samples of "
-                f"the batch, and {', '.join(names)} needs samples that do not influence each "
-                "other. Use relative=False."
+                f"ActivationNoise(relative=True) scales noise by all samples of a batch, which "
+                f"{', '.join(names)} must keep apart. Use relative=False."
             )
 
     def harden(self) -> str | None:
@@ -196,8 +195,7 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
             return standard * (self._sigma_now * (self.clip or 1.0))
         if states.shape[0] * states.shape[1] < 2:
             raise DefenseError(
-                "ActivationNoise: one token alone has no standard deviation that relative noise "
-                "could follow (text generated token by token?). Use relative=False."
+                "ActivationNoise: one token alone has no standard deviation. Use relative=False."
             )
         return standard * (self._sigma_now * states.detach().std(dim=(0, 1), correction=0))
 
@@ -206,15 +204,11 @@ def _guarantee(sigma: float, clip: float | None) -> str:
     if sigma == 0:
         return "none: sigma is 0"
     if clip is None:
-        return (
-            "none: every number of the hidden states carries independent Gaussian noise that is "
-            "never reused, but nothing bounds the states themselves"
-        )
+        return "none: every number of the hidden states carries noise, but nothing bounds them"
     return (
-        "against whoever sees the hidden states that are sent: each token's state is bounded by "
-        "`clip` and carries Gaussian noise of `sigma * clip`, local differential privacy with the "
+        "against whoever sees the hidden states that are sent: local differential privacy with the "
         "epsilon that `epsilon(delta, positions=...)` gives, for one forward. None for updates of "
-        "the client's own layers, and none for a text over many forwards but their sum."
+        "the client's own layers."
     )
 
 
@@ -262,9 +256,8 @@ class _Remembered:
         if not forwards:
             raise DefenseError(
                 f"ActivationNoise: backward runs the model again, and its hidden states at layer "
-                f"{layer} are not those of one forward of this training step, so that their noise "
-                "is unknown. Run forwards and their backward within one training step, or switch "
-                "gradient checkpointing off below the layer."
+                f"{layer} are not those of one forward of this training step. Run both within one "
+                "step, or switch gradient checkpointing off below the layer."
             )
         unused = [f for f in forwards if task not in f.used_in] or forwards
         nearest = min(reversed(unused), key=lambda f: float((f.marks - marks).abs().sum()))

@@ -74,8 +74,8 @@ class DPAdamBC(Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise DefenseError(
-                    f"DPAdamBC: weights of {parameter.dtype} leave second moments in which the "
-                    "noise's variance is lost by rounding. Train in '32-true' or 'bf16-mixed'."
+                    f"DPAdamBC: weights of {parameter.dtype} lose the noise's variance by "
+                    "rounding. Train in '32-true' or 'bf16-mixed'."
                 )
 
     def set_noise(self, variances: Mapping[Tensor, float]) -> None:
@@ -106,8 +106,8 @@ class DPAdamBC(Optimizer):
         variances, self._variances = self._variances, None
         if variances is None and any(group["lr"] != 0 for group in self.param_groups):
             raise DefenseError(
-                "DPAdamBC: no DPSGD has said what noise these gradients have, and without it this "
-                "is no correction. Train under DefendedStrategy(..., [DPSGD(...)]), or use AdamW."
+                "DPAdamBC: no DPSGD has said what noise these gradients have. Train under "
+                "DefendedStrategy(..., [DPSGD(...)]), or use AdamW."
             )
         for group in self.param_groups:
             for parameter in group["params"]:

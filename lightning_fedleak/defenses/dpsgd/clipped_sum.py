@@ -101,12 +101,7 @@ class EarlierPieces:
         """Return the weights of the pieces' n samples, (n,)."""
         return self._norms_and_weights[1, : self._count]
 
-    def add(
-        self,
-        clipped: ClippedSum,
-        parameters: Sequence[nn.Parameter],
-        team: Team,
-    ) -> None:
+    def add(self, clipped: ClippedSum, parameters: Sequence[nn.Parameter], team: Team) -> None:
         """Add a piece; a collective where parameters are sharded.
 
         Args:
@@ -241,7 +236,7 @@ class ClippedSum:
         if self._users is not None:
             raise base.DefenseError(
                 "DPSGD: a canary is one row, and with unit=Users() all rows of a user are clipped "
-                "together; what would leave of it is not computed"
+                "together"
             )
         norms = torch.cat([self._earlier.norms, self.norms])
         weights = torch.cat([self._earlier.weights, self.mean_weights])
@@ -380,9 +375,9 @@ class ClippedSum:
             if not abs(expected - value) <= tolerance * max(size, RELATIVE * largest) + 1e-30:
                 name = base.parameter_name(parameter, context.root)
                 raise base.DefenseError(
-                    f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen "
-                    "to add. Either the parameter is also used outside of its module's forward, "
-                    "or a hook changes gradients, which would be lost. Nothing was released."
+                    f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen to "
+                    "add: it is also used outside of its module's forward, or a hook changes "
+                    "gradients. Nothing was released."
                 )
         return len(finite) == len(sums)
 

@@ -140,11 +140,8 @@ class DPSGD(Defense):
             seeded=seed is not None,
             max_hardenings=release.max_hardenings,
         )
-        self._clip = (
-            Clip(1.0, clip.gamma, clip.form)
-            if max_grad_norm == "auto"
-            else Clip(float(max_grad_norm), form=clip.form)
-        )
+        norm, gamma = (1.0, clip.gamma) if max_grad_norm == "auto" else (float(max_grad_norm), None)
+        self._clip = Clip(norm, gamma, clip.form)
         self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
@@ -404,10 +401,7 @@ class DPSGD(Defense):
         self._stop_if_spent(context)
 
     def on_canary(
-        self,
-        canary: CanaryGradient,
-        parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with separate noise."""
         step = self._fit_step

@@ -144,11 +144,8 @@ class FormCheck:
                 continue
             if name.startswith(_REENTRANT):
                 raise DefenseError(_CHECKPOINTING)
-            _refuse_if(
-                name.endswith("AccumulateGrad"),
-                "a parameter enters the loss other than through its layer (a penalty on "
-                "weights, say, which belongs into the optimizer's weight_decay)",
-            )
+            reason = "a parameter enters the loss other than through its layer: use weight_decay"
+            _refuse_if(name.endswith("AccumulateGrad"), reason)
             if reduced or name in _LIKELIHOODS | _ELEMENTWISE:
                 self.separate = self.separate and _keeps_apart(node, name, samples)
             reduced = self._passes(node, name, reduced, samples, path)
@@ -194,8 +191,7 @@ class FormCheck:
             return False
         if name.startswith("CompiledFunction"):
             raise _unknown(
-                "torch.compile has compiled it, so that its form is hidden. Compile what computes "
-                "the logits alone (the model's blocks, say), and not training_step"
+                "torch.compile has compiled it. Compile the model's blocks, and not training_step"
             )
         raise _unknown(f"{name} stands between the loss and its mean over samples")
 
@@ -217,8 +213,7 @@ class FormCheck:
         _refuse_if(
             earlier != value,
             f"it is scaled by a number that was {earlier:g} in an earlier step and is now "
-            f"{value:g}, such as a count that depends on the batch (the weight of a schedule "
-            "looks the same)",
+            f"{value:g} (the weight of a schedule looks the same)",
         )
 
 
@@ -318,10 +313,9 @@ def check_isolation(
         if gradient is not None and _reaches_others(gradient, sample, samples):
             raise DefenseError(
                 f"DPSGD: the gradient of sample {sample} reaches rows of '{call.name}' that belong "
-                f"to other samples of the batch of {samples}. Either samples are mixed before it "
-                "(statistics or attention over the batch), or the first dimension of its input "
-                "does not count samples. Let the first dimension be the samples in every trainable "
-                "layer (position ids may have shape (1, T)), or freeze it."
+                f"to other samples of the batch of {samples}: samples are mixed, or the first "
+                "dimension of its input does not count samples (position ids may have shape "
+                "(1, T)). Mend that, or freeze it."
             )
     return len(rows) > 1
 
@@ -438,10 +432,7 @@ def _weights(means: Sequence[Tensor | None], samples: int, *, ordered: bool) -> 
             return (counts.sum() / (samples * counts)).masked_fill(counts == 0, 1.0)
         if (counted.shape[1] > 1 and not single) or bool((counts != counts[0]).any()):
             reason = "in an unknown order" if single else "joined with another term"
-            raise _unknown(
-                f"it is a mean over all labels of the batch, {reason}: each sample's gradient "
-                "depends on how many labels the others have"
-            )
+            raise _unknown(f"it is a mean over all labels of the batch, {reason}")
     return None
 
 

@@ -36,6 +36,12 @@ SUMMED = 4096  # numbers in a product; for more ROUNDING grows with the root of 
 CHUNK = 1 << 24  # numbers of factors that norms are computed from at once; bounds memory. Not tuned
 
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+_MENDS = {
+    nn.MultiheadAttention: "Build it of Linear layers around scaled_dot_product_attention.",
+    nn.RNNBase: "Use opacus.layers.DP{0}, which takes its state_dict, or freeze it.",
+    nn.EmbeddingBag: "Use nn.Embedding.",
+}
+"""What to build in place of a layer, by its class."""
 
 
 @dataclass(frozen=True)
@@ -415,17 +421,11 @@ def refusal(name: str, module: nn.Module) -> str:
     if not loose:
         return ""
     names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in loose)
-    if isinstance(module, nn.MultiheadAttention):
-        return (
-            f"'{name}' is torch's MultiheadAttention, which has no per-sample gradients. Build it "
-            "of Linear layers around scaled_dot_product_attention, or freeze it. (Opacus' "
-            "DPMultiheadAttention has the batch second, and another result with batch_first.)"
-        )
+    for base, mend in _MENDS.items():
+        if isinstance(module, base):
+            return f"'{name}' is a {kind}, which has no per-sample gradients. {mend.format(kind)}"
     if kind.startswith("Dora"):
-        return (
-            f"{names} is DoRA's magnitude, whose layer runs LoRA's matrices on no sample at all. "
-            "Use LoraConfig(use_dora=False)."
-        )
+        return f"{names} is DoRA's magnitude, which no sample passes: LoraConfig(use_dora=False)"
     if inside or not name or isinstance(module, CONTAINERS):
         return (
             f"the parameters {names} belong to a {kind}, whose inputs and outputs do not give "
@@ -434,22 +434,14 @@ def refusal(name: str, module: nn.Module) -> str:
         )
     if type(module) in _RULES and not {"weight", "bias"}.issuperset(loose):
         return (
-            f"'{name}' ({kind}) trains {names}. Its weight is computed from other parameters, as "
-            "weight_norm and spectral_norm do, so their per-sample gradients are not known. Remove "
-            "that (torch.nn.utils.remove_weight_norm), or freeze it."
+            f"'{name}' ({kind}) trains {names}, from which its weight is computed. Remove that "
+            "(torch.nn.utils.remove_weight_norm), or freeze it."
         )
-    if isinstance(module, nn.RNNBase):
-        return (
-            f"'{name}' is a {kind}, whose steps are one kernel: use opacus.layers.DP{kind}, which "
-            "takes its state_dict, or freeze it."
-        )
-    if isinstance(module, nn.EmbeddingBag):
-        return f"'{name}' is an EmbeddingBag, which is not supported. Use nn.Embedding."
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
         if isinstance(module, nn.Embedding) and getattr(module, setting) not in (None, False):
             return (
-                f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows. Build "
-                "it without."
+                f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows: build "
+                "it without"
             )
     return ""
 
@@ -525,9 +517,9 @@ def _any(
     parameters = {k: p.detach() for k, p in module.named_parameters() if p.requires_grad}
     if any(isinstance(p, DTensor) for p in parameters.values()):
         raise DefenseError(
-            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when the gradient of its "
-            "output arrives, and its per-sample gradients need it whole. Shard the block around it "
-            "instead of the layer itself, or leave `output_dtype` out of its MixedPrecisionPolicy."
+            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when its gradient arrives, "
+            "and is needed whole. Shard the block around it instead of the layer itself, or leave "
+            "`output_dtype` out of its MixedPrecisionPolicy."
         )
     # Not its state_dict: FSDP2 would take that for a moment in which to free what is whole.
     everything = [*module.named_parameters(), *module.named_buffers()]
@@ -556,8 +548,7 @@ def _any(
         raise DefenseError(
             f"DPSGD: a {plain_type(module).__name__} cannot be run again for one sample at a time "
             f"({error}). The forward of a trained layer must take one tensor of samples, return "
-            "one, and draw nothing at random. Put what is trained into layers of that form, or "
-            "freeze it."
+            "one, and draw nothing at random. Freeze what does not."
         ) from error
     finally:
         module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks

@@ -70,13 +70,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     passed_over = 0
 
-    def __init__(
-        self,
-        shard: range,
-        rate: float,
-        steps: int,
-        draws: Draws,
-    ) -> None:
+    def __init__(self, shard: range, rate: float, steps: int, draws: Draws) -> None:
         self.shard = shard
         self.rate = rate
         self.steps = steps
@@ -131,7 +125,11 @@ class PoissonBatchSampler(Sampler[list[int]]):
         if self._sizes is None:
             return None
         if samples not in self._sizes:
-            raise _foreign(samples)
+            raise DefenseError(
+                f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none "
+                "of that size. Let each batch keep one row for each example drawn: no hook or "
+                "callback may add, repeat or cut rows."
+            )
         self._sizes.remove(samples)
         if self.groups > 1 and self._turns and self._turns.popleft() != (row, samples):
             raise DefenseError(
@@ -260,9 +258,8 @@ class EmptyCollate:
         sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         if len(sizes) == 1 and sizes != {len(examples)}:
             raise DefenseError(
-                f"the collate function made {sizes.pop()} rows of {len(examples)} examples. "
-                "Each row would be clipped by itself, while privacy is accounted for an "
-                "example: let it give one row for each, and split or pack texts in the dataset."
+                f"the collate function made {sizes.pop()} rows of {len(examples)} examples: let it "
+                "give one row for each, and split or pack texts in the dataset."
             )
         return batch
 
@@ -356,15 +353,6 @@ class Sampling:
         """Return a batch of one example that was not drawn and must not count."""
         assert isinstance(self.loader.collate_fn, EmptyCollate)
         return self.loader.collate_fn.placeholder()
-
-
-def _foreign(samples: int) -> DefenseError:
-    return DefenseError(
-        f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none of that "
-        "size. A hook (on_after_batch_transfer?) or callback that adds rows to a batch, repeats or "
-        "cuts them, or another loader, makes an example count otherwise than is accounted. Let "
-        "each batch keep one row for each example drawn."
-    )
 
 
 def count_samples(batch: Any) -> int:

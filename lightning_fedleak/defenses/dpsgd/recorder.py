@@ -23,10 +23,8 @@ to one row for each."""
 SMALL_BATCH = 5  # samples; in a smaller batch one sample may be part of every match. Not tuned
 
 _EXPANDED = (
-    "DPSGD: {0} looked up one row for all samples. DPSGD let it look up one row for each of the "
-    "{1} samples instead, so that each has its own gradient. If the error comes from that (the "
-    "module repeats the row itself, or has several rows for a sample), look up one row for each "
-    "row of the batch, or freeze the layer."
+    "DPSGD: {0} looked up one row for all samples, and DPSGD let it look up one for each of the "
+    "{1}. If the error comes from that, look up one row for each row of the batch, or freeze it."
 )
 
 
@@ -150,19 +148,14 @@ class Recorder:
         if len(self._lone_samples) == self.samples > 1:
             self._failure = DefenseError(
                 f"DPSGD: sample 0 of {self.samples} was run by itself in training_step, and so "
-                "were the others. DPSGD needs a row for each sample in every call: run the whole "
-                "batch at once."
+                "were the others: run the whole batch at once."
             )
         if self._failure is not None:
             raise self._failure
 
     @contextmanager
     def step(
-        self,
-        samples: int,
-        *,
-        counts: bool = True,
-        tensors: Iterable[Tensor] = (),
+        self, samples: int, *, counts: bool = True, tensors: Iterable[Tensor] = ()
     ) -> Iterator[None]:
         """Discard earlier records, and record the calls within this context.
 
@@ -289,9 +282,8 @@ class Recorder:
         if len(output) != rows or rows % self.samples:
             raise DefenseError(
                 f"DPSGD: the first dimension of what goes through '{name}' "
-                f"({type(module).__name__}) is {rows}, while the batch has {self.samples} samples: "
-                "it is not known to which sample a row belongs. Let the first dimension be the "
-                "samples in every trainable layer, or freeze this one."
+                f"({type(module).__name__}) is {rows}, while the batch has {self.samples} samples. "
+                "Let the first dimension be the samples in every trainable layer, or freeze it."
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
 
@@ -343,9 +335,8 @@ class Recorder:
         ):
             row, owner = foreign[0], int(matches[foreign[0]].int().argmax())
             raise DefenseError(
-                f"DPSGD: '{name}' gets {len(inputs)} rows for {samples} samples. Row {row} would "
-                f"be taken for one of sample {row // rows}'s, but is sample {owner}'s in the batch."
-                " A sample would be clipped in several places and add more than max_grad_norm. Put "
+                f"DPSGD: '{name}' gets {len(inputs)} rows for {samples} samples, of which row "
+                f"{row}, taken for sample {row // rows}'s, is sample {owner}'s in the batch. Put "
                 "the rows of a sample side by side: torch.stack([a, b], 1).flatten(0, 1), not "
                 "torch.cat([a, b])."
             )
@@ -354,11 +345,7 @@ class Recorder:
         return None if self._paused else torch.zeros_like(gradient)
 
     def _record_gradient(
-        self,
-        module: nn.Module,
-        inputs: Tensor,
-        parts: dict[Tensor, list[Part]],
-        gradient: Tensor,
+        self, module: nn.Module, inputs: Tensor, parts: dict[Tensor, list[Part]], gradient: Tensor
     ) -> None:
         # The hooks of an earlier step's graph have that step's parts.
         if parts is not self.parts or self._paused:

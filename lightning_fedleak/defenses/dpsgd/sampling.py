@@ -22,9 +22,6 @@ LOADING = (
     *("generator", "prefetch_factor", "persistent_workers"),
 )
 """Settings of a DataLoader that the new one takes over."""
-_ALREADY = (
-    "DP-SGD samples each example independently and replaces the sampler, whose rule it must know."
-)
 
 
 def sampling_of(
@@ -61,7 +58,14 @@ def sampling_of(
     """
     check_torch_loader(dataloader)
     if context.clients > 1 and not is_sharded(dataloader):
-        warnings.warn(overlap_warning(context.clients, trust), stacklevel=3)
+        central = " trust='central' also needs the same batch_size and noise on all of them."
+        warnings.warn(
+            f"DPSGD: {context.clients} clients, and no DistributedSampler splits the training data "
+            "among them: an example that several hold pays for each. Leave "
+            "use_distributed_sampler=True, or let each process load data of its own."
+            + (central if trust == "central" else ""),
+            stacklevel=3,
+        )
     if context.processes > 1:
         _check_shares(dataloader, context)
     dataset, batch_size = dataloader.dataset, dataloader.batch_size
@@ -119,9 +123,8 @@ def _check_shares(dataloader: Any, context: DefenseContext) -> None:
     if not is_sharded(dataloader) or place != (context.processes, context.process):
         raise DefenseError(
             f"DPSGD: with client='world' the {context.processes} processes are one client, and no "
-            "DistributedSampler splits the training data among them: an example that two of them "
-            "hold would be clipped in each, and twice in the sum. Leave "
-            "use_distributed_sampler=True."
+            "DistributedSampler splits the training data among them, so that an example may be "
+            "twice in the sum. Leave use_distributed_sampler=True."
         )
 
 
@@ -162,15 +165,16 @@ def poisson_loader(
     if steps is None:
         steps = max(1, round(1 / rate))
     check_torch_loader(loader)
+    dataset: Any = loader.dataset
     _check_fetches_none(loader)
     shard = _shard(loader)
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
     if not shard:
-        count = _size(loader.dataset) if users is None else len(users)
+        count = len(dataset) if users is None else len(users)
         raise DefenseError(
-            f"client {draws.client} has no {'examples' if users is None else 'users'}: the dataset "
-            f"holds {count} for all clients. Use fewer clients or more data."
+            f"client {draws.client} has no {'examples' if users is None else 'users'}: there are "
+            f"{count} for all clients. Use fewer clients or more data."
         )
     if users is None:
         sampler, first = poisson.PoissonBatchSampler(shard, rate, steps, draws), shard[0]
@@ -205,49 +209,43 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
         "`__getitem__`": isinstance(dataset, data.IterableDataset)
         or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")),
         f"the batch sampler {type(batches).__name__} is not torch's own: give the DataLoader a "
-        "batch_size and single examples, and a loader that samples already once": (
+        "batch_size and single examples": (
             type(batches) is not data.BatchSampler or loader.batch_size is None
         ),
     }
     refuse("DP-SGD draws each example independently, for which it must know the loader; ", refusals)
 
 
-def _size(dataset: Any) -> int:
-    return len(dataset)
-
-
 def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
     """Raise an error unless a dataset that fetches several examples at once can fetch none."""
     fetch = getattr(loader.dataset, "__getitems__", list)
-    call = f"`{type(loader.dataset).__name__}.__getitems__([])`"
     try:
         count: object = len(fetch([]))
     except Exception as error:
         count = error
     if count:
         raise DefenseError(
-            f"{call} gives {count!r} instead of none: a Poisson batch may be empty, so let it "
-            "return an empty list."
+            f"`{type(loader.dataset).__name__}.__getitems__([])` gives {count!r}: a Poisson batch "
+            "may be empty, so let it return an empty list."
         )
 
 
 def _shard(loader: data.DataLoader[Any]) -> range:
     """Return the indices of this process's examples, each of which is in the dataset once."""
-    if isinstance(loader.dataset, data.Subset | data.ConcatDataset):
-        _check_once(loader.dataset)
-    size, sampler = _size(loader.dataset), loader.sampler
+    dataset: Any = loader.dataset
+    if isinstance(dataset, data.Subset | data.ConcatDataset):
+        _check_once(dataset)
+    size, sampler = len(dataset), loader.sampler
     # Of these classes exactly: one derived from them may choose or repeat any examples.
-    if type(sampler) is data.RandomSampler and not sampler.replacement:
-        plain = sampler.num_samples == size
-    elif type(sampler) is data.DistributedSampler and sampler.dataset is loader.dataset:
+    if type(sampler) is data.DistributedSampler and sampler.dataset is dataset:
         return range(sampler.rank, size, sampler.num_replicas)
-    else:
-        plain = type(sampler) is data.SequentialSampler
-    if not plain:
+    shuffles = type(sampler) is data.RandomSampler and not sampler.replacement
+    plain = shuffles and sampler.num_samples == size  # type: ignore[attr-defined]
+    if not plain and type(sampler) is not data.SequentialSampler:
         inner = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
         raise DefenseError(
-            f"the sampler {type(inner).__name__} chooses examples in its own way. {_ALREADY} Use "
-            "shuffle=True; to train on a part of the data pass torch.utils.data.Subset."
+            f"the sampler {type(inner).__name__} chooses examples in its own way, and DP-SGD draws "
+            "each independently. Use shuffle=True; for a part of the data torch.utils.data.Subset."
         )
     return range(size)
 
@@ -260,25 +258,9 @@ def _check_once(dataset: data.Dataset[Any]) -> None:
     if repeated.any():
         raise DefenseError(
             f"{int(repeated.sum())} of the {len(places)} places in the dataset hold an example "
-            "that is at another place too (a Subset with an index twice, or a ConcatDataset of a "
-            "dataset with itself), and privacy is accounted for each place: such an example pays "
-            "several times. Let each occur once, and train for more epochs."
+            "that is at another place too, and would pay several times. Let each occur once, and "
+            "train for more epochs."
         )
-
-
-def overlap_warning(clients: int, trust: str) -> str:
-    """Return the warning for several clients that may hold the same examples."""
-    central = (
-        " trust='central' also needs the same batch_size and noise on all of them."
-        if trust == "central"
-        else ""
-    )
-    return (
-        f"DPSGD: {clients} clients, and no DistributedSampler splits the training data among them. "
-        "The guarantee is for an example that one client alone holds: one that all of them hold "
-        "is in every client's releases, and pays for each. Leave use_distributed_sampler=True, or "
-        f"let each process load data of its own.{central}"
-    )
 
 
 def origins(dataset: Any) -> tuple[Any, Any]:

@@ -80,8 +80,8 @@ class ReleaseSettings:
         _check_choice("DPSGD: trust", self.trust, ("local", "central"))
         if self.mechanism is not None and not hasattr(self.mechanism, "noise"):
             raise DefenseError(
-                f"ReleaseSettings: mechanism={self.mechanism!r} must be None, or for example "
-                "lightning_fedleak.labs.correlated_noise.CorrelatedNoise(bands=4)"
+                f"ReleaseSettings: mechanism={self.mechanism!r} must be None, or "
+                "CorrelatedNoise(bands=4) for example"
             )
         _check_choice("DPSGD: on_budget", self.on_budget, ("stop", "raise"))
         _check_integer("DPSGD: max_hardenings", self.max_hardenings, at_least=0, optional=True)
@@ -131,17 +131,16 @@ def check_budget(
     count = "neither" if noise_multiplier is None else "both"
     _check_number("DPSGD: noise_multiplier", noise_multiplier, at_least=0, optional=True)
     _check_number("DPSGD: target_epsilon", target_epsilon, above=0, optional=True)
+    neither_or_both = (noise_multiplier is None) == (target_epsilon is None)
     refusals: dict[str, object] = {
-        "accountant='filter' keeps the run within a budget that is fixed before it. Give "
-        "target_epsilon and target_delta.": filtered and not targeted,
-        f"{count} of noise_multiplier and target_epsilon given. Give one: the noise, or the "
-        "epsilon that the whole run may cost.": (
-            not filtered and (noise_multiplier is None) == (target_epsilon is None)
+        "accountant='filter' needs target_epsilon and target_delta": filtered and not targeted,
+        f"{count} of noise_multiplier and target_epsilon given: give one": (
+            not filtered and neither_or_both
         ),
-        "target_epsilon means nothing without target_delta. Give one, below one over the number "
-        "of examples.": targeted and target_delta is None,
-        "with a seed the noise can be guessed and no epsilon holds. Leave out seed or "
-        "target_epsilon.": targeted and seed is not None,
+        "target_epsilon needs target_delta, below one over the number of examples": (
+            targeted and target_delta is None
+        ),
+        "with a seed no epsilon holds: leave out target_epsilon": targeted and seed is not None,
     }
     refuse("DPSGD: ", refusals)
     _check_number("DPSGD: target_delta", target_delta, above=0, below=1, optional=True)
@@ -170,12 +169,13 @@ def check_combination(
         _check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
     correlated = release.mechanism is not None
     refusals = {
-        f"max_physical_batch_size={most} runs whole users, and one may have more rows: pass "
+        f"max_physical_batch_size={most} runs whole users: pass "
         f"Users(..., rows_per_user={most}) or fewer": (
             by_user and most is not None and (rows is None or rows > most)
         ),
-        "mechanism= needs noise that is fixed before the run, and accountant='filter' is there to "
-        "turn it up. Use accountant='prv' or 'rdp'.": correlated and accountant == "filter",
+        "mechanism= needs noise that is fixed before the run. Use accountant='prv' or 'rdp'.": (
+            correlated and accountant == "filter"
+        ),
     }
     refuse("DPSGD: ", refusals)
 
@@ -189,13 +189,10 @@ def check_continued(state: State, releases: int, trust: Trust, unit: str) -> Non
     """
     earlier_trust, earlier_unit = state.get("trust", trust), state.get("unit", "example")
     refusals = {
-        "under trust='central', in which each client adds a share of the noise: whoever sees each "
-        "client's updates learns more than is accounted. Go on with trust='central', or begin a "
-        "new run.": earlier_trust == "central" and trust == "local",
-        f"with unit={earlier_unit!r}, and this run has unit={unit!r}. What is added or removed is "
-        "clipped as a whole in the one and not in the other, so no epsilon would hold for both. Go "
-        f"on with unit={earlier_unit!r}, or begin a new run from a model that this data did not "
-        "train.": earlier_unit != unit,
+        "under trust='central', in which each client adds a share of the noise. Go on with that, "
+        "or begin a new run.": earlier_trust == "central" and trust == "local",
+        f"with unit={earlier_unit!r}, and this run has unit={unit!r}. Go on with that, or begin a "
+        "new run from a model that this data did not train.": earlier_unit != unit,
     }
     refuse(f"DPSGD: the checkpoint's {releases} releases were made ", refusals)
 
@@ -214,23 +211,14 @@ def guarantee_of(
     """
     if seed is not None:
         return "none: with a seed the noise can be guessed and subtracted"
-    server = (
-        "whoever sees every client's shared updates"
-        if trust == "local"
-        else "whoever sees only the sum of all clients' updates (secure aggregation)"
-    )
+    server = "every client's shared updates" if trust == "local" else "only the sum of updates"
     change = "put in the place of nothing" if fixed_places else "added or removed"
     protected = "one example" if unit == "example" else "one user with all of their rows,"
     shared = "an example" if unit == "example" else "a user"
-    budget = (
-        "with the budget (`target_epsilon`, `target_delta`) that was fixed before the run, at "
-        "whatever step it ends, also where noise was turned up in sight of earlier releases"
-        if fixed_budget
-        else "with the epsilon that `privacy` gives"
-    )
+    budget = "the budget that was fixed before the run" if fixed_budget else "that of `privacy`"
     return (
-        f"against {server}: (epsilon, delta)-differential privacy of {protected} {change}, for all "
-        f"releases together, {budget}. If several clients hold {shared}, add their epsilons. "
-        "Give each client separate data. Not covered: what is logged or sent otherwise, and "
-        "decisions taken in sight of the data."
+        f"against whoever sees {server}: (epsilon, delta)-differential privacy of {protected} "
+        f"{change}, for all releases together, with {budget}. If several clients hold {shared}, "
+        "add their epsilons. Not covered: what is logged or sent otherwise, and decisions taken "
+        "in sight of the data."
     )

@@ -30,7 +30,7 @@ def check_trainer(context: DefenseContext) -> None:
     """
     refusals = {
         f": precision={context.precision!r} is not supported: a gradient scaler unscales the "
-        "summed gradient only, not each sample's. Use 'bf16-mixed' or '32-true'.": (
+        "summed gradient, not each sample's. Use 'bf16-mixed' or '32-true'.": (
             context.precision not in PRECISIONS
         ),
         " adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
@@ -90,10 +90,10 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
         instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm)
         refusals: dict[str, object] = {
             "normalises each sample by the others of its batch. Use GroupNorm or LayerNorm "
-            "(opacus.validators.ModuleValidator.fix does it), or put the layer into eval mode and "
-            "freeze it.": batch_norm and module.training,
-            "keeps statistics of the data, which no noise covers. Build it with "
-            "track_running_stats=False.": (
+            "(opacus.validators.ModuleValidator.fix does it), or freeze it in eval mode.": (
+                batch_norm and module.training
+            ),
+            "keeps statistics of the data. Build it with track_running_stats=False.": (
                 instance_norm and module.training and module.track_running_stats
             ),
         }
@@ -103,12 +103,9 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
             weights = module._parameters.values()
             matrices = any(p.dim() > 1 for p in weights if p is not None and p.requires_grad)
             refusals |= {
-                "is in eval mode and trained, as after `from_pretrained`: without dropout, against "
-                "most recipes. Call `model.train()` where you build it, or freeze it.": (
-                    not module.training
-                ),
-                "has no rule for clip=ClipSettings(form='ghost'). Use form='auto', which "
-                "multiplies out what has none, or freeze it.": (
+                "is in eval mode and trained, as after `from_pretrained`. Call `model.train()` "
+                "where you build it, or freeze it.": not module.training,
+                "has no rule for clip=ClipSettings(form='ghost'). Use form='auto'.": (
                     clipping == "ghost" and not has_ghost_rule(module) and matrices
                 ),
             }
@@ -126,20 +123,17 @@ def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "targ
     Raises:
         DefenseError: the run has no end, or the learning rate finder runs first.
     """
-    host, correlated = context.host, argument.startswith("mechanism")
+    host = context.host
     if host.finds_learning_rate:
-        alternative = "" if correlated else ", or give noise_multiplier: it counts its steps too"
         raise DefenseError(
-            "DPSGD: the learning rate finder trains for steps of its own, and the noise for "
-            f"{argument} would be found for those alone. Find the learning rate on public data "
-            f"or in a run without DPSGD{alternative}."
+            f"DPSGD: {argument}: the learning rate finder trains for steps of its own, to which "
+            "the noise would be fitted. Find the learning rate on public data."
         )
     steps = host.count_steps(per_epoch)
     if steps is None or steps < 1:
-        alternative = "" if correlated else ", or DPSGD a noise_multiplier instead"
         raise DefenseError(
             f"DPSGD: {argument} needs to know how many steps the run takes. Give {host.name} "
-            f"{host.steps_by}{alternative}."
+            f"{host.steps_by}."
         )
     return steps
 
@@ -166,8 +160,8 @@ def check_same_data(loader: DataLoader[Any], team: Team) -> None:
     if high != -low and not changes:
         raise DefenseError(
             "DPSGD: the processes of the client hold other examples at the same places of their "
-            "datasets, so an example may be in the parts of two of them, clipped in each and twice "
-            "in the sum. Shuffle and split the data by the same seed in all processes."
+            "datasets, so an example may be twice in the sum. Shuffle and split the data by the "
+            "same seed in all processes."
         )
 
 

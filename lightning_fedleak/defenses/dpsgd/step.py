@@ -46,20 +46,23 @@ class DrawnBatches:
         Raises:
             DefenseError: it was released already, or the one before it was not.
         """
-        _check_one_loader(context)
-        self._current = _number_of(batch, context)
-        repeated = self._released is not None and self._is_released()
-        if repeated:
+        loaders, number = len(tree_leaves(context.host.loader)), context.host.batch_number
+        if loaders > 1:
+            raise DefenseError(
+                f"DPSGD: {loaders} training loaders at once; an example is sampled from one. "
+                "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
+            )
+        self._current = batch if number is None else number
+        if self._released is not None and self._is_released():
             raise DefenseError(
                 "DPSGD: this batch was released already (a second optimizer step on it, in an "
-                "overridden optimizer_step perhaps). Every release is accounted as a Poisson "
-                "sample of its own. Take one optimizer step on each batch."
+                "overridden optimizer_step perhaps). Take one optimizer step on each batch."
             )
         if self._waiting:
             raise DefenseError(
-                "DPSGD: a second batch came before the first was released (gradient accumulation, "
-                "by a callback perhaps). Let every batch have its own optimizer step: a larger "
-                "batch_size, of which DPSGD(max_physical_batch_size=...) runs a few rows at a time."
+                "DPSGD: a second batch came before the first was released. Let every batch have "
+                "its own optimizer step: a larger batch_size, of which "
+                "DPSGD(max_physical_batch_size=...) runs a few rows at a time."
             )
         self._waiting = True
 
@@ -381,10 +384,7 @@ class WatchedStep:
         return self._clipped
 
     def clipped_canary(
-        self,
-        canary: CanaryGradient,
-        parameters: Sequence[nn.Parameter],
-        context: DefenseContext,
+        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, without noise.
 
@@ -440,9 +440,8 @@ def _check_same(earlier: Sequence[nn.Parameter], parameters: Sequence[nn.Paramet
     trained = [p for p in parameters if p.requires_grad]
     if {id(p) for p in trained} != {id(p) for p in earlier}:
         raise DefenseError(
-            "DPSGD: what is trained changed between the first piece of a batch and its release, "
-            "so samples were clipped without it. Freeze or unfreeze in on_train_batch_end, or in "
-            "a callback at the start of an epoch; nothing was released."
+            "DPSGD: what is trained changed between the first piece of a batch and its release. "
+            "Freeze or unfreeze between batches; nothing was released."
         )
 
 
@@ -486,24 +485,7 @@ def _loss_with_graph(output: Any, samples: int) -> Tensor:
         return loss
     returned = "a loss that needs no gradient" if isinstance(loss, Tensor) else "no loss"
     raise DefenseError(
-        f"DPSGD: training_step returned {returned} for a batch of {samples} samples. If what a "
-        "batch holds decides whether it counts, one sample can remove what all others add, which "
-        "no clip bounds. Return a loss for every batch: filter the dataset instead, and let a "
-        "sample without labels count as zero, as mean_of_sample_means does."
+        f"DPSGD: training_step returned {returned} for a batch of {samples} samples, and no clip "
+        "bounds a sample that decides whether its batch counts. Return a loss for every batch; "
+        "mean_of_sample_means counts a sample without labels as zero."
     )
-
-
-def _check_one_loader(context: DefenseContext) -> None:
-    """Raise a DefenseError where there are several training loaders at once."""
-    loaders = len(tree_leaves(context.host.loader))
-    if loaders > 1:
-        raise DefenseError(
-            f"DPSGD: {loaders} training loaders at once; an example is sampled from one. "
-            "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
-        )
-
-
-def _number_of(batch: Any, context: DefenseContext) -> Any:
-    """Return the number of a batch in the fit, or the batch itself where nobody counts."""
-    number = context.host.batch_number
-    return batch if number is None else number

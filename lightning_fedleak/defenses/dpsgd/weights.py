@@ -98,18 +98,16 @@ class Buffers:
             if not same or (copy is not None and not _same_content(buffer, copy)):
                 raise DefenseError(
                     f"DPSGD: training_step changed the buffer '{name}', which leaves with the "
-                    "model and which no noise covers. Put the layer that keeps it into eval mode, "
-                    "or keep what training data do not decide (a step counter) in a plain "
-                    "attribute or outside of training_step."
+                    "model and which no noise covers. Put its layer into eval mode, or write to a "
+                    "plain attribute or outside of training_step."
                 )
         for name, parameter, version, content in self._parameters:
             changed = content is not None and not torch.equal(fingerprint(parameter), content)
             if changed or _version(parameter) != version:
                 raise DefenseError(
-                    f"DPSGD: training_step wrote to the parameter '{name}' itself, which leaves "
-                    "with the model, while noise covers the optimizer's updates alone. Let a "
-                    "gradient train it, build an embedding without max_norm, or move what follows "
-                    "from the weights alone (an average of them) to on_train_batch_end."
+                    f"DPSGD: training_step wrote to the parameter '{name}' itself, while noise "
+                    "covers the optimizer's updates alone. Let a gradient train it, or move what "
+                    "follows from the weights alone to on_train_batch_end."
                 )
 
 
@@ -149,9 +147,8 @@ class Weights:
         if self._not_finite:
             raise DefenseError(
                 "DPSGD: weights are not finite after the last release "
-                f"({_listed(self._not_finite, root)}). What was released is clipped and finite, so "
-                "the learning rate is too high for the noise, or for the weights' precision. Lower "
-                "it."
+                f"({_listed(self._not_finite, root)}): lower the learning rate, which "
+                "is too high for the noise or for the weights' precision."
             )
 
     def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:
@@ -169,9 +166,8 @@ class Weights:
         if changed:
             raise DefenseError(
                 "DPSGD: weights were written to since the optimizer's last step "
-                f"({_listed([parameters[i] for i in changed], root)}), by a callback or hook "
-                "perhaps. Noise covers the optimizer's updates alone, and nothing was released. "
-                "Write to a copy of the weights, and swap averages out before the next batch."
+                f"({_listed([parameters[i] for i in changed], root)}), and no noise covers that. "
+                "Nothing was released. Write to a copy of the weights."
             )
 
     def released(self) -> None:

@@ -128,24 +128,8 @@ def argmax_keep(k: int, epsilon: float) -> float:
     return below_zero + above_one + float((values * weights * width).sum())
 
 
-def symmetric_transition(k: int, keep: float) -> Tensor:
-    """Return (k, k) float64, row x the distribution for input x: ``keep`` at x, else uniform."""
-    transition = torch.full((k, k), (1.0 - keep) / (k - 1), dtype=torch.float64)
-    return transition.fill_diagonal_(keep)
-
-
-def first_set_transition(k: int, p: float, q: float) -> Tensor:
-    """Return (k, k) float64, row x the distribution of input x's first set bit; 0 for none."""
-    x, y = torch.arange(k)[:, None], torch.arange(k, dtype=torch.float64)[None, :]
-    silent = 1.0 - q
-    transition = torch.where(y < x, q * silent**y, (1.0 - p) * q * silent ** (y - 1))
-    transition = torch.where(y == x, p * silent**y, transition)
-    transition[:, 0] += (1.0 - p) * silent ** (k - 1)
-    return transition
-
-
 def sample_symmetric(index: Tensor, keep: Tensor, k: int, uniforms: Tensor) -> Tensor:
-    """Draw from :func:`symmetric_transition`.
+    """Draw the index itself with probability ``keep``, else a uniform other one.
 
     Args:
         index: (n,) int64 in [0, k).
@@ -162,7 +146,7 @@ def sample_symmetric(index: Tensor, keep: Tensor, k: int, uniforms: Tensor) -> T
 
 
 def sample_first(index: Tensor, p: Tensor, q: Tensor, k: int, uniforms: Tensor) -> Tensor:
-    """Draw from :func:`first_set_transition`; the first of the other bits is geometric.
+    """Draw the first set bit, 0 where none is set; the first of the other bits is geometric.
 
     Args:
         index: (n,) int64 in [0, k).
@@ -205,11 +189,7 @@ class Randomizer:
 
     @classmethod
     def with_defaults(
-        cls,
-        mechanism: Mechanism,
-        k: int,
-        decode: Decode | None = None,
-        bits: int | None = None,
+        cls, mechanism: Mechanism, k: int, decode: Decode | None = None, bits: int | None = None
     ) -> Randomizer:
         """Return a randomizer; by default ``"argmax"`` for ``the``, else ``"uniform"``, with all
         bits.
@@ -236,12 +216,6 @@ class Randomizer:
         if self.decode == "argmax":
             return argmax_keep(self.k, epsilon)
         return uniform_keep(self.k, *self._rates(epsilon), self.bits)
-
-    def transition(self, epsilon: float) -> Tensor:
-        """Return (k, k) float64: row x is the exact distribution of the output for input x."""
-        if self.decode == "first":
-            return first_set_transition(self.k, *self._rates(epsilon))
-        return symmetric_transition(self.k, self.keep(epsilon))
 
     def sample(self, index: Tensor, epsilon: float | Tensor, uniforms: Tensor) -> Tensor:
         """Return one draw for each index.

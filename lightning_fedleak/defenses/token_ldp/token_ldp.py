@@ -203,14 +203,9 @@ class TokenLDP(Defense):
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
-            raise words.refused(
-                f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
-            )
+            raise words.refused(f"domain={domain!r} must be 'vocabulary', 'batch' or a list of ids")
         if isinstance(domain, str) and domain == "batch" and (memoize or bits):
-            raise words.refused(
-                "domain='batch' changes with the batch, and memoize=True and bits need a fixed "
-                "one: use domain='vocabulary', or leave them out"
-            )
+            raise words.refused("domain='batch' takes neither memoize=True nor bits")
         self.mechanism: Mechanism = mechanism
         self.epsilon = float(epsilon)
         self.per: Per = per
@@ -220,7 +215,6 @@ class TokenLDP(Defense):
         self.memoize = domain != "batch" if memoize is None else memoize
         self.example_ids = form.example_ids
         self.kind = form.kind
-        self.public_fields = frozenset(form.public_fields) | words.PUBLIC_FIELDS
         self.seed = seed
         self._settings = (protocol.decode, bits)
         self._form = form
@@ -233,8 +227,7 @@ class TokenLDP(Defense):
         if self._in_batch:
             warnings.warn(
                 "TokenLDP: domain='batch' holds no guarantee: which words occur in the batch is "
-                f"visible, and with per='token' a row of 32 would cost 32 x {epsilon:g} in any "
-                "case. For comparison with published figures only; use domain='vocabulary'.",
+                "visible. For comparison with published figures only; use domain='vocabulary'.",
                 stacklevel=2,
             )
 
@@ -381,27 +374,21 @@ class TokenLDP(Defense):
     def _guarantee(self) -> str:
         """Return one sentence; it begins with "none" where nothing is guaranteed."""
         if self._in_batch:
-            return (
-                f"none: every token is randomised with epsilon={self.epsilon:g}, but among the ids "
-                "of its own batch, so that whoever sees the batch knows which words occur in it"
-            )
+            return "none: tokens are randomised among those of their own batch, which it shows"
         if self.seed is not None:
             return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
-        unit, total = (
-            ("row of a batch", "")
-            if self.per == "sequence"
-            else ("token", ", that is, words x epsilon for a row")
-        )
-        releases = (
-            "once in a fit by each client that has the row, which keeps its replacement (rows of "
-            "equal words show as equal"
-            + (" unless their example ids differ)" if self.example_ids is not None else ")")
-            if self.memoize
-            else "again in every epoch: epsilons add up"
-        )
+        unit, releases = "row of a batch", "again in every epoch: epsilons add up"
+        if self.per == "token":
+            unit = "token, that is, words x epsilon for a row"
+        if self.memoize:
+            releases = (
+                "once in a fit by each client that has the row, which keeps its replacement (rows "
+                "of equal words show as equal"
+                + (" unless their example ids differ)" if self.example_ids is not None else ")")
+            )
         return (
             f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
-            f"differential privacy for each {unit}{total}; spent {releases}. Public: lengths and "
+            f"differential privacy for each {unit}; spent {releases}. Public: lengths and "
             "special tokens. Not covered: labels of a classifier"
         )
 

@@ -112,14 +112,13 @@ def words_of(
         except AnatomyError as error:
             raise refused(
                 f"the model could not be read ({error}). Give form=BatchForm(kind=...), "
-                "special_ids= and domain= (the ids of a public set, range(vocabulary size) say)"
+                "special_ids= and domain="
             ) from error
     kind = kind or (anatomy.kind if anatomy else "causal")
     special = special_of(special_ids, kind, keep_special, anatomy)
     if not keep_special and kind not in ("causal", "classifier"):
         raise refused(
-            f"keep_special=False would randomise mask or start tokens that a {kind} model "
-            "needs: leave it out"
+            f"keep_special=False would randomise tokens that a {kind} model needs: leave it out"
         )
     if per_batch:
         return Words(kind, special, None, None)
@@ -131,7 +130,7 @@ def words_of(
     if len(ids) < 2 or int(ids.max()) >= (size or math.inf):
         raise refused(
             f"domain has {len(ids)} ids that are not special, and the model {size or 'unknown'} "
-            "words: give domain= at least two ids of the model's"
+            "words: give at least two of the model's"
         )
     return Words(kind, special, ids, size)
 
@@ -147,8 +146,7 @@ def special_of(
     if source is None:
         if kind in ("masked", "classifier") and keep_special:
             raise refused(
-                f"special_ids must be given for a {kind} model, whose config does not name "
-                "them: pass the tokenizer, or [] where there are none"
+                f"special_ids must be given for a {kind} model: the tokenizer, or [] for none"
             )
         config = getattr(anatomy.model, "config", None) if anatomy else None
         values = [getattr(config, f"{name}_token_id", None) for name in _SPECIAL]
@@ -237,9 +235,8 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
             ids, visible = torch.where(looked_at, labels, ids), visible | looked_at
         elif bool((looked_at & (labels != ids)).any()):
             raise refused(
-                "the labels of a causal model must be its inputs (-100 where the loss looks away), "
-                "so that both are replaced alike. Return labels that are not shifted, and shift "
-                "them in the loss"
+                "the labels of a causal model must be its inputs, or -100. Return labels that are "
+                "not shifted, and shift them in the loss"
             )
         else:
             visible = visible | looked_at
@@ -288,8 +285,8 @@ class BatchForm:
         if unknown:
             raise refused(
                 f"the batch holds the fields {', '.join(unknown)}, which would reach the model as "
-                "they are. Take them out of the batch, or, if they say nothing about the text, "
-                f"name them in form=BatchForm(public_fields={unknown})"
+                "they are. Take them out, or, if they say nothing about the text, pass "
+                f"form=BatchForm(public_fields={unknown})"
             )
         return tokens
 

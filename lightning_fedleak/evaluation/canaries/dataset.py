@@ -81,9 +81,8 @@ class CanarySet:
         """
         if state.get("commitment") != self.commitment:
             raise InclusionMismatch(
-                "the checkpoint was written with other canaries: texts, seed, probability or times "
-                "changed, or they were drawn without a seed and no record file kept them. Resume "
-                "with the same with_canaries(...) arguments and record file."
+                "the checkpoint was written with other canaries. Resume with the same "
+                "with_canaries(...) arguments, and seed or record file."
             )
 
 
@@ -202,8 +201,7 @@ def check_dataset(dataset: Any, need: str) -> None:
     if isinstance(dataset, IterableDataset) or not sized:
         raise ValueError(
             f"{need} a data set with a length and items by index; {type(dataset).__name__} is read "
-            "as a stream, in which no place can be drawn ahead. Load it into a map-style data set "
-            "(list(...), datasets.Dataset)."
+            "as a stream. Load it into one (list(...), datasets.Dataset)."
         )
 
 
@@ -213,6 +211,5 @@ def _check_distinct(ids: Sequence[Tensor]) -> None:
         first = firsts.setdefault(tuple(row.tolist()), i)
         if first != i:
             raise ValueError(
-                f"canaries[{first}] and canaries[{i}] have the same tokens: if one of them is in "
-                "the data, both are, and their coins would contradict each other"
+                f"canaries[{first}] and canaries[{i}] have the same tokens: give each once"
             )

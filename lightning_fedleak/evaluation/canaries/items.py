@@ -85,8 +85,8 @@ def _encoded(value: Any, name: str) -> bytes:
         parts = [_encoded(part, f"{name}[{i}]") for i, part in enumerate(value)]
         return _tagged(f"sequence {len(parts)}", b"".join(parts))
     raise ValueError(
-        f"{name} is a {type(value).__name__}, of which no fingerprint can be taken: canaries are "
-        "tensors, arrays, numbers, strings, or mappings and sequences of them"
+        f"{name} is a {type(value).__name__}, and no tensor, array, number, string, or mapping or "
+        "sequence of them"
     )
 
 

@@ -112,9 +112,8 @@ class Secret(ABC):
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is None:
             raise TypeError(
-                f"{self!r} is secret and is not pickled (a checkpoint or a cache would show which "
-                "texts are in the data). Keep the data set out of save_hyperparameters "
-                "(ignore=...), and keep the record in its file (record=)."
+                f"{self!r} is secret and is not pickled. Keep the data set out of "
+                "save_hyperparameters (ignore=...), and the record in its file (record=)."
             )
         values = (getattr(self, field.name) for field in fields(self) if field.init)  # type: ignore[arg-type]
         return type(self), tuple(values)

@@ -28,12 +28,7 @@ from lightning_fedleak.validate import check_integer, check_number
 
 
 def new_token_canaries(
-    model: nn.Module,
-    count: int,
-    *,
-    length: int = 3,
-    row_norm: float = 1.0,
-    seed: int = 0,
+    model: nn.Module, count: int, *, length: int = 3, row_norm: float = 1.0, seed: int = 0
 ) -> list[Tensor]:
     """Return texts that begin and end with a token that no other text has.
 
@@ -64,39 +59,28 @@ def new_token_canaries(
     Raises:
         ValueError: a number out of range, or a model that is not causal or that PEFT wraps already.
     """
-    anatomy = _causal(model, "new_token_canaries")
+    anatomy: Any = find_anatomy(model)
+    if anatomy.kind != "causal":
+        raise ValueError(f"new_token_canaries is for causal models, not for a {anatomy.kind} model")
+    if anatomy.peft is not None:
+        raise ValueError("new_token_canaries adds rows: call it before get_peft_model")
     check_integer("count", count)
-    check_integer("length", length, at_least=3, hint="its own token twice, one between")
+    longest = context_length(anatomy)
+    check_integer(
+        "length", length, at_least=3, at_most=longest, hint="its own token twice, one between"
+    )
     check_number("row_norm", row_norm, above=0)
-    _check_length(anatomy, length)
     special = _special(getattr(without_peft(anatomy.model), "config", None))
     generator = torch.Generator().manual_seed(seed)
-    new_ids = _added_rows(anatomy, count)
-    anatomy = find_anatomy(model)
-    ordinary = torch.tensor([i for i in range(new_ids[0]) if i not in special])
-    _start_rows(anatomy, torch.tensor(new_ids), ordinary, row_norm, generator)
+    size = anatomy.vocab_size
+    with torch.random.fork_rng([anatomy.device] if anatomy.device.type == "cuda" else []):
+        anatomy.model.resize_token_embeddings(size + count, mean_resizing=False)
+    new_ids = torch.arange(size, size + count)
+    ordinary = torch.tensor([i for i in range(size) if i not in special])
+    _start_rows(find_anatomy(model), new_ids, ordinary, row_norm, generator)
     indices = torch.randint(len(ordinary), (count, length - 2), generator=generator)
-    ends = torch.tensor(new_ids)[:, None]
+    ends = new_ids[:, None]
     return [*torch.cat([ends, ordinary[indices], ends], 1)]
-
-
-def _causal(model: nn.Module, function: str) -> Anatomy:
-    anatomy = find_anatomy(model)
-    if anatomy.kind != "causal":
-        raise ValueError(
-            f"{function} makes texts for causal language models, and this is a {anatomy.kind} "
-            "model: give with_canaries texts of your own"
-        )
-    return anatomy
-
-
-def _check_length(anatomy: Anatomy, length: int) -> None:
-    context = context_length(anatomy)
-    if context is not None and length > context:
-        raise ValueError(
-            f"texts of {length} tokens are longer than the {context} that this model reads: make "
-            "length smaller"
-        )
 
 
 def _special(config: Any) -> set[int]:
@@ -108,19 +92,6 @@ def _special(config: Any) -> set[int]:
         for i in (ids if isinstance(ids, list) else [ids])
         if i is not None
     }
-
-
-def _added_rows(anatomy: Anatomy, count: int) -> list[int]:
-    model: Any = anatomy.model
-    if anatomy.peft is not None:
-        raise ValueError(
-            f"new_token_canaries adds rows to the vocabulary, and this model is wrapped by PEFT "
-            f"({anatomy.peft}): call it before get_peft_model"
-        )
-    size = anatomy.vocab_size
-    with torch.random.fork_rng([anatomy.device] if anatomy.device.type == "cuda" else []):
-        model.resize_token_embeddings(size + count, mean_resizing=False)
-    return [*range(size, size + count)]
 
 
 @torch.no_grad()

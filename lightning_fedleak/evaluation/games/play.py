@@ -117,9 +117,8 @@ def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
     passive = isinstance(attack, PassiveMembership)
     if passive and anatomy.kind != "causal":
         raise ValueError(
-            "reads the gradient of the client's loss, whose labels this game does not "
-            f"have for a {anatomy.kind} model; crafted layers need none: play "
-            "FCMembership (fedleak game --attack fc)"
+            f"reads the gradient of a loss, whose labels this game does not have for a "
+            f"{anatomy.kind} model: play FCMembership (fedleak game --attack fc)"
         )
     attack.check_device(anatomy)
     attack.prepare(anatomy)

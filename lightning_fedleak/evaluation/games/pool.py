@@ -64,8 +64,8 @@ class SentencePool:
         if len(distinct) < 2:
             raise GameError(
                 f"the text gives {len(distinct)} distinct sentences of {at_least} to {tokens} "
-                f"tokens, and a game needs more ({self.short} were too short, {self.duplicates} "
-                "were repeats): give more text"
+                f"tokens ({self.short} were too short, {self.duplicates} were repeats): give more "
+                "text"
             )
         self.rows = tuple(torch.tensor(ids) for ids in distinct)
         self.tokens = tokens
@@ -166,13 +166,13 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
     generator = torch.Generator().manual_seed(config.seed)
     if len(pool) <= batch:
         raise GameError(
-            f"batch={batch} needs more than {batch} distinct sentences, so that a target outside "
-            f"it exists; the text gives {len(pool)}. Give more text or a smaller batch."
+            f"batch={batch} needs more than {batch} distinct sentences; the text gives {len(pool)}."
+            " Give more text or a smaller batch."
         )
     if any(len(_target_places(pool, row, spare)) == 0 for row in pool.rows):
         raise GameError(
-            "a sentence of the pool holds no token that could be a target (special ones, and the "
-            f"last {spare}, are not): make the pool with at_least={1 + spare}"
+            "a sentence of the pool holds no token that could be a target: make the pool with "
+            f"at_least={1 + spare}"
         )
     remaining = config.games
     while remaining:
@@ -223,13 +223,10 @@ def authors_challenges(
     if len(rows) < batch * (games // 2):
         raise GameError(
             f"{games // 2} runs of {batch} sentences need {batch * games // 2} sentences; the text "
-            f"gives {len(rows)}. Play fewer games (games=2 is the authors' own single run)."
+            f"gives {len(rows)}. Play fewer games."
         )
     if len(planted) <= position:
-        raise GameError(
-            f"the planted sentence has {len(planted)} tokens, so it has no token {position} "
-            "(counted from 0)"
-        )
+        raise GameError(f"the planted sentence of {len(planted)} tokens has no token {position}")
     if any(torch.equal(row, planted) for row in rows):
         raise GameError("the planted sentence occurs in the corpus: plant another one")
     for run in range(games // 2):

@@ -104,12 +104,7 @@ def rate_with_value(value: float, low: float, high: float) -> Rate:
 
 
 def auc(
-    score: Floats,
-    member: Bools,
-    code: Ints,
-    alpha: float,
-    resamples: int,
-    rng: np.random.Generator,
+    score: Floats, member: Bools, code: Ints, alpha: float, resamples: int, rng: np.random.Generator
 ) -> Rate:
     """Return Mann-Whitney's estimate, with an interval from a bootstrap that draws clusters.
 
@@ -235,12 +230,7 @@ def _decisive_clusters(score: Floats, member: Bools, code: Ints) -> Ints:
 
 
 def _bootstrap_aucs(
-    member: Bools,
-    code: Ints,
-    starts: Ints,
-    clusters: int,
-    resamples: int,
-    rng: np.random.Generator,
+    member: Bools, code: Ints, starts: Ints, clusters: int, resamples: int, rng: np.random.Generator
 ) -> Floats:
     """Return (resamples,) AUCs of as many draws of clusters, with replacement.
 

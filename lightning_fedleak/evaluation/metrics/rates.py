@@ -44,6 +44,7 @@ class Rate:
     high: float
 
 
+ALPHA = 0.05  # of the intervals, the usual one
 UNKNOWN = Rate(math.nan, math.nan, math.nan)
 
 
@@ -79,7 +80,7 @@ def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Count
     return Counts(tp=hits, fp=n_guessed - hits, fn=n_true - hits)
 
 
-def precision_recall_f1(counts: Counts, confidence: float = 0.95) -> dict[str, Rate]:
+def precision_recall_f1(counts: Counts) -> dict[str, Rate]:
     """Return ``precision``, ``recall`` and ``f1`` of pooled counts, each with its interval.
 
     The intervals are Clopper-Pearson's: exact where types are independent trials, and each guessed
@@ -92,16 +93,15 @@ def precision_recall_f1(counts: Counts, confidence: float = 0.95) -> dict[str, R
 
     Args:
         counts: summed over batches *before* this call; intervals cannot be averaged.
-        confidence: of the intervals, between 0 and 1.
 
     Returns:
         Rates by name. A rate whose denominator is zero (nothing guessed, nothing used) is NaN:
         unknown, neither 0 nor 1.
     """
-    jaccard = proportion(counts.tp, counts.tp + counts.fp + counts.fn, confidence)
+    jaccard = proportion(counts.tp, counts.tp + counts.fp + counts.fn)
     return {
-        "precision": proportion(counts.tp, counts.tp + counts.fp, confidence),
-        "recall": proportion(counts.tp, counts.tp + counts.fn, confidence),
+        "precision": proportion(counts.tp, counts.tp + counts.fp),
+        "recall": proportion(counts.tp, counts.tp + counts.fn),
         "f1": Rate(*(2 * j / (1 + j) for j in (jaccard.value, jaccard.low, jaccard.high))),
     }
 
@@ -182,7 +182,6 @@ class WordRecovery(RateMetric):
 
     Args:
         vocab_size: token ids are below it.
-        confidence: of the intervals.
         kwargs: passed to :class:`torchmetrics.Metric`.
 
     ``compute()`` returns ``precision``, ``recall``, ``f1``, each also with ``_low`` and ``_high``,
@@ -212,10 +211,9 @@ class WordRecovery(RateMetric):
     error_sum: Tensor
     capacity_sum: Tensor
 
-    def __init__(self, vocab_size: int, *, confidence: float = 0.95, **kwargs: Any) -> None:
+    def __init__(self, vocab_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.vocab_size = vocab_size
-        self.confidence = confidence
         for count in _COUNTS:
             self.add_state(count, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         for name in _SUMS:
@@ -257,7 +255,7 @@ class WordRecovery(RateMetric):
     def rates(self) -> dict[str, Rate]:
         """Return precision, recall and F1 of the pooled counts, on this process."""
         counts = Counts(int(self.tp), int(self.fp), int(self.fn))
-        return precision_recall_f1(counts, self.confidence)
+        return precision_recall_f1(counts)
 
     def means(self) -> dict[str, float]:
         """Return the means over the batches that have a value, on this process; else NaN."""

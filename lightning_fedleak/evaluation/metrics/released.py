@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
 from lightning_fedleak.evaluation.metrics.clustered import auc, least_error
-from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, flat, proportion
+from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, flat, proportion
 from lightning_fedleak.validate import check_integer, check_number
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
@@ -184,12 +184,7 @@ def permutation_test(scores: Tensor, members: Tensor) -> float:
 
 
 def membership_values(
-    scores: Tensor,
-    members: Tensor,
-    *,
-    look: int = 1,
-    alpha: float = 0.05,
-    exact: bool = False,
+    scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, exact: bool = False
 ) -> dict[str, float]:
     """Return what a look at two pools shows of one score, by the names of the logs.
 
@@ -419,18 +414,15 @@ def canary_tiers(
     return tiers
 
 
-def blind_aucs(
-    scores: Mapping[str, Tensor], members: Tensor, confidence: float = 0.95
-) -> dict[str, Rate]:
+def blind_aucs(scores: Mapping[str, Tensor], members: Tensor) -> dict[str, Rate]:
     """Return the AUC of each score that knows nothing of the training, with its interval.
 
     Args:
         scores: (N,) by name, of
             :func:`~lightning_fedleak.attacks.memorization.blind.blind_scores`.
         members: (N,) bool.
-        confidence: of the intervals.
     """
-    return {name: _auc(score, members, 1 - confidence) for name, score in scores.items()}
+    return {name: _auc(score, members, ALPHA) for name, score in scores.items()}
 
 
 def other_law(aucs: Mapping[str, Rate]) -> str | None:
@@ -490,12 +482,7 @@ def _pool(scores: Tensor, members: Tensor) -> tuple[np.ndarray, np.ndarray]:
     score = scores.detach().reshape(-1).cpu().double().numpy()
     member = members.detach().reshape(-1).to(torch.bool).cpu().numpy()
     if len(score) != len(member) or np.isnan(score).any():
-        raise ValueError(
-            f"{len(score)} scores and {len(member)} memberships, "
-            f"{int(np.isnan(score).sum())} scores are NaN: give one number for each text"
-        )
+        raise ValueError("give one number, and no NaN, for each text")
     if not member.any() or member.all():
-        raise ValueError(
-            f"{int(member.sum())} members and {int((~member).sum())} non-members: both are needed"
-        )
+        raise ValueError("members and non-members are both needed")
     return score, member

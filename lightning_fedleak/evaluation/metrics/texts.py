@@ -22,8 +22,8 @@ from torchmetrics.functional.text.rouge import rouge_score
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
-from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, RateMetric, proportion
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, RateMetric, proportion
+from lightning_fedleak.validate import check_integer
 
 Floats = NDArray[np.float64]
 
@@ -76,8 +76,7 @@ def token_hits(
     """
     if guessed.shape != input_ids.shape:
         raise ValueError(
-            "guess and truth must both be (B, L) and of one shape, got "
-            f"{tuple(guessed.shape)} and {tuple(input_ids.shape)}"
+            f"a guess of shape {tuple(guessed.shape)} for texts of {tuple(input_ids.shape)}"
         )
     guessed, truth = guessed.detach().cpu(), input_ids.detach().cpu()
     real = _real_places(truth, attention_mask)
@@ -196,7 +195,7 @@ def _rouge_l(guessed: list[int], truth: list[int]) -> float:
 
 
 def reconstruction_rates(
-    scores: SentenceScores, *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0
+    scores: SentenceScores, *, resamples: int = 1000, seed: int = 0
 ) -> dict[str, Rate]:
     """Return how much was reconstructed over n sentences: each rate with its interval.
 
@@ -216,7 +215,6 @@ def reconstruction_rates(
 
     Args:
         scores: of all sentences.
-        confidence: of the intervals, between 0 and 1.
         resamples: of the bootstrap.
         seed: of the bootstrap; no global random numbers are used.
 
@@ -224,9 +222,8 @@ def reconstruction_rates(
         Rates by the names in ``RECONSTRUCTION_RATES``; NaN where there is nothing to count.
 
     Raises:
-        ValueError: a confidence outside (0, 1), or fewer than 100 resamples.
+        ValueError: fewer than 100 resamples.
     """
-    check_number("confidence", confidence, above=0, below=1)
     check_integer("resamples", resamples, at_least=100)
     keys = (scores.rouge_1, scores.rouge_2, scores.hits, scores.lengths, scores.rouge_l)
     columns = [column.double().numpy() for column in keys]
@@ -239,14 +236,13 @@ def reconstruction_rates(
     draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
     times = draws.astype(np.float64)  # (resamples, n): how often each sentence is drawn
     ones, each = np.ones(n), float((1 / lengths).sum()) / n**2
-    alpha = 1 - confidence
     return {
-        "token_accuracy": _mean(hits / lengths, ones, times, each, alpha),
-        "token_accuracy_pooled": _mean(hits, lengths, times, 1 / lengths.sum(), alpha),
-        "exact_sentences": proportion(int((hits == lengths).sum()), n, confidence),
-        "texts_found": proportion(int((2 * hits >= lengths).sum()), n, confidence),
+        "token_accuracy": _mean(hits / lengths, ones, times, each, ALPHA),
+        "token_accuracy_pooled": _mean(hits, lengths, times, 1 / lengths.sum(), ALPHA),
+        "exact_sentences": proportion(int((hits == lengths).sum()), n),
+        "texts_found": proportion(int((2 * hits >= lengths).sum()), n),
         **{
-            name: UNKNOWN if np.isnan(rouge).any() else _mean(rouge, ones, times, each, alpha)
+            name: UNKNOWN if np.isnan(rouge).any() else _mean(rouge, ones, times, each, ALPHA)
             for name, rouge in (("rouge_1", rouge_1), ("rouge_2", rouge_2), ("rouge_l", rouge_l))
         },
     }
@@ -279,7 +275,6 @@ class TextReconstruction(RateMetric):
     """Compute :func:`reconstruction_rates` over all sentences that were added, on all processes.
 
     Args:
-        confidence: of the intervals.
         rouge: False leaves all ROUGE out; the time of ROUGE-L grows with the square of the length.
         resamples: of the bootstrap.
         seed: of the bootstrap.
@@ -300,16 +295,9 @@ class TextReconstruction(RateMetric):
     sentences: list[Tensor]
 
     def __init__(
-        self,
-        *,
-        confidence: float = 0.95,
-        rouge: bool = True,
-        resamples: int = 1000,
-        seed: int = 0,
-        **kwargs: Any,
+        self, *, rouge: bool = True, resamples: int = 1000, seed: int = 0, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self.confidence = confidence
         self.rouge = rouge
         self.resamples = resamples
         self.seed = seed
@@ -318,10 +306,7 @@ class TextReconstruction(RateMetric):
         self.add_state("sentences", [], dist_reduce_fx="cat")
 
     def update(
-        self,
-        guess: TextGuess | Tensor,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        self, guess: TextGuess | Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> None:
         """Add sentences.
 
@@ -346,9 +331,5 @@ class TextReconstruction(RateMetric):
         """Return each of ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
         state = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
         columns = state.reshape(-1, len(fields(SentenceScores))).cpu().double().unbind(1)
-        return reconstruction_rates(
-            SentenceScores(*columns),
-            confidence=self.confidence,
-            resamples=self.resamples,
-            seed=self.seed,
-        )
+        scores = SentenceScores(*columns)
+        return reconstruction_rates(scores, resamples=self.resamples, seed=self.seed)

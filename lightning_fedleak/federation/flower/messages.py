@@ -100,8 +100,8 @@ class _ListedArrays(NamedArrays):
                 }
                 return
         raise UpdateError(
-            f"the {len(arrays)} arrays that were sent are not those of the observer's model: they "
-            "must have the order and shapes of trained_state(model) or of model.state_dict()"
+            f"the {len(arrays)} arrays that were sent have not the order and shapes of "
+            "trained_state(model) or of model.state_dict() of the observer's model"
         )
 
     def returned(self, reply: Message) -> State:
@@ -139,9 +139,7 @@ def arrays_of(message: Message) -> tuple[str, Arrays]:
     """
     records = message.content.array_records
     if len(records) != 1:
-        raise UpdateError(
-            f"a message of a round holds one model, and this one has {len(records)} ArrayRecords"
-        )
+        raise UpdateError(f"a message holds one model, and this one has {len(records)}")
     [(key, record)] = records.items()
     return key, Arrays(record)
 

@@ -121,8 +121,7 @@ class FedLeakMod:
                 return _refuse(
                     message,
                     f"under a ClientDP that adds noise of its own this client answers training "
-                    f"alone, and this is '{kind}'. What it holds of the client's data would be "
-                    "under no noise: evaluate on the server (fraction_evaluate=0, evaluate_fn=)",
+                    f"alone, and not '{kind}': evaluate on the server (fraction_evaluate=0)",
                 )
             return call_next(message, context)
         protocol = read_masks(message, context)
@@ -229,8 +228,8 @@ def read_masks(message: Message, context: Context) -> dict[str, Any] | None:
     configs = message.content.config_records.get(RECORD_KEY_CONFIGS)
     if configs is not None and Key.STAGE in configs:
         raise ValueError(
-            "FedLeakMod stands before the mod of a secure aggregation, where all that it would "
-            "see is masked: say mods=[secaggplus_mod, FedLeakMod(...)]"
+            "FedLeakMod stands before the mod of a secure aggregation: say "
+            "mods=[secaggplus_mod, FedLeakMod(...)]"
         )
     node_state = context.state.config_records.get(RECORD_KEY_STATE)
     if node_state is None:

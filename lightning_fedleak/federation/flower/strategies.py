@@ -171,8 +171,7 @@ class PrivateMean(_Around):
         if isinstance(strategy, Observed):
             raise DefenseError(
                 "PrivateMean trains in place of the strategy inside, so that an Observed there "
-                "would see nothing: Observed(PrivateMean(...)) sees each client's update, as the "
-                "trusted server does"
+                "would see nothing: say Observed(PrivateMean(...))"
             )
         dp.check_server("PrivateMean")
         self.dp = dp

@@ -132,7 +132,7 @@ TEXTS = Family(
     untested="Test whole texts, which no attack read: {watcher}(attacks=[SubspaceTexts()]).",
     terms={
         "Token accuracy": "The share of tokens that was written down in the right place. 1 is "
-        "every text word for word.",
+        "every text word for word."
     },
 )
 
@@ -148,10 +148,7 @@ MEMORIZATION = Family(
     question="whether a given text was trained on, from the trained model alone",
     asks="Was a given text trained on?",
     title="trained model",
-    sentences=(
-        "tells {who was in its training data}",
-        "writes {passages of its training texts}",
-    ),
+    sentences=("tells {who was in its training data}", "writes {passages of its training texts}"),
     untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
     terms={
         "Shown": "The share of the training texts that is found for certain, at 95% confidence, "
@@ -175,7 +172,7 @@ CANARIES = Family(
     terms={
         "Exposure": "How far up a planted text ranks among held-out ones, in bits: each bit halves "
         "the share above it. Capped if it ranks above all of them: more held-out texts would show "
-        "more.",
+        "more."
     },
 )
 

@@ -412,7 +412,7 @@ MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (evaluated, {}, r"eval mode.*Call `model.train\(\)`"),
     (frozen, {}, "every parameter is frozen"),
     (lambda: nn.Sequential(nn.LSTM(3, 3)), {}, "opacus.layers.DPLSTM"),
-    (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}, "DPMultiheadAttention"),
+    (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}, "scaled_dot_product_attention"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, "`max_norm`"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, "`sparse`"),
     (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"form": "ghost"}, "has no rule for clip="),

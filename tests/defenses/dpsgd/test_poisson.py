@@ -229,10 +229,10 @@ WEIGHTED = WeightedRandomSampler([1.0] * 20, 20)
         (DataLoader(DATA, sampler=Twice(DATA)), "Twice"),
         (DataLoader(DATA, sampler=TwiceApart(DATA, 2, 0)), "TwiceApart"),
         (DataLoader(DATA, sampler=DistributedSamplerWrapper(WEIGHTED, 2, 0)), "WeightedRandom"),
-        (poisson(DataLoader(DATA, batch_size=2)), "already"),
+        (poisson(DataLoader(DATA, batch_size=2)), "PoissonBatchSampler is not torch's own"),
         (DataLoader(Subset(DATA, []), batch_size=2), "no examples"),
         (DataLoader(FailsOnNothing(torch.ones(3)), batch_size=2), "IndexError"),
-        (DataLoader(NeverEmpty(torch.ones(3)), batch_size=2), "gives 1 instead"),
+        (DataLoader(NeverEmpty(torch.ones(3)), batch_size=2), "gives 1: a Poisson batch"),
     ],
 )
 def test_loaders_that_are_refused(loader, word: str) -> None:

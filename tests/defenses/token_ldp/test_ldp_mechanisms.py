@@ -26,6 +26,7 @@ from lightning_fedleak.defenses.token_ldp.mechanisms import (
     uniform_keep,
 )
 from tests.defenses.token_ldp.ldpy_clients import CLIENTS, reference_sample, seeded
+from tests.helpers.ldp import transition_of
 
 RULES = [
     ("grr", "uniform"),
@@ -90,21 +91,21 @@ def test_the_law_is_that_of_the_decoded_vector(rule: tuple, k: int, epsilon: flo
     randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
     rates = the_rates(epsilon) if rule[0] == "the" else bit_rates(epsilon)
     expected = by_enumeration(randomizer, *rates)
-    torch.testing.assert_close(randomizer.transition(epsilon), expected, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(transition_of(randomizer, epsilon), expected, rtol=1e-10, atol=1e-13)
 
 
 @given(data=st.data(), k=st.integers(2, 6), epsilon=st.floats(0.05, 12))
 def test_the_law_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, data.draw(st.integers(1, k)))
     expected = by_enumeration(randomizer, *bit_rates(epsilon))
-    torch.testing.assert_close(randomizer.transition(epsilon), expected, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(transition_of(randomizer, epsilon), expected, rtol=1e-10, atol=1e-13)
 
 
 @given(rule=st.sampled_from(RULES), k=st.integers(2, 40), epsilon=st.floats(0.01, 20))
 @settings(max_examples=200)
 def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
-    distribution = randomizer.transition(epsilon)
+    distribution = transition_of(randomizer, epsilon)
     torch.testing.assert_close(
         distribution.sum(1), torch.ones(k, dtype=torch.float64), rtol=1e-12, atol=0
     )
@@ -119,7 +120,7 @@ def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
 @given(data=st.data(), k=st.integers(2, 30), epsilon=st.floats(0.01, 20))
 def test_epsilon_holds_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, data.draw(st.integers(1, k)))
-    distribution = randomizer.transition(epsilon)
+    distribution = transition_of(randomizer, epsilon)
     worst = float((distribution.amax(0) / distribution.amin(0)).max().log())
     assert worst <= epsilon * (1 + 1e-6) + 1e-9
     assert decoded_epsilon(randomizer, epsilon) == pytest.approx(worst, rel=1e-5, abs=1e-7)
@@ -183,7 +184,7 @@ def test_draws_follow_the_law(mechanism: str, decode: str, k: int, x: int) -> No
     randomizer = Randomizer.with_defaults(mechanism, k, decode)
     for epsilon in (0.7, 5.0):
         drawn = draws(randomizer, x, epsilon, 60_000, seed=k + x)
-        assert chi_square(drawn, randomizer.transition(epsilon)[x]) > ALIKE
+        assert chi_square(drawn, transition_of(randomizer, epsilon)[x]) > ALIKE
 
 
 @pytest.mark.parametrize(("k", "d"), [(11, 4), (11, 2), (6, 1)])
@@ -191,7 +192,7 @@ def test_draws_with_sampled_bits_follow_the_law(k: int, d: int) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, d)
     for x in range(0, k, 5):
         drawn = draws(randomizer, x, 3.0, 40_000, seed=x)
-        assert chi_square(drawn, randomizer.transition(3.0)[x]) > ALIKE
+        assert chi_square(drawn, transition_of(randomizer, 3.0)[x]) > ALIKE
 
 
 @pytest.mark.parametrize(("mechanism", "decode"), RULES)
@@ -202,8 +203,8 @@ def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
     generator = torch.Generator().manual_seed(4)
     uniforms = torch.rand((80_000, 2), generator=generator, dtype=torch.float64)
     drawn = randomizer.sample(index, epsilon, uniforms)
-    assert chi_square(drawn[::2], randomizer.transition(0.5)[3]) > ALIKE
-    assert chi_square(drawn[1::2], randomizer.transition(8.0)[6]) > ALIKE
+    assert chi_square(drawn[::2], transition_of(randomizer, 0.5)[3]) > ALIKE
+    assert chi_square(drawn[1::2], transition_of(randomizer, 8.0)[6]) > ALIKE
     assert randomizer.sample(index[:0], epsilon[:0], uniforms[:0]).shape == (0,)
 
 
@@ -212,7 +213,7 @@ def test_the_reference_path_has_the_same_law(mechanism: str, decode: str) -> Non
     for k, x, epsilon in ((5, 1, 1.0), (20, 19, 5.0)):
         randomizer = Randomizer.with_defaults(mechanism, k, decode)
         drawn = reference_sample(randomizer, torch.full((6_000,), x), epsilon, seed=11 * k + x)
-        assert chi_square(drawn, randomizer.transition(epsilon)[x]) > ALIKE
+        assert chi_square(drawn, transition_of(randomizer, epsilon)[x]) > ALIKE
         ours = draws(randomizer, x, epsilon, 6_000)
         table = torch.stack([torch.bincount(d, minlength=k) for d in (drawn, ours)])
         table = table[:, table.sum(0) >= 10]
@@ -223,7 +224,7 @@ def test_the_reference_path_has_the_same_law(mechanism: str, decode: str) -> Non
 def test_the_reference_path_with_sampled_bits(k: int, d: int) -> None:
     randomizer = Randomizer.with_defaults("dbitflip", k, None, d)
     drawn = reference_sample(randomizer, torch.full((8_000,), 7), 3.0, seed=5)
-    assert chi_square(drawn, randomizer.transition(3.0)[7]) > ALIKE
+    assert chi_square(drawn, transition_of(randomizer, 3.0)[7]) > ALIKE
 
 
 def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
@@ -232,4 +233,4 @@ def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
     randomizer = Randomizer.with_defaults("rappor", 8, "first")
     with seeded(0):
         drawn = [int(longitudinal(5, 8, 2 * epsilon, epsilon).argmax()) for _ in range(10_000)]
-    assert chi_square(torch.tensor(drawn), randomizer.transition(epsilon)[5]) > ALIKE
+    assert chi_square(torch.tensor(drawn), transition_of(randomizer, epsilon)[5]) > ALIKE

@@ -21,6 +21,7 @@ from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.token_ldp.ldpy_clients import reference_sample
+from tests.helpers.ldp import transition_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_t5
 
@@ -85,7 +86,7 @@ def test_every_token_follows_the_law(
     defense = TokenLDP(mechanism, epsilon, per, memoize=memoize)
     drawn = defended(defense, gpt2, ids)
     words = [i for i in range(VOCAB) if i not in SPECIAL]
-    transition = Randomizer.with_defaults(mechanism, len(words)).transition(6.0)
+    transition = transition_of(Randomizer.with_defaults(mechanism, len(words)), 6.0)
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(words)] = transition[words.index(50)]
     assert p_value(drawn[:, 2], expected) > 1e-4
@@ -113,7 +114,7 @@ def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
 @given(epsilon=st.floats(0.1, 8), k=st.integers(2, 12), n=st.integers(1, 3))
 def test_a_row_has_the_epsilon_it_is_said_to_have(epsilon: float, k: int, n: int) -> None:
     """Over all rows and outputs, tokens outside of the public set included."""
-    transition = Randomizer.with_defaults("rappor", k).transition(epsilon / n)
+    transition = transition_of(Randomizer.with_defaults("rappor", k), epsilon / n)
     # Outside: a uniform one goes in.
     transition = torch.cat([transition, transition.mean(0, keepdim=True)])
     per_token = (transition.amax(0) / transition.amin(0)).max().log()
@@ -131,7 +132,7 @@ def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(public)] = 0.25
     assert p_value(drawn[:, 0], expected) > 1e-4
-    expected[torch.tensor(public)] = Randomizer.with_defaults("grr", 4).transition(2.0)[2]
+    expected[torch.tensor(public)] = transition_of(Randomizer.with_defaults("grr", 4), 2.0)[2]
     assert p_value(drawn[:, 1], expected) > 1e-4
 
 
@@ -139,7 +140,9 @@ def test_it_draws_from_the_law_of_the_reference(gpt2: nn.Module) -> None:
     ids = rows(1500, 5)
     ids[:, 0] = 30
     randomizer = Randomizer.with_defaults("grr", VOCAB - 3)
-    expected = torch.cat([torch.zeros(3, dtype=torch.float64), randomizer.transition(4.0)[30 - 3]])
+    expected = torch.cat(
+        [torch.zeros(3, dtype=torch.float64), transition_of(randomizer, 4.0)[30 - 3]]
+    )
     reference = reference_sample(randomizer, ids[:, 0] - 3, 4.0, seed=3) + 3
     assert p_value(reference, expected) > 1e-4
     for memoize in (True, False):
@@ -398,7 +401,7 @@ def test_the_published_protocol_is_available_and_warned_about(gpt2: nn.Module) -
         assert defense.guarantee.startswith("none")
         assert defense.epsilon_per_sequence == math.inf
         assert not defense.memoize
-    with pytest.warns(UserWarning, match="32 x 1 in any case"):
+    with pytest.warns(UserWarning, match="holds no guarantee"):
         defense = TokenLDP.as_published("grr", 1.0)
     one = torch.full((3, 3), 9)
     assert torch.equal(defended(defense, gpt2, one), one)

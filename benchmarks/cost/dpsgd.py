@@ -3,6 +3,7 @@
     python -m benchmarks.cost.dpsgd                      # GPT-2 6 x 384 untied, V = 50,257, 8 x 64
     python -m benchmarks.cost.dpsgd --lora               # the same with LoRA of rank 8 on c_attn
     python -m benchmarks.cost.dpsgd --tied               # tied: Opacus' ghost clipping refuses it
+    python -m benchmarks.cost.dpsgd --trainer --lora --model DIR    # under transformers' Trainer
     python -m benchmarks.cost.dpsgd --memory ours        # peak resident memory of one arm alone
     python -m benchmarks.cost.dpsgd --pieces 8 --batch 4096 64 --memory ours
 
@@ -10,8 +11,10 @@
 on_train_batch_end, monitors' seams and checks included; ``plain`` and the two of Opacus (per-sample
 hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
 shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
-With ``--pieces`` a batch is run so many rows at a time, by all (Opacus' optimizer skips all steps
-but the last). Processor time, with
+With ``--trainer`` ours is a step of ``defended(Trainer)``, from on_step_begin to on_step_end, on
+Poisson samples; plain is a plain Trainer's ``training_step`` with its optimizer's; all peers step
+on as many rows as ours had drawn. With ``--pieces`` a batch is run so many rows at a time, by all
+(Opacus' optimizer skips all steps but the last). Processor time, with
 ``--device cuda`` elapsed time and the GPU's memory; medians over rounds. A ratio is the median over
 rounds of ours over the peer's in the same round.
 """
@@ -36,17 +39,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
 )
 
 from benchmarks.shared import FineTuning, fit, trained
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.trainers import defended
 
 SMOKE = (
     "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1",
     "--layers 1 --width 24 --vocabulary 64 --batch 4 8 --rounds 1 --pieces 2 --lora",
+    "--layers 1 --width 24 --vocabulary 64 --batch 4 8 --rounds 2 --trainer --peers plain hooks",
 )
 
 CLIP, SIGMA, LR = 1.0, 1.0, 1e-3
@@ -71,10 +80,13 @@ def build(options: argparse.Namespace) -> nn.Module:
         vocab_size=options.vocabulary,
     )
     model: nn.Module = GPT2LMHeadModel(config)
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     if options.lora:
         from peft import LoraConfig, get_peft_model
 
-        lora = LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)
+        layers = ["q_proj", "v_proj"] if options.model else ["c_attn"]
+        lora = LoraConfig(r=8, target_modules=layers, fan_in_fan_out=not options.model)
         model = get_peft_model(model, lora)
     return model.train().to(options.device)
 
@@ -95,6 +107,35 @@ def plain(model: nn.Module, ids: Tensor, rows: int) -> Step:
         optimizer.step()
 
     return step
+
+
+def trainer_step(model: nn.Module, ids: Tensor) -> Step:
+    """A plain Trainer's step, without its loop."""
+    trainer = Trainer(model, arguments(len(ids), 1))
+    optimizer = trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1  # which its loop sets
+
+    def step() -> None:
+        trainer.training_step(model, {"input_ids": ids, "labels": ids})
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def arguments(rows: int, steps: int) -> TrainingArguments:
+    return TrainingArguments(
+        "benchmark_out",
+        per_device_train_batch_size=rows,
+        max_steps=steps,
+        optim="sgd",
+        learning_rate=LR,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
 
 
 def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
@@ -154,6 +195,47 @@ def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     return results
 
 
+class TrainerInTurn(TrainerCallback):
+    """Times a step under the Trainer, then one of each peer on as many rows."""
+
+    def __init__(self, options: argparse.Namespace, model: nn.Module, ids: Tensor) -> None:
+        self.options, self.model, self.ids, self.rows = options, model, ids, 0
+        self.times: dict[str, list[float]] = {name: [] for name in ("ours", *options.peers)}
+
+    def count(self, module: nn.Module, args: Any, kwargs: dict[str, Tensor]) -> None:
+        self.rows += len(kwargs["input_ids"])
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.rows, self.start = 0, clock("cpu")
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        seconds, rows = clock("cpu") - self.start, max(1, self.rows)
+        self.times["ours"].append(seconds)
+        ids = self.ids[:rows]
+        for name in self.options.peers:
+            local = copy.deepcopy(self.model)  # Opacus' hooks are for one size of batches
+            step = trainer_step(local, ids) if name == "plain" else opacus(local, ids, name, rows)
+            step()  # the first one allocates
+            start = clock("cpu")
+            step()
+            self.times[name].append(clock("cpu") - start)
+
+
+def timed_under_the_trainer(options: argparse.Namespace, ids: Tensor) -> dict[str, list[float]]:
+    """Seconds of every step, by arm; the first of ours holds the checks."""
+    rows = [{"input_ids": row, "labels": row} for row in ids.repeat(32, 1)]
+    model = build(options)
+    turns = TrainerInTurn(options, copy.deepcopy(model), ids.repeat(4, 1))
+    model.register_forward_pre_hook(turns.count, with_kwargs=True)
+    dp = DPSGD(CLIP, noise_multiplier=SIGMA, max_physical_batch_size=options.pieces)
+    settings = arguments(len(ids), options.rounds + 1)
+    trainer = defended(Trainer)(
+        model, settings, train_dataset=rows, defenses=[dp], callbacks=[turns]
+    )
+    trainer.train()
+    return turns.times
+
+
 class InTurn(L.Callback):
     """Times this step, then one of each peer."""
 
@@ -193,6 +275,8 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--trainer", action="store_true")
+    parser.add_argument("--model", help="a folder with a model; its vocabulary is --vocabulary")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--layers", type=int, default=6)
@@ -262,7 +346,7 @@ def main() -> None:
         rows = f"{len(ids)} rows" + (f" in pieces of {options.pieces}" if options.pieces else "")
         print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({place})")
         return
-    results = timed(options, ids)
+    results = (timed_under_the_trainer if options.trainer else timed)(options, ids)
     medians = {name: statistics.median(times[1:]) for name, times in results.items()}
     print(f"{place}; B x T {tuple(ids.shape)}, {options.rounds} rounds; ", end="")
     print(f"first step of ours (with the checks) {results['ours'][0]:.2f} s")

@@ -119,7 +119,12 @@ class CanaryScorer(EitherCallback):
         self._record_weights()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Count the last steps when it is time."""
         self._step = trainer.global_step

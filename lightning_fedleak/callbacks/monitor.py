@@ -281,7 +281,12 @@ class LeakageMonitor(EitherCallback, Reported):
             self.engine.optimizer_steps(optimizer)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Logs a look once its optimizer step is over."""
         manual = not pl_module.automatic_optimization

@@ -200,7 +200,7 @@ class Freeze(Defense):
         embeddings = _parameters(_word_embeddings(anatomy))
         tied = anatomy.tied or head.keys() & embeddings.keys()
         refusals = {
-            "this model has no output head with parameters; only Freeze('embeddings') could be": (
+            "this model has no output head with parameters: use Freeze('embeddings')": (
                 part != "embeddings" and not head
             ),
             "the input embeddings have no parameters": part != "head" and not embeddings,

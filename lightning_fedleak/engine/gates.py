@@ -372,4 +372,5 @@ class GateEvent:
             advice += ", or let unknown looks pass with patience= or strict=False."
         if self.checkpoint is None:
             return advice
-        return f"{advice} To go on from here: {self.resume.format(self.checkpoint)}"
+        resume = self.resume.format(self.checkpoint)
+        return f"{advice} To go on from here: {resume}; the gate checks again there."

@@ -489,9 +489,9 @@ class ClientDP(Defense):
             "central": "whoever sees the models of all rounds, but for the trusted server",
             "local": "whoever sees each client's updates, the server among them",
             "secure_aggregation": (
-                "a server that sees only the sum of updates, while at most "
-                f"{self.dropouts} clients of a round drop out or collude; its rounding to whole "
-                "numbers is not accounted"
+                "a server that sees only the sum of updates, while the aggregation hides the parts "
+                f"and at most {self.dropouts} clients of a round drop out or collude; its rounding "
+                "to whole numbers is not accounted"
             ),
         }[self.trust]
         neighbours = "replaced by any other data" if self.replaces else "added or removed"
@@ -500,7 +500,7 @@ class ClientDP(Defense):
             f"against {adversary}: (epsilon, delta)-differential privacy of one client, all of its "
             f"data, {neighbours}, for all rounds together, with the epsilon that `privacy` gives."
             f"{secret} Not covered: what clients send besides their updates, leakage logs, and "
-            "why noise was turned up."
+            "why noise was turned up in sight of data."
         )
 
 

@@ -411,8 +411,8 @@ def _judge(rule: Rule, scores: Mapping[str, Tensor], why: str, names: Iterable[s
     if not scores:
         return Answer(rule, why=why, unasked=unasked)
     limit = LIMITS[rule]
-    every = ((v, f"{n}[{i}]") for n, s in scores.items() for i, v in enumerate(s.tolist()))
-    rows = sorted((row for row in every if row[0] > limit), reverse=True)
+    above = ((n, s, i) for n, s in scores.items() for i in (s > limit).nonzero().flatten().tolist())
+    rows = sorted(((float(s[i]), f"{n}[{i}]") for n, s, i in above), reverse=True)
     value = max(float(s.max()) for s in scores.values())
     worst = tuple(name for _, name in rows[:WORST])
     return Answer(rule, value, len(rows), worst, unasked=unasked)

@@ -80,7 +80,10 @@ def observe(
             "and each step must report it"
         )
     if unchanged:
-        raise UpdateError("the client returned exactly what it was sent: it trained nothing")
+        raise UpdateError(
+            "the client returned exactly what it was sent: it trained nothing (no batch, a "
+            "learning rate of 0, or returned before it was updated)"
+        )
     tensors = {name: t.div_(-rate) for name, t in change.items()}
     return UpdateSnapshot(
         round_,

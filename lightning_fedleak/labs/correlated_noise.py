@@ -450,9 +450,10 @@ class MatrixNoise(ReleaseNoise):
         if self._file is not None and not self._delete():
             raise DefenseError(
                 f"DPSGD: '{self._file}' is gone. Another run has gone on with the noise of the "
-                "last release, which must not be used twice, or it was deleted. Nothing more was "
-                "released. Resume from the last checkpoint: a new mechanism begins then, whose "
-                "cost is added."
+                "last release, which must not be used twice, or the file was moved or deleted. "
+                "Nothing more was released. Resume from the last checkpoint: a new mechanism "
+                "begins then, whose cost is added. Let one run go on from a checkpoint, after the "
+                "one that wrote it has ended."
             )
         self._file = None
         name = noise_key(base, release, 0, client=0, name="correlated", stream="name")

@@ -77,7 +77,7 @@ def play_crafted_rounds(
         if len(clients) != n or {len(c) for c in clients} != {facts.local_steps}:
             raise GameError(
                 f"a round needs {n} clients (RoundShape.clients) with {facts.local_steps} batches "
-                f"each (RunFacts.local_steps); one has {[len(c) for c in clients]}"
+                f"each (RunFacts.local_steps); one has {[len(c) for c in clients]} by client"
             )
     attack.needs(anatomy)
     attack.meet(facts)

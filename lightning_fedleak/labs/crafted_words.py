@@ -214,7 +214,8 @@ class CraftedAdapterWords(attacks.Attack):
         """
         if anatomy.kind != "causal":
             raise ThreatModelError(
-                f"attack '{self.name}' needs next tokens, not a {anatomy.kind} model: remove it"
+                f"attack '{self.name}' needs next tokens, not a {anatomy.kind} model: remove "
+                "the attack"
             )
         return attacks.Surfaces(
             gradients=(crafted_rows.find_adapter(anatomy, self.adapter).reads.name,)
@@ -246,7 +247,9 @@ class CraftedAdapterWords(attacks.Attack):
                 "rounds are played on copies: give RunFacts local_steps and an optimizer"
             )
         if facts.clip_value is not None:
-            raise attacks.UnusableObservation("rounds are played without clipping: omit clip_value")
+            raise attacks.UnusableObservation(
+                "rounds are played without clipping by value: omit clip_value"
+            )
         return steps
 
     def mean_update(

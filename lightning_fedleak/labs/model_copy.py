@@ -157,7 +157,8 @@ class ModelCopyAttack(attacks.TextAttack):
         """
         if anatomy.kind != "causal":
             raise attacks.ThreatModelError(
-                f"attack '{self.name}' needs next tokens, not a {anatomy.kind} model: remove it"
+                f"attack '{self.name}' needs next tokens, not a {anatomy.kind} model: remove "
+                "the attack"
             )
         return attacks.Surfaces(gradients=trained_names(anatomy))
 

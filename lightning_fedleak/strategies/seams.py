@@ -257,9 +257,8 @@ class DDPSeam(Seam, DDPStrategy):
         synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         refusals = {
             "precision='16-mixed' cannot be used when each rank is a client and defences act on "
-            "gradients: ranks could disagree about a skipped step. Use bf16-mixed or 32-true.": (
-                getattr(self.precision_plugin, "scaler", None) is not None
-            ),
+            "gradients: ranks could disagree about a skipped step. Use bf16-mixed or 32-true, or "
+            "client='world'.": (getattr(self.precision_plugin, "scaler", None) is not None),
             "synchronised batch norm sends statistics of raw activations to other clients. Use "
             "Trainer(sync_batchnorm=False), or client='world'.": (
                 self._layer_sync is not None or synchronised

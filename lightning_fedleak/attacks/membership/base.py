@@ -278,7 +278,7 @@ class MembershipAttack(Attack):
     @property
     def guess_rung(self) -> int:
         """Return the index of the rung that decides."""
-        return 0
+        raise NotImplementedError(f"{type(self).__name__} must define guess_rung, or its own guess")
 
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
         """Run A_guess: return scores and decisions for a gradient, see :func:`read_rungs`.
@@ -290,7 +290,10 @@ class MembershipAttack(Attack):
 
         Raises:
             UnusableObservation: the gradient is not finite.
+            ValueError: it has another number of rungs.
         """
+        if gradient.shape[1] != self.rungs:
+            raise ValueError(f"the gradient has {gradient.shape[1]} rungs, not {self.rungs}")
         return read_rungs(gradient, noise_std, self.guess_rung)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:

@@ -163,7 +163,7 @@ class BottomModel(CopiedModel):
         self._weights = []  # frees the copies of earlier steps
         copies: dict[int, Tensor] = {}
         for module in modules:
-            for p in module.parameters(recurse=False):
+            for p in filter(lambda one: one is not None, module._parameters.values()):
                 if hasattr(p, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
                     raise TypeError(
                         f"{type(module).__name__} is sharded over processes (FSDP or tensor "

@@ -148,7 +148,8 @@ class SubspaceTexts(TextAttack):
         if first is None or first.reader is not inputs[0].reader:
             raise ThreatModelError(
                 f"attack '{self.name}' reads an encoder's texts where positions are added to the "
-                "embeddings, which they are not in this model: remove the attack"
+                "embeddings that its first block reads, which they are not in this model: remove "
+                "the attack"
             )
         return _Blocks(first, tuple(inputs))
 
@@ -207,8 +208,8 @@ class SubspaceTexts(TextAttack):
             if steps is None or not steps.sums(fresh=update.fresh):
                 raise UnusableObservation(
                     "whole texts are read off gradients and rounds of steps of SGD without weight "
-                    "decay, with momentum where it begins afresh (optimizer.state.clear()): omit "
-                    "local_steps"
+                    "decay, with momentum where it begins afresh (optimizer.state.clear()): "
+                    "measure the gradients of single steps (omit local_steps)"
                 )
         bottom = self._copy
         maps = [m for block in bottom.inputs for m in block.trained_readers(bottom.anatomy)]

@@ -352,9 +352,11 @@ class RenyiFilter(Ledger):
             if len(orders) == 1 and self.order is None:
                 (self.order,), self._restored = orders, True
             if orders and orders != [self.order]:
+                mend = (
+                    "go on with that, or begin a new run" if len(orders) == 1 else "begin a new run"
+                )
                 raise DefenseError(
-                    f"order={self.order} differs from that of the checkpoint, {orders}: go on with "
-                    "that, or begin a new run"
+                    f"order={self.order} differs from that of the checkpoint, {orders}: {mend}"
                 )
         super().load_state_dict(state)
 

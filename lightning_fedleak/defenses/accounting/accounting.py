@@ -312,12 +312,14 @@ def noise_multiplier_for(
     if excess(highest, "rdp") > 0:
         raise DefenseError(
             f"target_epsilon={target_epsilon!r} needs a noise multiplier above {MOST_NOISE:g} in "
-            f"{steps} steps at sample_rate={sample_rate!r}. Raise it, or lower one of these."
+            f"{steps} steps at sample_rate={sample_rate!r}. Raise it or "
+            "target_delta, or lower steps or sample_rate."
         )
     if excess(lowest, "rdp") <= 0:
         raise DefenseError(
             f"target_epsilon={target_epsilon!r} needs a noise multiplier below {LEAST_NOISE}, "
-            "which is accounted as no noise: lower target_epsilon"
+            f"which is accounted as no noise: lower target_epsilon, or pass noise_multiplier="
+            f"{LEAST_NOISE}"
         )
     high = _find_root(functools.partial(excess, accountant="rdp"), lowest, highest)
     if kind == "prv":

@@ -207,8 +207,8 @@ def _guarantee(sigma: float, clip: float | None) -> str:
         return "none: every number of the hidden states carries noise, but nothing bounds them"
     return (
         "against whoever sees the hidden states that are sent: local differential privacy with the "
-        "epsilon that `epsilon(delta, positions=...)` gives, for one forward. None for updates of "
-        "the client's own layers."
+        "epsilon that `epsilon(delta, positions=...)` gives, for one forward; many forwards add "
+        "up. None for updates of the client's own layers."
     )
 
 

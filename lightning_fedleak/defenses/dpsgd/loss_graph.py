@@ -144,7 +144,10 @@ class FormCheck:
                 continue
             if name.startswith(_REENTRANT):
                 raise DefenseError(_CHECKPOINTING)
-            reason = "a parameter enters the loss other than through its layer: use weight_decay"
+            reason = (
+                "a parameter enters the loss other than through its layer (a penalty on weights "
+                "belongs into the optimizer's weight_decay)"
+            )
             _refuse_if(name.endswith("AccumulateGrad"), reason)
             if reduced or name in _LIKELIHOODS | _ELEMENTWISE:
                 self.separate = self.separate and _keeps_apart(node, name, samples)

@@ -81,7 +81,7 @@ class ReleaseSettings:
         if self.mechanism is not None and not hasattr(self.mechanism, "noise"):
             raise DefenseError(
                 f"ReleaseSettings: mechanism={self.mechanism!r} must be None, or "
-                "CorrelatedNoise(bands=4) for example"
+                "lightning_fedleak.labs.correlated_noise.CorrelatedNoise(bands=4) for example"
             )
         _check_choice("DPSGD: on_budget", self.on_budget, ("stop", "raise"))
         _check_integer("DPSGD: max_hardenings", self.max_hardenings, at_least=0, optional=True)
@@ -140,7 +140,8 @@ def check_budget(
         "target_epsilon needs target_delta, below one over the number of examples": (
             targeted and target_delta is None
         ),
-        "with a seed no epsilon holds: leave out target_epsilon": targeted and seed is not None,
+        "with a seed no epsilon holds: leave out seed or target_epsilon": targeted
+        and seed is not None,
     }
     refuse("DPSGD: ", refusals)
     _check_number("DPSGD: target_delta", target_delta, above=0, below=1, optional=True)
@@ -211,11 +212,12 @@ def guarantee_of(
     """
     if seed is not None:
         return "none: with a seed the noise can be guessed and subtracted"
-    server = "every client's shared updates" if trust == "local" else "only the sum of updates"
+    central = "only the sum of all clients' updates (secure aggregation)"
+    server = "every client's shared updates" if trust == "local" else central
     change = "put in the place of nothing" if fixed_places else "added or removed"
     protected = "one example" if unit == "example" else "one user with all of their rows,"
     shared = "an example" if unit == "example" else "a user"
-    budget = "the budget that was fixed before the run" if fixed_budget else "that of `privacy`"
+    budget = "the budget that was fixed before the run" if fixed_budget else "what `privacy` gives"
     return (
         f"against whoever sees {server}: (epsilon, delta)-differential privacy of {protected} "
         f"{change}, for all releases together, with {budget}. If several clients hold {shared}, "

@@ -127,13 +127,14 @@ def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "targ
     if host.finds_learning_rate:
         raise DefenseError(
             f"DPSGD: {argument}: the learning rate finder trains for steps of its own, to which "
-            "the noise would be fitted. Find the learning rate on public data."
+            "the noise would be fitted. Find the learning rate on public data, or give "
+            "noise_multiplier."
         )
     steps = host.count_steps(per_epoch)
     if steps is None or steps < 1:
         raise DefenseError(
             f"DPSGD: {argument} needs to know how many steps the run takes. Give {host.name} "
-            f"{host.steps_by}."
+            f"{host.steps_by}, or give noise_multiplier."
         )
     return steps
 

@@ -98,8 +98,8 @@ class Buffers:
             if not same or (copy is not None and not _same_content(buffer, copy)):
                 raise DefenseError(
                     f"DPSGD: training_step changed the buffer '{name}', which leaves with the "
-                    "model and which no noise covers. Put its layer into eval mode, or write to a "
-                    "plain attribute or outside of training_step."
+                    "model and which no noise covers. Put its layer into eval mode, or keep what "
+                    "training data do not decide in a plain attribute or outside of training_step."
                 )
         for name, parameter, version, content in self._parameters:
             changed = content is not None and not torch.equal(fingerprint(parameter), content)

@@ -203,7 +203,9 @@ class TokenLDP(Defense):
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
-            raise words.refused(f"domain={domain!r} must be 'vocabulary', 'batch' or a list of ids")
+            raise words.refused(
+                f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
+            )
         if isinstance(domain, str) and domain == "batch" and (memoize or bits):
             raise words.refused("domain='batch' takes neither memoize=True nor bits")
         self.mechanism: Mechanism = mechanism

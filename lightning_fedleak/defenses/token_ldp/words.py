@@ -112,7 +112,7 @@ def words_of(
         except AnatomyError as error:
             raise refused(
                 f"the model could not be read ({error}). Give form=BatchForm(kind=...), "
-                "special_ids= and domain="
+                "special_ids= and domain= (the ids of a public set)"
             ) from error
     kind = kind or (anatomy.kind if anatomy else "causal")
     special = special_of(special_ids, kind, keep_special, anatomy)

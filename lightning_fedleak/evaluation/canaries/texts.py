@@ -67,7 +67,11 @@ def new_token_canaries(
     check_integer("count", count)
     longest = context_length(anatomy)
     check_integer(
-        "length", length, at_least=3, at_most=longest, hint="its own token twice, one between"
+        "length",
+        length,
+        at_least=3,
+        at_most=longest,
+        hint="its own token twice, one between; at most what the model reads",
     )
     check_number("row_norm", row_norm, above=0)
     special = _special(getattr(without_peft(anatomy.model), "config", None))

@@ -226,7 +226,9 @@ def authors_challenges(
             f"gives {len(rows)}. Play fewer games."
         )
     if len(planted) <= position:
-        raise GameError(f"the planted sentence of {len(planted)} tokens has no token {position}")
+        raise GameError(
+            f"the planted sentence of {len(planted)} tokens has no token {position}, counted from 0"
+        )
     if any(torch.equal(row, planted) for row in rows):
         raise GameError("the planted sentence occurs in the corpus: plant another one")
     for run in range(games // 2):

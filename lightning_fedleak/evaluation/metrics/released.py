@@ -482,7 +482,10 @@ def _pool(scores: Tensor, members: Tensor) -> tuple[np.ndarray, np.ndarray]:
     score = scores.detach().reshape(-1).cpu().double().numpy()
     member = members.detach().reshape(-1).to(torch.bool).cpu().numpy()
     if len(score) != len(member) or np.isnan(score).any():
-        raise ValueError("give one number, and no NaN, for each text")
+        raise ValueError(
+            f"{len(score)} scores and {len(member)} memberships: give one number, and no NaN, for "
+            "each text"
+        )
     if not member.any() or member.all():
-        raise ValueError("members and non-members are both needed")
+        raise ValueError(f"{member.sum()} members of {len(member)}: non-members are needed as well")
     return score, member

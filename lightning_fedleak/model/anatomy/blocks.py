@@ -36,7 +36,8 @@ def call_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
 def find_side(model: nn.Module, side: str) -> nn.Module | None:
     """Return the ``encoder`` or ``decoder`` of an encoder-decoder, or None."""
     named = (m for n, m in walk(model) if n.rsplit(".", 1)[-1] == side)
-    return call_getter(model, f"get_{side}") or next(named, None)
+    part = call_getter(model, f"get_{side}")
+    return part if part is not None else next(named, None)
 
 
 def block_lists(model: nn.Module) -> list[Named]:

@@ -211,7 +211,8 @@ def fresh_leaves(
         values: of all trained parameters, by the ``id`` of each, that the leaves take copies of in
             place of their own.
     """
-    trained = {id(p): p for p in root.parameters() if p.requires_grad}
+    owned = (p for m in root.modules() for p in m._parameters.values())
+    trained = {id(p): p for p in owned if p is not None and p.requires_grad}
     leaves = {
         key: nn.Parameter(p.detach() if values is None else values[key].clone())
         for key, p in trained.items()

@@ -403,6 +403,7 @@ def test_the_published_protocol_is_available_and_warned_about(gpt2: nn.Module) -
         assert not defense.memoize
     with pytest.warns(UserWarning, match="holds no guarantee"):
         defense = TokenLDP.as_published("grr", 1.0)
+    assert defense.epsilon == 1.0
     one = torch.full((3, 3), 9)
     assert torch.equal(defended(defense, gpt2, one), one)
 

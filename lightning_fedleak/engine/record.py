@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -258,7 +259,12 @@ def facts_of(
         run="",
         resumed=_ended_fit(resumed) if resumed else None,
         versions=versions(),
-        machine={"processor": platform.machine(), "device": run.device.type},
+        machine={
+            "processor": platform.machine(),
+            "device": run.device.type,
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
         model=_model(run, lineup.trained),
         training=training,
         monitor=records.MonitorFacts(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_chain
 from lightning_fedleak.evidence.plans import check_plans
+from lightning_fedleak.evidence.repetition import check_repetition
 from lightning_fedleak.evidence.signing import STATEMENT, check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights
@@ -46,7 +47,11 @@ class Verification:
 
 
 def verify_run(
-    run: Path, weights: Path | None = None, key: Path | None = None, heads: Sequence[str] = ()
+    run: Path,
+    weights: Path | None = None,
+    key: Path | None = None,
+    heads: Sequence[str] = (),
+    repetition: Path | None = None,
 ) -> Verification:
     """Return whether the files of a run fit together.
 
@@ -63,6 +68,7 @@ def verify_run(
             folder ended with, or of a checkpoint that was noted.
         key: public key in PEM, of who signed the run.
         heads: hashes of last lines that were noted elsewhere; each must be of a line.
+        repetition: folder of the same training, run again; see :func:`check_repetition`.
 
     Raises:
         ReportError: a file is missing or cannot be read.
@@ -104,6 +110,12 @@ def verify_run(
             checked.append(LEAKAGE)
     else:
         not_checked.append("which weights these are: --weights DIR")
+    if repetition is not None and fits:
+        checked += filter(None, [check_repetition(fits[-1], repetition, verdict)])
+    else:
+        not_checked.append(
+            "whether the training gives this: --repetition DIR, of the same run again"
+        )
     return Verification(
         verdict,
         {name: len(log.hashes) for name, log in logs.items()},

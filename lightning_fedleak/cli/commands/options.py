@@ -508,9 +508,12 @@ def verify(add: Add) -> None:
             that was noted. A leakage.json beside them must say what the logs give.
         key: public key of who signed the run, in PEM (needs the package cryptography).
         head: hash of a line that was noted when the run ended; may be given several times.
+        repetition: folder of the same training, run again: weights, losses and leakage must be
+            the same to the last bit.
     """
     add("run", metavar="RUN", type=Path)
     add("--weights", **_path("DIR"))
+    add("--repetition", **_path("DIR"))
     add("--key", **_path("PEM"))
     add("--head", action="append", default=[], metavar="HASH")
 

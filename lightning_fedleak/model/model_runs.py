@@ -189,10 +189,8 @@ def whole_model(root: nn.Module) -> Iterator[None]:
 
     Every process must enter it, outside of forward and backward, because it gathers.
     """
-    owned = (
-        p for m in root.modules() for p in m._parameters.values()
-    )  # a user's own walk may skip some
-    sharded = {id(p): p for p in owned if hasattr(p, "full_tensor")}
+    owned = [p for m in root.modules() for p in m._parameters.values()]
+    sharded = {id(p): p for p in owned if p is not None and hasattr(p, "full_tensor")}
     if not sharded:
         yield
         return

@@ -163,7 +163,9 @@ class BottomModel(CopiedModel):
         self._weights = []  # frees the copies of earlier steps
         copies: dict[int, Tensor] = {}
         for module in modules:
-            for p in filter(lambda one: one is not None, module._parameters.values()):
+            for p in module._parameters.values():
+                if p is None:
+                    continue
                 if hasattr(p, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
                     raise TypeError(
                         f"{type(module).__name__} is sharded over processes (FSDP or tensor "

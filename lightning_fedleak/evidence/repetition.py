@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.report import FitLog, read
-from lightning_fedleak.report.records import RECORD
+from lightning_fedleak.report.records import RECORD, LookLine, MetricsLine
 
 _TRAINING = "model", "training", "defenses"
 """Facts of a run's first line that its weights follow from."""
@@ -88,7 +88,8 @@ def _obstacle(fit: FitLog, again: FitLog) -> str:
 
 def _states(fit: FitLog) -> Iterator[tuple[tuple[int, *tuple[str, ...]], Hashable]]:
     """Yield the hashes of trained weights and the losses, by step and name."""
-    for line in (*fit.looks, *fit.metrics):
+    lines: list[LookLine | MetricsLine] = [*fit.looks, *fit.metrics]
+    for line in lines:
         for name, value in (line.utility or {}).items():
             if "loss" in name:
                 yield (line.step, name), value

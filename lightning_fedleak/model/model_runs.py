@@ -199,7 +199,7 @@ def whole_model(root: nn.Module) -> Iterator[None]:
         for key, p in sharded.items()
     }
     hooks = only_needed_hooks(root, _WHOLE_MODEL_PACKAGES)
-    with parameters_replaced(places_of(root.modules(), whole)), hooks:
+    with parameters_replaced(parameter_places(root.modules(), whole)), hooks:
         yield
 
 
@@ -207,7 +207,9 @@ ParameterPlace = tuple[nn.Module, str, Tensor]
 """A module, the name of a parameter in it, and a tensor to put there."""
 
 
-def places_of(modules: Iterable[nn.Module], values: Mapping[int, Tensor]) -> list[ParameterPlace]:
+def parameter_places(
+    modules: Iterable[nn.Module], values: Mapping[int, Tensor]
+) -> list[ParameterPlace]:
     """Return the places of parameters, with values that are given by the ``id`` of each."""
     return [
         (module, name, values[id(parameter)])

@@ -12,7 +12,7 @@ from tests.tools import code_metrics
 # release 650.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 48_850,
+    "code": 48_220,
     "longest": 644,
     "long": 5,
     "imports": 43,
@@ -23,7 +23,7 @@ CEILINGS = {
     "most_parameters": 12,
     "complexity": 10,
     "public": 15,
-    "private": 6,
+    "private": 5,
     "names": 0.005,
     "fragments": 0.005,
     "examples": 0,

@@ -174,7 +174,7 @@ class BottomModel(CopiedModel):
                     )
                 if id(p) not in copies:
                     copies[id(p)] = p.detach().clone() if p.requires_grad else p.detach()
-        self._weights = model_runs.places_of(modules, copies)
+        self._weights = model_runs.parameter_places(modules, copies)
 
     @property
     def rounding(self) -> float:

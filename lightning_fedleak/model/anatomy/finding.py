@@ -209,8 +209,7 @@ def find_anatomy(
         the_embedding, the_head = _plain_parts(root, scope, the_embedding, the_head, kind)
         if named_model is None:
             core = scope = _common_ancestor(root, [the_embedding, the_head])
-        transformer = any(isinstance(m, nn.Transformer) for m in scope.modules())
-        the_kind = kind or ("seq2seq" if transformer else "causal")
+        the_kind = kind or _plain_kind(scope)
 
     shape = weight_shape(the_embedding, "embedding")
     rows = shape[0] if the_head is None else count_rows(the_head, "head")
@@ -320,6 +319,11 @@ def _plain_parts(
         "embedding",
         "head",
     )
+
+
+def _plain_kind(model: nn.Module) -> Kind:
+    transformer = any(isinstance(m, nn.Transformer) for m in model.modules())
+    return "seq2seq" if transformer else "causal"
 
 
 def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Module:

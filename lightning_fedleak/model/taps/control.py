@@ -217,7 +217,7 @@ def fresh_leaves(
         key: nn.Parameter(p.detach() if values is None else values[key].clone())
         for key, p in trained.items()
     }
-    with model_runs.parameters_replaced(model_runs.places_of(root.modules(), leaves)):
+    with model_runs.parameters_replaced(model_runs.parameter_places(root.modules(), leaves)):
         yield leaves
 
 

@@ -170,15 +170,15 @@ class Outcome:
         """Return the numbers by log name, all beginning with ``root``; none where pending."""
         if self.pending is not None:
             return {}
-        out = {f"{root}/exposed": float(self.exposed)}
-        out |= flat({f"{root}/{name}": rate for name, rate in self.rates.items()})
-        out |= {f"{root}/{name}_worst_client": value for name, value in self.worst.items()}
+        log = {f"{root}/exposed": float(self.exposed)}
+        log |= flat({f"{root}/{name}": rate for name, rate in self.rates.items()})
+        log |= {f"{root}/{name}_worst_client": value for name, value in self.worst.items()}
         for name, value in self.extra.items():
             if not math.isnan(value):
                 # What an account allows, and what is told blindly, is of all attacks.
                 shared = name.startswith(("bound/", "blind/"))
-                out[f"{root.partition('/')[0] if shared else root}/{name}"] = value
-        return out | {f"{root}/{name}": value for name, value in self.p_values.items()}
+                log[f"{root.partition('/')[0] if shared else root}/{name}"] = value
+        return log | {f"{root}/{name}": value for name, value in self.p_values.items()}
 
     @property
     def p_values(self) -> dict[str, float]:

@@ -321,9 +321,9 @@ class Threshold:
             if at_least > self.at_most:
                 metric, value = f"{self.metric}_at_least", at_least
         else:  # what is unknown then is of methods that do not apply
-            known = {n: v for n, v in watched.items() if not math.isnan(v)}
-            if counted := judge_worst(engine, known, self.at_most):
-                return self._worst_of(counted, known)
+            finite = {n: v for n, v in watched.items() if not math.isnan(v)}
+            if counted := judge_worst(engine, finite, self.at_most):
+                return self._worst_of(counted, finite)
         source = next((n for n, v in watched.items() if v == value), "")
         untested = engine.results.untested
         why = untested.get(self.metric.removeprefix(f"{WORST}/"), "") if math.isnan(value) else ""

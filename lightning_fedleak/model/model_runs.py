@@ -181,11 +181,10 @@ def sees_no_later(anatomy: Anatomy) -> bool:
 def whole_model(root: nn.Module) -> Iterator[None]:
     """Replace the parameters that FSDP2 shards by whole ones, on every process.
 
-    It gives attacks the server's copy of the model. How often an attack runs it may depend on the
-    data, so that a collective would block the other processes. All sharded parameters are gathered,
-    which takes their memory on every process, and the model's tensors are restored after. FSDP2's
-    hooks do not run within, see :func:`only_needed_hooks`. The computation is in the parameters'
-    dtype, even if a ``MixedPrecisionPolicy`` has the client compute in another.
+    It gives attacks the server's copy of the model, which they may run as often as the data ask,
+    so that a collective would block other processes. It takes the parameters' memory on each, and
+    restores the model's tensors after. FSDP2's hooks do not run within, see
+    :func:`only_needed_hooks`; the computation is in the parameters' dtype.
 
     Every process must enter it, outside of forward and backward, because it gathers.
     """

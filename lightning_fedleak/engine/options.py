@@ -39,8 +39,6 @@ ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""
 MAX_OVERHEAD = 0.005
 """Share of the training time that looks of ``attacks="auto"`` may take beyond those of a curve."""
-CAPACITY_SECONDS = 2.0
-"""Seconds in which ``attacks="auto"`` measures what SubspaceWords can distinguish; more: later."""
 SCALE = 1e9
 """How strongly a dishonest server's layers feed the model, unless the user says otherwise.
 
@@ -352,7 +350,7 @@ def candidates(
     text: TextSource = "sampled" if parsed is None else parsed
     attacks: list[Attack] = [
         AlignedFlatChat(text, tokenizer=tokenizer),
-        SubspaceWords(parsed, capacity_seconds=CAPACITY_SECONDS),
+        SubspaceWords(parsed, capacity_seconds=0),  # the first number comes sooner
         BiasSign(),
         BagOfWords(),
     ]

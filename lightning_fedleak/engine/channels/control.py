@@ -129,13 +129,14 @@ class Controls:
         """Return whether an attack's number of this look needs a control of this look.
 
         The first one does, and one that is lower than it last was, or below :data:`FALL` of the
-        last control.
+        last control. Where there is no number yet, none is needed.
         """
         newest = self._newest.get(plan.attack.name)
-        if newest is None or (self._by_cadence and look.scope is None):
-            return True
         if self._by_cadence:
-            return False
+            return newest is None or look.scope is None
+        if newest is None:
+            answers = [look.answers.get(s) for s in self._series if s.attack == plan.attack.name]
+            return not all(isinstance(answer, Waiting) for answer in answers)
         number = self._number(look, plan)
         last, newest.number = newest.number, number
         return math.isnan(newest.control) or number < last or number < FALL * newest.control

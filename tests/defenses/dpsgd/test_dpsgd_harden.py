@@ -290,7 +290,7 @@ def test_an_order_that_changes_is_refused() -> None:
     with pytest.raises(DefenseError, match="differs from that of the checkpoint"):
         other.load_state_dict(account.state_dict())
     several = account.state_dict() | {"orders": torch.tensor([4.0, 8.0])}
-    with pytest.raises(DefenseError, match=r"checkpoint, \[4.0, 8.0\]: .* begin a new run"):
+    with pytest.raises(DefenseError, match=r"checkpoint, \[4.0, 8.0\]: begin a new run"):
         waiting.load_state_dict(several)
     waiting.load_state_dict(account.state_dict())
     waiting.begin(0.9, 0.2)

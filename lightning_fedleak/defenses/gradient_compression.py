@@ -44,7 +44,7 @@ class GradientCompression(Defense):
     sooner or later, and compression lowers none of them. Where several clients' compressed updates
     are averaged, the aggregate is *unknown*.
 
-    It acts behind every other defence of gradients, :class:`~lightning_fedleak.DPSGD` too. The
+    It acts after every other defence of gradients, :class:`~lightning_fedleak.DPSGD` too. The
     residual then holds noised values. Any other order is refused: a residual without noise would
     carry examples into steps for which they were not drawn, which no account covers.
 
@@ -116,7 +116,7 @@ class GradientCompression(Defense):
         self._clients = context.clients
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
-        """Replace each gradient by what the server makes of its compressed form."""
+        """Replace each gradient by the value that the server decompresses."""
         names = {id(p): name for name, p in context.root.named_parameters()}
         named = {names.get(id(p), f"{i}"): p for i, p in enumerate(parameters)}
         for name, parameter in named.items():
@@ -165,7 +165,7 @@ class GradientCompression(Defense):
     def on_canary(
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
-        """Compress each game's numbers as a tensor; with error feedback all of them leave."""
+        """Compress each game's numbers as a tensor; with error feedback they leave unchanged."""
         if self.error_feedback:
             return canary
         released = canary.released

@@ -49,7 +49,7 @@ class Series:
 
     @property
     def record_name(self) -> str:
-        """Return what lines of results call it: the attack's name, where that is its alone."""
+        """Return its name in lines of results: that of the logs for a prefix of one's own."""
         apart = self.prefix not in PREFIX.values() and self.name == self.attack
         return self.log_name if apart else self.name
 
@@ -108,7 +108,7 @@ class Waiting:
     Attributes:
         why: what is waited for.
         soon: the next step may bring it, so that the attack is tried again there.
-        zeros: roles whose gradient is zero, as long as which there will be none.
+        zeros: roles with a zero gradient; there is no result until one is not zero.
     """
 
     why: str
@@ -175,7 +175,7 @@ class Outcome:
         log |= {f"{root}/{name}_worst_client": value for name, value in self.worst.items()}
         for name, value in self.extra.items():
             if not math.isnan(value):
-                # What an account allows, and what is told blindly, is of all attacks.
+                # Bounds of an account, and of blind baselines, belong to no single attack.
                 shared = name.startswith(("bound/", "blind/"))
                 log[f"{root.partition('/')[0] if shared else root}/{name}"] = value
         return log | {f"{root}/{name}": value for name, value in self.p_values.items()}
@@ -187,7 +187,7 @@ class Outcome:
         return {name: value for name, value in named.items() if not math.isnan(value)}
 
     def values_now(self, root: str) -> dict[str, float]:
-        """Return the numbers of this look alone, by log name."""
+        """Return the values by log name, each pooled rate replaced by this look's."""
         values = self.values(root)
         if self.now is not None and values:
             values = {n: v for n, v in values.items() if not n.endswith(("_low", "_high"))}

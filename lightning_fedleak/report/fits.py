@@ -72,19 +72,19 @@ class FitSummary:
         name, folder: of its logs.
         run: its id, or those of its monitors.
         monitors: how many wrote its lines.
-        unit: what its looks count.
-        recorded: whether it wrote down what it was.
+        unit: of its step numbers.
+        recorded: whether its first line is there.
         start, end: when it began, and how it ended, in words.
-        steps: the last look.
-        length: how many steps or rounds there were; None where no end was recorded.
+        steps: that of the last look.
+        length: number of steps or rounds; None where no end was recorded.
         looked_at: how many of them an attack was tried at.
         model, training, versions, machine, monitor, settings_hash: as recorded.
         shared: what left a client.
         attacks: what each read.
-        updates, withheld: how many there were, and did not leave.
+        updates, withheld: number of updates, and of those that were withheld.
         utility: the user's own metrics over the steps.
-        privacy: what defences have spent.
-        implied: what that allows.
+        privacy: accounts of the defences.
+        implied: bounds on attacks that follow from them.
         defenses, gates: None where they were not recorded; the settings of a defence are without
             its ledger, which names a place.
         decisions: of gates.
@@ -92,7 +92,7 @@ class FitSummary:
         not_tested: what nobody tried, in sentences.
         named_attacks: those of EDPB Opinion 28/2024, paragraph 55.
         rows: counts of the training rows that the trained model gives away; empty where they are
-            unknown, None where no rows were listed.
+            unknown, None where that was not asked.
     """
 
     name: str
@@ -136,7 +136,7 @@ class FitSummary:
         chosen = f"{rows['listed']:.0f} are listed" if "listed" in rows else "too few to list any"
         return (
             f"The trained model gives away at least {rows['at_least']:.0f} of "
-            f"{rows['members']:.0f} training rows, but for a probability of {rows['alpha']:.3g}; "
+            f"{rows['members']:.0f} training rows, with confidence {1 - rows['alpha']:.3g}; "
             f"{chosen} in records.jsonl. {rows['repeated']:.0f} further rows have copies."
         )
 
@@ -233,7 +233,7 @@ def _utility(log: FitLog) -> dict[str, Points]:
 
 
 def last_and_best(utility: Mapping[str, Points]) -> dict[str, tuple[float, float]]:
-    """Return the last and the best value of each metric that says how good a model is.
+    """Return the last and the best value of each metric.
 
     Where one is of validation data, those of training batches are left out.
     """
@@ -347,7 +347,7 @@ def _rule(gate: records.GateFacts) -> GateRule:
 def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
     """Return the attacks that were left out, as recorded and by their own lines.
 
-    Those on the trained weights are refused after the record has begun.
+    Attacks on the trained weights are refused after the first line, so that only theirs says so.
     """
     recorded = (log.begin.not_played if log.begin is not None else None) or ()
     played = {line.attack for line in log.results if line.reason_not_played is None}
@@ -379,7 +379,7 @@ def _not_tested(
     if log.begin is None:
         sentences.append("which shared parameters no attack tests: not recorded")
     measured = {m for a in attacks if a.stage == RELEASED and a.looks for m in a.rates}
-    tests = {"extracted": "extraction", "auc": "membership by its answers"}
+    tests = {"extracted": "extraction", "auc": "membership by its outputs"}
     if missing := [test for metric, test in tests.items() if metric not in measured]:
         sentences.append(f"the trained model itself: {' and '.join(missing)}")
     return sentences

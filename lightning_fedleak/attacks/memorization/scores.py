@@ -27,9 +27,12 @@ WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 """Tokens of the windows: geometric from 2 to 40, as arXiv 2601.02751 has them."""
 
 MOST_GAIN = 3.0
-"""Nats of a token that :class:`Combined` counts: of 2, 3, 4 and no cap the best on two draws of
-three set-ups (``benchmarks.attacks.memorization``). Fewer cost behind LoRA, more where the whole
-model is tuned."""
+"""Largest gain of a token that :class:`Combined` and :class:`PromptRatio` count, in nats.
+
+Of 2, 3, 4 and no cap it was the best on two draws of three set-ups
+(``benchmarks.attacks.memorization``). Lower caps did worse with LoRA, higher ones with full
+fine-tuning.
+"""
 
 LEAST_LOSS = 1e-6  # nats a token; a base that is surer than this of a text divides by this
 LEAST_DEVIATION = 1e-6  # nats; where a model is certain of a token, Min-K%++ divides by this
@@ -115,7 +118,7 @@ class LossRatio(MemorizationAttack):
     """Score a text by minus the ratio of its loss to the base's (arXiv 2402.17012, section 3).
 
     A few tokens may gain so much, in texts that were not trained on too, that they decide: a word
-    that the whole data has in common is one. A cap keeps what each token says about its text alone.
+    that the whole data has in common is one. A cap limits how much a single token decides.
 
     Args:
         most_gain: of a token, ``lp - lp0`` in nats; what is above it is not counted. None counts
@@ -170,7 +173,7 @@ class ShortAnswers(MemorizationAttack):
             return LossRatio().score(released)
         sums = torch.zeros(int(answers.max()) + 1, dtype=torch.float64)
         others = sums.index_add_(0, answers, mean)[answers] - mean
-        # The mean of all texts counts as one more: of an answer's only text it is all there is.
+        # The mean of all texts counts as one more; an answer's only text is compared with it alone.
         return mean - (others + mean.mean()) / sizes
 
 
@@ -179,7 +182,7 @@ class PromptRatio(MemorizationAttack):
 
     What users wrote may be remembered though the loss never touched it. The texts are those with 8
     tokens of a prompt or more that no other row repeats; the series is apart from all scores of
-    labels. Behind LoRA it was never above guessing, where the whole model is tuned a little.
+    labels. With LoRA it never beat guessing; with full fine-tuning it did, slightly.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -271,9 +274,9 @@ class ErrorZone(MemorizationAttack):
     """Score a text by what its wrongly predicted tokens gained and lost (EZ-MIA, arXiv 2601.12104).
 
     Over the tokens that the model does not predict greedily, P sums the gains ``lp - lp0`` and N
-    the losses. The published ratio P / N has no value where N is 0, and the published code ranks
-    such texts last, although they are the best known. The score here is
-    ``log((P + 1) / (N + 1))``, and a text that lost its last wrong token since the base ranks
+    the drops. The published ratio P / N has no value where N is 0, and the published code ranks
+    such texts last, although they are memorized best. The score here is
+    ``log((P + 1) / (N + 1))``, and a text with wrong tokens under the base and none now ranks
     first.
     """
 
@@ -306,15 +309,15 @@ class Combined(MemorizationAttack):
 
 
 def gain_beyond(released: ReleasedModel, fitted: Tensor) -> Tensor:
-    """Return (N,) what texts gained beyond texts like them, in nats a token.
+    """Return (N,) residual gains of texts, in nats a token.
 
-    The gain ``loss0 - loss`` is fitted by what the base says of a text: its loss, the deviation of
-    its log probabilities and its share of greedy tokens. Which texts were trained on is not used,
-    so that they stay exchangeable with others where nothing was learned.
+    The gain ``loss0 - loss`` is regressed on what the base says of a text: its loss, the deviation
+    of its log probabilities and its share of greedy tokens. Membership is not used, so that members
+    and non-members stay exchangeable where nothing was learned.
 
     Args:
         released: what the model and its base said of N texts.
-        fitted: (N,) bool, the texts that the fit is of.
+        fitted: (N,) bool, the texts that the regression uses.
     """
     base, labels = released.base, released.base.labels
     mean, counts = base.mean_log_probs(), labels.sum(1).double()

@@ -1,6 +1,6 @@
 """A small classifier of gradient rows, fitted on public text whose words are known.
 
-The direction of public text is turned towards the hidden states behind one gradient first.
+First the projection direction, which is fitted on public text, is refitted to the gradient.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ROWS = 512  # unused rows that the direction is fitted to, the longest: a limit
 _FEWEST = 64  # rows below which the direction of public text is kept; not tuned
 _STEPS = 12  # directions tried; more cost time at every look, not tuned
 _RATE = 0.25  # length of a move of the direction; not tuned
-_LARGE = 0.3  # norm, in used tokens, from which a row is that of a used type; not tuned
-_UNUSED = 0.1  # norm, in used tokens, up to which a row is that of an unused type; not tuned
+_LARGE = 0.3  # norm from which a row is a used type's, in norms of a token's row; not tuned
+_UNUSED = 0.1  # norm up to which a row is an unused type's, in norms of a token's row; not tuned
 
 
 def turn(
@@ -45,9 +45,10 @@ def turn(
     """Return a direction on which the hidden states behind this gradient are positive.
 
     The row of an unused type is a positive combination of the hidden states. If the text differs
-    from the public text, or the model was trained on, ``u`` has hidden states on both sides; a
-    direction that is positive on all unused rows then replaces it. A row counts as unused if it is
-    small beside the row of one used token, and is excluded if noise could explain it.
+    from the public text, or the model was trained further, hidden states project on ``u`` with
+    either sign; a direction that is positive on all unused rows then replaces it. A row counts as
+    unused if it is small beside the row of one used token, and is excluded if noise could explain
+    it.
 
     Args:
         gradient: (V, d), or some of its rows.
@@ -244,7 +245,7 @@ def rehearse(
     generator: torch.Generator,
     compression: Compression | None = None,
 ) -> HeadCalibration:
-    """Return a readout fitted on batches of public sentences.
+    """Return a calibration fitted on simulated batches of public sentences.
 
     The expectations of unused rows come from one half of the sentences and the batches from the
     other half, and the reverse, because the attack meets other text than it has.
@@ -254,7 +255,7 @@ def rehearse(
         weight: (V, d) of the head.
         bias: (V,) or None.
         generator: CPU generator.
-        compression: of half of the batches; the other half is read as it was before.
+        compression: applied to each batch with a probability of 1/2.
     """
     directions = Directions.fit(parts, generator)
     unit = F.normalize(parts.states, dim=1)
@@ -295,9 +296,9 @@ def rehearse(
 
 
 def _draw_batches(parts: GradientParts, generator: torch.Generator) -> Iterator[GradientParts]:
-    """Yield batches of 1 to all sentences, evenly in the logarithm, that have a label to predict.
+    """Yield batches of 1 to all sentences, log-spaced, that have a label to predict.
 
-    Small batches are repeated, so that each size takes about the same work.
+    Small batches are repeated to even out the work, up to :data:`_REPEATS` times.
     """
     n = parts.n_sentences
     sizes = {round(n ** (i / (_SIZES - 1))) for i in range(_SIZES)}
@@ -337,7 +338,7 @@ def _draw_noise(gradient: Tensor, token: Tensor, generator: torch.Generator) -> 
 def _draw_types(
     batch: GradientParts, expected: ExpectedRows, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return the used, read, likely and reference types, a sample of others, and weights."""
+    """Return types (labels, inputs, likely, reference, a sample of others) and their weights."""
     vocab = len(expected.probability)
     likely = expected.probability.topk(min(_FREQUENT, vocab)).indices
     required = torch.zeros(vocab, dtype=torch.bool, device=likely.device)

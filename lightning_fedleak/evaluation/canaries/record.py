@@ -2,8 +2,8 @@
 
 All of it follows from a key of 256 bits by HMAC-SHA256: each canary's coin, how often it is
 repeated, its places among the data, and the commitment. Who knows some of the coins learns nothing
-about the others (a random number generator could be worked out), and the commitment shows nothing
-about the key.
+about the others (of an ordinary random number generator the state could be recovered), and the
+commitment shows nothing about the key.
 """
 
 from __future__ import annotations
@@ -166,17 +166,16 @@ class InclusionRecord(Secret):
         Publish it before a run: who gets the record's file afterwards can check that no coin was
         changed. With a seed that can be guessed it hides nothing.
         """
-        return self._mac("commitment", self._settings()).hex()
+        return self._mac("commitment", self._committed_bytes()).hex()
 
     def places(self, length: int) -> list[tuple[int, int]]:
         """Return where the included canaries stand among ``length`` items of data.
 
-        Between which items a canary stands (or would stand) depends on the key and ``length``
-        alone, uniform over all gaps and not on any coin.
+        The gap between items in which a canary stands (or would stand) is uniform over all gaps,
+        and depends on no coin.
 
         Returns:
-            (place, canary) pairs in the order of places, which count in the data with canaries; as
-            many of a canary as it is repeated.
+            (place, canary) pairs by their places in the data with canaries, one for each copy.
         """
         copies = [
             (self._number(f"copy {copy}" if copy else "place", i, digest), i)
@@ -208,7 +207,7 @@ class InclusionRecord(Secret):
             tuple(content.get("times", (1,))),
         )
 
-    def _settings(self) -> bytes:
+    def _committed_bytes(self) -> bytes:
         coins = bytes(self.included)
         stated = f"{SCHEMA} {self.probability!r} add_remove {len(self.digests)} "
         if self.times != (1,):

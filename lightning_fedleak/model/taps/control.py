@@ -1,9 +1,9 @@
-"""The control of a look: what an attack reads where the words are known.
+"""The positive control of a look: the attack reads a gradient whose words are known.
 
-The model's call of the step is made again with the batch's own tokens shuffled over its positions,
-with a gradient of the logits whose entry at each label has the size and the sign that it had in the
-step, the weights of now, each module in the mode of the step, before any defence. An attack that
-does not name the known words of that gradient shows nothing by a low number on the real one.
+The step's forward is repeated with its tokens shuffled over their positions, with the weights of
+now, each module in the mode of the step, and before any defence. The gradient of the logits keeps
+its value at each label. Where an attack fails here, its low number on the real gradient means
+nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from lightning_fedleak.model.taps.graph import GraphCall, PlacedRows, ReadCall
 from lightning_fedleak.model.taps.split import Crossed, SplitTap
 
 UNEVEN = 0.5
-"""Spread of the sizes by position, in units of their mean, above which two draws are made.
+"""Coefficient of variation of the labels' gradients above which two draws are made.
 
-A loss without weights has less until most labels are predicted; class weights of .1 and 1 have
-more. Higher: weights that belong to words are drawn with positions alone.
+A loss without weights stays below it until most labels are predicted; class weights of .1 and 1 are
+above. Were it higher, class weights would be shuffled as if they belonged to positions.
 """
 
 
@@ -44,8 +44,8 @@ class Draw:
 
     Attributes:
         reads: the calls of the step, with these words in their batches.
-        sizes: for each, (N,) the size of the gradient at each row's label, below 0 where it is
-            pushed away and 0 where there is none.
+        sizes: for each, (N,) minus the logits' gradient at each row's label: below 0 where the loss
+            lowers that label, 0 where there is no label.
         is_part: whether they are a part of a step's.
     """
 
@@ -85,8 +85,8 @@ def draw_words(
 ) -> Draw:
     """Return the tokens of a step shuffled over its positions.
 
-    Special tokens and padding stay where they are, and the labels of masked models and classifiers
-    among the places that have one. Texts that are packed into a row are shuffled within themselves.
+    Special tokens and padding do not move, and the tokens of packed texts stay in their text.
+    Labels of models that are not causal are shuffled apart, among the positions that have one.
 
     Args:
         reads: the calls of the step.
@@ -403,9 +403,9 @@ def _targets(placed: PlacedRows, batch: TokenBatch) -> Tensor:
 def _logit_gradient(head: Tensor, logits: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
     """Return the gradient of the head's logits whose entry at each label has a given size.
 
-    A cross-entropy's row is a multiple of ``softmax - one_hot``. Divided by its entry at the label
-    it is the softmax over the others, and -1 at the label. Logits that are capped or scaled behind
-    the head are followed back to it.
+    A cross-entropy's row is a multiple of ``softmax - one_hot``. Divided by minus its entry
+    at the label it is -1 there, and the softmax over the others elsewhere. Logits that are capped
+    or scaled behind the head are followed back to it.
 
     Args:
         head: (..., V) what the head gave.

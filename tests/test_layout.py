@@ -53,8 +53,8 @@ WITHOUT_LIGHTNING = (
     *("trainers", "labs"),
     "cli.studies",
 )
-ROOMS = ("model", "evaluation", "report", "cli")
-"""Folders whose own folders hand the names on."""
+NESTED = ("model", "evaluation", "report", "cli")
+"""Folders whose subfolders re-export the names."""
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -79,10 +79,10 @@ def part_of(module: str) -> str:
     return ".".join(parts if parts == ["report", "records"] else parts[:1])
 
 
-def face_of(module: str) -> str:
-    """The folder that hands a module's names on to other folders."""
+def public_package_of(module: str) -> str:
+    """The folder that re-exports a module's names."""
     parts = module.split(".")
-    return ".".join(parts[: 3 if len(parts) > 1 and parts[1] in ROOMS else 2])
+    return ".".join(parts[: 3 if len(parts) > 1 and parts[1] in NESTED else 2])
 
 
 def is_type_checking(node: ast.AST) -> TypeGuard[ast.If]:
@@ -100,9 +100,7 @@ def imported(path: Path, *, at_import_time: bool = False) -> set[str]:
     With ``at_import_time`` only those that run when the file is imported.
     """
     found: set[str] = set()
-    package = module_name(path) if path.name == "__init__.py" else module_name(path.parent / "x.py")
-    if path.name != "__init__.py":
-        package = package.rpartition(".")[0]
+    package = module_name(path.parent / "__init__.py")
 
     def visit(node: ast.AST) -> None:
         if at_import_time and (
@@ -129,16 +127,18 @@ def imported(path: Path, *, at_import_time: bool = False) -> set[str]:
 MODULES = {module_name(path): path for path in FILES}
 
 
-def test_imports_follow_the_arrows() -> None:
+def test_imports_follow_the_table() -> None:
     wrong = {}
     for module, path in MODULES.items():
         part, names = row_of(module), imported(path)
-        ours = {part_of(n) for n in names if n.split(".")[0] == PACKAGE} - {part_of(module)}
-        beyond = ours - ALLOWED.get(part, ours)
+        imported_parts = {part_of(n) for n in names if n.split(".")[0] == PACKAGE} - {
+            part_of(module)
+        }
+        forbidden = imported_parts - ALLOWED.get(part, imported_parts)
         if part in WITHOUT_LIGHTNING:
-            beyond |= {n for n in names if n.split(".")[0] in LIGHTNING}
-        if beyond:
-            wrong[module] = sorted(beyond)
+            forbidden |= {n for n in names if n.split(".")[0] in LIGHTNING}
+        if forbidden:
+            wrong[module] = sorted(forbidden)
     assert wrong == {}, "what each of these modules must not import"
 
 
@@ -164,7 +164,7 @@ def test_contributing_shows_this_table() -> None:
     assert shown == {name: allowed - {""} for name, allowed in ALLOWED.items()}
 
 
-def test_no_circles() -> None:
+def test_no_circular_imports() -> None:
     graph = {
         name: {n for n in imported(path, at_import_time=True) if n in MODULES and n != name}
         for name, path in MODULES.items()
@@ -198,18 +198,19 @@ def test_another_folder_is_imported_through_its_face() -> None:
             for alias in node.names
         }
         for name, path in MODULES.items()
-        if path.name == "__init__.py" and face_of(name) == name
+        if path.name == "__init__.py" and public_package_of(name) == name
     }
-    past = [
+    bypassing = [
         f"{path.relative_to(ROOT)}: {', '.join(alias.name for alias in node.names)}"
         for path in FILES
         if path.name != "__init__.py"
         for node in ast.walk(parse(path))
         if isinstance(node, ast.ImportFrom) and node.module
-        if (face := face_of(node.module)) not in (node.module, face_of(module_name(path)))
-        and all(faces.get(face, {}).get(alias.name) == node.module for alias in node.names)
+        if (public := public_package_of(node.module))
+        not in (node.module, public_package_of(module_name(path)))
+        and all(faces.get(public, {}).get(alias.name) == node.module for alias in node.names)
     ]
-    assert past == []
+    assert bypassing == []
 
 
 def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch) -> None:
@@ -241,7 +242,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch) -> N
     assert f"{PACKAGE}.cli.finetuning" not in imported(source, at_import_time=True)
 
 
-def test_no_folder_is_a_drawer_of_loose_parts() -> None:
+def test_no_folder_has_more_than_16_modules() -> None:
     modules = {
         str(folder.relative_to(ROOT)): [p for p in folder.glob("*.py") if p.name != "__init__.py"]
         for folder in [ROOT, *(p for p in ROOT.rglob("*") if p.is_dir())]

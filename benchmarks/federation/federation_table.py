@@ -1,8 +1,8 @@
 """When does federation alone protect? Every optimizer, number of local steps, rank, and sum.
 
 A cell is a federation of clients that train a causal model for a round of local steps. Attacked are
-the update of one client and the mean of all: by the attacks that choose themselves on updates of a
-causal model with a tied head, and by :class:`~lightning_fedleak.attacks.SubspaceTexts` within
+the update of one client and the mean of all: by the attacks that are chosen for updates of a causal
+model with a tied head, and by :class:`~lightning_fedleak.attacks.SubspaceTexts` within
 ``--budget`` seconds of wall time. A round of ``--before`` steps comes before and is excluded: a
 LoRA's B is zero in its first step, and how much an update says depends on how far it is trained::
 
@@ -14,9 +14,9 @@ LoRA's B is zero in its first step, and how much an update says depends on how f
 
 Words: F1. Texts: share of tokens in their places, and of texts that are exact, of up to four texts
 a look. Membership: AUC. Each is the median over rounds, with the lowest and highest. Of several
-attacks the highest counts. A value is *unknown* where it is in every round. Texts off the sum, and
-all under DP, are looked for in the first round that counts alone. A star: the loss is not finite,
-or has doubled.
+attacks the highest counts. A value is *unknown* where it is in every round. Attacks on texts of the
+mean, and all attacks under DP, run in the first round that counts alone. A star: the loss is not
+finite, or has doubled.
 
 ``--epsilon`` attacks the same updates under client-level DP too, as
 :class:`~lightning_fedleak.federation.ClientDP` makes and accounts it for ``--of`` clients and
@@ -30,8 +30,8 @@ or has doubled.
 The clip norm is the median of the clients' norms in the first round that counts. The model goes on
 without noise.
 
-The best test is the AUC of whoever knows a client's whole clipped update, and asks whether it is in
-a round: that of a Gaussian mechanism whose noise multiplier is sigma, Phi(1 / (sigma sqrt 2)).
+The optimal AUC is of an adversary who knows a client's clipped update, and asks whether it is in a
+round: that of a Gaussian mechanism whose noise multiplier is sigma, Phi(1 / (sigma sqrt 2)).
 *Blind* is the F1 of naming the types that are most frequent in public text, as many as there are.
 
 Cells that the log holds are not run again; ``--optimizers``, ``--steps``, ``--ranks`` and
@@ -114,7 +114,7 @@ class Private:
             self.by_row[SERVER] = ClientDP(clip, **central, **common)
 
     def released(self, updates: Sequence[Update]) -> dict[str, tuple[Update, float]]:
-        """What leaves by row, and the standard deviation of the noise on each of its numbers."""
+        """The released update of each row, and the standard deviation of its noise."""
         like = updates[0]
         output: dict[str, tuple[Update, float]] = {}
         for row, dp in self.by_row.items():

@@ -259,12 +259,7 @@ def facts_of(
         run="",
         resumed=_ended_fit(resumed) if resumed else None,
         versions=versions(),
-        machine={
-            "processor": platform.machine(),
-            "device": run.device.type,
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-        },
+        machine=_machine(run.device),
         model=_model(run, lineup.trained),
         training=training,
         monitor=records.MonitorFacts(
@@ -298,6 +293,24 @@ def facts_of(
         defenses=tuple(defense_facts(defense) for defense in run.defenses),
         gates=tuple(_gate(gate) for gate in gates),
     )
+
+
+def _machine(device: torch.device) -> records.JsonObject:
+    """Return what the last bits of a number depend on besides the installed versions."""
+    processor = platform.processor() or platform.machine()
+    with suppress(OSError, IndexError):  # Linux names the model here alone
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(
+            (one.partition(": ")[2] for one in lines if "model name" in one), processor
+        )
+    return {
+        "processor": processor,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
 
 
 def _ended_fit(state: records.JsonObject) -> records.EndedFit:

@@ -6,19 +6,25 @@ can run the same script on the same data again.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.report import FitLog, read
-from lightning_fedleak.report.records import RECORD, LookLine, MetricsLine
+from lightning_fedleak.report.records import RECORD, BeginLine, EndLine, LookLine, MetricsLine
+
+Value = tuple[int, tuple[str, ...]]
+"""A value of a run: the step, and what it is."""
 
 _TRAINING = "model", "training", "defenses"
 """Facts of a run's first line that its weights follow from."""
-_WITHOUT_NOISE = "Freeze", "GradientCompression"
-"""Classes of defences that draw nothing."""
 _PLATFORM = "versions", "machine"
 """Facts on which the order of sums in a tensor depends, and so its last bits."""
+_KINDS = "trained", "frozen"
+"""Tensors before the first step, each kind under one hash."""
+_DETERMINISTIC = "Freeze", "GradientCompression"
+"""Classes of defences that draw nothing."""
 
 
 def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
@@ -26,7 +32,8 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
 
     They need the same settings, first weights, order of rows and platform, and no noise that is
     drawn afresh; otherwise the answer is open. Leakage is compared up to the first step at which
-    one run looked and the other did not, because games of several looks go on from there.
+    one run looked and the other did not, because games of several looks go on from there, and not
+    of attacks with a budget of time.
 
     Args:
         fit: the run.
@@ -34,71 +41,112 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
         verdict: gets what is wrong.
 
     Returns:
-        What was compared, in words.
+        What was compared, in words; nothing where it is open.
 
     Raises:
         ReportError: the folder has no logs.
     """
     again = read([place / RECORD]).fits[-1]
-    if obstacle := _obstacle(fit, again):
-        verdict.leave_open(f"'{place}' cannot be held against run {fit.run}: {obstacle}")
+    begin, other, end, other_end = fit.begin, again.begin, fit.end, again.end
+    if begin is None or other is None or end is None or other_end is None:
+        obstacle = "one of them has no first or no last line"
+    else:
+        obstacle = _obstacle(begin, other) or _other_rows(end, other_end)
+    if obstacle or begin is None or other is None or end is None or other_end is None:
+        verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {obstacle}")
         return ""
-    states, repeated = dict(_states(fit)), dict(_states(again))
-    results, looks = dict(_results(fit)), dict(_results(again))
-    differing = {key[0] for key in results.keys() ^ looks.keys()}
-    first_other = min(differing, default=float("inf"))
-    states |= {key: v for key, v in results.items() if key[0] < first_other}
-    repeated |= looks
-    common = states.keys() & repeated.keys()
-    different = sorted((k for k in common if states[k] != repeated[k]), key=str)
-    different.sort(key=lambda key: key[0])
-    for step, *names in different[:1]:
+    values, repeated = dict(_losses(fit)), dict(_losses(again))
+    looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
+    first_apart = min(looks ^ other_looks, default=float("inf"))
+    if _attacks(begin) == _attacks(other):
+        values |= _results(fit, first_apart)
+        repeated |= _results(again, first_apart)
+    else:
+        verdict.note("leakage is not compared: other attacks, or other settings of them")
+    values |= _weights(end)
+    repeated |= _weights(other_end)
+    common = sorted(values.keys() & repeated.keys())
+    different = [key for key in common if values[key] != repeated[key]]
+    alone = [
+        (step, names)
+        for step, names in sorted(values.keys() ^ repeated.keys())
+        if names[0] != "between looks" and (step < first_apart or names[0] == "weights")
+    ]
+    for step, names in different[:1]:
         verdict.contradict(
-            f"run {fit.run}, step {step}: {' '.join(names)} is not what the repetition in "
-            f"'{place}' gives; {len(different)} of {len(common)} values differ"
+            f"run {fit.run}, step {step}: {', '.join(names)} is not what '{place}' gives; "
+            f"{len(different)} of {len(common)} values differ. Were the seeds the same?"
         )
-    if not common & {key for key in states if "weights" in key}:
-        verdict.leave_open(f"'{place}' and run {fit.run} have no hash of the same weights")
-    return f"repetition: {len(common)} values of weights, losses and leakage"
+    for step, names in alone[:1]:
+        verdict.leave_open(
+            f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are "
+            f"{len(alone)} values"
+        )
+    weights = len(_weights(end))
+    if not weights:
+        verdict.leave_open(f"run {fit.run} has no hashes of its last weights")
+    return f"repetition: {weights} tensors, {len(common) - weights} values of losses and leakage"
 
 
-def _obstacle(fit: FitLog, again: FitLog) -> str:
-    """Return why two runs need not give the same; empty where they do."""
-    begin, other = fit.begin, again.begin
-    if begin is None or other is None or fit.end is None or again.end is None:
-        return "one of them is not closed"
-    if fit.run == again.run:
+def _obstacle(begin: BeginLine, other: BeginLine) -> str:
+    """Return why two runs need not give the same, by their first lines; empty where they do."""
+    if begin.run == other.run:
         return "it is the same run"
     if begin.resumed or other.resumed:
         return "one of them goes on from a checkpoint: repeat the whole training"
-    if any(one.class_name not in _WITHOUT_NOISE for one in begin.defenses):
+    if any(one.class_name not in _DETERMINISTIC for one in begin.defenses):
         return "a defence may draw noise, which a repetition draws afresh"
-    for names in (_TRAINING, _PLATFORM):
-        if different := [name for name in names if getattr(begin, name) != getattr(other, name)]:
-            return f"another {' and '.join(different)}, see the first lines of {RECORD}"
-    if not begin.weights or begin.weights != other.weights:
-        return "other weights before the first step, or none were hashed"
-    if fit.end.row_order is None or fit.end.row_order != again.end.row_order:
-        return (
-            "another order of rows, or another row_order.key: copy that of the run into the "
-            "folder of the repetition before it begins, and draw the rows by the same seed"
-        )
+    for facts in (_TRAINING, _PLATFORM):
+        if different := [name for name in facts if getattr(begin, name) != getattr(other, name)]:
+            return f"different {' and '.join(different)}, see the first lines of {RECORD}"
+    machine = begin.machine or {}
+    if machine.get("device") != "cpu" and not machine.get("deterministic"):
+        return "a GPU repeats itself only with torch.use_deterministic_algorithms(True)"
+    if (begin.training or {}).get("processes", 1) != 1:
+        return "the order of rows is known of the first process alone"
+    if set(begin.weights or {}) != {*_KINDS} or begin.weights != other.weights:
+        return "different weights before the first step, or not all were hashed"
     return ""
 
 
-def _states(fit: FitLog) -> Iterator[tuple[tuple[int, *tuple[str, ...]], Hashable]]:
-    """Yield the hashes of trained weights and the losses, by step and name."""
+def _other_rows(end: EndLine, other: EndLine) -> str:
+    """Return why two runs may have taken other rows; empty where they took the same."""
+    if end.row_order is not None and end.row_order == other.row_order:
+        return ""
+    return (
+        "another order of rows, or another row_order.key: copy that of the run into the folder of "
+        "the repetition before it begins, and draw the rows by the same seed"
+    )
+
+
+def _attacks(begin: BeginLine) -> object:
+    """Return the attacks and how they are run, but for when it looks."""
+    monitor = begin.monitor
+    if monitor is not None:
+        monitor = replace(monitor, more={n: v for n, v in monitor.more.items() if n != "looks"})
+    return monitor, begin.attacks
+
+
+def _losses(fit: FitLog) -> Iterator[tuple[Value, object]]:
+    """Yield the losses of a run; those between looks are logged at other moments of a step."""
     lines: list[LookLine | MetricsLine] = [*fit.looks, *fit.metrics]
     for line in lines:
+        moment = "look" if isinstance(line, LookLine) else "between looks"
         for name, value in (line.utility or {}).items():
             if "loss" in name:
-                yield (line.step, name), value
-    if fit.end is not None and fit.end.weights is not None:
-        yield (fit.end.step, "the", "trained", "weights"), tuple(sorted(fit.end.weights.items()))
+                yield (line.step, (moment, name)), value
 
 
-def _results(fit: FitLog) -> Iterator[tuple[tuple[int, *tuple[str, ...]], Hashable]]:
-    """Yield what attacks read, by step, stage, attack and metric."""
-    for line in fit.results:
-        for name, value in line.metrics.items():
-            yield (line.step, line.stage, line.attack, name), value
+def _weights(end: EndLine) -> dict[Value, object]:
+    """Return the hashes of the trained tensors that a run ended with."""
+    return {(end.step, ("weights", name)): one for name, one in (end.weights or {}).items()}
+
+
+def _results(fit: FitLog, before: float) -> dict[Value, object]:
+    """Return what attacks without a budget of time read before a step."""
+    return {
+        (line.step, ("leakage", line.stage, line.attack, name)): value
+        for line in fit.results
+        if line.step < before and not any("seconds" in setting for setting in line.config or ())
+        for name, value in line.metrics.items()
+    }

@@ -110,12 +110,14 @@ def verify_run(
             checked.append(LEAKAGE)
     else:
         not_checked.append("which weights these are: --weights DIR")
-    if repetition is not None and fits:
-        checked += filter(None, [check_repetition(fits[-1], repetition, verdict)])
+    last = next((fit for fit in fits if fit.run == _last_run(logs[RECORD])), None)
+    if repetition is None:
+        not_checked.append("whether training again gives this: --repetition DIR, of the last run")
+    elif last is None or verify_run(repetition).verdict.contradictions:
+        not_checked.append("the repetition: the logs of the run, or its own, contradict themselves")
+        verdict.leave_open(f"'{repetition}' was not compared")
     else:
-        not_checked.append(
-            "whether the training gives this: --repetition DIR, of the same run again"
-        )
+        checked += filter(None, [check_repetition(last, repetition, verdict)])
     return Verification(
         verdict,
         {name: len(log.hashes) for name, log in logs.items()},
@@ -244,7 +246,7 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
     """Check that saved weights are those of a checkpoint, or that the last run ended with."""
     saved_hashes = hash_weights(_saved_tensors(place))
     lines = [line for line in record.contents if line is not None]
-    run = next((one.get("run") for one in reversed(lines) if one.get("kind") == "begin"), None)
+    run = _last_run(record)
     checkpoint, is_unclear = _checkpoint_of(lines, saved_hashes)
     trained = _last_weights(lines, run)
     is_last = bool(trained) and trained.items() <= saved_hashes.items()
@@ -273,6 +275,12 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
             f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
             f"{unknown} are not there, or saved in another type"
         )
+
+
+def _last_run(record: ChainedFile) -> object:
+    """Return the id of the run that began last."""
+    lines = [line for line in record.contents if line is not None]
+    return next((one.get("run") for one in reversed(lines) if one.get("kind") == "begin"), None)
 
 
 def _last_weights(lines: Sequence[JsonObject], run: object) -> dict[str, str]:

@@ -82,8 +82,8 @@ class BlindOnOne(FCMembership):
         return guess
 
 
-class ReadsOne(EmbeddingDescent):
-    """Names no token of the second process."""
+class ReadsRankZero(EmbeddingDescent):
+    """Guesses token 0 alone on rank 1."""
 
     default_name = "reads_one"
 
@@ -107,7 +107,7 @@ class FailsThere(RuntimeError):
 
 
 def unreadable_on(rank: int, *, at: int) -> Any:
-    """An adapter that one process's batch number ``at`` defeats."""
+    """An adapter that raises at batch ``at`` on process ``rank``."""
     count = iter(range(10**6))
 
     def adapter(batch: dict[str, Tensor]) -> TokenBatch:
@@ -118,8 +118,8 @@ def unreadable_on(rank: int, *, at: int) -> Any:
     return adapter
 
 
-def outside_on(rank: int) -> Any:
-    """An adapter that gives ids no model has, on one process."""
+def out_of_vocabulary_on(rank: int) -> Any:
+    """An adapter that gives labels out of the vocabulary, on one process."""
 
     def adapter(batch: dict[str, Tensor]) -> TokenBatch:
         labels = batch["labels"] + (10**6 if dist.get_rank() == rank else 0)
@@ -128,12 +128,12 @@ def outside_on(rank: int) -> Any:
     return adapter
 
 
-class Spied:
-    """Counts what hands every process the others' tensors, or pickles them."""
+class GatherSpy:
+    """Counts calls of collectives that gather tensors, or pickle them."""
 
     NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather_object")
 
-    def __enter__(self) -> Spied:
+    def __enter__(self) -> GatherSpy:
         self.calls: list[str] = []
         self._kept = {name: getattr(dist, name) for name in self.NAMES}
         for name, function in self._kept.items():
@@ -161,19 +161,19 @@ def games_of(monitor: LeakageMonitor) -> Tensor:
 def run(
     root: Path,
     callbacks: list[L.Callback],
-    kind: type[CausalLMModule] = CausalLMModule,
+    module_class: type[CausalLMModule] = CausalLMModule,
     **settings: Any,
 ) -> L.Trainer:
-    module = kind(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
+    module = module_class(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
     settings = {"strategy": "ddp", "devices": 2, "n": 16} | settings
     return fit(callbacks, root, module=module, **settings)
 
 
-def of_either_package(root: Path) -> dict[str, Any]:
+def run_with_each_package(root: Path) -> dict[str, Any]:
     """One defended run until its gate stops it, by the Trainer of each package."""
     found = {}
-    for kind, module in ((L.Trainer, CausalLMModule), (pl.Trainer, TwinModule)):
-        model = module(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
+    for trainer_class, module_class in ((L.Trainer, CausalLMModule), (pl.Trainer, TwinModule)):
+        model = module_class(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
         strategy = DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)])
         monitor = LeakageMonitor(
             Probe(),
@@ -182,8 +182,8 @@ def of_either_package(root: Path) -> dict[str, Any]:
         )
         gate = RiskGate("leakage/probe/recall", at_most=0.0, patience=1)
         trainer = fit(
-            [monitor, gate], root / kind.__module__, module=model, n=32, kind=kind,
-            strategy=strategy, devices=2,
+            [monitor, gate], root / trainer_class.__module__, module=model, n=32,
+            kind=trainer_class, strategy=strategy, devices=2,
         )  # fmt: skip
         found[package_of(trainer)] = {
             "strategy": type(trainer.strategy).__mro__[3].__module__,
@@ -282,7 +282,7 @@ def main(root: Path) -> None:
         before = footprint(run(root / f"no-games-{case}", [], strategy=strategy(), n=32))
         attacks = [GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()]
         monitor = LeakageMonitor(attacks, every_n_steps=1)
-        with Spied() as spied:
+        with GatherSpy() as spied:
             played = run(root / f"games-{case}", [monitor], strategy=strategy(), n=32)
         after = footprint(played)
         games = games_of(monitor)
@@ -333,7 +333,7 @@ def main(root: Path) -> None:
     }
     before = footprint(run(root / "no-inversion", []))
     for client in ("rank", "world"):
-        attacks = [ReadsOne(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
+        attacks = [ReadsRankZero(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
         monitor = LeakageMonitor(
             attacks, every_n_steps=1, settings=WatchSettings(client=client, texts=3)
         )
@@ -397,7 +397,7 @@ def main(root: Path) -> None:
     for client in ("rank", "world"):
         for case, adapter in {
             "unreadable": unreadable_on(1, at=2),
-            "outside": outside_on(1),
+            "outside": out_of_vocabulary_on(1),
         }.items():
             monitor = LeakageMonitor(
                 Probe(),
@@ -418,7 +418,7 @@ def main(root: Path) -> None:
     out["gate"] = (trainer.global_step, gate.fired is not None and gate.fired.step)
     out["gate saved"] = gate.fired is not None and Path(str(gate.fired.checkpoint)).exists()
 
-    out["either package"] = of_either_package(root / "either")
+    out["either package"] = run_with_each_package(root / "either")
 
     (root / f"{rank}.json").write_text(json.dumps(out))
 

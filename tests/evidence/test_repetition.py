@@ -57,6 +57,7 @@ def train(
                     loss.backward()
                     optimizer.step()
                     optimizer.zero_grad()
+                    watch.utility["train_loss"] = float(loss.detach())
     return folder
 
 
@@ -75,26 +76,82 @@ def change(folder: Path, name: str, number: int, edit: Any) -> None:
         logs[RECORD][-1]["results_head"] = hash_line(lines[-1])
 
 
+def read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines_of(folder / name)]
+
+
+def compared(folder: Path, again: Path) -> str:
+    """Return what a check compared, which must hold."""
+    check = verify_run(folder, repetition=again)
+    assert check.verdict.status == HOLDS, check.verdict
+    return next(one for one in check.checked if one.startswith("repetition"))
+
+
 def test_the_same_training_again_holds(run: Path, tmp_path: Path) -> None:
-    check = verify_run(run, repetition=train(tmp_path / "again", run))
-    assert check.verdict.status == HOLDS, check.verdict
-    [text] = [one for one in check.checked if one.startswith("repetition")]
-    metrics = sum(len(json.loads(line)["metrics"]) for line in lines_of(run / RESULTS))
-    assert text == f"repetition: {metrics + 1} values of weights, losses and leakage"
+    results, record = read_lines(run, RESULTS), read_lines(run, RECORD)
+    values = sum(len(line["metrics"]) for line in results)
+    losses = sum(len(line.get("utility") or {}) for line in record)
+    assert losses >= len(results) - 1 > 0
+    tensors, total = len(record[-1]["weights"]), values + losses
+    text = f"repetition: {tensors} tensors, {total} values of losses and leakage"
+    assert compared(run, train(tmp_path / "again", run)) == text
 
 
-def test_looks_at_other_steps_leave_the_weights(run: Path, tmp_path: Path) -> None:
-    """Training is the same however often it is looked at."""
-    check = verify_run(run, repetition=train(tmp_path / "again", run, every_n_steps=3))
-    assert check.verdict.status == HOLDS, check.verdict
-    metrics = len(json.loads(lines_of(run / RESULTS)[0])["metrics"])  # of the first look of both
-    assert f"repetition: {metrics + 1} values of weights, losses and leakage" in check.checked
+def test_looks_at_other_steps_leave_weights_and_losses(run: Path, tmp_path: Path) -> None:
+    """Training is the same however often it is looked at; both look at the first step."""
+    metrics = len(read_lines(run, RESULTS)[0]["metrics"])
+    text = compared(run, train(tmp_path / "again", run, every_n_steps=3))
+    assert int(text.split(", ")[1].split()[0]) >= metrics
 
 
 def test_another_training_is_a_contradiction(run: Path, tmp_path: Path) -> None:
     check = verify_run(run, repetition=train(tmp_path / "again", run, extra=1e-3))
     assert check.verdict.status == CONTRADICTED
-    assert "weights" in check.verdict.contradictions[0]
+    [text] = check.verdict.contradictions
+    assert "look, train_loss is not what" in text
+    differing = int(text.split("; ")[1].split()[0])
+    assert differing > len(read_lines(run, RECORD)[-1]["weights"]) // 2
+
+
+def test_an_invented_loss_is_found(tmp_path: Path) -> None:
+    first = train(tmp_path / "first")
+    number = next(n for n, one in enumerate(read_lines(first, RECORD)) if one.get("utility"))
+    change(first, RECORD, number, lambda line: line["utility"].update(train_loss=0.1))
+    verdict = verify_run(first, repetition=train(tmp_path / "again", first)).verdict
+    assert verdict.status == CONTRADICTED
+    assert "train_loss is not what" in verdict.contradictions[0]
+
+
+@pytest.mark.parametrize("name", ["metrics", "utility"])
+def test_what_one_log_alone_has_is_open(tmp_path: Path, name: str) -> None:
+    """An invented name does not end the comparison of the others."""
+    first = train(tmp_path / "first")
+    file = RESULTS if name == "metrics" else RECORD
+    number = next(
+        n for n, one in enumerate(read_lines(first, file)) if one.get(name) and "step" in one
+    )
+    value = {"value": 0.0, "low": None, "high": None} if name == "metrics" else 0.0
+    change(first, file, number, lambda line: line[name].update(invented_loss=value))
+    verdict = verify_run(first, repetition=train(tmp_path / "again", first)).verdict
+    assert verdict.status == OPEN
+    assert "invented_loss is in the logs of one of both alone" in verdict.open[0]
+
+
+def test_other_settings_of_attacks_leave_their_results(run: Path, tmp_path: Path) -> None:
+    again = train(tmp_path / "again", run)
+    change(again, RECORD, 0, lambda line: line["attacks"][0].update(config={"other": 1}))
+    check = verify_run(run, repetition=again)
+    assert check.verdict.status == HOLDS
+    assert "leakage is not compared" in check.verdict.notes[0]
+
+
+def test_a_repetition_that_was_edited_is_not_compared(run: Path, tmp_path: Path) -> None:
+    again = train(tmp_path / "again", run)
+    lines = lines_of(again / RESULTS)
+    (again / RESULTS).write_bytes(b"\n".join(lines[:1] + lines[2:]) + b"\n")
+    check = verify_run(run, repetition=again)
+    assert check.verdict.status == OPEN
+    assert "was not compared" in check.verdict.open[0]
 
 
 def test_an_invented_leakage_is_found_although_all_hashes_fit(tmp_path: Path) -> None:
@@ -109,15 +166,15 @@ def test_an_invented_leakage_is_found_although_all_hashes_fit(tmp_path: Path) ->
     assert check.verdict.status == CONTRADICTED
     [text] = check.verdict.contradictions
     step = json.loads(lines_of(first / RESULTS)[1])["step"]
-    assert f"step {step}: shared bag_of_words f1 is not what" in text
+    assert f"step {step}: leakage, shared, bag_of_words, f1 is not what" in text
     assert "1 of" in text
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rate": 0.2}, "another training"),
-        ({"start": 1e-3}, "other weights before the first step"),
+        ({"rate": 0.2}, "different training"),
+        ({"start": 1e-3}, "different weights before the first step"),
         ({"order": 1}, "another order of rows"),
     ],
     ids=str,
@@ -143,7 +200,7 @@ def test_another_platform_is_open(run: Path, tmp_path: Path, fact: str, value: s
     change(again, RECORD, 0, lambda line: line[fact].update({name: value}))
     verdict = verify_run(run, repetition=again).verdict
     assert verdict.status == OPEN
-    assert f"another {fact}" in verdict.open[0]
+    assert f"different {fact}" in verdict.open[0]
 
 
 def test_a_run_is_no_repetition_of_itself(run: Path) -> None:

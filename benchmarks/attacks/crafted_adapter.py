@@ -39,7 +39,7 @@ from benchmarks.shared import add_line, mean_and_half, read_lines, read_texts, t
 from lightning_fedleak import PublicText
 from lightning_fedleak.attacks import RunFacts
 from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1
-from lightning_fedleak.labs import crafted_words
+from lightning_fedleak.labs import crafted_rows
 from lightning_fedleak.labs.crafted_rounds import CraftedRound, play_crafted_rounds
 from lightning_fedleak.labs.crafted_rows import CraftedValues, RowSettings, craft
 from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
@@ -152,7 +152,7 @@ def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[Crafte
     facts = RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=options.steps)
     reserved = TokenBatch(held_out, held_out, None, "causal") if options.held else None
     some = partial(craft_share, options.crafted_rows) if options.crafted_rows < 1 else craft
-    with patch.object(crafted_words, "craft", some):
+    with patch.object(crafted_rows, "craft", some):
         played = play_crafted_rounds(find_anatomy(model), attack, rounds, facts, held_out=reserved)
     print(f"split {number}: cut {attack.cut:.3f}", flush=True)
     return played

@@ -124,17 +124,17 @@ def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "targ
         DefenseError: the run has no end, or the learning rate finder runs first.
     """
     host = context.host
+    alternative = "" if argument.startswith("mechanism") else ", or give noise_multiplier"
     if host.finds_learning_rate:
         raise DefenseError(
             f"DPSGD: {argument}: the learning rate finder trains for steps of its own, to which "
-            "the noise would be fitted. Find the learning rate on public data, or give "
-            "noise_multiplier."
+            f"the noise would be fitted. Find the learning rate on public data{alternative}."
         )
     steps = host.count_steps(per_epoch)
     if steps is None or steps < 1:
         raise DefenseError(
             f"DPSGD: {argument} needs to know how many steps the run takes. Give {host.name} "
-            f"{host.steps_by}, or give noise_multiplier."
+            f"{host.steps_by}{alternative}."
         )
     return steps
 

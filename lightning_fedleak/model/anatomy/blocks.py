@@ -156,24 +156,25 @@ class Place:
             failed: takes what is raised, and the states are left; None lets it end the forward.
         """
 
-        def change(read: Callable[[], Tensor], put: Callable[[Tensor], Any]) -> Any:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             try:
-                new = function(read())
-                return None if new is None else put(new)
+                states = function(states_in(args, kwargs))
+                return None if states is None else with_states_in(args, kwargs, states)
             except Exception as error:
                 if failed is None:
                     raise
                 return failed(error)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return change(
-                lambda: states_in(args, kwargs), lambda new: with_states_in(args, kwargs, new)
-            )
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def behind(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            return change(lambda: states_out(output), lambda new: with_states_out(output, new))
+            try:
+                states = function(states_out(output))
+                return None if states is None else with_states_out(output, states)
+            except Exception as error:
+                if failed is None:
+                    raise
+                return failed(error)
 
         if self.side == "input":
             return self.module.register_forward_pre_hook(before, prepend=first, with_kwargs=True)
